@@ -1,0 +1,29 @@
+"""Errors a user can act on: each says what happened with numbers, what it means, and which key to change."""
+
+
+class DapoError(Exception):
+    """Base of every error this project raises on purpose. Subclasses take one message and are picklable."""
+
+
+class ConfigError(DapoError, ValueError):
+    """The configuration contradicts itself, is misspelt or is out of bounds. Raised before work starts."""
+
+
+class DataError(DapoError, ValueError):
+    """A dataset lacks columns or rows that training needs."""
+
+
+class ModelError(DapoError, ValueError):
+    """A model folder is incomplete or does not fit the configuration."""
+
+
+class NotEnoughSignal(DapoError, RuntimeError):
+    """Dynamic sampling drew its bound of batches and kept too few groups."""
+
+
+class RolloutError(DapoError, RuntimeError):
+    """An engine failed to produce rollouts or to take new weights."""
+
+
+class CheckpointError(DapoError, RuntimeError):
+    """A checkpoint is incomplete, damaged, or belongs to another configuration."""

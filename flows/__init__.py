@@ -1,0 +1,1 @@
+"""The Prefect flows and the `dapo` command line."""

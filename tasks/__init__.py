@@ -1,0 +1,1 @@
+"""One file per stage, the artifact store and child processes."""
