@@ -1,0 +1,41 @@
+"""How a configuration field is declared: with a bound, and with a word on whether it changes the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+def key(default: Any, description: str, **bounds: Any) -> Any:
+    """A field that changes the result: it belongs to the cache key of the stages that read it."""
+    return Field(default, description=description, json_schema_extra={"volatile": False}, **bounds)
+
+
+def volatile(default: Any, description: str, **bounds: Any) -> Any:
+    """A field that changes only how the result is reached: places, waiting times, log levels."""
+    return Field(default, description=description, json_schema_extra={"volatile": True}, **bounds)
+
+
+def is_volatile(section: type[BaseModel], name: str) -> bool | None:
+    """Whether the field is volatile; None when its declaration does not say (a test refuses that)."""
+    extra = section.model_fields[name].json_schema_extra
+    return extra.get("volatile") if isinstance(extra, dict) else None  # type: ignore[return-value]
+
+
+def result_values(section: BaseModel) -> dict[str, Any]:
+    """The section as plain JSON values without its volatile fields."""
+    values: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            values[name] = result_values(value)
+        elif not is_volatile(type(section), name):
+            values[name] = value
+    return values

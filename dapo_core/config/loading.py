@@ -1,0 +1,144 @@
+"""From a YAML file and `--set` overrides to one resolved, checked configuration."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from dapo_core.config.sections import Config
+from dapo_core.errors import ConfigError
+
+_PLACEHOLDER = re.compile(r"\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with 1e-6 as a number, and a key written twice refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(pair[0], deep=True) for pair in node.value]
+        twice = sorted({str(name) for name in keys if keys.count(name) > 1})
+        if twice:
+            raise ConfigError(f"{', '.join(twice)} is written twice{node.start_mark}; keep one of the two")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.\d+(?:[eE][-+]?\d+)?)$"),
+    list("-+0123456789."),
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The resolved configuration: defaults < the file < overrides of the form `section.key=value`.
+
+    Raises ConfigError, before anything starts, for an unreadable file, an unknown key (with the nearest known
+    one), a value out of bounds, an unresolved placeholder, or keys that contradict each other.
+    """
+    tree = _read_tree(Path(path))
+    for override in overrides:
+        _apply_override(tree, override)
+    return resolve_config(tree)
+
+
+def resolve_config(tree: dict[str, Any]) -> Config:
+    """The checked configuration for a plain tree of sections and keys; raises ConfigError."""
+    problems = [*_unknown_keys(tree), *_placeholders(tree)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    complete = {"data": {}, "model": {}, **tree}
+    try:
+        return Config.model_validate(complete)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved tree as YAML that `load_config` reads back to the same configuration."""
+    return yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False, allow_unicode=True)
+
+
+def _read_tree(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration {path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"configuration {path} holds {type(tree).__name__}, not sections with keys")
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    if not separator or "." not in name:
+        raise ConfigError(f"--set {override!r} is not of the form section.key=value, such as run.seed=2")
+    *sections, leaf = name.strip().split(".")
+    node = tree
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {name}: {section} is a value, not a section")
+        node = child
+    try:
+        node[leaf] = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from None
+
+
+def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every key of the tree as `section.key`."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from known_keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _unknown_keys(tree: dict[str, Any], section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        field = section.model_fields.get(str(name))
+        if field is None:
+            yield f"unknown key {prefix}{name} = {value!r}{_nearest(f'{prefix}{name}')}"
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            if isinstance(value, dict):
+                yield from _unknown_keys(value, field.annotation, f"{prefix}{name}.")
+            elif value is not None:
+                yield f"{prefix}{name} is a section with keys, not the value {value!r}"
+
+
+def _nearest(name: str) -> str:
+    """` (did you mean X?)` for the known key or section nearest in spelling, also in another section."""
+    keys = list(known_keys())
+    sections = sorted({key.rsplit(".", 1)[0] for key in keys})
+    close = difflib.get_close_matches(name, [*keys, *sections], n=1, cutoff=0.75)
+    if not close:
+        by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
+        close = [
+            by_leaf[leaf] for leaf in difflib.get_close_matches(name.rsplit(".", 1)[-1], by_leaf, n=1, cutoff=0.75)
+        ]
+    return f" (did you mean {close[0]}?)" if close else "; `dapo config show` lists all keys"
+
+
+def _placeholders(value: Any, name: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for child, child_value in value.items():
+            yield from _placeholders(child_value, f"{name}.{child}" if name else str(child))
+    elif isinstance(value, str) and _PLACEHOLDER.search(value):
+        yield f"{name} = {value!r} still holds a placeholder; put the real value there"
+
+
+def _explain(problem: Any) -> str:
+    name = ".".join(str(part) for part in problem["loc"])
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return message
+    return f"{name} = {problem['input']!r} is refused: {message[0].lower()}{message[1:]}"
