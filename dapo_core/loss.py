@@ -1,8 +1,7 @@
 """The policy loss: decoupled clip, dual clip, and sums that micro-batches and ranks can add up.
 
-A loss is written as sum over tokens of weight * token_loss, with weights that already contain the denominator of the
-whole mini-batch over all ranks. Whatever way the mini-batch is split, the parts then add up to the same value and the
-same gradient.
+A loss is a sum over tokens of weight * token_loss, where the weights already contain the denominator of the whole
+mini-batch over all ranks. However the mini-batch is split, the parts add up to the same value and gradient.
 """
 
 from __future__ import annotations

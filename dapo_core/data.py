@@ -1,0 +1,156 @@
+"""Training prompts: parquet in the DAPO-Math-17k schema, tokenised, drawn in a seeded order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dapo_core.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One training problem as tokens.
+
+    Example: Prompt(index=7, prompt_ids=(1, 52, 9), data_source="arithmetic", ground_truth="132")
+    """
+
+    index: int  # row in the training parquet
+    prompt_ids: tuple[int, ...]
+    data_source: str
+    ground_truth: str
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a training or evaluation parquet, every one checked.
+
+    Raises DataError for an unreadable file, missing columns, no rows, and rows without a prompt or a ground
+    truth (with their count and first row numbers; nothing is dropped).
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        schema = pq.read_schema(path)
+        missing = [column for column in REQUIRED_COLUMNS if column not in schema.names]
+        if missing:
+            raise DataError(
+                f"{path} lacks the columns {', '.join(missing)} (it has {', '.join(schema.names)}); "
+                f"DAPO-Math-17k's schema has {', '.join(REQUIRED_COLUMNS)}: correct data.train_path or the file"
+            )
+        rows = pq.read_table(path).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}; check data.train_path") from None
+    if not rows:
+        raise DataError(f"{path} has no rows; check data.train_path")
+    _refuse_rows(path, rows, "an empty prompt", [not _has_prompt(row) for row in rows])
+    _refuse_rows(path, rows, "no reward_model.ground_truth", [not _has_ground_truth(row) for row in rows])
+    return rows
+
+
+def _has_prompt(row: dict[str, Any]) -> bool:
+    messages = row["prompt"]
+    return bool(messages) and all(
+        isinstance(message, dict) and str(message.get("content") or "").strip() for message in messages
+    )
+
+
+def _has_ground_truth(row: dict[str, Any]) -> bool:
+    reward_model = row["reward_model"]
+    return isinstance(reward_model, dict) and str(reward_model.get("ground_truth") or "").strip() != ""
+
+
+def _refuse_rows(path: str | Path, rows: Sequence[Any], what: str, is_bad: list[bool]) -> None:
+    bad = [number for number, flag in enumerate(is_bad) if flag]
+    if bad:
+        first = ", ".join(str(number) for number in bad[:5])
+        raise DataError(
+            f"{path}: {len(bad)} of {len(rows)} rows have {what} (rows {first}{', ...' if len(bad) > 5 else ''}); "
+            "remove or mend them: a row that cannot be scored would silently change the dataset"
+        )
+
+
+def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder; raises ModelError when it has no chat template or cannot be read."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model_path} has no readable tokenizer: {error}; check model.path") from None
+    if not tokenizer.chat_template:
+        raise ModelError(f"the tokenizer in {model_path} has no chat template; use an instruction-tuned model")
+    return tokenizer
+
+
+def tokenize_prompts(
+    rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+) -> list[Prompt]:
+    """The rows as prompts, through the chat template with the generation prompt added.
+
+    Raises DataError when a prompt is longer than `max_prompt_tokens`, with the count and the longest.
+    """
+    prompts = []
+    for index, row in enumerate(rows):
+        encoded = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        prompts.append(
+            Prompt(
+                index=index,
+                prompt_ids=tuple(encoded["input_ids"]),
+                data_source=str(row["data_source"]),
+                ground_truth=str(row["reward_model"]["ground_truth"]),
+            )
+        )
+    lengths = [len(prompt.prompt_ids) for prompt in prompts]
+    num_long = sum(length > max_prompt_tokens for length in lengths)
+    if num_long:
+        raise DataError(
+            f"{num_long} of {len(prompts)} prompts are longer than data.max_prompt_tokens={max_prompt_tokens} "
+            f"(longest {max(lengths)} tokens); raise data.max_prompt_tokens or shorten them"
+        )
+    return prompts
+
+
+class PromptStream:
+    """An endless, seeded order of prompts whose position is the number of prompts taken.
+
+    Each epoch has its own permutation, derived from (seed, epoch) alone, so a stream continued at position n
+    gives exactly what the uninterrupted one gives from there.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool, position: int = 0) -> None:
+        self.prompts = prompts
+        self.seed = seed
+        self.shuffle = shuffle
+        self.position = position
+
+    @property
+    def epoch(self) -> float:
+        """Epochs by prompts taken."""
+        return self.position / len(self.prompts)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts; crosses epoch boundaries."""
+        taken: list[Prompt] = []
+        while len(taken) < count:
+            epoch, start = divmod(self.position, len(self.prompts))
+            rows = self._order(epoch)[start : start + count - len(taken)]
+            taken += [self.prompts[int(row)] for row in rows]
+            self.position += len(rows)
+        return taken
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(len(self.prompts))
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))
