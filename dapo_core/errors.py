@@ -27,3 +27,11 @@ class RolloutError(DapoError, RuntimeError):
 
 class CheckpointError(DapoError, RuntimeError):
     """A checkpoint is incomplete, damaged, or belongs to another configuration."""
+
+
+class StoreError(DapoError, OSError):
+    """The artifact store cannot be written, or a stage left something in it that cannot be kept."""
+
+
+class ChildProcessFailed(DapoError, RuntimeError):
+    """A child process ended with an error; the message carries its exit status, last lines and log path."""
