@@ -1,0 +1,334 @@
+"""Child processes end with us, whatever ends us, and say in their error why they failed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dapo_core.errors import ChildProcessFailed
+from tasks import supervisor
+from tasks.process import background_command, run_command
+
+DEADLINE_SECONDS = 20.0
+
+# A tree with everything that escapes a plain killpg: each process writes "name pid start_time" into `roster`.
+TREE = textwrap.dedent(
+    """
+    import os, signal, subprocess, sys, time
+    roster = sys.argv[1]
+
+    def enlist(name):
+        start_time = open("/proc/self/stat").read().rpartition(")")[2].split()[19]
+        fd = os.open(roster, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(fd, f"{name} {os.getpid()} {start_time}\\n".encode())
+        os.close(fd)
+
+    def sleep_as(name):
+        enlist(name)
+        while True:
+            time.sleep(60)
+
+    if os.fork() == 0:
+        sleep_as("child")
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sleep_as("stubborn")
+    if (middle := os.fork()) == 0:
+        os.setsid()
+        if os.fork() == 0:
+            null = os.open(os.devnull, os.O_RDWR)
+            for fd in (0, 1, 2):
+                os.dup2(null, fd)
+            sleep_as("daemon")
+        os._exit(0)
+    os.waitpid(middle, 0)
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print("tree is up", flush=True)
+    sleep_as("command")
+    """
+)
+TREE_NAMES = {"child", "stubborn", "daemon", "command"}
+
+
+def start_time_of(pid: int) -> str | None:
+    fields = supervisor._stat_fields(pid)
+    return fields[19] if fields and fields[0] != "Z" else None
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_SECONDS} s for: {what}"
+        time.sleep(0.02)
+
+
+def read_roster(path: Path) -> dict[str, tuple[int, str]]:
+    rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return {name: (int(pid), start_time) for name, pid, start_time in rows}
+
+
+def living(roster: dict[str, tuple[int, str]]) -> set[str]:
+    return {name for name, (pid, start_time) in roster.items() if start_time_of(pid) == start_time}
+
+
+def python(code: str, *arguments: str | Path) -> list[str]:
+    return [sys.executable, "-S", "-c", textwrap.dedent(code), *map(str, arguments)]
+
+
+def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes]:
+    """Starts a process that runs TREE through run_command, and waits until the whole tree stands."""
+    code = f"""
+        import sys
+        from tasks.process import run_command
+        run_command([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], log_path=sys.argv[3],
+                    label="tree", grace_seconds={grace_seconds})
+    """
+    roster = tmp_path / "roster"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), TREE, str(roster), str(tmp_path / "log")],
+        stderr=subprocess.PIPE,
+    )
+    wait_until(lambda: set(read_roster(roster)) == TREE_NAMES, "the tree to start")
+    return parent
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
+def test_a_dead_parent_leaves_no_orphan(tmp_path: Path, ending: signal.Signals) -> None:
+    parent = start_parent(tmp_path, grace_seconds=1.0)
+    roster = read_roster(tmp_path / "roster")
+    below = supervisor.descendants(parent.pid)
+    # supervisor, command, child, stubborn, daemon, and the sleeper in a session of its own
+    assert len(below) == 6
+    assert living(roster) == TREE_NAMES
+    parent.send_signal(ending)
+    _, stderr = parent.communicate(timeout=DEADLINE_SECONDS)
+    wait_until(lambda: not any(start_time_of(pid) == start for pid, start in below.items()), "all to end")
+    if ending == signal.SIGKILL:
+        assert parent.returncode == -signal.SIGKILL
+        assert f"parent process {parent.pid} is gone" in (tmp_path / "log").read_text()
+    else:
+        assert b"KeyboardInterrupt" in stderr  # raised again after the tree is down
+
+
+def test_a_second_interrupt_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
+    parent = start_parent(tmp_path, grace_seconds=300.0)
+    below = supervisor.descendants(parent.pid)
+    begin = time.monotonic()
+    parent.send_signal(signal.SIGINT)
+    wait_until(lambda: living(read_roster(tmp_path / "roster")) == {"stubborn"}, "all but the stubborn to end")
+    parent.send_signal(signal.SIGINT)
+    parent.communicate(timeout=DEADLINE_SECONDS)
+    wait_until(lambda: not any(start_time_of(pid) == start for pid, start in below.items()), "all to end")
+    assert time.monotonic() - begin < DEADLINE_SECONDS
+
+
+def test_a_cancel_exception_ends_the_command_and_is_raised_again(tmp_path: Path) -> None:
+    class Cancelled(BaseException):
+        pass
+
+    def cancel(line: str) -> None:
+        raise Cancelled(line)
+
+    with pytest.raises(Cancelled, match="tree is up"):
+        run_command(
+            [sys.executable, "-S", "-c", TREE, str(tmp_path / "roster")],
+            log_path=tmp_path / "log",
+            label="tree",
+            on_line=cancel,
+            grace_seconds=0.5,
+        )
+    assert living(read_roster(tmp_path / "roster")) == set()
+    assert supervisor.descendants(os.getpid()) == {}
+
+
+def test_left_over_processes_of_a_good_command_are_ended_and_named(tmp_path: Path) -> None:
+    code = """
+        import os, subprocess, sys
+        left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        print(left.pid, flush=True)
+    """
+    lines: list[str] = []
+    run_command(python(code), log_path=tmp_path / "log", label="leaver", on_line=lines.append)
+    assert start_time_of(int(lines[0])) is None
+    assert lines[1].startswith("[supervisor] ending processes that were left over")
+    assert lines[0] in lines[1]
+
+
+def test_the_error_has_exit_code_last_lines_and_log(tmp_path: Path) -> None:
+    code = "import sys\nfor i in range(30): print('line', i)\nsys.exit(3)"
+    with pytest.raises(ChildProcessFailed) as caught:
+        run_command(python(code), log_path=tmp_path / "logs" / "train.log", label="train")
+    message = str(caught.value)
+    assert message.startswith(f"train ended with exit code 3. Its last lines, from {tmp_path}/logs/train.log:")
+    shown = [line for line in message.splitlines() if line.startswith("  | ")]
+    assert shown == [f"  | line {i}" for i in range(10, 30)]  # 30 lines, the last 20 of them
+    assert str(pickle.loads(pickle.dumps(caught.value))) == message
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [(signal.SIGKILL, "was killed by SIGKILL (not by us"), (signal.SIGSEGV, "was killed by SIGSEGV")],
+)
+def test_the_error_names_the_signal(tmp_path: Path, ending: signal.Signals, words: str) -> None:
+    code = f"import os; os.kill(os.getpid(), {int(ending)})"
+    with pytest.raises(ChildProcessFailed) as caught:
+        run_command(python(code), log_path=tmp_path / "log", label="train")
+    assert words in str(caught.value)
+    assert "(it wrote nothing)" in str(caught.value)
+
+
+def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ChildProcessFailed, match=r"exit code 127(.|\n)*cannot start 'no-such-program'"):
+        run_command(["no-such-program"], log_path=tmp_path / "log", label="train")
+
+
+def test_no_line_is_lost_or_told_twice(tmp_path: Path) -> None:
+    # Written in bursts around the polls; the last line has no newline and comes right before the end.
+    code = """
+        import sys, time
+        for i in range(20000):
+            sys.stdout.write(f"{i}\\n")
+            if i % 4000 == 0:
+                time.sleep(0.15)
+        sys.stdout.write("end")
+    """
+    lines: list[str] = []
+    run_command(python(code), log_path=tmp_path / "log", label="talker", on_line=lines.append)
+    assert lines == [str(i) for i in range(20000)] + ["end"]
+
+
+def test_output_is_decoded_whatever_it_holds(tmp_path: Path) -> None:
+    code = r"""
+        import os, time
+        os.write(1, b"bad \xff byte\n")
+        os.write(1, "\u00e9t".encode()[:1])  # half a character, the other half after a poll
+        time.sleep(0.3)
+        os.write(1, "\u00e9t".encode()[1:] + b"\r\n")
+        os.write(1, b"step 1\rstep 2\rstep 3\n")
+    """
+    lines: list[str] = []
+    run_command(python(code), log_path=tmp_path / "log", label="talker", on_line=lines.append)
+    assert lines == ["bad \ufffd byte", "\u00e9t", "step 3"]
+
+
+def test_lines_go_to_our_log_by_default_and_the_file_is_appended_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="tasks.process")
+    for attempt in ("first", "second"):
+        run_command(python(f"print('{attempt}')"), log_path=tmp_path / "log", label="stage")
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("[stage]")]
+    assert told == [
+        "[stage] first",
+        "[stage] second",
+    ]  # the second attempt does not tell the first one's lines again
+    assert (tmp_path / "log").read_text() == "first\nsecond\n"
+
+
+def test_environment_directory_and_input_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INHERITED", "yes")
+    code = (
+        "import os, sys; print(os.environ['INHERITED'], os.environ['ADDED'], os.getcwd(), repr(sys.stdin.read()))"
+    )
+    lines: list[str] = []
+    run_command(
+        python(code),
+        log_path=tmp_path / "log",
+        label="asker",
+        env={"ADDED": "too"},
+        cwd=tmp_path,
+        on_line=lines.append,
+    )
+    assert lines == [f"yes too {tmp_path} ''"]
+
+
+def test_the_command_gets_no_blocked_or_ignored_signals(tmp_path: Path) -> None:
+    lines: list[str] = []
+    command = ["grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status"]
+    run_command(command, log_path=tmp_path / "log", label="asker", on_line=lines.append)
+    assert [line.split() for line in lines] == [["SigBlk:", "0" * 16], ["SigIgn:", "0" * 16]]
+
+
+def test_a_server_lives_for_the_block_and_is_torn_down_after_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", TREE, str(tmp_path / "roster")]
+    with background_command(command, log_path=tmp_path / "log", label="server", grace_seconds=0.5) as server:
+        wait_until(lambda: set(read_roster(tmp_path / "roster")) == TREE_NAMES, "the tree to start")
+        assert server.poll() is None
+        assert server.tail(5) == ["tree is up"]
+        assert living(read_roster(tmp_path / "roster")) == TREE_NAMES
+    assert server.poll() is not None
+    assert living(read_roster(tmp_path / "roster")) == set()
+
+
+def test_a_server_that_dies_says_so(tmp_path: Path) -> None:
+    code = "import sys; print('address in use'); sys.exit(9)"
+    with background_command(python(code), log_path=tmp_path / "log", label="server") as server:
+        wait_until(lambda: server.poll() is not None, "the server to die")
+        assert server.poll() == 9
+        assert "server ended with exit code 9" in str(server.failure())
+        assert "  | address in use" in str(server.failure())
+
+
+def test_a_server_is_torn_down_when_the_block_fails(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        background_command(
+            python("import time; time.sleep(600)"), log_path=tmp_path / "log", label="server"
+        ) as server,
+    ):
+        raise ZeroDivisionError
+    # ended by our SIGTERM, which a sleeping command does not handle
+    assert server.poll() == -signal.SIGTERM
+    assert supervisor.descendants(os.getpid()) == {}
+
+
+def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
+    # The parent-death signal also comes when only the starting thread ends; that must not end the server.
+    context = background_command(python("import time; time.sleep(600)"), log_path=tmp_path / "log", label="server")
+    servers = []
+    starter = threading.Thread(target=lambda: servers.append(context.__enter__()))
+    starter.start()
+    starter.join()
+    try:
+        time.sleep(2 * supervisor.PARENT_POLL_SECONDS)
+        assert servers[0].poll() is None
+    finally:
+        context.__exit__(None, None, None)
+    assert servers[0].poll() == -signal.SIGTERM
+
+
+def test_a_new_attempt_waits_for_the_processes_of_a_killed_one(tmp_path: Path) -> None:
+    parent = start_parent(tmp_path, grace_seconds=1.0)
+    roster = read_roster(tmp_path / "roster")
+    parent.kill()
+    parent.communicate()
+    assert "stubborn" in living(roster)  # in its second of grace
+    alive_at_start: list[set[str]] = []
+    run_command(
+        python("print('next attempt')"),
+        log_path=tmp_path / "log",
+        label="tree",
+        on_line=lambda line: alive_at_start.append(living(roster)),
+    )
+    assert alive_at_start == [set()]
+
+
+def test_a_supervisor_that_is_killed_takes_the_command_with_it(tmp_path: Path) -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    with background_command(python(code), log_path=tmp_path / "log", label="server") as server:
+        wait_until(lambda: len(server.tail(1)) == 1, "the command to start")
+        command_pid = int(server.tail(1)[0])
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: start_time_of(command_pid) is None, "the command to end")
+        assert server.poll() == -signal.SIGKILL
