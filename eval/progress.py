@@ -1,0 +1,51 @@
+"""How far an evaluation is: a bar on a terminal, a log line every tenth otherwise."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from types import TracebackType
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+logger = logging.getLogger(__name__)
+
+
+class EvaluationProgress:
+    """Counts the items to be asked as they finish, and their tokens. Use as a context manager."""
+
+    def __init__(self, num_items: int) -> None:
+        self._num_items = num_items
+        self._done = 0
+        self._tokens = 0
+        self._start = time.monotonic()
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            columns = (
+                TextColumn("evaluate"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"),
+                TextColumn("left:"), TimeRemainingColumn(),
+            )  # fmt: skip
+            self._bar = Progress(*columns, refresh_per_second=4)
+            self._task = self._bar.add_task("evaluate", total=num_items, speed="")
+
+    def __enter__(self) -> EvaluationProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, response_tokens: int | None) -> None:
+        """Count one finished item."""
+        self._done += 1
+        self._tokens += response_tokens or 0
+        speed = self._tokens / max(time.monotonic() - self._start, 1e-9)
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1, speed=f"{speed:.0f} tokens/s")
+        elif self._done * 10 // self._num_items > (self._done - 1) * 10 // self._num_items:
+            logger.info("%d of %d items answered, %.0f tokens/s", self._done, self._num_items, speed)

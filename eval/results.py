@@ -1,0 +1,187 @@
+"""A results directory: settings.json, results.jsonl (one row per item) and summary.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.benchmark import Item, Message
+from eval.client import Endpoint, Sampling
+from eval.errors import ResultsError
+from eval.grading import GRADER, VERDICTS, Verdict
+
+logger = logging.getLogger(__name__)
+
+SETTINGS_FILE = "settings.json"
+RESULTS_FILE = "results.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One item's outcome, as it stands on one line of results.jsonl."""
+
+    id: str
+    prompt: tuple[Message, ...]  # the messages as sent
+    response: str | None  # None: the request failed, `failure` says why
+    finish_reason: str | None
+    response_tokens: int | None
+    answer: str | None
+    gold: str
+    verdict: Verdict
+    attempts: int
+    seconds: float
+    subject: str | None
+    level: str | None
+    failure: str | None
+
+    @property
+    def is_right(self) -> bool:
+        return self.verdict == "right"
+
+    @property
+    def is_answered(self) -> bool:
+        """False when no response came, so that the model cannot be judged on this item."""
+        return self.verdict != "request_failed"
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
+
+
+def parse_row(line: str) -> Row | None:
+    """The row on a line of results.jsonl, or None when the line is torn or not ours."""
+    try:
+        fields = json.loads(line)
+        row = Row(**{**fields, "prompt": tuple(fields["prompt"])})
+    except (ValueError, TypeError, KeyError):
+        return None
+    return row if row.verdict in VERDICTS else None
+
+
+def read_rows(directory: Path) -> dict[str, Row]:
+    """Rows by item id, in file order; of several for one item the last counts, an unreadable line none."""
+    path = directory / RESULTS_FILE
+    if not path.is_file():
+        return {}
+    rows: dict[str, Row] = {}
+    torn = 0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            row = parse_row(line)
+            if row is None:
+                torn += 1
+            else:
+                rows[row.id] = row
+    if torn:
+        logger.warning("%s: %d unreadable lines (a write cut short); those items count as missing", path, torn)
+    return rows
+
+
+def write_rows(directory: Path, rows: Iterable[Row]) -> None:
+    """Replace results.jsonl by these rows, atomically."""
+    write_atomically(directory / RESULTS_FILE, "".join(row.to_line() for row in rows))
+
+
+def read_settings(directory: Path) -> dict[str, Any] | None:
+    """The settings that a results directory was made with; None when it holds none that can be read."""
+    try:
+        settings = json.loads((directory / SETTINGS_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return settings if isinstance(settings, dict) else None
+
+
+def load_results(directory: str | Path) -> tuple[dict[str, Any], dict[str, Row]]:
+    """(settings, rows by id) of a finished evaluation. Raises ResultsError when it is not one, or not finished."""
+    directory = Path(directory)
+    settings = read_settings(directory)
+    if settings is None:
+        raise ResultsError(
+            f"{directory} has no readable {SETTINGS_FILE}: it is not a results directory of `dapo eval`"
+        )
+    rows = read_rows(directory)
+    if len(rows) != settings["num_items"]:
+        raise ResultsError(
+            f"{directory} holds {len(rows)} of {settings['num_items']} items: the evaluation did not finish. "
+            f"Run the same evaluation again; it asks only for what is missing."
+        )
+    return settings, rows
+
+
+def make_settings(
+    items: Sequence[Item], endpoint: Endpoint, sampling: Sampling, model_digest: str | None
+) -> dict[str, Any]:
+    """What the rows of a results directory depend on; equal settings mean that stored rows can be kept.
+
+    The model is its content digest where known, else its served name; the URL and the patience of the
+    client do not change an answer and are left out.
+    """
+    return {
+        "model": model_digest or endpoint.model,
+        "api": "chat/completions",
+        "grader": GRADER,
+        "sampling": asdict(sampling),
+        "num_items": len(items),
+        "prompts": _digest([(item.id, item.messages) for item in items]),
+        "golds": _digest([(item.id, item.gold, item.subject, item.level) for item in items]),
+    }
+
+
+def differences(before: Any, after: Any, name: str = "") -> list[str]:
+    """One phrase per setting that differs, e.g. "sampling.max_tokens: 512 before, 256 after"."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = sorted(before.keys() | after.keys())
+        prefix = f"{name}." if name else ""
+        return [
+            phrase for key in keys for phrase in differences(before.get(key), after.get(key), f"{prefix}{key}")
+        ]
+    return [] if before == after else [f"{name}: {before} before, {after} after"]
+
+
+def rate(rows: Sequence[Row], is_counted: Callable[[Row], bool]) -> float:
+    """Share of the rows that are counted; 0 without rows."""
+    return sum(map(is_counted, rows)) / len(rows) if rows else 0.0
+
+
+def group_by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:
+    """Rows by `level` or `subject`, in natural order (2 before 10); rows without one are left out."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        key = getattr(row, field)
+        if key is not None:
+            groups.setdefault(key, []).append(row)
+    return {key: groups[key] for key in sorted(groups, key=_natural)}
+
+
+def mean_response_tokens(rows: Iterable[Row]) -> float | None:
+    """Mean over the rows whose tokens the server counted; None when it counted none."""
+    counts = [row.response_tokens for row in rows if row.response_tokens is not None]
+    return sum(counts) / len(counts) if counts else None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, sees the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _natural(key: str) -> tuple[int, float, str]:
+    try:
+        return 0, float(key), key
+    except ValueError:
+        return 1, 0.0, key
+
+
+def _digest(value: Any) -> str:
+    canonical = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
