@@ -87,7 +87,7 @@ class Supervisor:
         self.command = command
         self.command_pid = 0
         self.wait_status: int | None = None
-        self.num_stops = 0
+        self.is_stopping = False
         self.libc = ctypes.CDLL(None, use_errno=True)
 
     def run(self) -> NoReturn:
@@ -127,31 +127,31 @@ class Supervisor:
 
     def _watch(self) -> None:
         """Returns once the command ended, we were told to stop, or our parent died."""
-        while self.wait_status is None and self.num_stops == 0:
+        while self.wait_status is None and not self.is_stopping:
             self._pause(PARENT_POLL_SECONDS)
             if self._is_parent_dead():
                 _say(f"parent process {self.parent_pid} is gone: ending the command")
                 return
 
     def _pause(self, seconds: float) -> None:
-        """Sleeps until a watched signal comes or `seconds` are over; counts stop signals, reaps dead children."""
+        """Sleeps until a watched signal comes or `seconds` are over; notes stop signals, reaps dead children."""
         received = signal.sigtimedwait(WATCHED_SIGNALS, seconds)
         if received is not None and received.si_signo in STOP_SIGNALS:
-            self.num_stops += 1
+            self.is_stopping = True
         with contextlib.suppress(ChildProcessError):
             while (reaped := os.waitpid(-1, os.WNOHANG))[0] != 0:
                 if reaped[0] == self.command_pid:
                     self.wait_status = reaped[1]
 
     def _end_everything(self) -> None:
-        """Ends all descendants: SIGTERM, `grace_seconds` to clean up (none after a second SIGTERM), SIGKILL."""
+        """Ends all descendants: SIGTERM, `grace_seconds` to clean up, SIGKILL."""
         if self.wait_status is not None and self._are_all_gone(time.monotonic() + LINGER_SECONDS):
             return
         deadline = time.monotonic() + self.grace_seconds
         if self.wait_status is None and self.command_pid:
             self._terminate_command_group()
             # What the command started is first left to the command: it may want to end it in order.
-            while self.wait_status is None and self.num_stops < 2 and time.monotonic() < deadline:
+            while self.wait_status is None and time.monotonic() < deadline:
                 self._pause(SCAN_SECONDS)
         if left_over := descendants(os.getpid()):
             _say(f"ending processes that were left over: {', '.join(map(_describe, left_over))}")
@@ -171,9 +171,9 @@ class Supervisor:
             os.killpg(self.command_pid, signal.SIGTERM)
 
     def _are_all_gone(self, deadline: float) -> bool:
-        """Returns whether no descendant is left, waiting for that until `deadline` or a second stop signal."""
+        """Returns whether no descendant is left, waiting for that until `deadline`."""
         while descendants(os.getpid()):
-            if time.monotonic() >= deadline or self.num_stops >= 2:
+            if time.monotonic() >= deadline:
                 return False
             self._pause(SCAN_SECONDS)
         self._pause(0)
