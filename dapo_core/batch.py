@@ -52,7 +52,7 @@ class Batch:
     def select(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """The given responses in the given order, padded no wider than they need."""
         rows = torch.as_tensor(np.asarray(indices, dtype=np.int64))
-        width = int((self.prompt_lengths + self.response_lengths)[rows].max())
+        width = int((self.prompt_lengths + self.response_lengths.clamp(min=1))[rows].max())
         num_response_tokens = max(int(self.response_lengths[rows].max()), 1)
         return Batch(
             token_ids=self.token_ids[rows, :width],
@@ -77,7 +77,7 @@ def build_batch(groups: Sequence[Group], advantages: np.ndarray, mask_truncated:
     pairs = [(group.prompt.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
     prompt_lengths = [len(prompt_ids) for prompt_ids, _ in pairs]
     response_lengths = [len(rollout.response_ids) for _, rollout in pairs]
-    width = max(p + r for p, r in zip(prompt_lengths, response_lengths, strict=True))
+    width = max(p + max(r, 1) for p, r in zip(prompt_lengths, response_lengths, strict=True))
     num_response_tokens = max(*response_lengths, 1)
     token_ids = torch.zeros(len(pairs), width, dtype=torch.int64)
     mask = torch.zeros(len(pairs), num_response_tokens, dtype=torch.bool)

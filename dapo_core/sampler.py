@@ -34,8 +34,8 @@ class GroupSource(Protocol):
     def finished(self) -> list[Group]:
         """Wait until at least one group finished and return all that did."""
 
-    def abort(self) -> tuple[int, int]:
-        """Drop what is in flight: groups, and response tokens they had produced."""
+    def abort(self) -> tuple[list[Group], int, int]:
+        """Drop what is in flight: groups that finished meanwhile, then groups and response tokens dropped."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Sampler:
                     break
             for group in self.source.finished():
                 self._judge(group, kept, step, account)
-        self._abort(account)
+        self._abort(kept, step, account)
         for group in kept:
             account.add_group("kept", group)
         return Draw(kept, num_gen_batches, account)
@@ -147,8 +147,10 @@ class Sampler:
         self.surplus.append((born, group))
         account.add_group("surplus", group)
 
-    def _abort(self, account: TokenAccount) -> None:
-        num_groups, num_tokens = self.source.abort()
+    def _abort(self, kept: list[Group], step: int, account: TokenAccount) -> None:
+        late, num_groups, num_tokens = self.source.abort()
+        for group in late:
+            self._judge(group, kept, step, account)
         account.generated_tokens += num_tokens
         account.add("aborted", num_groups, num_tokens)
 
@@ -157,7 +159,7 @@ class Sampler:
         accuracy = account.num_right / max(account.num_finished, 1)
         message = (
             f"{num_gen_batches} draws of {self.settings.gen_prompts} prompts gave {len(kept)} groups with signal, "
-            f"{self.train_prompts} are needed: of {num_groups} drawn, {account.groups['all_right']} were all right "
+            f"{self.train_prompts} are needed: of {num_groups} groups {account.groups['all_right']} were all right "
             f"and {account.groups['all_wrong']} all wrong (mean accuracy {accuracy:.1%}). "
         )
         if self.settings.on_exhausted == "raise":

@@ -1,0 +1,231 @@
+"""The data of the default recipe: arithmetic problems made by code, in the DAPO-Math-17k schema.
+
+The operation is a problem's `subject`, its difficulty the `level` (1 to 5, by digits and terms). Whether a
+problem may be trained on or is held out follows from its operands alone, whatever the seed: so no operand
+tuple, hence no problem text, is ever in both sets, not even between runs with different seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dapo_core.errors import DataError
+
+Row = dict[str, Any]
+Span = tuple[int, int]
+
+DATA_SOURCE = "arithmetic"
+INSTRUCTION = "Last line: Answer: $Answer"
+SUBJECTS = ("addition", "subtraction", "multiplication", "two_step")
+MAX_LEVEL = 5
+NUM_BUCKETS = 10
+HELD_OUT_BUCKET = 0
+MAX_DRAWS_PER_PROBLEM = 10_000
+
+# Inclusive bounds of each operand, level 1 first.
+_OPERAND_SPANS: dict[str, tuple[tuple[Span, ...], ...]] = {
+    "addition": (
+        ((2, 19), (2, 19)),
+        ((10, 99), (10, 99)),
+        ((100, 999), (10, 99)),
+        ((100, 999), (100, 999)),
+        ((1000, 9999), (1000, 9999)),
+    ),
+    "subtraction": (
+        ((4, 29), (2, 19)),
+        ((10, 99), (10, 99)),
+        ((100, 999), (10, 99)),
+        ((100, 999), (100, 999)),
+        ((1000, 9999), (1000, 9999)),
+    ),
+    "multiplication": (
+        ((2, 19), (2, 9)),
+        ((10, 99), (2, 5)),
+        ((10, 99), (6, 9)),
+        ((100, 999), (2, 5)),
+        ((100, 999), (6, 9)),
+    ),
+    "two_step": (
+        ((2, 9), (2, 9), (2, 9)),
+        ((10, 49), (2, 9), (2, 9)),
+        ((10, 99), (10, 99), (2, 9)),
+        ((10, 99), (10, 99), (10, 99)),
+        ((100, 999), (100, 999), (10, 99)),
+    ),
+}
+
+_PLAIN_FORMS = {
+    "addition": "{a} + {b} = ?",
+    "subtraction": "{a} - {b} = ?",
+    "multiplication": "{a} * {b} = ?",
+    "two_step": "{a} + {b} - {c} = ?",
+}
+_WORD_FORMS = {
+    "addition": (
+        "{name} has {a} {things} and gets {b} more. How many {things} now?",
+        "There are {a} {things} in one box and {b} in another. How many {things} in all?",
+        "{name} sold {a} {things} on Monday and {b} on Tuesday. How many in all?",
+    ),
+    "subtraction": (
+        "{name} has {a} {things} and loses {b}. How many {things} are left?",
+        "Of {a} {things} in a box, {name} takes {b}. How many are left?",
+        "{name} needs {a} {things} and has {b}. How many are missing?",
+    ),
+    "multiplication": (
+        "Each box holds {a} {things}. How many {things} in {b} boxes?",
+        "{name} buys {a} {things} on each of {b} days. How many {things} in all?",
+    ),
+    "two_step": (
+        "{name} has {a} {things}, gets {b} more and loses {c}. How many are left?",
+        "A box holds {a} {things}. {name} adds {b} and takes {c}. How many now?",
+    ),
+}
+_NAMES = ("Mia", "Tom", "Ana", "Leo", "Eva", "Max", "Zoe", "Ben")
+_THINGS = ("apples", "books", "coins", "cards", "eggs", "pens", "cups", "shells")
+
+
+def generate_problems(num_train: int, num_eval: int, max_level: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows to train on and rows held out, each cycling through every subject at levels 1 to max_level.
+
+    The same arguments give the same rows; every text occurs once. Raises DataError where a level has no more
+    different problems to give.
+    """
+    if not 1 <= max_level <= MAX_LEVEL:
+        raise DataError(
+            f"max_level is {max_level}; arithmetic has levels 1 to {MAX_LEVEL}: set data.max_level to one of them"
+        )
+    train_rows = _draw_rows(num_train, max_level, random.Random(f"train {seed}"), is_held_out=False)
+    eval_rows = _draw_rows(num_eval, max_level, random.Random(f"eval {seed}"), is_held_out=True)
+    return train_rows, eval_rows
+
+
+def _draw_rows(num_rows: int, max_level: int, rng: random.Random, is_held_out: bool) -> list[Row]:
+    kinds = [(subject, level) for level in range(1, max_level + 1) for subject in SUBJECTS]
+    rows: list[Row] = []
+    seen: set[str] = set()
+    for index in range(num_rows):
+        subject, level = kinds[index % len(kinds)]
+        for _ in range(MAX_DRAWS_PER_PROBLEM):
+            operands = draw_operands(subject, level, rng)
+            text = _phrase(subject, operands, rng)
+            if is_operands_held_out(subject, operands) == is_held_out and text not in seen:
+                break
+        else:
+            raise DataError(
+                f"{MAX_DRAWS_PER_PROBLEM} draws gave no further new {subject} problem of level {level} after "
+                f"{index} rows: the level is used up; lower data.num_train or data.num_eval"
+            )
+        seen.add(text)
+        rows.append(_row(index, subject, level, operands, text))
+    return rows
+
+
+def _row(index: int, subject: str, level: int, operands: Sequence[int], text: str) -> Row:
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": f"{text}\n{INSTRUCTION}"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": str(answer(subject, operands)), "style": "rule"},
+        "extra_info": {"index": index, "subject": subject, "level": level, "operands": list(operands)},
+    }
+
+
+def draw_operands(subject: str, level: int, rng: random.Random) -> tuple[int, ...]:
+    """Operands of one problem, drawn so that no intermediate or final result is below zero."""
+    while True:
+        operands = tuple(rng.randint(low, high) for low, high in _OPERAND_SPANS[subject][level - 1])
+        if answer(subject, operands) >= 0:
+            return operands
+
+
+def is_operands_held_out(subject: str, operands: Sequence[int]) -> bool:
+    """Whether problems with these operands are for evaluation only: one bucket in ten of a hash of them.
+
+    Where the order of two operands does not change the result, it does not change the bucket either.
+    """
+    canonical = list(operands)
+    if subject != "subtraction":
+        canonical[:2] = sorted(canonical[:2])
+    digest = hashlib.sha256(f"{subject} {canonical}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % NUM_BUCKETS == HELD_OUT_BUCKET
+
+
+def _phrase(subject: str, operands: Sequence[int], rng: random.Random) -> str:
+    form = _PLAIN_FORMS[subject] if rng.random() < 0.5 else rng.choice(_WORD_FORMS[subject])
+    numbers = dict(zip("abc", operands, strict=False))
+    return form.format(name=rng.choice(_NAMES), things=rng.choice(_THINGS), **numbers)
+
+
+def answer(subject: str, operands: Sequence[int]) -> int:
+    """The result of the problem."""
+    if subject == "addition":
+        return operands[0] + operands[1]
+    if subject == "subtraction":
+        return operands[0] - operands[1]
+    if subject == "multiplication":
+        return operands[0] * operands[1]
+    return operands[0] + operands[1] - operands[2]
+
+
+def worked_solution(subject: str, operands: Sequence[int]) -> str:
+    """A chain of one-column steps, units first, ending in a line "Answer: N".
+
+    47 + 85 gives "7+5=12", "4+8+1=13", "Answer: 132": each column's result passes all but its last digit on.
+    """
+    if subject == "two_step":
+        total = operands[0] + operands[1]
+        steps = [*_column_steps("addition", operands[0], operands[1]), str(total)]
+        steps += _column_steps("subtraction", total, operands[2])
+    else:
+        steps = _column_steps(subject, operands[0], operands[1])
+    return "\n".join([*steps, f"Answer: {answer(subject, operands)}"])
+
+
+def _column_steps(subject: str, first: int, second: int) -> list[str]:
+    column_step = _COLUMN_STEPS[subject]
+    steps, carry = [], 0
+    first_digits = [int(digit) for digit in reversed(str(first))]
+    second_digits = [int(digit) for digit in reversed(str(second))]
+    if subject == "multiplication":
+        second_digits *= len(first_digits)
+    for place in range(max(len(first_digits), len(second_digits))):
+        left = first_digits[place] if place < len(first_digits) else 0
+        right = second_digits[place] if place < len(second_digits) else 0
+        step, carry = column_step(left, right, carry)
+        steps.append(step)
+    return steps
+
+
+def _add_column(left: int, right: int, carry: int) -> tuple[str, int]:
+    result = left + right + carry
+    return f"{left}+{right}{f'+{carry}' if carry else ''}={result}", result // 10
+
+
+def _subtract_column(left: int, right: int, borrow: int) -> tuple[str, int]:
+    is_short = left < right + borrow
+    raised = left + 10 * is_short
+    return f"{raised}-{right}{f'-{borrow}' if borrow else ''}={raised - right - borrow}", int(is_short)
+
+
+def _multiply_column(left: int, right: int, carry: int) -> tuple[str, int]:
+    result = left * right + carry
+    return f"{left}*{right}{f'+{carry}' if carry else ''}={result}", result // 10
+
+
+_COLUMN_STEPS: dict[str, Callable[[int, int, int], tuple[str, int]]] = {
+    "addition": _add_column,
+    "subtraction": _subtract_column,
+    "multiplication": _multiply_column,
+}
+
+
+def write_parquet(rows: list[Row], path: Path) -> None:
+    """Writes rows as one parquet file with the columns and types of DAPO-Math-17k."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path)

@@ -1,0 +1,293 @@
+"""Ray: where policy ranks and rollout workers run, and how the trainer calls them. Nothing else knows Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dapo_core.batch import Batch, split_batch
+from dapo_core.data import Prompt, load_tokenizer
+from dapo_core.device import Device, device_for
+from dapo_core.engines import EngineSettings, build_engine
+from dapo_core.errors import ConfigError
+from dapo_core.loss import LossTotals
+from dapo_core.policy import Policy, UpdateSums
+from dapo_core.rollout import Group, RolloutWorker
+
+if TYPE_CHECKING:
+    from dapo_core.config import Config
+
+logger = logging.getLogger(__name__)
+
+PLACEMENT_SECONDS = 300.0
+POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The roles of a training run, ready to be called."""
+
+    policy: PolicyGroup
+    rollouts: RolloutGroup
+
+
+@contextmanager
+def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
+    """Policy ranks and rollout workers with the model loaded; everything is ended on leaving.
+
+    Starts a private Ray on this machine unless train.ray_address names a running one, of which only the
+    actors started here are then ended. Raises ConfigError when the cluster never has the devices.
+    """
+    _connect(config)
+    groups: list[PlacementGroup] = []
+    actors: list[Any] = []
+    try:
+        device = device_for(config.train.device)
+        ranks = _place(_PolicyRank, config.train.num_ranks, config.train.threads_per_rank, device, groups)
+        actors += ranks
+        workers = _place(
+            _RolloutRank, config.rollout.num_workers, config.rollout.threads_per_worker, device, groups
+        )
+        actors += workers
+        address = ray.get(ranks[0].rendezvous.remote())
+        starting = [
+            rank.start.remote(number, len(ranks), address, str(model_path), config)
+            for number, rank in enumerate(ranks)
+        ]
+        starting += [worker.start.remote(str(model_path), config) for worker in workers]
+        ray.get(starting)
+        yield Cluster(PolicyGroup(ranks, config.train.micro_batch_tokens), RolloutGroup(workers))
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        for group in groups:
+            remove_placement_group(group)
+        ray.shutdown()
+
+
+def _connect(config: Config) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    common: dict[str, Any] = {"logging_level": "warning", "log_to_driver": True}
+    if config.train.ray_address:
+        ray.init(address=config.train.ray_address, **common)
+        return
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private Ray on loopback; writes no token file
+    num_cpus = (
+        config.train.num_ranks * config.train.threads_per_rank
+        + config.rollout.num_workers * config.rollout.threads_per_worker
+    )
+    ray.init(num_cpus=num_cpus, include_dashboard=False, **common)
+
+
+def _place(actor_class: type, count: int, threads: int, device: Device, groups: list[PlacementGroup]) -> list[Any]:
+    """`count` actors in a placement group of their own, which is appended to `groups`."""
+    bundle: dict[str, float] = {"CPU": threads}
+    if device.kind != "cpu":
+        bundle[device.ray_resource] = 1
+    group = placement_group([bundle] * count, strategy="PACK")
+    groups.append(group)
+    if not group.wait(PLACEMENT_SECONDS):
+        raise ConfigError(
+            f"Ray has no room for {count} workers of {bundle} within {PLACEMENT_SECONDS:.0f} s; it has "
+            f"{ray.cluster_resources()}, of which {ray.available_resources()} are free: lower train.num_ranks, "
+            "rollout.num_workers or the threads, or add nodes"
+        )
+    options: dict[str, Any] = {"num_cpus": threads}
+    if device.ray_resource == "GPU":
+        options["num_gpus"] = 1
+    elif device.ray_resource != "CPU":
+        options["resources"] = {device.ray_resource: 1}
+    return [
+        ray.remote(actor_class)
+        .options(
+            **options,
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+        )
+        .remote()
+        for number in range(count)
+    ]
+
+
+class _PolicyRank:
+    """The process of one policy rank."""
+
+    def rendezvous(self) -> str:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def start(self, rank: int, num_ranks: int, address: str, model_path: str, config: Config) -> None:
+        device = device_for(config.train.device)
+        device.require()
+        torch.set_num_threads(config.train.threads_per_rank)
+        torch.manual_seed(config.run.seed)
+        torch.distributed.init_process_group(device.backend, init_method=address, rank=rank, world_size=num_ranks)
+        self.policy = Policy(model_path, config.train, config.algorithm, config.rollout.temperature)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.policy, method)(*arguments)
+
+
+class _RolloutRank:
+    """The process of one rollout worker."""
+
+    def start(self, model_path: str, config: Config) -> None:
+        device = device_for(config.train.device)
+        device.require()
+        torch.set_num_threads(config.rollout.threads_per_worker)
+        engine = build_engine(
+            config.rollout.engine, model_path, engine_settings(config, device), seed=config.run.seed
+        )
+        self.worker = RolloutWorker(
+            engine,
+            load_tokenizer(model_path),
+            config.reward,
+            config.rollout.group_size,
+            config.rollout.max_response_tokens,
+            config.run.seed,
+        )
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.worker, method)(*arguments)
+
+    def load_weights(self, buckets: list[Any], policy_version: int) -> None:
+        """Buckets are object references, fetched one after the other, so that one is held at a time."""
+        weights = (pair for bucket in buckets for pair in ray.get(bucket).items())
+        self.worker.load_weights(weights, policy_version)
+
+
+def engine_settings(config: Config, device: Device) -> EngineSettings:
+    """The engine's settings that a configuration means."""
+    return EngineSettings(
+        dtype=str(device.resolve_dtype(config.rollout.dtype)).removeprefix("torch."),
+        max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        max_num_seqs=config.rollout.max_num_seqs,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        memory_bytes=int(config.rollout.memory_gigabytes * 1024**3),
+        memory_utilization=config.rollout.memory_utilization,
+        threads=config.rollout.threads_per_worker,
+    )
+
+
+class PolicyGroup:
+    """All policy ranks, called as one."""
+
+    def __init__(self, ranks: Sequence[Any], max_tokens: int) -> None:
+        self.ranks = ranks
+        self.max_tokens = max_tokens  # per micro-batch, padding included
+
+    def log_probs(self, batch: Batch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropy at the response tokens: two [B, R] float32, in the batch's order."""
+        shares, indices = split_batch(batch, len(self.ranks), self.max_tokens)
+        log_probs, entropy = torch.zeros(batch.response_mask.shape), torch.zeros(batch.response_mask.shape)
+        parts = self._call_each("log_probs", [(share, temperature) for share in shares])
+        for rows, (part_log_probs, part_entropy) in zip(indices, parts, strict=True):
+            log_probs[rows, : part_log_probs.shape[1]] = part_log_probs
+            entropy[rows, : part_entropy.shape[1]] = part_entropy
+        return log_probs, entropy
+
+    def update(self, mini_batch: Batch) -> UpdateSums:
+        """One optimizer step on the mini-batch; the sums are over all ranks."""
+        totals = LossTotals(mini_batch.num_loss_tokens, mini_batch.num_loss_responses)
+        shares, _ = split_batch(mini_batch, len(self.ranks), self.max_tokens)
+        return UpdateSums.over_ranks(self._call_each("update", [(share, totals) for share in shares]))
+
+    def weight_sizes(self) -> dict[str, int]:
+        """Bytes of each parameter by name."""
+        return ray.get(self.ranks[0].call.remote("weight_sizes"))
+
+    def gather_weights(self, names: list[str]) -> Any:
+        """A reference to {name: whole tensor}, which stays in Ray's object store until it is dropped."""
+        references = [rank.call.remote("gather_weights", names) for rank in self.ranks]
+        ray.get(references[1:])
+        return references[0]
+
+    def save(self, folder: str) -> None:
+        """Write every rank's shards of model and optimizer into the folder."""
+        self._call_each("save", [(folder,)] * len(self.ranks))
+
+    def load(self, folder: str) -> None:
+        """Continue from the shards in the folder, written by any number of ranks."""
+        self._call_each("load", [(folder,)] * len(self.ranks))
+
+    def memory_metrics(self) -> dict[str, float]:
+        """Peak memory in GiB by metric name, the largest over ranks."""
+        ranks = self._call_each("memory_metrics", [()] * len(self.ranks))
+        return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+    def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        calls = zip(self.ranks, arguments, strict=True)
+        return ray.get([rank.call.remote(method, *own) for rank, own in calls])
+
+
+class RolloutGroup:
+    """All rollout workers, seen as one source of groups (sampler.GroupSource)."""
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self.workers = workers
+        self._in_flight = [0] * len(workers)
+        self._polls: dict[Any, int] = {}  # reference of a running poll -> worker number
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(self._in_flight)
+
+    def submit(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
+        """Give each group to the worker that has the fewest."""
+        shares: list[list[tuple[str, Prompt]]] = [[] for _ in self.workers]
+        for prompt in prompts:
+            number = self._in_flight.index(min(self._in_flight))
+            shares[number].append(prompt)
+            self._in_flight[number] += 1
+        calls = zip(self.workers, shares, strict=True)
+        ray.get([worker.call.remote("submit", share) for worker, share in calls if share])
+
+    def finished(self) -> list[Group]:
+        """Wait until a worker has finished groups and return them; empty only when nothing is in flight."""
+        while self.num_in_flight:
+            for number, worker in enumerate(self.workers):
+                if self._in_flight[number] and number not in self._polls.values():
+                    self._polls[worker.call.remote("poll", POLL_SECONDS)] = number
+            ready, _ = ray.wait(list(self._polls), num_returns=1)
+            groups = [group for reference in ready for group in self._take(reference)]
+            if groups:
+                return groups
+        return []
+
+    def abort(self) -> tuple[list[Group], int, int]:
+        """Groups that finished meanwhile, and the number of groups and response tokens dropped."""
+        late = [group for reference in list(self._polls) for group in self._take(reference)]
+        busy = [worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count]
+        dropped = ray.get([worker.call.remote("abort") for worker in busy])
+        self._in_flight = [0] * len(self.workers)
+        return late, sum(groups for groups, _ in dropped), sum(tokens for _, tokens in dropped)
+
+    def load_weights(self, buckets: list[Any], policy_version: int) -> None:
+        """Load the referenced weights into every engine."""
+        ray.get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
+
+    def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
+        """Each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
+        return ray.get([worker.call.remote("log_probs", sequences) for worker in self.workers])
+
+    def _take(self, reference: Any) -> list[Group]:
+        number = self._polls.pop(reference)
+        groups = ray.get(reference)
+        self._in_flight[number] -= len(groups)
+        return groups

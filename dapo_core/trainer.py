@@ -1,0 +1,175 @@
+"""DAPO training: draw -> weigh -> pack -> anchor -> learn -> publish -> tell -> keep, once a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dapo_core import metrics as measure
+from dapo_core.advantage import group_advantages
+from dapo_core.batch import Batch, build_batch
+from dapo_core.checkpoint import TrainerState, latest_checkpoint, read_state, write_checkpoint
+from dapo_core.cluster import Cluster, start_cluster
+from dapo_core.data import PromptStream, load_tokenizer, read_rows, tokenize_prompts
+from dapo_core.device import device_for
+from dapo_core.loss import LossTotals
+from dapo_core.policy import UpdateSums, require_model_folder
+from dapo_core.reward import scorer_for
+from dapo_core.sampler import Draw, Sampler
+from dapo_core.weight_sync import probe_difference, publish_weights
+
+if TYPE_CHECKING:
+    from dapo_core.config import Config
+    from dapo_core.rollout import Group
+
+logger = logging.getLogger(__name__)
+
+OnStep = Callable[[int, dict[str, float]], None]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where training ended."""
+
+    checkpoint: Path
+    steps: int
+    policy_version: int
+
+
+def train(
+    config: Config, train_path: Path, model_path: Path, output_dir: Path, on_step: OnStep | None = None
+) -> TrainResult:
+    """Train the model on the parquet's prompts; checkpoints and metrics.jsonl go to `output_dir`.
+
+    An `output_dir` with checkpoints is continued from the newest. `on_step(step, metrics)` is called after each
+    training step. Input is checked before any worker starts.
+    """
+    require_model_folder(model_path)
+    prompts = tokenize_prompts(read_rows(train_path), load_tokenizer(model_path), config.data.max_prompt_tokens)
+    for data_source in {prompt.data_source for prompt in prompts}:
+        scorer_for(data_source)
+    stream = PromptStream(prompts, config.run.seed, config.data.shuffle)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with start_cluster(config, model_path) as cluster:
+        trainer = Trainer(config, cluster, stream, model_path, output_dir)
+        trainer.resume()
+        while trainer.step < config.train.total_steps:
+            step_metrics = trainer.run_step()
+            if on_step is not None:
+                on_step(trainer.step, step_metrics)
+    checkpoint = latest_checkpoint(trainer.checkpoint_dir)
+    assert checkpoint is not None, "the last step always writes a checkpoint"
+    return TrainResult(checkpoint, trainer.step, trainer.policy_version)
+
+
+class Trainer:
+    """The state of a training run and its step."""
+
+    def __init__(
+        self, config: Config, cluster: Cluster, stream: PromptStream, model_path: Path, output_dir: Path
+    ) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.stream = stream
+        self.sampler = Sampler(cluster.rollouts, stream, config.train.train_prompts, config.sampler)
+        self.model_path = model_path
+        self.output_dir = output_dir
+        self.checkpoint_dir = output_dir / "checkpoints"
+        self.step = 0  # training steps done
+        self.policy_version = 0  # optimizer steps behind the engines' weights
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint of the output folder, or begin."""
+        checkpoint = latest_checkpoint(self.checkpoint_dir)
+        if checkpoint is not None:
+            state = read_state(checkpoint)
+            self.step, self.policy_version = state.step, state.policy_version
+            self.stream.position, self.sampler.surplus = state.prompt_position, state.surplus
+            self.cluster.policy.load(str(checkpoint))
+            publish_weights(self.cluster, self.policy_version)
+            logger.info("continuing after step %d from %s", self.step, checkpoint.name)
+        self.log = measure.MetricsLog(self.output_dir, self.step)
+
+    def run_step(self) -> dict[str, float]:
+        """One training step; returns its metrics."""
+        timer = measure.PhaseTimer()
+        with timer.phase("gen"):
+            draw = self.sampler.draw(self.step + 1)
+        metrics = measure.draw_metrics(draw)
+        if draw.groups:
+            metrics |= self._learn_from(draw, timer)
+        self.step += 1
+        with timer.phase("save_checkpoint"):
+            self._keep()
+        return self._tell(metrics, timer)
+
+    def _learn_from(self, draw: Draw, timer: measure.PhaseTimer) -> dict[str, float]:
+        with timer.phase("adv"):
+            advantages = self._weigh(draw.groups)
+            batch = build_batch(draw.groups, advantages, self.config.reward.mask_truncated)
+        with timer.phase("old_log_prob"):
+            old_log_probs, entropy = self.cluster.policy.log_probs(batch)
+            batch = batch.with_old_log_probs(old_log_probs)
+        with timer.phase("update_actor"):
+            updates = self._learn(batch)
+        with timer.phase("weight_sync"):
+            self.policy_version += len(updates)
+            probe = self._publish(batch)
+        totals = LossTotals(batch.num_loss_tokens, batch.num_loss_responses)
+        aggregation = self.config.algorithm.loss_aggregation
+        return {
+            **measure.response_metrics(draw.groups),
+            **measure.batch_metrics(batch, entropy, totals, aggregation),
+            **measure.update_metrics(updates),
+            "weight_sync/probe_difference": probe,
+        }
+
+    def _weigh(self, groups: list[Group]) -> np.ndarray:
+        rewards = np.array([rollout.reward for group in groups for rollout in group.rollouts])
+        group_ids = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
+        return group_advantages(rewards, group_ids, self.config.algorithm.normalize_by_std)
+
+    def _learn(self, batch: Batch) -> list[UpdateSums]:
+        """Optimizer steps over consecutive mini-batches of whole groups."""
+        size = self.config.train.mini_prompts * self.config.rollout.group_size
+        starts = range(0, batch.num_responses, size)
+        rows = np.arange(batch.num_responses)
+        return [self.cluster.policy.update(batch.select(rows[start : start + size])) for start in starts]
+
+    def _publish(self, batch: Batch) -> float:
+        """New weights into the engines, proven on one response of the batch; returns the difference in nats."""
+        publish_weights(self.cluster, self.policy_version)
+        dtype = device_for(self.config.train.device).resolve_dtype(self.config.rollout.dtype)
+        return probe_difference(self.cluster, batch.select([0]), str(dtype).removeprefix("torch."))
+
+    def _keep(self) -> None:
+        if self.step % self.config.train.save_every and self.step != self.config.train.total_steps:
+            return
+        state = TrainerState(
+            step=self.step,
+            policy_version=self.policy_version,
+            prompt_position=self.stream.position,
+            surplus=self.sampler.surplus,
+            config=self.config.model_dump(mode="json"),
+        )
+        write_checkpoint(
+            self.checkpoint_dir, state, self.model_path, self.cluster.policy.save, self.config.train.keep_last
+        )
+
+    def _tell(self, metrics: dict[str, float], timer: measure.PhaseTimer) -> dict[str, float]:
+        metrics = {
+            "training/global_step": float(self.step),
+            "training/epoch": self.stream.epoch,
+            **metrics,
+            **timer.metrics(),
+            **self.cluster.policy.memory_metrics(),
+        }
+        metrics |= measure.speed_metrics(metrics, self.config.train.num_ranks)
+        self.log.append(self.step, self.policy_version, metrics)
+        logger.info("%s", measure.format_step(self.step, metrics))
+        return metrics

@@ -1,0 +1,64 @@
+"""From the policy's shards to the engines' weights, in buckets and without touching disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dapo_core.errors import RolloutError
+
+if TYPE_CHECKING:
+    from dapo_core.batch import Batch
+    from dapo_core.cluster import Cluster
+
+BUCKET_BYTES = 512 * 1024**2
+MAX_PROBE_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}  # mean nats per token
+
+
+def plan_buckets(sizes: Mapping[str, int], max_bytes: int = BUCKET_BYTES) -> list[list[str]]:
+    """Parameter names in order, cut so that no bucket of several exceeds `max_bytes`."""
+    buckets: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not buckets or filled + size > max_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += size
+    return buckets
+
+
+def publish_weights(cluster: Cluster, policy_version: int) -> None:
+    """Load the policy's weights into every engine, which drop their cached prefixes and take the version."""
+    buckets = [cluster.policy.gather_weights(names) for names in plan_buckets(cluster.policy.weight_sizes())]
+    cluster.rollouts.load_weights(buckets, policy_version)
+
+
+def probe_difference(cluster: Cluster, probe: Batch, engine_dtype: str) -> float:
+    """Mean |log-prob of the policy - log-prob of an engine| over the probe's response tokens, the worst engine.
+
+    In nats per token, at temperature 1. Raises RolloutError when it is beyond what the engine's precision
+    explains: the engine does not hold the policy's weights.
+    """
+    log_probs, _ = cluster.policy.log_probs(probe, 1.0)
+    lengths = zip(probe.prompt_lengths.tolist(), probe.response_lengths.tolist(), strict=True)
+    sequences = [
+        (row[:num_prompt].tolist(), row[num_prompt : num_prompt + num_response].tolist())
+        for row, (num_prompt, num_response) in zip(probe.token_ids, lengths, strict=True)
+    ]
+    worst = 0.0
+    for engine_log_probs in cluster.rollouts.log_probs(sequences):
+        differences = [
+            abs(ours - theirs)
+            for row, engine_row in zip(log_probs.tolist(), engine_log_probs, strict=True)
+            for ours, theirs in zip(row[: len(engine_row)], engine_row, strict=True)
+        ]
+        worst = max(worst, sum(differences) / max(len(differences), 1))
+    if not worst <= MAX_PROBE_DIFFERENCE[engine_dtype]:
+        raise RolloutError(
+            f"after a weight sync an engine's log-probs differ from the policy's by {worst:.4g} nats per token, "
+            f"more than the {MAX_PROBE_DIFFERENCE[engine_dtype]:g} that {engine_dtype} explains: the engine does "
+            "not hold the policy's weights; set rollout.dtype=float32 to rule out precision, or try another "
+            "rollout.engine"
+        )
+    return worst
