@@ -87,7 +87,8 @@ def evaluate(
         raise EvaluationError(
             f"{len(failures)} of {len(items)} requests to {endpoint.chat_url} failed{given_up}; "
             f"at most {max_failed} may (evaluate.max_failed_ratio = {max_failed_ratio:g}). "
-            f"First reason: {failures[0].failure}. The answered items are kept in {output_dir}: the same evaluation continues from them."
+            f"First reason: {failures[0].failure}. "
+            f"The answered items are kept in {output_dir}: the same evaluation continues from them."
         )
     summary = summarise([rows[item.id] for item in items], settings)
     write_atomically(output_dir / SUMMARY_FILE, json.dumps(asdict(summary), indent=2, ensure_ascii=False) + "\n")
