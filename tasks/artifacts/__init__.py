@@ -1,0 +1,16 @@
+"""The artifact store: the truth about which stages are done (DESIGN section 4)."""
+
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact
+from tasks.artifacts.code import code_digest
+from tasks.artifacts.stage_key import StageKey, package_versions, stage_key
+from tasks.artifacts.store import ArtifactStore
+
+__all__ = [
+    "MANIFEST_NAME",
+    "Artifact",
+    "ArtifactStore",
+    "StageKey",
+    "code_digest",
+    "package_versions",
+    "stage_key",
+]

@@ -1,0 +1,67 @@
+"""The key of a stage's output: everything that can change its bytes, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SHORT_KEY_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class StageKey:
+    """The parts a stage's key is made of, kept apart so that a person can see why a key changed."""
+
+    stage: str
+    config: Mapping[str, Any]  # the stage's own slice, JSON values only, volatile fields left out
+    inputs: Mapping[str, str]  # input name -> content digest of its artifact
+    code_digest: str
+    versions: Mapping[str, str]  # package -> version, of the packages that matter to this stage
+
+    @property
+    def key(self) -> str:
+        """The full key, 64 hexadecimal digits."""
+        return stage_key(self.stage, self.config, self.inputs, self.code_digest, self.versions)
+
+    @property
+    def name(self) -> str:
+        """The name under which the store keeps locks and working directories: STAGE-KEY, key shortened."""
+        return f"{self.stage}-{self.key[:SHORT_KEY_LENGTH]}"
+
+
+def stage_key(
+    stage: str,
+    config_slice: Mapping[str, Any],
+    input_digests: Mapping[str, str],
+    code_digest: str,
+    versions: Mapping[str, str],
+) -> str:
+    """Returns sha256 over the canonical JSON of the parts. Raises TypeError on values JSON cannot hold."""
+    parts = {
+        "stage": stage,
+        "config": dict(config_slice),
+        "inputs": dict(input_digests),
+        "code": code_digest,
+        "versions": dict(versions),
+    }
+    return hashlib.sha256(canonical_json(parts)).hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """Returns the one JSON text of a value: keys sorted, no spaces, ASCII; not-a-number is refused."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Returns {distribution: version}, without importing any; "absent" for one that is not installed."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "absent"
+    return versions

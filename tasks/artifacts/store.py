@@ -1,0 +1,224 @@
+"""The store of stage outputs: finds a finished one, or has it built once and publishes it in one step.
+
+ROOT/STAGE/KEY16/           content and manifest.json: finished, verified on each use
+ROOT/.work/STAGE-KEY16/     being built; kept after a failed attempt of a resumable stage
+ROOT/.damaged/STAGE-KEY16-TIME/   moved aside, never deleted
+ROOT/.locks  ROOT/.verified       who builds what; which files were found right, and when
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import logging
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dapo_core.errors import StoreError
+from tasks.artifacts import lock
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, FileEntry, content_digest, content_files, file_entry
+from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
+from tasks.artifacts.verify import DamagedArtifact, identify, verify_directory, write_stamp
+
+logger = logging.getLogger(__name__)
+
+Build = Callable[[Path], Mapping[str, Any]]
+
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+NO_FOLDER_ERRORS = (errno.EEXIST, errno.ENOENT)  # from mkdir: a file of that name, or a file system like /proc
+PROBE_BYTES = 4096
+
+
+class ArtifactStore:
+    """Artifacts under one directory, which several processes and hosts may share."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+
+    def directory(self, stage: str, key: str) -> Path:
+        """Returns where the artifact of this key is, or would be."""
+        return self.root / stage / key[:SHORT_KEY_LENGTH]
+
+    def working_directory(self, stage: str, key: str) -> Path:
+        """Returns where the artifact of this key is being built, or a failed attempt was left."""
+        return self.root / ".work" / _name(stage, key)
+
+    def check_writable(self) -> None:
+        """Writes and removes a small file in the store; raises StoreError when that cannot be done."""
+        with self._disk_errors(NO_FOLDER_ERRORS):
+            for folder in (".work", ".locks", ".damaged"):
+                (self.root / folder).mkdir(parents=True, exist_ok=True)
+            probe = self.root / ".work" / f".probe-{platform.node()}-{os.getpid()}"
+            try:
+                probe.write_bytes(bytes(PROBE_BYTES))
+                _sync(probe)
+            finally:
+                probe.unlink(missing_ok=True)
+
+    def lookup(self, stage: str, key: str) -> Artifact | None:
+        """Returns the finished, verified artifact, or None; a damaged one is moved aside and named in the log."""
+        with self._disk_errors():
+            directory = self.directory(stage, key)
+            if not directory.is_dir():
+                return None
+            try:
+                return self._verify(stage, key)
+            except DamagedArtifact as damage:
+                logger.warning("artifact %s is damaged: %s", directory, damage)
+            self._lock_path(stage, key).parent.mkdir(exist_ok=True)
+            # Moved only under the lock: its holder may just have put a good one in its place.
+            with lock.held_if_free(self._lock_path(stage, key)) as is_held:
+                return self._lookup_locked(stage, key) if is_held else None
+
+    def produce(self, parts: StageKey, build: Build, *, resumable: bool = False) -> tuple[Artifact, bool]:
+        """Returns the artifact of this key and whether it was there already; else has `build` make it.
+
+        `build` writes its files into the directory it is given and returns the metrics to keep in the manifest.
+        It runs in one process at a time: others wait, and find its result. What a failed attempt of a
+        `resumable` build left is given to the next attempt; of any other, it is moved aside.
+        Raises StoreError when the store is full or cannot be written, and whatever `build` raises.
+        """
+        if (artifact := self.lookup(parts.stage, parts.key)) is not None:
+            return artifact, True
+        self.check_writable()
+        with self._disk_errors(), lock.held(self._lock_path(parts.stage, parts.key)):
+            if (artifact := self._lookup_locked(parts.stage, parts.key)) is not None:
+                return artifact, True
+            work = self._open_working_directory(parts, resumable)
+            started_at, start = _utc_now(), time.monotonic()
+            metrics = dict(build(work))
+            times = {"started_at": started_at, "ended_at": _utc_now(), "seconds": time.monotonic() - start}
+            return self._publish(parts, work, {**times, "metrics": metrics}), False
+
+    def _verify(self, stage: str, key: str) -> Artifact:
+        return verify_directory(self.directory(stage, key), stage, key, self._stamp_path(stage, key))
+
+    def _lookup_locked(self, stage: str, key: str) -> Artifact | None:
+        directory = self.directory(stage, key)
+        if not directory.exists():
+            return None
+        try:
+            return self._verify(stage, key)
+        except DamagedArtifact as damage:
+            self._move_aside(directory, _name(stage, key), f"it is damaged: {damage}")
+            return None
+
+    def _open_working_directory(self, parts: StageKey, resumable: bool) -> Path:
+        work = self.working_directory(parts.stage, parts.key)
+        if work.exists() and resumable:
+            logger.info("%s resumes what an earlier attempt left in %s", parts.stage, work)
+            (work / MANIFEST_NAME).unlink(missing_ok=True)
+        elif work.exists():
+            self._move_aside(work, parts.name, "it is half-written: the attempt that made it did not finish")
+        work.mkdir(parents=True, exist_ok=True)
+        return work
+
+    def _publish(self, parts: StageKey, work: Path, outcome: Mapping[str, Any]) -> Artifact:
+        """Puts the content of the working directory in its final place, durably and in one step."""
+        if (work / MANIFEST_NAME).exists():
+            raise StoreError(f"stage {parts.stage} wrote {work / MANIFEST_NAME}, a name the store needs itself")
+        identities = {relative: identify(work / relative) for relative in sorted(content_files(work))}
+        entries = [file_entry(work, relative) for relative in identities]
+        digest = content_digest(entries)
+        manifest = {
+            "stage": parts.stage,
+            "key": parts.key,
+            "digest": digest,
+            "files": [vars(entry) for entry in entries],
+            "inputs": dict(parts.inputs),
+            "config": dict(parts.config),
+            "code_digest": parts.code_digest,
+            "versions": dict(parts.versions),
+            "host": platform.node(),
+            **outcome,
+        }
+        (work / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, default=_number) + "\n")
+        _sync_tree(work, entries)
+        final = self.directory(parts.stage, parts.key)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(work, final)
+        _sync(final.parent)
+        _sync(self.root)
+        write_stamp(self._stamp_path(parts.stage, parts.key), identities, entries)
+        return Artifact(stage=parts.stage, key=parts.key, path=str(final), digest=digest)
+
+    def _move_aside(self, directory: Path, name: str, reason: str) -> None:
+        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
+        aside = self.root / ".damaged" / f"{name}-{now}"
+        aside.parent.mkdir(exist_ok=True)
+        os.rename(directory, aside)
+        logger.warning("moved %s aside to %s: %s", directory, aside, reason)
+
+    def _lock_path(self, stage: str, key: str) -> Path:
+        return self.root / ".locks" / f"{_name(stage, key)}.lock"
+
+    def _stamp_path(self, stage: str, key: str) -> Path:
+        return self.root / ".verified" / f"{_name(stage, key)}.json"
+
+    @contextlib.contextmanager
+    def _disk_errors(self, further_errors: tuple[int, ...] = ()) -> Iterator[None]:
+        """Turns what the operating system says about a full or unwritable store into a StoreError."""
+        try:
+            yield
+        except OSError as error:
+            codes = (*FULL_DISK_ERRORS, *UNWRITABLE_ERRORS, *further_errors)
+            if isinstance(error, StoreError) or error.errno not in codes or not self._is_about_store(error):
+                raise
+            what = "has no room left" if error.errno in FULL_DISK_ERRORS else "cannot be written"
+            raise StoreError(
+                f"the artifact store {self.root} {what}: {error}. {_describe_space(self.root)}. "
+                "Finished artifacts are untouched. Make room, mend the permissions, or set store.path "
+                "to another directory"
+            ) from error
+
+    def _is_about_store(self, error: OSError) -> bool:
+        if error.filename is None:
+            return error.errno in FULL_DISK_ERRORS  # write() on an open file does not say which
+        place = Path(os.fsdecode(error.filename))
+        return place.is_relative_to(self.root) or self.root.is_relative_to(place)
+
+
+def _name(stage: str, key: str) -> str:
+    return f"{stage}-{key[:SHORT_KEY_LENGTH]}"
+
+
+def _describe_space(path: Path) -> str:
+    existing = next(parent for parent in (path, *path.parents) if parent.is_dir())
+    usage = shutil.disk_usage(existing)
+    mebi = 1024 * 1024
+    return f"{usage.free / mebi:.1f} of {usage.total / mebi:.1f} MiB are free there"
+
+
+def _utc_now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+
+
+def _number(value: Any) -> Any:
+    """Returns a NumPy or torch scalar among the metrics as the number it holds."""
+    if callable(item := getattr(value, "item", None)):
+        return item()
+    raise TypeError(f"a metric of type {type(value).__name__} cannot be written to {MANIFEST_NAME}")
+
+
+def _sync_tree(directory: Path, entries: list[FileEntry]) -> None:
+    """Has every file and folder on the disk before the rename that declares them finished."""
+    for relative in (MANIFEST_NAME, *(entry.path for entry in entries)):
+        _sync(directory / relative)
+    for folder, _, _ in os.walk(directory, topdown=False):
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

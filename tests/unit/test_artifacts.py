@@ -1,0 +1,447 @@
+"""Keys change with what changes the result, and a damaged artifact is never a hit."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import re
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dapo_core.errors import StoreError
+from tasks.artifacts import Artifact, ArtifactStore, StageKey, code_digest, package_versions, stage_key
+from tasks.artifacts import artifact as artifact_module
+from tasks.artifacts.verify import RACY_NANOSECONDS
+
+PARTS = StageKey(
+    stage="train",
+    config={"steps": 3, "loss": {"clip_low": 0.2, "clip_high": 0.28}},
+    inputs={"model": "a" * 64, "data": "b" * 64},
+    code_digest="c" * 64,
+    versions={"torch": "2.13.0"},
+)
+
+
+class Builder:
+    """A real build that counts its runs."""
+
+    def __init__(self, files: Mapping[str, bytes] | None = None, metrics: Mapping[str, Any] | None = None) -> None:
+        self.files = files or {"weights.bin": b"0123456789", "sub/tokens.txt": b"a b c"}
+        self.metrics = metrics or {"loss": 0.5}
+        self.num_runs = 0
+
+    def __call__(self, work: Path) -> Mapping[str, Any]:
+        self.num_runs += 1
+        for name, content in self.files.items():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            (work / name).write_bytes(content)
+        return self.metrics
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    return ArtifactStore(tmp_path / "store")
+
+
+def aside(store: ArtifactStore) -> list[Path]:
+    return sorted((store.root / ".damaged").iterdir())
+
+
+def test_the_key_is_sha256_of_the_canonical_json_of_its_parts() -> None:
+    text = (
+        '{"code":"' + "c" * 64 + '","config":{"loss":{"clip_high":0.28,"clip_low":0.2},"steps":3},'
+        '"inputs":{"data":"' + "b" * 64 + '","model":"' + "a" * 64 + '"},'
+        '"stage":"train","versions":{"torch":"2.13.0"}}'
+    )
+    assert PARTS.key == hashlib.sha256(text.encode()).hexdigest()
+    assert PARTS.name == f"train-{PARTS.key[:16]}"
+
+
+def test_the_key_does_not_depend_on_the_order_of_keys() -> None:
+    reordered = stage_key(
+        "train",
+        {"loss": {"clip_high": 0.28, "clip_low": 0.2}, "steps": 3},
+        {"data": "b" * 64, "model": "a" * 64},
+        "c" * 64,
+        {"torch": "2.13.0"},
+    )
+    assert reordered == PARTS.key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stage": "merge"},
+        {"config": {"steps": 4, "loss": {"clip_low": 0.2, "clip_high": 0.28}}},
+        {"inputs": {"model": "a" * 64, "data": "d" * 64}},
+        {"code_digest": "d" * 64},
+        {"versions": {"torch": "2.13.1"}},
+    ],
+)
+def test_the_key_changes_with_each_part(change: dict[str, Any]) -> None:
+    assert replace(PARTS, **change).key != PARTS.key
+
+
+@pytest.mark.parametrize("value", [{1, 2}, Path("x"), float("nan")])
+def test_a_value_without_one_canonical_text_is_refused(value: object) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        _ = replace(PARTS, config={"key": value}).key
+
+
+def test_package_versions_name_what_is_absent() -> None:
+    versions = package_versions(["numpy", "no-such-package"])
+    assert versions == {"numpy": np.__version__, "no-such-package": "absent"}
+
+
+def test_the_first_run_builds_and_the_second_is_a_hit(store: ArtifactStore) -> None:
+    build = Builder(metrics={"loss": np.float32(0.5), "steps": np.int64(3), "name": "x"})
+    made, was_cached = store.produce(PARTS, build)
+    assert not was_cached
+    found, was_cached = store.produce(PARTS, build)
+    assert was_cached
+    assert build.num_runs == 1
+    assert found == made == pickle.loads(pickle.dumps(made))
+    assert made.path == str(store.root / "train" / PARTS.key[:16])
+    assert (Path(made.path) / "sub/tokens.txt").read_bytes() == b"a b c"
+    assert not store.working_directory("train", PARTS.key).exists()
+
+
+def test_the_manifest_tells_everything(store: ArtifactStore) -> None:
+    made, _ = store.produce(PARTS, Builder(metrics={"loss": np.float32(0.5), "steps": np.int64(3)}))
+    manifest = made.manifest()
+    assert manifest["files"] == [
+        {"path": "sub/tokens.txt", "size": 5, "sha256": hashlib.sha256(b"a b c").hexdigest()},
+        {"path": "weights.bin", "size": 10, "sha256": hashlib.sha256(b"0123456789").hexdigest()},
+    ]
+    assert (manifest["stage"], manifest["key"], manifest["digest"]) == ("train", PARTS.key, made.digest)
+    assert (manifest["config"], manifest["inputs"]) == (PARTS.config, PARTS.inputs)
+    assert (manifest["code_digest"], manifest["versions"]) == (PARTS.code_digest, PARTS.versions)
+    assert manifest["metrics"] == {"loss": 0.5, "steps": 3}
+    assert manifest["started_at"] <= manifest["ended_at"]
+    assert manifest["host"] == os.uname().nodename
+
+
+def test_the_digest_is_of_the_content_alone(tmp_path: Path) -> None:
+    first, _ = ArtifactStore(tmp_path / "one").produce(PARTS, Builder())
+    other_parts = replace(PARTS, config={"steps": 4})
+    second, _ = ArtifactStore(tmp_path / "two").produce(other_parts, Builder(metrics={"loss": 9.0}))
+    renamed, _ = ArtifactStore(tmp_path / "three").produce(PARTS, Builder({"w.bin": b"0123456789"}))
+    rows = [
+        ["sub/tokens.txt", 5, hashlib.sha256(b"a b c").hexdigest()],
+        ["weights.bin", 10, hashlib.sha256(b"0123456789").hexdigest()],
+    ]
+    assert first.digest == hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+    assert second.digest == first.digest
+    assert renamed.digest != first.digest
+
+
+def flip_one_byte(directory: Path) -> None:
+    with open(directory / "weights.bin", "r+b") as file:
+        file.seek(4)
+        file.write(b"x")
+
+
+def truncate(directory: Path) -> None:
+    os.truncate(directory / "weights.bin", 9)
+
+
+def remove(directory: Path) -> None:
+    (directory / "sub/tokens.txt").unlink()
+
+
+def add(directory: Path) -> None:
+    (directory / "stray.bin").write_bytes(b"")
+
+
+def remove_manifest(directory: Path) -> None:
+    (directory / "manifest.json").unlink()
+
+
+def tear_manifest(directory: Path) -> None:
+    os.truncate(directory / "manifest.json", 40)
+
+
+def edit_manifest(directory: Path) -> None:
+    # The file's new digest is entered too, but not the digest over all of them.
+    flip_one_byte(directory)
+    old, new = (hashlib.sha256(content).hexdigest() for content in (b"0123456789", b"0123x56789"))
+    text = (directory / "manifest.json").read_text()
+    (directory / "manifest.json").write_text(text.replace(old, new))
+
+
+def link(directory: Path) -> None:
+    (directory / "sub/tokens.txt").unlink()
+    (directory / "sub/tokens.txt").symlink_to("/etc/hostname")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (flip_one_byte, r"weights\.bin has sha256 \w{64}, the manifest says 84d89877f0d4041efb6bf91a16f0248f"),
+        (truncate, r"weights\.bin has 9 bytes, the manifest says 10"),
+        (remove, r"sub/tokens\.txt is missing \(1 of 2 files are\)"),
+        (add, r"stray\.bin is not in the manifest \(1 such files\)"),
+        (remove_manifest, r"manifest\.json is missing"),
+        (tear_manifest, r"manifest\.json is not a manifest"),
+        (edit_manifest, r"manifest\.json is of another artifact, or was edited"),
+        (link, r"tokens\.txt is neither a file nor a folder"),
+    ],
+)
+def test_a_damaged_artifact_is_moved_aside_named_and_built_again(
+    store: ArtifactStore, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], reason: str
+) -> None:
+    build = Builder()
+    made, _ = store.produce(PARTS, build)
+    damage(Path(made.path))
+    assert store.lookup("train", PARTS.key) is None
+    (kept,) = aside(store)
+    assert kept.name.startswith(f"train-{PARTS.key[:16]}-20")
+    assert (kept / "weights.bin").exists()
+    moved = [record.getMessage() for record in caplog.records if record.getMessage().startswith("moved ")]
+    assert len(moved) == 1
+    assert f"moved {made.path} aside to {kept}: it is damaged: " in moved[0]
+    assert re.search(reason, moved[0])
+    again, was_cached = store.produce(PARTS, build)
+    assert (again.digest, was_cached, build.num_runs) == (made.digest, False, 2)
+
+
+def age(made: Artifact) -> None:
+    """Waits until a write to the files could no longer leave their change time as it is."""
+    newest = max(path.stat().st_ctime_ns for path in Path(made.path).rglob("*"))
+    time.sleep(max(0.0, (newest + RACY_NANOSECONDS - time.time_ns()) / 1e9) + 0.01)
+
+
+def test_files_found_right_are_not_read_again_until_they_change(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+
+    def counting_hash(path: Path) -> str:
+        hashed.append(path.name)
+        return artifact_module.hash_file(path)
+
+    monkeypatch.setattr("tasks.artifacts.verify.hash_file", counting_hash)
+    made, _ = store.produce(PARTS, Builder())
+    age(made)
+    assert store.lookup("train", PARTS.key) == made
+    assert sorted(hashed) == ["tokens.txt", "weights.bin"]  # too young to be trusted when they were published
+    hashed.clear()
+    assert store.lookup("train", PARTS.key) == made
+    assert hashed == []
+    # Same size, and the modification time put back: the change time still tells.
+    weights = Path(made.path) / "weights.bin"
+    before = weights.stat()
+    flip_one_byte(Path(made.path))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert store.lookup("train", PARTS.key) is None
+    assert hashed[0] == "weights.bin"
+
+
+def test_a_lost_or_torn_stamp_only_costs_time(store: ArtifactStore) -> None:
+    made, _ = store.produce(PARTS, Builder())
+    age(made)
+    assert store.lookup("train", PARTS.key) == made
+    (stamp,) = (store.root / ".verified").iterdir()
+    stamp.write_text("{")
+    assert store.lookup("train", PARTS.key) == made
+    stamp.unlink()
+    assert store.lookup("train", PARTS.key) == made
+
+
+def test_a_failed_build_is_no_hit_and_its_remains_are_moved_aside(
+    store: ArtifactStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(work: Path) -> Mapping[str, Any]:
+        (work / "half.bin").write_bytes(b"half")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        store.produce(PARTS, fail)
+    assert store.lookup("train", PARTS.key) is None
+    made, was_cached = store.produce(PARTS, Builder())
+    assert not was_cached
+    assert not (Path(made.path) / "half.bin").exists()
+    (kept,) = aside(store)
+    assert (kept / "half.bin").read_bytes() == b"half"
+    assert "it is half-written" in caplog.text
+
+
+def test_a_resumable_build_goes_on_where_the_failed_one_stopped(store: ArtifactStore) -> None:
+    def train(work: Path) -> Mapping[str, Any]:
+        checkpoint = work / "checkpoint"
+        step = int(checkpoint.read_text()) if checkpoint.exists() else 0
+        checkpoint.write_text(str(step + 2))
+        if step == 0:
+            raise RuntimeError("killed after two steps")
+        return {"first_step": step}
+
+    with pytest.raises(RuntimeError, match="killed"):
+        store.produce(PARTS, train, resumable=True)
+    made, was_cached = store.produce(PARTS, train, resumable=True)
+    assert not was_cached
+    assert made.manifest()["metrics"] == {"first_step": 2}
+    assert (Path(made.path) / "checkpoint").read_text() == "4"
+
+
+def test_a_link_in_the_output_is_refused(store: ArtifactStore) -> None:
+    def build(work: Path) -> Mapping[str, Any]:
+        (work / "model").symlink_to("/etc")
+        return {}
+
+    with pytest.raises(StoreError, match=r"model is neither a file nor a folder.*copies \(or hard links\) only"):
+        store.produce(PARTS, build)
+
+
+def test_the_manifest_name_is_reserved(store: ArtifactStore) -> None:
+    with pytest.raises(StoreError, match=r"stage train wrote .*manifest\.json, a name the store needs itself"):
+        store.produce(PARTS, Builder({"manifest.json": b"{}"}))
+
+
+def test_a_full_disk_under_a_build_names_space_and_key(store: ArtifactStore) -> None:
+    def build(work: Path) -> Mapping[str, Any]:
+        with open("/dev/full", "wb") as full:  # a real ENOSPC from a real write
+            full.write(b"x")
+        return {}
+
+    with pytest.raises(StoreError) as caught:
+        store.produce(PARTS, build)
+    assert str(caught.value).startswith(f"the artifact store {store.root} has no room left: ")
+    assert "MiB are free there" in str(caught.value)
+    assert "set store.path" in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_store_below_a_file_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    build = Builder()
+    for root in (tmp_path / "file", tmp_path / "file" / "store"):
+        with pytest.raises(StoreError, match=r"cannot be written: .*set store\.path"):
+            ArtifactStore(root).produce(PARTS, build)
+    assert build.num_runs == 0
+
+
+def test_errors_that_are_not_about_the_store_stay_as_they_are(store: ArtifactStore, tmp_path: Path) -> None:
+    def read_missing(work: Path) -> Mapping[str, Any]:
+        return {"text": (work / "missing").read_text()}
+
+    def write_elsewhere(work: Path) -> Mapping[str, Any]:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "elsewhere" / "file"))
+
+    with pytest.raises(FileNotFoundError):
+        store.produce(PARTS, read_missing)
+    with pytest.raises(OSError, match="elsewhere") as caught:
+        store.produce(PARTS, write_elsewhere)
+    assert not isinstance(caught.value, StoreError)
+
+
+SOURCES = {
+    "tasks/__init__.py": "",
+    "tasks/train.py": '''
+        """Trains."""
+        def train():
+            # a comment
+            from dapo_core.loss import loss
+            return loss(2)
+        ''',
+    "dapo_core/__init__.py": "",
+    "dapo_core/config.py": "STEPS = 1",
+    "dapo_core/loss.py": "import json\nfrom dapo_core import numbers\nfrom . import config\ndef loss(x): return x",
+    "dapo_core/numbers.py": "ONE = 1",
+    "dapo_core/engines/__init__.py": "ENGINES = {'fast': 'dapo_core.engines.fast:FastEngine'}",
+    "dapo_core/engines/fast.py": "from ..numbers import ONE",
+    "dapo_core/unused.py": "X = 1",
+    "eval/__init__.py": "",
+    "eval/report.py": "Y = 1",
+    "eval/templates/report.html": "<p>",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name, text in SOURCES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    return tmp_path
+
+
+def digest_after(project: Path, name: str, text: str, modules: list[str], exclude: tuple[str, ...] = ()) -> str:
+    (project / name).write_text(textwrap.dedent(text))
+    return code_digest(modules, root=project, exclude=exclude)
+
+
+@pytest.mark.parametrize(
+    ("modules", "name", "text", "does_count"),
+    [
+        (["tasks.train"], "tasks/train.py", SOURCES["tasks/train.py"].replace("a comment", "another"), False),
+        (["tasks.train"], "tasks/train.py", SOURCES["tasks/train.py"].replace("Trains.", "Learns."), False),
+        (
+            ["tasks.train"],
+            "tasks/train.py",
+            SOURCES["tasks/train.py"].replace("loss(2)", "loss( 2, )  # two"),
+            False,
+        ),
+        (["tasks.train"], "tasks/train.py", SOURCES["tasks/train.py"].replace("loss(2)", "loss(2.0)"), True),
+        (["tasks.train"], "tasks/__init__.py", "import os", True),
+        (["tasks.train"], "dapo_core/loss.py", "def loss(x): return -x", True),  # imported inside a function
+        (["tasks.train"], "dapo_core/numbers.py", "ONE = 2", True),  # from package import module
+        (["tasks.train"], "dapo_core/config.py", "STEPS = 2", True),  # relative import
+        (["tasks.train"], "dapo_core/unused.py", "X = 2", False),
+        (["dapo_core.engines"], "dapo_core/engines/fast.py", "SLOW = 1", True),  # named by a string
+        (["dapo_core.engines.fast"], "dapo_core/numbers.py", "ONE = 2", True),  # relative, one level up
+        (
+            ["dapo_core.engines.fast"],
+            "dapo_core/engines/__init__.py",
+            "ENGINES = {}",
+            True,
+        ),  # its package runs too
+        (["eval"], "eval/templates/report.html", "<b>", True),
+        (["eval"], "eval/report.py", "Y = 2", False),
+        (["eval.report"], "eval/templates/report.html", "<b>", False),
+        (["eval.report"], "eval/report.py", "Y = 2", True),
+    ],
+)
+def test_what_changes_the_code_digest(
+    project: Path, modules: list[str], name: str, text: str, does_count: bool
+) -> None:
+    before = code_digest(modules, root=project)
+    assert (project / name).read_text() != textwrap.dedent(text)
+    after = digest_after(project, name, text, modules)
+    assert (after != before) == does_count
+
+
+def test_an_excluded_module_does_not_count_nor_does_what_only_it_imports(project: Path) -> None:
+    (project / "dapo_core/config.py").write_text("from dapo_core.unused import X")
+    excluded = ("dapo_core.config",)
+    before = code_digest(["tasks.train"], root=project, exclude=excluded)
+    assert digest_after(project, "dapo_core/config.py", "STEPS = 2", ["tasks.train"], excluded) == before
+    assert digest_after(project, "dapo_core/unused.py", "X = 2", ["tasks.train"], excluded) == before
+    assert digest_after(project, "dapo_core/numbers.py", "ONE = 2", ["tasks.train"], excluded) != before
+
+
+def test_the_code_digest_does_not_depend_on_the_place_or_the_order(project: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    for name in SOURCES:
+        (moved / name).parent.mkdir(parents=True, exist_ok=True)
+        (moved / name).write_bytes((project / name).read_bytes())
+    here = code_digest(["tasks.train", "eval"], root=project)
+    assert code_digest(["eval", "tasks.train", "eval"], root=moved) == here
+
+
+def test_a_module_that_does_not_exist_is_named(project: Path) -> None:
+    with pytest.raises(StoreError, match=r"'tasks\.trian', which a stage declares as its code, does not exist"):
+        code_digest(["tasks.trian"], root=project)
+
+
+def test_the_store_is_part_of_its_own_code_digest() -> None:
+    # On the real tree: tasks.artifacts imports dapo_core.errors, and excluding that must show.
+    assert code_digest(["tasks.artifacts"]) != code_digest(["tasks.artifacts"], exclude=["dapo_core.errors"])
