@@ -93,7 +93,7 @@ def accuracy_plot(before: Side, after: Side) -> str:
     axes.set_xticks(range(len(groups)), [f"{name}\nn = {pair[0].n}" for name, pair in groups.items()])
     axes.set_ylim(0, 100)
     axes.set_ylabel("accuracy (%)")
-    axes.legend(frameon=False, loc="upper right", ncols=2, bbox_to_anchor=(1, 1.14))
+    axes.legend(frameon=False, fontsize=8.5, loc="upper left", ncols=2, bbox_to_anchor=(0, 1.14))
     return _svg(figure)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,7 +115,7 @@ def _environment(autoescape: bool) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {
+    filters: dict[str, Callable[..., str]] = {
         "percent": lambda share: f"{100 * share:.1f} %",
         "interval": lambda bounds: f"{100 * bounds[0]:.1f} to {100 * bounds[1]:.1f}",
         "points": points,
@@ -127,6 +127,7 @@ def _environment(autoescape: bool) -> Environment:
         "cell": _cell,
         "answer_cell": _answer_cell,
     }
+    environment.filters.update(filters)
     environment.globals["markdown_table"] = _markdown_table
     return environment
 
