@@ -84,7 +84,7 @@ def _data_files(package: Path) -> list[Path]:
     return sorted(files)
 
 
-@functools.lru_cache(maxsize=None)  # one process asks for many stages, which share most of their modules
+@functools.cache  # one process asks for many stages, which share most of their modules
 def _parse(source: bytes, package: str) -> ParsedSource:
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))

@@ -34,7 +34,7 @@ Build = Callable[[Path], Mapping[str, Any]]
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 NO_FOLDER_ERRORS = (errno.EEXIST, errno.ENOENT)  # from mkdir: a file of that name, or a file system like /proc
-PROBE_BYTES = 4096
+PROBE_BYTES = 64 * 1024
 
 
 class ArtifactStore:
@@ -175,8 +175,8 @@ class ArtifactStore:
             what = "has no room left" if error.errno in FULL_DISK_ERRORS else "cannot be written"
             raise StoreError(
                 f"the artifact store {self.root} {what}: {error}. {_describe_space(self.root)}. "
-                "Finished artifacts are untouched. Make room, mend the permissions, or set store.path "
-                "to another directory"
+                "Finished artifacts are untouched. Make room (nothing reads what .damaged in it holds), "
+                "mend the permissions, or set store.path to another directory"
             ) from error
 
     def _is_about_store(self, error: OSError) -> bool:

@@ -1,0 +1,216 @@
+"""Real processes that race for a key, die while building, or meet a full or read-only disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_core.errors import StoreError
+from tasks.artifacts import ArtifactStore, StageKey
+from tasks.artifacts import lock as lock_module
+
+DEADLINE_SECONDS = 30.0
+PARTS = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})
+
+# Builds PARTS: each build enters its pid in `builds`, then waits for the file `go`; prints what produce returned.
+BUILDER = """
+import logging, os, sys, time
+from pathlib import Path
+from tasks.artifacts import ArtifactStore, StageKey
+
+root, builds, go, resumable = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4] == "resumable"
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+
+def build(work):
+    step = len(list(work.iterdir()))
+    (work / f"step{step}").write_bytes(b"half")
+    with open(builds, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    while not go.exists():
+        time.sleep(0.02)
+    (work / f"step{step}").write_bytes(b"whole")
+    return {"step": step}
+
+parts = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})
+artifact, was_cached = ArtifactStore(root).produce(parts, build, resumable=resumable)
+print(artifact.digest, was_cached, flush=True)
+"""
+
+
+def start_builder(tmp_path: Path, mode: str = "clean") -> subprocess.Popen[str]:
+    arguments = [str(tmp_path / name) for name in ("store", "builds", "go")]
+    with open(tmp_path / "log", "a") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", BUILDER, *arguments, mode], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_SECONDS} s for: {what}"
+        time.sleep(0.02)
+
+
+def builds(tmp_path: Path) -> list[int]:
+    path = tmp_path / "builds"
+    return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def finish(builder: subprocess.Popen[str]) -> list[str]:
+    output, _ = builder.communicate(timeout=DEADLINE_SECONDS)
+    assert builder.returncode == 0
+    return output.split()
+
+
+def build_one_file(work: Path) -> Mapping[str, Any]:
+    (work / "file").write_bytes(b"content")
+    return {}
+
+
+def must_not_build(work: Path) -> Mapping[str, Any]:
+    raise AssertionError(f"a build was started in {work}")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with room for one MiB; mounting it takes root."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting needs root: {mounted.stderr.decode().strip()}; see test_artifacts for /dev/full")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_of_four_racers_one_builds_and_the_others_get_its_artifact(tmp_path: Path) -> None:
+    racers = [start_builder(tmp_path) for _ in range(4)]
+    log = tmp_path / "log"
+    wait_until(lambda: log.read_text().count("waiting for pid") == 3, "three racers to wait")
+    (holder,) = builds(tmp_path)
+    assert log.read_text().count(f"waiting for pid {holder} on {os.uname().nodename} since ") == 3
+    (tmp_path / "go").touch()
+    results = [finish(racer) for racer in racers]
+    assert sorted(was_cached for _, was_cached in results) == ["False", "True", "True", "True"]
+    assert len({digest for digest, _ in results}) == 1
+    assert builds(tmp_path) == [holder]
+    assert not (tmp_path / "store" / ".damaged").exists() or not list((tmp_path / "store" / ".damaged").iterdir())
+
+
+def test_a_waiter_builds_when_the_builder_is_killed(tmp_path: Path) -> None:
+    first = start_builder(tmp_path)
+    wait_until(lambda: builds(tmp_path) == [first.pid], "the first to build")
+    second = start_builder(tmp_path)
+    wait_until(lambda: f"waiting for pid {first.pid}" in (tmp_path / "log").read_text(), "the second to wait")
+    first.kill()
+    (tmp_path / "go").touch()
+    first.communicate()
+    _, was_cached = finish(second)
+    assert was_cached == "False"
+    assert builds(tmp_path) == [first.pid, second.pid]
+
+
+def test_what_a_killed_builder_left_is_no_hit_and_is_moved_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    builder = start_builder(tmp_path)
+    wait_until(lambda: builds(tmp_path) == [builder.pid], "the build to start")
+    builder.kill()
+    builder.communicate()
+    store = ArtifactStore(tmp_path / "store")
+    work = store.working_directory("train", PARTS.key)
+    assert (work / "step0").read_bytes() == b"half"
+    assert store.lookup("train", PARTS.key) is None
+    made, was_cached = store.produce(PARTS, build_one_file)
+    assert not was_cached
+    assert [path.name for path in sorted(Path(made.path).iterdir())] == ["file", "manifest.json"]
+    (kept,) = (store.root / ".damaged").iterdir()
+    assert (kept / "step0").read_bytes() == b"half"
+    assert f"moved {work} aside to {kept}: it is half-written" in caplog.text
+
+
+def test_a_killed_resumable_build_goes_on_in_its_directory(tmp_path: Path) -> None:
+    builder = start_builder(tmp_path, "resumable")
+    wait_until(lambda: builds(tmp_path) == [builder.pid], "the build to start")
+    builder.kill()
+    builder.communicate()
+    (tmp_path / "go").touch()
+    assert finish(start_builder(tmp_path, "resumable"))[1] == "False"
+    made = ArtifactStore(tmp_path / "store").lookup("train", PARTS.key)
+    assert made is not None
+    assert made.manifest()["metrics"] == {"step": 1}  # the killed attempt's step0 was there
+    assert (Path(made.path) / "step0").read_bytes() == b"half"
+
+
+def test_a_build_killed_between_manifest_and_rename_is_no_hit(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from tasks.artifacts import ArtifactStore, StageKey
+os.rename = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+parts = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})
+build = lambda work: {"bytes": (work / "file").write_bytes(b"content")}
+ArtifactStore(sys.argv[1]).produce(parts, build, resumable=True)
+"""
+    died = subprocess.run([sys.executable, "-c", code, str(tmp_path / "store")], check=False)
+    assert died.returncode == -signal.SIGKILL
+    store = ArtifactStore(tmp_path / "store")
+    assert (store.working_directory("train", PARTS.key) / "manifest.json").exists()
+    assert store.lookup("train", PARTS.key) is None
+    made, was_cached = store.produce(PARTS, build_one_file, resumable=True)
+    assert not was_cached
+    assert store.lookup("train", PARTS.key) == made
+
+
+def test_a_damaged_artifact_under_a_lock_is_left_to_its_holder(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path / "store")
+    made, _ = store.produce(PARTS, build_one_file)
+    (Path(made.path) / "file").write_bytes(b"damaged")
+    with lock_module.held(store.root / ".locks" / f"{PARTS.name}.lock"):
+        assert store.lookup("train", PARTS.key) is None
+        assert (Path(made.path) / "file").read_bytes() == b"damaged"
+    assert store.lookup("train", PARTS.key) is None
+    assert not Path(made.path).exists()
+
+
+def test_a_disk_that_fills_up_is_named_and_the_next_attempt_succeeds(small_disk: Path) -> None:
+    def build_too_much(work: Path) -> Mapping[str, Any]:
+        (work / "big").write_bytes(bytes(2 * 1024 * 1024))
+        return {}
+
+    store = ArtifactStore(small_disk / "store")
+    other_parts = StageKey(stage="data", config={}, inputs={}, code_digest="c", versions={})
+    made, _ = store.produce(other_parts, build_one_file)
+    with pytest.raises(StoreError, match=r"has no room left: .*0\.0 of 1\.0 MiB are free there.*set store\.path"):
+        store.produce(PARTS, build_too_much)
+    assert store.lookup("train", PARTS.key) is None
+    assert store.lookup("data", other_parts.key) == made
+    with contextlib.suppress(OSError), open(small_disk / "filler", "wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(1024))
+    with pytest.raises(StoreError, match="has no room left"):  # refused before any work
+        store.produce(PARTS, must_not_build)
+    (small_disk / "filler").unlink()
+    (store.working_directory("train", PARTS.key) / "big").unlink()
+    assert store.produce(PARTS, build_one_file)[1] is False
+
+
+def test_a_read_only_store_still_gives_hits_and_refuses_builds(small_disk: Path) -> None:
+    store = ArtifactStore(small_disk / "store")
+    made, _ = store.produce(PARTS, build_one_file)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    assert store.produce(PARTS, must_not_build) == (made, True)
+    other_parts = StageKey(stage="data", config={}, inputs={}, code_digest="c", versions={})
+    with pytest.raises(StoreError, match=r"cannot be written: .*Read-only file system.*set store\.path"):
+        store.produce(other_parts, must_not_build)
