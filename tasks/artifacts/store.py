@@ -51,6 +51,13 @@ class ArtifactStore:
         """Returns where the artifact of this key is being built, or a failed attempt was left."""
         return self.root / ".work" / _name(stage, key)
 
+    def log_path(self, stage: str, key: str) -> Path:
+        """Returns where the commands of a stage log: outside the content, whose digest a log would change.
+
+        It is the same for each attempt at a key, so that run_command there waits for what a killed one left.
+        """
+        return self.root / ".logs" / f"{_name(stage, key)}.log"
+
     def check_writable(self) -> None:
         """Writes and removes a small file in the store; raises StoreError when that cannot be done."""
         with self._disk_errors(NO_FOLDER_ERRORS):

@@ -173,6 +173,51 @@ ArtifactStore(sys.argv[1]).produce(parts, build, resumable=True)
     assert store.lookup("train", PARTS.key) == made
 
 
+def test_no_attempt_runs_beside_what_a_killed_one_left(tmp_path: Path) -> None:
+    # The store's lock ends with the killed builder, while its command still has its second of grace.
+    code = """
+import sys
+from tasks.artifacts import ArtifactStore, StageKey
+from tasks.process import run_command
+
+store = ArtifactStore(sys.argv[1])
+parts = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})
+command = [sys.executable, "-S", "-c", sys.argv[2]]
+
+def build(work):
+    run_command(command, log_path=store.log_path("train", parts.key), label="train", cwd=work, grace_seconds=1.0)
+    return {}
+
+store.produce(parts, build, resumable=True)
+"""
+    trainer = """
+import os, pathlib, signal, time
+mine = pathlib.Path("running")
+pathlib.Path(f"beside-{os.getpid()}" if mine.exists() else f"alone-{os.getpid()}").touch()
+mine.touch()
+def end(*_):
+    time.sleep(0.5)  # such as a last checkpoint
+    mine.unlink()
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+if len(list(pathlib.Path().glob("alone-*"))) == 1:
+    print("first", flush=True)
+    time.sleep(600)
+mine.unlink()
+"""
+    store = ArtifactStore(tmp_path / "store")
+    command = [sys.executable, "-c", code, str(tmp_path / "store"), trainer]
+    first = subprocess.Popen(command)
+    log = store.log_path("train", PARTS.key)
+    wait_until(lambda: log.exists() and "first" in log.read_text(), "the first trainer to run")
+    first.kill()
+    first.wait()
+    subprocess.run(command, check=True, timeout=DEADLINE_SECONDS)
+    made = store.lookup("train", PARTS.key)
+    assert made is not None
+    assert [path.name.split("-")[0] for path in Path(made.path).glob("*-*")] == ["alone", "alone"]
+
+
 def test_a_damaged_artifact_under_a_lock_is_left_to_its_holder(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path / "store")
     made, _ = store.produce(PARTS, build_one_file)
