@@ -1,0 +1,55 @@
+"""Hand-made groups and batches for tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from dapo_core.batch import Batch, build_batch
+from dapo_core.data import Prompt
+from dapo_core.rollout import Group, Rollout
+
+
+def make_group(
+    rewards: Sequence[float],
+    index: int = 0,
+    num_response_tokens: int | Sequence[int] = 3,
+    num_prompt_tokens: int = 4,
+    policy_version: int = 0,
+    seed: int = 0,
+) -> Group:
+    """A group whose rollouts have the given scores (above 0: right) and lengths; tokens are random in [5, 200)."""
+    draw = random.Random(f"{seed}/{index}")
+    lengths = [num_response_tokens] * len(rewards) if isinstance(num_response_tokens, int) else num_response_tokens
+    rollouts = [
+        Rollout(
+            response_ids=[draw.randrange(5, 200) for _ in range(length)],
+            rollout_log_probs=[-1.5] * length,
+            finish_reason="stop",
+            score=reward,
+            overlong_penalty=0.0,
+            verdict="right" if reward > 0 else "wrong",
+        )
+        for reward, length in zip(rewards, lengths, strict=True)
+    ]
+    prompt_ids = tuple(draw.randrange(5, 200) for _ in range(num_prompt_tokens))
+    return Group(Prompt(index, prompt_ids, "arithmetic", "1"), rollouts, policy_version)
+
+
+def random_batch(num_groups: int, group_size: int, seed: int = 0) -> Batch:
+    """A batch of uneven prompts and responses with advantages that sum to nothing in particular."""
+    draw = random.Random(seed)
+    groups = [
+        make_group(
+            [1.0] * group_size,
+            index,
+            [draw.randrange(1, 14) for _ in range(group_size)],
+            draw.randrange(2, 9),
+            seed=seed,
+        )
+        for index in range(num_groups)
+    ]
+    advantages = np.array([draw.uniform(-2, 2) for _ in range(num_groups * group_size)])
+    return build_batch(groups, advantages, mask_truncated=False)
