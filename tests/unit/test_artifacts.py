@@ -243,6 +243,7 @@ def test_files_found_right_are_not_read_again_until_they_change(
     before = weights.stat()
     flip_one_byte(Path(made.path))
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    age(made)
     assert store.lookup("train", PARTS.key) is None
     assert hashed[0] == "weights.bin"
 
