@@ -48,4 +48,4 @@ class EvaluationProgress:
         if self._bar is not None:
             self._bar.update(self._task, advance=1, speed=f"{speed:.0f} tokens/s")
         elif self._done * 10 // self._num_items > (self._done - 1) * 10 // self._num_items:
-            logger.info("%d of %d items answered, %.0f tokens/s", self._done, self._num_items, speed)
+            logger.info("%d of %d items done, %.0f tokens/s", self._done, self._num_items, speed)

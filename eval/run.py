@@ -90,7 +90,9 @@ def evaluate(
             f"First reason: {failures[0].failure}. "
             f"The answered items are kept in {output_dir}: the same evaluation continues from them."
         )
-    summary = summarise([rows[item.id] for item in items], settings)
+    ordered = [rows[item.id] for item in items]
+    write_rows(output_dir, ordered)  # rows are appended as they finish; a finished file has the items' order
+    summary = summarise(ordered, settings)
     write_atomically(output_dir / SUMMARY_FILE, json.dumps(asdict(summary), indent=2, ensure_ascii=False) + "\n")
     logger.info(
         "accuracy %.1f %% on %d items (no answer %.1f %%, truncated %.1f %%, failed requests %.1f %%)",

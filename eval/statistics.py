@@ -16,7 +16,10 @@ def mcnemar_exact(b: int, c: int) -> float:
     change" b is binomial(b + c, 1/2); p is twice its smaller tail, at most 1.
     """
     num_discordant = b + c
-    tail = sum(math.comb(num_discordant, k) for k in range(min(b, c) + 1))
+    tail = ways = 1  # exact integers: ways = C(num_discordant, k)
+    for k in range(min(b, c)):
+        ways = ways * (num_discordant - k) // (k + 1)
+        tail += ways
     return min(1.0, 2 * tail / 2**num_discordant)
 
 

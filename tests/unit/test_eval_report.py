@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -15,6 +16,7 @@ from eval.client import Endpoint, Sampling
 from eval.compare import compare
 from eval.errors import ComparisonError, ResultsError
 from eval.grading import grade
+from eval.plots import accuracy_plot
 from eval.report import format_duration, write_report
 from eval.results import Row, make_settings, write_rows
 from eval.training import read_training_metrics, training_totals
@@ -149,6 +151,13 @@ def test_html_is_one_file_that_escapes_what_models_wrote(report: dict[str, Any],
     assert "71.4 %" in page
     assert page.count("<svg") == 3  # accuracy, score, seconds per step: the only curves with values
     assert not re.search(r"""(?:src|href)=["'](?:https?:|//)""", page)
+
+
+def test_plots_are_well_formed_whatever_a_level_is_called(tmp_path: Path) -> None:
+    items = [replace(item, level="$x^ <&>") for item in ITEMS]
+    result = compare(write_results(tmp_path / "b", "w" * 8, items), write_results(tmp_path / "a", "r" * 8, items))
+    drawing = ElementTree.fromstring(accuracy_plot(result.before, result.after))
+    assert any("level $x^ <&>" in (text or "") for text in drawing.itertext())
 
 
 def test_markdown_tables_survive_pipes_and_have_equal_widths(tmp_path: Path) -> None:
