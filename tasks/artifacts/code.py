@@ -29,8 +29,8 @@ def code_digest(modules: Sequence[str], *, exclude: Collection[str] = (), root: 
 
     Comments, docstrings and formatting do not count. An import inside a function counts, and so does a
     string that names a project module (plug-ins, `python -m`). A package among `modules` also brings the
-    other files in its folder, such as templates. `exclude` cuts modules, and what only they import, out:
-    those whose effect is in the key already. Raises StoreError for a module that does not exist.
+    other files in its folder, such as templates. `exclude` cuts modules (of a package: all in it),
+    and what only they import, out: those whose effect is in the key already. Raises StoreError for a module that does not exist.
     """
     digest = hashlib.sha256()
     for name in sorted(set(modules)):
@@ -51,9 +51,12 @@ def _closure(root: Path, modules: Sequence[str], exclude: Collection[str]) -> di
     found: dict[str, ParsedSource] = {}
     waiting = list(modules)
     while waiting:
-        for name in _with_parents(waiting.pop()):
+        lineage = _with_parents(waiting.pop())
+        if not set(exclude).isdisjoint(lineage):
+            continue
+        for name in lineage:
             path = _find_module(root, name)
-            if path is None or name in found or name in exclude:
+            if path is None or name in found:
                 continue
             package = name if path.name == "__init__.py" else name.rpartition(".")[0]
             found[name] = _parse(path.read_bytes(), package)

@@ -429,6 +429,14 @@ def test_an_excluded_module_does_not_count_nor_does_what_only_it_imports(project
     assert digest_after(project, "dapo_core/numbers.py", "ONE = 2", ["tasks.train"], excluded) != before
 
 
+def test_an_excluded_package_takes_its_modules_along(project: Path) -> None:
+    (project / "tasks/train.py").write_text("from dapo_core.engines.fast import ONE")
+    before = code_digest(["tasks.train"], root=project, exclude=["dapo_core.engines"])
+    after = digest_after(project, "dapo_core/engines/fast.py", "ONE = 3", ["tasks.train"], ("dapo_core.engines",))
+    assert after == before
+    assert code_digest(["tasks.train"], root=project) != before
+
+
 def test_the_code_digest_does_not_depend_on_the_place_or_the_order(project: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     for name in SOURCES:
