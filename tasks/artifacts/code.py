@@ -30,7 +30,8 @@ def code_digest(modules: Sequence[str], *, exclude: Collection[str] = (), root: 
     Comments, docstrings and formatting do not count. An import inside a function counts, and so does a
     string that names a project module (plug-ins, `python -m`). A package among `modules` also brings the
     other files in its folder, such as templates. `exclude` cuts modules (of a package: all in it),
-    and what only they import, out: those whose effect is in the key already. Raises StoreError for a module that does not exist.
+    and what only they import, out: those whose effect is in the key already.
+    Raises StoreError for a module that does not exist.
     """
     digest = hashlib.sha256()
     for name in sorted(set(modules)):
