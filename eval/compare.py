@@ -83,6 +83,7 @@ class Comparison:
 
     @property
     def is_significant(self) -> bool:
+        """True when the exact test rejects "no change" at the 5 % level."""
         return self.p < SIGNIFICANCE
 
     def verdict(self) -> str:

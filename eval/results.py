@@ -43,6 +43,7 @@ class Row:
 
     @property
     def is_right(self) -> bool:
+        """True when a finished response gave the gold answer."""
         return self.verdict == "right"
 
     @property
@@ -51,6 +52,7 @@ class Row:
         return self.verdict != "request_failed"
 
     def to_line(self) -> str:
+        """The row as a line of results.jsonl."""
         return json.dumps(asdict(self), ensure_ascii=False) + "\n"
 
 

@@ -168,12 +168,12 @@ async def _ask_all(
     tally = _Tally(max_failed, patience=max(2 * endpoint.concurrency, 8))
     queue = iter(items)
     num_workers = min(endpoint.concurrency, len(items))
-    async with ChatClient(endpoint, sampling) as client:
-        with (
-            (output_dir / RESULTS_FILE).open("a", encoding="utf-8") as file,
-            EvaluationProgress(len(items)) as progress,
-        ):
-            await asyncio.gather(*(_work(queue, client, file, progress, tally) for _ in range(num_workers)))
+    with (
+        (output_dir / RESULTS_FILE).open("a", encoding="utf-8") as file,
+        EvaluationProgress(len(items)) as progress,
+    ):
+        clients = [ChatClient(endpoint, sampling) for _ in range(num_workers)]
+        await asyncio.gather(*(_work(queue, client, file, progress, tally) for client in clients))
 
 
 class _Tally:
@@ -186,25 +186,28 @@ class _Tally:
         self._in_a_row = 0
 
     def count(self, row: Row) -> None:
+        """Count one finished row."""
         self._failed += not row.is_answered
         self._in_a_row = 0 if row.is_answered else self._in_a_row + 1
 
     @property
     def is_hopeless(self) -> bool:
+        """True when the bound is passed and nothing has answered for a while: asking on would be in vain."""
         return self._failed > self._max_failed and self._in_a_row >= self._patience
 
 
 async def _work(
     queue: Iterator[Item], client: ChatClient, file: TextIO, progress: EvaluationProgress, tally: _Tally
 ) -> None:
-    for item in queue:
-        row = _make_row(item, await client.ask(item.messages))
-        file.write(row.to_line())
-        file.flush()
-        progress.advance(row.response_tokens)
-        tally.count(row)
-        if tally.is_hopeless:
-            return
+    async with client:
+        for item in queue:
+            row = _make_row(item, await client.ask(item.messages))
+            file.write(row.to_line())
+            file.flush()
+            progress.advance(row.response_tokens)
+            tally.count(row)
+            if tally.is_hopeless:
+                return
 
 
 def _make_row(item: Item, outcome: Outcome) -> Row:
