@@ -53,20 +53,20 @@ def load_items(path: str | Path, benchmark: str | None = None) -> list[Item]:
     """
     path = Path(path)
     if not path.is_file():
-        raise BenchmarkError(f"{path} is not a file; evaluate.dataset must name a .parquet or .jsonl file")
+        raise BenchmarkError(f"{path} is not a file; an evaluation set must be a .parquet or .jsonl file")
     if benchmark is not None:
         items = _known(benchmark).read(path)
         expected = BENCHMARKS[benchmark].num_items
         if len(items) != expected:
             raise BenchmarkError(
                 f"{path} has {len(items)} rows, but {benchmark} has exactly {expected}: accuracy on it would "
-                f"not compare with published figures. Use the complete file, or leave evaluate.benchmark unset."
+                f"not compare with published figures. Use the complete file, or load it without naming a benchmark."
             )
     else:
         reader = _READERS.get(path.suffix)
         if reader is None:
             raise BenchmarkError(
-                f"{path} ends in {path.suffix!r}; evaluate.dataset must be one of {', '.join(_READERS)}"
+                f"{path} ends in {path.suffix!r}; an evaluation set must end in one of {', '.join(_READERS)}"
             )
         items = reader(path)
     _require(path, len(items), {"the file has no rows": int(not items)})
@@ -155,7 +155,7 @@ def _known(name: str) -> Benchmark:
         return BENCHMARKS[name]
     close = difflib.get_close_matches(name, BENCHMARKS, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(BENCHMARKS)}"
-    raise BenchmarkError(f"evaluate.benchmark = {name!r} is not a benchmark; {hint}")
+    raise BenchmarkError(f"{name!r} is not a benchmark; {hint}")
 
 
 def _json_lines(path: Path) -> Iterable[Mapping[str, Any]]:

@@ -70,7 +70,7 @@ def evaluate(
     `max_failed_ratio` of the requests failed; every finished row is kept for the next attempt.
     """
     if not items:
-        raise EvaluationError("there are no items to evaluate: evaluate.dataset is empty")
+        raise EvaluationError("there are no items to evaluate: the evaluation set is empty")
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     settings = make_settings(items, endpoint, sampling, model_digest)

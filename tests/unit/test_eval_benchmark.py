@@ -119,7 +119,7 @@ def test_broken_json_line_is_named(tmp_path: Path) -> None:
 
 
 def test_missing_file_and_unknown_suffix(tmp_path: Path) -> None:
-    with pytest.raises(BenchmarkError, match=r"none.parquet is not a file; evaluate.dataset"):
+    with pytest.raises(BenchmarkError, match=r"none.parquet is not a file; an evaluation set must be"):
         load_items(tmp_path / "none.parquet")
     (tmp_path / "data.csv").write_text("problem\n")
     with pytest.raises(BenchmarkError, match=r"ends in '.csv'.*\.parquet, \.jsonl"):
