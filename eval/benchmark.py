@@ -60,7 +60,7 @@ def load_items(path: str | Path, benchmark: str | None = None) -> list[Item]:
         if len(items) != expected:
             raise BenchmarkError(
                 f"{path} has {len(items)} rows, but {benchmark} has exactly {expected}: accuracy on it would "
-                f"not compare with published figures. Use the complete file, or load it without naming a benchmark."
+                f"not compare with published figures. Use the complete file, or name no benchmark."
             )
     else:
         reader = _READERS.get(path.suffix)
