@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from dapo_core.errors import ModelError, RolloutError
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +64,11 @@ class Engine(Protocol):
     policy_version: int
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests; nothing is computed until `step`."""
+        """Queue requests; nothing is computed until `step`.
+
+        Raises RolloutError for a request id already unfinished, or a prompt that is empty or leaves no room for
+        a whole response.
+        """
 
     def step(self) -> list[Response]:
         """Decode one token for the running sequences (or prefill) and return the responses that finished."""
@@ -74,7 +82,8 @@ class Engine(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Replace all weights (Hugging Face names, full tensors) and drop every cached prefix.
 
-        Raises RolloutError when requests are unfinished or a tensor does not fit.
+        Raises RolloutError when requests are unfinished, or naming the tensors that do not fit, are unknown or
+        are missing; the engine then refuses work until weights were loaded whole.
         """
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
@@ -85,3 +94,66 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the model and everything the engine started."""
+
+
+def check_requests(
+    requests: Sequence[GenerationRequest], unfinished: Collection[str], settings: EngineSettings
+) -> None:
+    """Raise RolloutError for a request that an engine with these settings cannot serve."""
+    seen = set(unfinished)
+    for request in requests:
+        if request.request_id in seen:
+            raise RolloutError(
+                f"request {request.request_id} was submitted twice; request ids name one response each"
+            )
+        seen.add(request.request_id)
+        num_prompt_tokens = len(request.prompt_ids)
+        if num_prompt_tokens == 0:
+            raise RolloutError(f"request {request.request_id} has an empty prompt; there is nothing to continue")
+        if num_prompt_tokens + settings.max_response_tokens > settings.max_model_tokens:
+            raise RolloutError(
+                f"request {request.request_id} has {num_prompt_tokens} prompt tokens, which leave no room for "
+                f"rollout.max_response_tokens={settings.max_response_tokens} within {settings.max_model_tokens}; "
+                "raise data.max_prompt_tokens or drop longer prompts"
+            )
+
+
+def check_weights(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    optional: Collection[str] = (),
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights as they come; raises RolloutError at the first that does not fit, or at the end if some lack.
+
+    `shapes` are all names the engine knows, of which `optional` may be left out.
+    """
+    missing = set(shapes) - set(optional)
+    for name, tensor in weights:
+        if name not in shapes:
+            raise RolloutError(
+                f"the engine's model has no tensor {name}; trainer and engine must hold the same architecture (model.path)"
+            )
+        if tuple(tensor.shape) != shapes[name]:
+            raise RolloutError(
+                f"{name} comes with shape {tuple(tensor.shape)}, the engine's model has {shapes[name]}; trainer and "
+                "engine must hold the same architecture (model.path)"
+            )
+        missing.discard(name)
+        yield name, tensor
+    if missing:
+        raise RolloutError(
+            f"{len(missing)} of {len(shapes)} tensors did not come: {', '.join(sorted(missing)[:5])}"
+        )
+
+
+def read_eos_ids(model_path: str | Path) -> list[int]:
+    """The token ids that end a response, from generation_config.json, else config.json; raises ModelError."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_path) / name
+        eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if eos is not None:
+            return [eos] if isinstance(eos, int) else list(eos)
+    raise ModelError(
+        f"neither generation_config.json nor config.json in {model_path} has eos_token_id; without it every "
+        "response runs to rollout.max_response_tokens; add the id to generation_config.json"
+    )

@@ -1,0 +1,361 @@
+"""A continuous decode loop over any transformers causal language model.
+
+Rows are aligned at their last token. New requests are prefilled in waves, each distinct prompt once, and join the
+running rows; finished rows leave the cache once enough of them have gathered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, Cache, DynamicLayer
+
+from dapo_core.engines.base import (
+    EngineSettings,
+    FinishReason,
+    GenerationRequest,
+    Response,
+    check_requests,
+    check_weights,
+    read_eos_ids,
+)
+from dapo_core.errors import ModelError, RolloutError
+
+PREFILL_TOKENS = 8192  # of one wave, padding included
+GROWTH_TOKENS = 64  # columns a cache grows by
+WAVE_SHARE = 0.25  # free part of the rows that makes a new wave worth its prefill
+FINISHED_SHARE = 0.25  # finished part of the rows that makes compacting worth its copy
+
+
+class _GrowingLayer(DynamicLayer):
+    """One layer's keys and values [N, heads, L, D], written into room kept ahead instead of copied each step."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.replace(key_states, value_states)
+            return self.keys, self.values
+        start = self.keys.shape[-2]
+        end = start + key_states.shape[-2]
+        if end > self._key_room.shape[-2]:
+            room = (0, 0, 0, end - start + GROWTH_TOKENS)
+            self._key_room = functional.pad(self.keys, room)
+            self._value_room = functional.pad(self.values, room)
+        self._key_room[:, :, start:end] = key_states
+        self._value_room[:, :, start:end] = value_states
+        self.keys = self._key_room[:, :, :end]
+        self.values = self._value_room[:, :, :end]
+        return self.keys, self.values
+
+    def replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold these keys and values, with no room ahead."""
+        self.keys = self._key_room = keys
+        self.values = self._value_room = values
+
+
+@dataclass
+class _Row:
+    request: GenerationRequest
+    response_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Batch:
+    """Rows decoded together; None where a row has finished. All rows end at the cache's last column."""
+
+    rows: list[_Row | None]
+    cache: Cache
+    ids: torch.Tensor  # [N], the newest token, not in the cache yet
+    positions: torch.Tensor  # [N], of that token
+    prompt_lengths: torch.Tensor  # [N]
+    uniforms: torch.Tensor  # [N, R], the randomness of each response
+
+    def num_live(self) -> int:
+        return sum(row is not None for row in self.rows)
+
+    def compact(self) -> None:
+        """Drop finished rows, and the columns that no row needs."""
+        live = torch.tensor([index for index, row in enumerate(self.rows) if row is not None])
+        live = live.to(self.ids.device)
+        self.rows = [row for row in self.rows if row is not None]
+        for name in ("ids", "positions", "prompt_lengths", "uniforms"):
+            setattr(self, name, getattr(self, name)[live])
+        first = self.cache.get_seq_length() - int(self.positions.max())
+        for layer in self.cache.layers:
+            layer.replace(
+                layer.keys[:, :, first:].index_select(0, live), layer.values[:, :, first:].index_select(0, live)
+            )
+
+    def join(self, other: _Batch) -> None:
+        """Take another batch's rows in, aligned at the last column."""
+        self.rows += other.rows
+        for name in ("ids", "positions", "prompt_lengths", "uniforms"):
+            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+        for layer, more in zip(self.cache.layers, other.cache.layers, strict=True):
+            layer.replace(_stack(layer.keys, more.keys), _stack(layer.values, more.values))
+
+
+class HuggingFaceEngine:
+    """Generation with plain transformers; slower to scale than vLLM, and runs wherever torch does."""
+
+    def __init__(self, model_path: str | Path, settings: EngineSettings, seed: int, device: str = "cpu") -> None:
+        self.settings = settings
+        self.seed = seed
+        self.policy_version = 0
+        self.device = torch.device(device)
+        self._stop_ids = set(read_eos_ids(model_path))
+        self._model = _load(model_path, settings.dtype, self.device)
+        if self.device.type == "cpu":
+            torch.set_num_threads(settings.threads)
+        self._max_rows = min(settings.max_num_seqs, self._rows_that_fit())
+        self._waiting: deque[GenerationRequest] = deque()
+        self._batch: _Batch | None = None
+        self._is_torn = False
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._require_whole_weights()
+        check_requests(requests, self._unfinished_ids(), self.settings)
+        self._waiting.extend(requests)
+
+    @torch.inference_mode()
+    def step(self) -> list[Response]:
+        num_free = self._max_rows - (self._batch.num_live() if self._batch else 0)
+        if self._waiting and num_free >= min(len(self._waiting), WAVE_SHARE * self._max_rows):
+            return self._admit(num_free)
+        return self._decode() if self._batch else []
+
+    def num_unfinished(self) -> int:
+        return len(self._waiting) + (self._batch.num_live() if self._batch else 0)
+
+    def abort(self, request_ids: Sequence[str]) -> int:
+        dropped = set(request_ids)
+        self._waiting = deque(request for request in self._waiting if request.request_id not in dropped)
+        num_tokens = 0
+        for index, row in enumerate(self._batch.rows if self._batch else []):
+            if row is not None and row.request.request_id in dropped:
+                num_tokens += len(row.response_ids)
+                self._batch.rows[index] = None
+        self._shrink()
+        return num_tokens
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        self._require_idle("load weights")
+        self._is_torn = True
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        unique = {name for name, _ in self._model.named_parameters()}
+        for name, tensor in check_weights(weights, shapes, optional=shapes.keys() - unique):
+            parameters[name].copy_(tensor)
+        self._is_torn = False
+        self.policy_version = policy_version
+
+    @torch.inference_mode()
+    def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+        self._require_whole_weights()
+        self._require_idle("compute log-probs")
+        results: list[list[float]] = []
+        for prompt_ids, response_ids in sequences:
+            token_ids = torch.tensor([[*prompt_ids, *response_ids]], device=self.device)
+            logits = self._model(input_ids=token_ids, use_cache=False, logits_to_keep=len(response_ids) + 1).logits
+            log_probs = logits[0, :-1].float().log_softmax(dim=-1)
+            chosen = token_ids[0, len(prompt_ids) :].unsqueeze(-1)
+            results.append(log_probs.gather(1, chosen).squeeze(-1).tolist())
+        return results
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._batch = None
+        self._model = None
+
+    def _admit(self, num_free: int) -> list[Response]:
+        """Prefill one wave of waiting requests, sample their first tokens and let them join the batch."""
+        requests, prompts = self._next_wave(num_free)
+        numbers = torch.tensor([prompts[tuple(request.prompt_ids)] for request in requests], device=self.device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        longest = max(len(prompt) for prompt in prompts)
+        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        positions = torch.arange(longest, device=self.device) - (longest - lengths).unsqueeze(-1)
+        cache = Cache(layer_class_to_replicate=_GrowingLayer)
+        logits = self._model(
+            input_ids=torch.tensor(padded, device=self.device),
+            attention_mask=(positions >= 0).long(),
+            position_ids=positions.clamp(min=0),
+            past_key_values=cache,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        for layer in cache.layers:
+            layer.replace(layer.keys.index_select(0, numbers), layer.values.index_select(0, numbers))
+        uniforms = torch.stack([self._uniforms(request) for request in requests]).to(self.device)
+        ids, log_probs = sample(logits[numbers], uniforms[:, 0], self.settings)
+        lengths = lengths[numbers]
+        wave = _Batch([_Row(request) for request in requests], cache, ids, lengths.clone(), lengths, uniforms)
+        finished = self._collect(wave, log_probs)
+        if self._batch is None:
+            self._batch = wave
+        else:
+            self._batch.compact()
+            self._batch.join(wave)
+        self._shrink()
+        return finished
+
+    def _next_wave(self, num_free: int) -> tuple[list[GenerationRequest], dict[tuple[int, ...], int]]:
+        """Requests from the queue's head, and their distinct prompts numbered, within the bounds of one prefill."""
+        requests: list[GenerationRequest] = []
+        prompts: dict[tuple[int, ...], int] = {}
+        longest = 0
+        while self._waiting and len(requests) < num_free:
+            prompt = tuple(self._waiting[0].prompt_ids)
+            longest = max(longest, len(prompt))
+            if prompts and prompt not in prompts and (len(prompts) + 1) * longest > PREFILL_TOKENS:
+                break
+            prompts.setdefault(prompt, len(prompts))
+            requests.append(self._waiting.popleft())
+        return requests, prompts
+
+    def _decode(self) -> list[Response]:
+        """One more token for every row."""
+        batch = self._batch
+        assert batch is not None
+        num_columns = batch.cache.get_seq_length() + 1
+        columns = torch.arange(num_columns, device=self.device)
+        logits = self._model(
+            input_ids=batch.ids.unsqueeze(-1),
+            attention_mask=(columns >= (num_columns - 1 - batch.positions).unsqueeze(-1)).long(),
+            position_ids=batch.positions.unsqueeze(-1),
+            past_key_values=batch.cache,
+        ).logits[:, -1]
+        live = torch.tensor([row is not None for row in batch.rows], device=self.device)
+        batch.positions = batch.positions + live
+        numbers = (batch.positions - batch.prompt_lengths).clamp(max=self.settings.max_response_tokens - 1)
+        uniforms = batch.uniforms.gather(1, numbers.unsqueeze(-1)).squeeze(-1)
+        batch.ids, log_probs = sample(logits, uniforms, self.settings)
+        finished = self._collect(batch, log_probs)
+        self._shrink()
+        return finished
+
+    def _collect(self, batch: _Batch, log_probs: torch.Tensor) -> list[Response]:
+        """Add the newest tokens to their rows; returns the responses that this ended."""
+        finished = []
+        for index, (token, log_prob) in enumerate(zip(batch.ids.tolist(), log_probs.tolist(), strict=True)):
+            row = batch.rows[index]
+            if row is None:
+                continue
+            row.response_ids.append(token)
+            row.log_probs.append(log_prob)
+            reason: FinishReason = "stop" if token in self._stop_ids else "length"
+            if reason == "stop" or len(row.response_ids) == self.settings.max_response_tokens:
+                finished.append(Response(row.request.request_id, row.response_ids, row.log_probs, reason))
+                batch.rows[index] = None
+        return finished
+
+    def _shrink(self) -> None:
+        """Compact the batch when enough of it has finished; drop it when all has."""
+        if self._batch is None:
+            return
+        num_live = self._batch.num_live()
+        if num_live == 0:
+            self._batch = None
+        elif num_live <= (1 - FINISHED_SHARE) * len(self._batch.rows):
+            self._batch.compact()
+
+    def _uniforms(self, request: GenerationRequest) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(request.seed)
+        return torch.rand(self.settings.max_response_tokens, dtype=torch.float64, generator=generator)
+
+    def _rows_that_fit(self) -> int:
+        """Sequences of full length whose keys and values fit the memory; raises RolloutError when none does."""
+        config = self._model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        token_bytes = 2 * config.num_hidden_layers * num_heads * head_dim * self._model.dtype.itemsize
+        available, key = self.settings.memory_bytes, "rollout.memory_gigabytes"
+        if self.device.type != "cpu":
+            free, total = getattr(torch, self.device.type).mem_get_info(self.device)
+            available = int(free - (1 - self.settings.memory_utilization) * total)
+            key = "rollout.memory_utilization"
+        num_rows = available // (token_bytes * self.settings.max_model_tokens)
+        if num_rows < 1:
+            raise RolloutError(
+                f"one sequence of {self.settings.max_model_tokens} tokens needs "
+                f"{token_bytes * self.settings.max_model_tokens} bytes of cache, {available} are there; raise {key} or "
+                "lower rollout.max_response_tokens"
+            )
+        return num_rows
+
+    def _unfinished_ids(self) -> set[str]:
+        ids = {request.request_id for request in self._waiting}
+        rows = self._batch.rows if self._batch else []
+        return ids | {row.request.request_id for row in rows if row is not None}
+
+    def _require_idle(self, what: str) -> None:
+        if self.num_unfinished():
+            raise RolloutError(
+                f"cannot {what} while {self.num_unfinished()} requests are unfinished; finish or abort them first"
+            )
+
+    def _require_whole_weights(self) -> None:
+        if self._is_torn:
+            raise RolloutError("the last load_weights failed half-way; load a whole set of weights first")
+
+
+def sample(
+    logits: torch.Tensor, uniforms: torch.Tensor, settings: EngineSettings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [N] and their log-probs [N] under the distribution sampled from, by inverting its CDF at `uniforms`.
+
+    `logits` [N, V], `uniforms` [N] float64 in [0, 1). Temperature 0 takes the likeliest token, at temperature 1.
+    """
+    logits = logits.float()
+    if settings.temperature == 0:
+        ids = logits.argmax(dim=-1)
+        return ids, _chosen(logits.log_softmax(dim=-1), ids)
+    logits = _keep_likeliest(logits / settings.temperature, settings.top_k, settings.top_p)
+    log_probs = logits.log_softmax(dim=-1)
+    cumulative = log_probs.double().exp().cumsum(dim=-1)
+    # Rounding must not carry the target to the total itself, which no token's interval contains.
+    targets = uniforms * cumulative[:, -1] * (1 - 2**-52)
+    ids = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
+    return ids, _chosen(log_probs, ids)
+
+
+def _keep_likeliest(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Logits with -inf outside the `top_k` likeliest tokens, then outside the smallest set of mass `top_p`."""
+    if 0 < top_k < logits.shape[-1]:
+        lowest = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
+    if top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probs = ordered.softmax(dim=-1)
+        is_beyond = probs.cumsum(dim=-1) - probs >= top_p
+        logits = logits.masked_fill(is_beyond.scatter(1, order, is_beyond), -torch.inf)
+    return logits
+
+
+def _chosen(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return log_probs.gather(1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Both tensors [N, heads, L, D] along N, the shorter padded at the front of L."""
+    length = max(first.shape[-2], second.shape[-2])
+    return torch.cat([functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in (first, second)])
+
+
+def _load(model_path: str | Path, dtype: str, device: torch.device) -> Any:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(model_path), dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model_path} cannot be loaded as a causal language model: {error}") from error
+    return model.to(device).eval()
