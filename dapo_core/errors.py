@@ -29,6 +29,10 @@ class CheckpointError(DapoError, RuntimeError):
     """A checkpoint is incomplete, damaged, or belongs to another configuration."""
 
 
+class ServeError(DapoError, RuntimeError):
+    """A model server could not be started, or ended before it answered."""
+
+
 class StoreError(DapoError, OSError):
     """The artifact store cannot be written, or a stage left something in it that cannot be kept."""
 

@@ -16,6 +16,7 @@ from dapo_core.checkpoint import load_shards, save_shards
 from dapo_core.device import Device, device_for
 from dapo_core.errors import ModelError
 from dapo_core.loss import LossTotals, policy_loss
+from dapo_core.model_folder import require_model_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -203,26 +204,6 @@ def load_causal_lm(model_path: str | Path) -> nn.Module:
         raise ModelError(f"{model_path} cannot be loaded as a causal language model: {error}") from error
 
 
-def require_model_folder(model_path: str | Path) -> None:
-    """Raise ModelError unless the folder has a configuration, weights and a tokenizer."""
-    folder = Path(model_path)
-    if not folder.is_dir():
-        raise ModelError(f"model folder {folder} does not exist; set model.path to a Hugging Face folder")
-    missing = [
-        what
-        for what, patterns in (
-            ("config.json", ["config.json"]),
-            ("weights (*.safetensors)", ["*.safetensors"]),
-            ("a tokenizer (tokenizer.json or tokenizer_config.json)", ["tokenizer.json", "tokenizer_config.json"]),
-        )
-        if not any(list(folder.glob(pattern)) for pattern in patterns)
-    ]
-    if missing:
-        raise ModelError(
-            f"model folder {folder} lacks {' and '.join(missing)}; set model.path to a complete Hugging Face folder"
-        )
-
-
 def _shard(model: nn.Module, device: Device, dtype_name: str) -> nn.Module:
     """The model under FSDP2: each decoder layer a unit, float32 master weights, compute in the given dtype."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -255,7 +236,7 @@ def _micro_batch(batch: Batch, indices: np.ndarray) -> Batch:
 
 
 def _response_tokens(values: torch.Tensor, micro: Batch, first: int) -> torch.Tensor:
-    """Values of response tokens, 0 beyond each response: [b, R] from [b, S], where [:, s] is token first + 1 + s."""
+    """Values of response tokens, 0 beyond each response: [b, R] from [b, S]; [:, s] is of token first + 1 + s."""
     device = values.device
     offsets = torch.arange(micro.response_mask.shape[1], device=device)
     columns = offsets + (micro.prompt_lengths.to(device) - first - 1).unsqueeze(-1)

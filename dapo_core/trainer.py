@@ -18,7 +18,8 @@ from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.data import PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
 from dapo_core.loss import LossTotals
-from dapo_core.policy import UpdateSums, require_model_folder
+from dapo_core.model_folder import require_model_folder
+from dapo_core.policy import UpdateSums
 from dapo_core.reward import scorer_for
 from dapo_core.sampler import Draw, Sampler
 from dapo_core.weight_sync import probe_difference, publish_weights

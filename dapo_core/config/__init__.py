@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen tree, defaults < file < `--set`."""
 
 from dapo_core.config.fields import is_volatile, result_values
-from dapo_core.config.loading import dump_config, known_keys, load_config, resolve_config
+from dapo_core.config.loading import dump_config, known_keys, load_config, load_config_or_defaults, resolve_config
 from dapo_core.config.sections import (
     AlgorithmConfig,
     Config,
@@ -38,6 +38,7 @@ __all__ = [
     "is_volatile",
     "known_keys",
     "load_config",
+    "load_config_or_defaults",
     "resolve_config",
     "result_values",
 ]

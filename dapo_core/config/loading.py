@@ -48,6 +48,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return resolve_config(tree)
 
 
+def load_config_or_defaults(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """`load_config`, or with no file the defaults and overrides, for commands that read one section only."""
+    if path is not None:
+        return load_config(path, overrides)
+    tree: dict[str, Any] = {"data": {"source": "arithmetic"}, "model": {"source": "recipe"}}
+    for override in overrides:
+        _apply_override(tree, override)
+    return resolve_config(tree)
+
+
 def resolve_config(tree: dict[str, Any]) -> Config:
     """The checked configuration for a plain tree of sections and keys; raises ConfigError."""
     problems = [*_unknown_keys(tree), *_placeholders(tree)]

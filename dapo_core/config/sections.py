@@ -61,9 +61,9 @@ class ModelRecipeConfig(Section):
     num_layers: int = key(2, "Decoder layers.", ge=1, le=64)
     hidden_size: int = key(128, "Width of the residual stream.", ge=16, le=8192)
     num_heads: int = key(4, "Attention heads.", ge=1, le=128)
-    warm_start_steps: int = key(200, "Supervised steps before reinforcement learning.", ge=0, le=100_000)
-    warm_start_batch_size: int = key(64, "Solutions per supervised step.", ge=1, le=65_536)
-    warm_start_learning_rate: float = key(2e-3, "Peak AdamW rate of the warm start.", gt=0, le=1)
+    num_steps: int = key(260, "Supervised steps before reinforcement learning.", ge=0, le=100_000)
+    batch_size: int = key(32, "Solutions per supervised step.", ge=1, le=65_536)
+    learning_rate: float = key(3e-3, "Peak AdamW rate of the supervised steps.", gt=0, le=1)
 
 
 class ModelConfig(Section):
@@ -180,7 +180,7 @@ class ServeConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the served weights.")
     max_model_len: int = key(22528, "Prompt plus response tokens.", ge=2)
     max_num_seqs: int = volatile(24, "Sequences decoded at once.", ge=1)
-    memory_gigabytes: float = volatile(1.0, "KV cache of the server on a CPU.", gt=0)
+    memory_gigabytes: float | None = volatile(None, "KV cache; unset: what vLLM takes by itself.", gt=0)
     host: str = volatile("127.0.0.1", "Address to bind.")
     port: int = volatile(0, "Port to bind; 0 takes a free one.", ge=0, le=65_535)
     startup_seconds: float = volatile(900.0, "Deadline for the first healthy answer.", gt=0)

@@ -1,6 +1,6 @@
 """The artifact store: the truth about which stages are done (DESIGN section 4)."""
 
-from tasks.artifacts.artifact import MANIFEST_NAME, Artifact
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, hash_file
 from tasks.artifacts.code import code_digest
 from tasks.artifacts.stage_key import StageKey, package_versions, stage_key
 from tasks.artifacts.store import ArtifactStore
@@ -11,6 +11,7 @@ __all__ = [
     "ArtifactStore",
     "StageKey",
     "code_digest",
+    "hash_file",
     "package_versions",
     "stage_key",
 ]

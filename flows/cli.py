@@ -1,0 +1,246 @@
+"""`dapo`: run the chain, look at it, or run one stage on plain paths. Heavy imports stay inside the commands."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="dapo",
+    help="Train a language model with DAPO and know whether it got better.",
+    epilog="Example: dapo run configs/arith_cpu.yaml --set run.seed=2",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="Recipe, such as configs/arith_cpu.yaml.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key; repeatable.")
+]
+
+
+def main() -> None:
+    """Run the command line; an error that a user can act on ends with its message and status 1."""
+    from dapo_core.errors import DapoError
+    from eval.errors import EvaluationError
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        app()
+    except (DapoError, EvaluationError) as error:
+        typer.secho(f"{type(error).__name__}: {error}", err=True, fg="red")
+        sys.exit(1)
+
+
+@app.command(epilog="Example: dapo run configs/arith_cpu.yaml --set run.seed=2")
+def run(config: ConfigArgument, overrides: SetOption = None) -> None:
+    """Run the whole chain as the Prefect flow dapo-full and print the report."""
+    from dapo_core.config import load_config
+    from flows.prefect_settings import apply_prefect_settings
+
+    load_config(config, overrides or ())
+    apply_prefect_settings()
+    from flows.dapo_full import dapo_full
+
+    result = dapo_full(str(config), overrides or [])
+    report = Path(result["run"]) / "report"
+    typer.echo((report / "report.md").read_text(encoding="utf-8"))
+    typer.secho(f"{result['verdict']}\nReport with plots: {report / 'report.html'}", bold=True)
+
+
+@app.command(epilog="Example: dapo plan configs/arith_cpu.yaml")
+def plan(config: ConfigArgument, overrides: SetOption = None) -> None:
+    """Show each stage with its key and whether it is cached, without running anything."""
+    from dapo_core.config import load_config
+    from flows.tables import print_plan
+    from tasks.plan import plan_chain
+
+    print_plan(plan_chain(load_config(config, overrides or ())))
+
+
+@app.command(epilog="Example: dapo runs --store .dapo")
+def runs(store: Annotated[Path, typer.Option(help="Artifact store.")] = Path(".dapo")) -> None:
+    """List the runs of a store, newest first, with their accuracies."""
+    from flows.tables import print_runs
+    from tasks.run import read_runs
+
+    print_runs(list(read_runs(store)))
+
+
+@config_app.command("show", epilog="Example: dapo config show configs/arith_cpu.yaml --set train.total_steps=10")
+def config_show(config: ConfigArgument, overrides: SetOption = None) -> None:
+    """Print the resolved configuration: defaults < file < --set."""
+    from dapo_core.config import dump_config, load_config
+
+    typer.echo(dump_config(load_config(config, overrides or ())), nl=False)
+
+
+@app.command("prepare-data", epilog="Example: dapo prepare-data configs/arith_cpu.yaml --output data")
+def prepare_data(
+    config: ConfigArgument,
+    output: Annotated[Path, typer.Option(help="Folder to write to; must not hold files.")],
+    overrides: SetOption = None,
+) -> None:
+    """Write train.parquet and the held-out set of a recipe."""
+    from dapo_core.config import load_config
+    from tasks.dataset import build_dataset
+
+    counts = build_dataset(load_config(config, overrides or ()), _new_folder(output))
+    typer.echo(f"{output}: {counts['train_rows']} training and {counts['eval_rows']} held-out problems")
+
+
+@app.command(
+    "fetch-model", epilog="Example: dapo fetch-model configs/arith_cpu.yaml --data d/train.parquet --output m"
+)
+def fetch_model(
+    config: ConfigArgument,
+    data: Annotated[Path, typer.Option(help="Training parquet that the warm start learns from.")],
+    output: Annotated[Path, typer.Option(help="Model folder to write.")],
+    overrides: SetOption = None,
+) -> None:
+    """Build and warm up the model of a recipe."""
+    from dapo_core.config import load_config
+    from dapo_core.data import read_rows
+    from dapo_core.errors import ConfigError
+    from dapo_core.warm_start import WarmStartRecipe, build_model
+
+    settings = load_config(config, overrides or ())
+    if settings.model.source != "recipe":
+        raise ConfigError(
+            f"model.source={settings.model.source} has nothing to build; model.path is used as it is"
+        )
+    recipe = WarmStartRecipe(**settings.model.recipe.model_dump())
+    metrics = build_model(read_rows(data), output, recipe, settings.run.seed)
+    typer.echo(f"{output}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}")
+
+
+@app.command(epilog="Example: dapo train configs/arith_cpu.yaml --data d/train.parquet --model m --output t")
+def train(
+    config: ConfigArgument,
+    data: Annotated[Path, typer.Option(help="Training parquet.")],
+    model: Annotated[Path, typer.Option(help="Hugging Face model folder.")],
+    output: Annotated[Path, typer.Option(help="Folder for checkpoints and metrics.jsonl; one with them resumes.")],
+    overrides: SetOption = None,
+) -> None:
+    """Train a model with DAPO."""
+    from dapo_core.config import load_config
+    from dapo_core.trainer import train as train_model
+    from flows.progress import TrainingProgress
+
+    settings = load_config(config, overrides or ())
+    with TrainingProgress(settings.train.total_steps) as progress:
+        result = train_model(settings, data, model, output, progress.on_step)
+    typer.echo(f"{result.checkpoint}: {result.steps} training steps, {result.policy_version} optimizer steps")
+
+
+@app.command(epilog="Example: dapo merge t/checkpoints/step_000040 merged --dtype bfloat16")
+def merge(
+    source: Annotated[Path, typer.Argument(help="Checkpoint, or the output folder of dapo train.")],
+    target: Annotated[Path, typer.Argument(help="New model folder.")],
+    dtype: Annotated[str, typer.Option(help="keep, float32, bfloat16 or float16.")] = "keep",
+    max_shard_bytes: Annotated[int, typer.Option(help="Size at which a new safetensors file begins.")] = 5
+    * 1000**3,
+) -> None:
+    """Merge FSDP shards into a Hugging Face folder that transformers and vLLM load."""
+    from dapo_core.config import MergeConfig
+    from dapo_core.merge import merge_checkpoint
+    from flows.progress import bytes_progress
+
+    settings = MergeConfig(dtype=dtype, max_shard_bytes=max_shard_bytes)  # type: ignore[arg-type]
+    with bytes_progress("merge") as on_shard:
+        sizes = merge_checkpoint(source, target, settings.dtype, settings.max_shard_bytes, on_shard)
+    typer.echo(
+        f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, {sizes['bytes']:,} bytes "
+        f"in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}, read back and verified"
+    )
+
+
+@app.command(
+    epilog="Example: VLLM_API_KEY=secret dapo serve merged --config configs/arith_cpu.yaml --set serve.port=8000"
+)
+def serve(
+    model: Annotated[Path, typer.Argument(help="Hugging Face model folder.")],
+    config: Annotated[Path | None, typer.Option(help="Recipe whose section serve applies.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Serve a model with vLLM as the evaluation does, until interrupted."""
+    import os
+
+    from dapo_core.config import load_config_or_defaults
+    from tasks.serve_model import exec_server
+
+    exec_server(model, load_config_or_defaults(config, overrides or ()).serve, dict(os.environ))
+
+
+@app.command(
+    "eval", epilog="Example: dapo eval --base-url http://127.0.0.1:8000 --data d/eval.parquet --output before"
+)
+def evaluate(
+    base_url: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server.")],
+    data: Annotated[Path, typer.Option(help="Held-out set: parquet, or MATH-500 jsonl.")],
+    output: Annotated[Path, typer.Option(help="Results folder; an unfinished one is continued.")],
+    model_name: Annotated[str, typer.Option(help="Served model name.")] = "policy",
+    benchmark: Annotated[str | None, typer.Option(help="Known set whose row count is asserted: math500.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Recipe whose section evaluate applies.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Ask a served model every held-out item; the API key is read from VLLM_API_KEY."""
+    import os
+
+    from dapo_core.config import load_config_or_defaults
+    from eval.benchmark import load_items
+    from eval.run import evaluate as run_evaluation
+    from tasks.evaluation_settings import endpoint_of, sampling_of
+    from tasks.serve_model import API_KEY_VARIABLE, Server
+
+    settings = load_config_or_defaults(config, overrides or ()).evaluate
+    server = Server(base_url, model_name, os.environ.get(API_KEY_VARIABLE, ""))
+    summary = run_evaluation(
+        load_items(data, benchmark),
+        endpoint_of(server, settings),
+        sampling_of(settings),
+        output,
+        max_failed_ratio=settings.max_failed_ratio,
+    )
+    typer.echo(
+        f"{output}: accuracy {summary.accuracy:.1%} of {summary.n}, no answer {summary.no_answer_rate:.1%}, "
+        f"truncated {summary.truncated_rate:.1%}, failed requests {summary.request_failed_rate:.1%}"
+    )
+
+
+@app.command(epilog="Example: dapo report --before before --after after --metrics t/metrics.jsonl --output report")
+def report(
+    before: Annotated[Path, typer.Option(help="Results folder of dapo eval.")],
+    after: Annotated[Path, typer.Option(help="Results folder of dapo eval.")],
+    output: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")],
+    metrics: Annotated[Path | None, typer.Option(help="metrics.jsonl of the training between the two.")] = None,
+    title: Annotated[str, typer.Option(help="Heading of the report.")] = "Before/after report",
+) -> None:
+    """Compare two evaluations item by item and write the report."""
+    from eval.report import write_report
+
+    content = write_report(before, after, metrics, output, stages={}, artifacts={}, title=title)
+    typer.echo((output / "report.md").read_text(encoding="utf-8"))
+    typer.secho(content["verdict"], bold=True)
+
+
+def _new_folder(path: Path) -> Path:
+    from dapo_core.errors import ConfigError
+
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError(f"--output {path} already holds files; name a new folder")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The whole chain as one Prefect flow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from prefect import flow
+
+from dapo_core.config import load_config
+from tasks.evaluate_model import evaluate_model
+from tasks.fetch_model import fetch_model
+from tasks.merge_checkpoint import merge_checkpoint
+from tasks.prepare_data import prepare_data
+from tasks.run import Run
+from tasks.train_policy import train_policy
+from tasks.write_report import write_report
+
+DEFAULT_CONFIG = "configs/arith_cpu.yaml"
+
+
+@flow(name="dapo-full")
+def dapo_full(config: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Train a model with DAPO and report whether it got better.
+
+    Args:
+        config: The recipe, a YAML file.
+        overrides: Changes to it, each `section.key=value`.
+    """
+    run = Run.start(load_config(config, overrides))
+    data = prepare_data(run)
+    model = fetch_model(run, data)
+    before = evaluate_model(run, data, model, "evaluate_before")
+    training = train_policy(run, data, model)
+    merged = merge_checkpoint(run, training)
+    after = evaluate_model(run, data, merged, "evaluate_after")
+    report = write_report(run, before, after, training)
+    return {"run": str(run.folder), "verdict": report["verdict"]}

@@ -1,0 +1,83 @@
+"""Progress of long commands: a bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingProgress:
+    """What a person wants to see of each training step."""
+
+    def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.started = time.monotonic()
+        self.first_step: int | None = None
+        self.bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[state]}"),
+            console=Console(),
+            disable=not Console().is_terminal,
+        )
+
+    def __enter__(self) -> TrainingProgress:
+        self.bar.start()
+        self.task = self.bar.add_task("training", total=self.total_steps, state="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Show a finished training step."""
+        state = describe_step(metrics)
+        self.bar.update(self.task, completed=step, state=state)
+        if self.bar.disable:
+            logger.info("training step %d/%d: %s%s", step, self.total_steps, state, self._remaining(step))
+
+    def _remaining(self, step: int) -> str:
+        if self.first_step is None:
+            self.first_step, self.started = step, time.monotonic()
+            return ""
+        pace = (time.monotonic() - self.started) / (step - self.first_step)
+        return f", about {pace * (self.total_steps - step):.0f} s left"
+
+
+def describe_step(metrics: dict[str, float]) -> str:
+    """One step in a phrase: share right among everything sampled, length, groups kept, seconds."""
+    parts = [f"right {metrics['sampler/accuracy']:.1%}"]
+    if "response_length/mean" in metrics:
+        parts.append(f"length {metrics['response_length/mean']:.0f} tokens")
+    parts.append(f"kept {metrics['sampler/kept_groups']:.0f} groups")
+    parts.append(f"{metrics['timing_s/step']:.1f} s")
+    return ", ".join(parts)
+
+
+@contextmanager
+def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield `on_progress(bytes_done, bytes_in_all)`."""
+    console = Console()
+    with Progress(
+        TextColumn(label), BarColumn(), DownloadColumn(), console=console, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(label, total=None)
+
+        def on_progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if bar.disable:
+                logger.info("%s: %d of %d bytes", label, done, total)
+
+        yield on_progress

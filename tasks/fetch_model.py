@@ -1,0 +1,53 @@
+"""The model to improve: built from a recipe, or taken from a local folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from dapo_core.config import Config
+from dapo_core.model_folder import require_model_folder
+from tasks.artifacts import Artifact
+from tasks.command import run_dapo
+from tasks.run import Run
+from tasks.stages import FETCH_MODEL, TRAIN_FILE, fetch_model_inputs
+
+
+@task(name="fetch-model", cache_policy=NO_CACHE)
+def fetch_model(run: Run, data: Artifact) -> Artifact:
+    """The Hugging Face model folder as an artifact, from the store when it is there."""
+    key = FETCH_MODEL.key(run.config, fetch_model_inputs(run.config, data))
+    logger = get_run_logger()
+
+    def build(folder: Path) -> Mapping[str, Any]:
+        if run.config.model.source == "path":
+            return take_model_folder(run.config, folder)
+        paths = ("--data", Path(data.path) / TRAIN_FILE, "--output", folder)
+        run_dapo(["fetch-model", run.config_path, *paths], run.store, key, logger)
+        return {}
+
+    return run.produce("fetch_model", key, build)
+
+
+def take_model_folder(config: Config, folder: Path) -> Mapping[str, Any]:
+    """Bring the files of model.path into the folder, as hard links where the file system allows, else copies."""
+    source = Path(str(config.model.path))
+    require_model_folder(source)
+    num_bytes = 0
+    for path in sorted(source.rglob("*")):
+        target = folder / path.relative_to(source)
+        if path.is_dir():
+            target.mkdir(exist_ok=True)
+            continue
+        num_bytes += path.stat().st_size
+        try:
+            os.link(path.resolve(), target)
+        except OSError:  # another file system, or one without hard links
+            shutil.copyfile(path, target)
+    return {"bytes": num_bytes}

