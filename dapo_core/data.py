@@ -101,13 +101,12 @@ def tokenize_prompts(
     """
     prompts = []
     for index, row in enumerate(rows):
-        encoded = tokenizer.apply_chat_template(
-            row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        text = str(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False))
+        prompt_ids = tokenizer(text, add_special_tokens=False).input_ids
         prompts.append(
             Prompt(
                 index=index,
-                prompt_ids=tuple(encoded["input_ids"]),
+                prompt_ids=tuple(prompt_ids),
                 data_source=str(row["data_source"]),
                 ground_truth=str(row["reward_model"]["ground_truth"]),
             )

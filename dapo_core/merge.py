@@ -194,7 +194,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
     import torch
 
-    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _verify(target: Path, tensors: Mapping[str, Any], digests: Mapping[str, str]) -> None:

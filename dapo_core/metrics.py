@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
+from dapo_core.reward import Verdict
 from dapo_core.sampler import FATES, Draw
 
 if TYPE_CHECKING:
@@ -75,11 +76,8 @@ def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/overlong_ratio": float(np.mean([rollout.overlong_penalty < 0 for rollout in rollouts])),
         "perf/trained_response_tokens": float(response_lengths.sum()),
         "perf/total_num_tokens": float(response_lengths.sum() + prompt_lengths.sum()),
-        **{f"reward/{name}_ratio": verdicts.count(name) / len(verdicts) for name in _VERDICTS},
+        **{f"reward/{name}_ratio": verdicts.count(name) / len(verdicts) for name in get_args(Verdict)},
     }
-
-
-_VERDICTS = ("right", "wrong", "no_answer")
 
 
 def batch_metrics(batch: Batch, entropy: torch.Tensor, totals: LossTotals, aggregation: str) -> dict[str, float]:

@@ -14,9 +14,9 @@ from dapo_core.reward import Verdict, overlong_penalty, scorer_for
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
     from dapo_core.config import RewardConfig
-    from dapo_core.data import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class RolloutWorker:
         return Group(group.prompt, rollouts, group.policy_version)
 
     def _score(self, prompt: Prompt, response: Response) -> Rollout:
-        text = self.tokenizer.decode(response.response_ids, skip_special_tokens=True)
+        text = str(self.tokenizer.decode(response.response_ids, skip_special_tokens=True))
         score = scorer_for(prompt.data_source)(text, prompt.ground_truth)
         return Rollout(
             response_ids=response.response_ids,

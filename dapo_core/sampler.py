@@ -159,8 +159,8 @@ class Sampler:
         accuracy = account.num_right / max(account.num_finished, 1)
         message = (
             f"{num_gen_batches} draws of {self.settings.gen_prompts} prompts gave {len(kept)} groups with signal, "
-            f"{self.train_prompts} are needed: of {num_groups} groups {account.groups['all_right']} were all right "
-            f"and {account.groups['all_wrong']} all wrong (mean accuracy {accuracy:.1%}). "
+            f"{self.train_prompts} are needed: of {num_groups} groups {account.groups['all_right']} were all "
+            f"right and {account.groups['all_wrong']} all wrong (mean accuracy {accuracy:.1%}). "
         )
         if self.settings.on_exhausted == "raise":
             raise NotEnoughSignal(
