@@ -21,6 +21,7 @@ Span = tuple[int, int]
 DATA_SOURCE = "arithmetic"
 INSTRUCTION = "Last line: Answer: $Answer"
 SUBJECTS = ("addition", "subtraction", "multiplication", "two_step")
+FORMS = ("plain", "word")
 MAX_LEVEL = 5
 NUM_BUCKETS = 10
 HELD_OUT_BUCKET = 0
@@ -30,24 +31,24 @@ MAX_DRAWS_PER_PROBLEM = 10_000
 _OPERAND_SPANS: dict[str, tuple[tuple[Span, ...], ...]] = {
     "addition": (
         ((2, 19), (2, 19)),
+        ((10, 99), (2, 9)),
         ((10, 99), (10, 99)),
         ((100, 999), (10, 99)),
         ((100, 999), (100, 999)),
-        ((1000, 9999), (1000, 9999)),
     ),
     "subtraction": (
         ((4, 29), (2, 19)),
+        ((10, 99), (2, 9)),
         ((10, 99), (10, 99)),
         ((100, 999), (10, 99)),
         ((100, 999), (100, 999)),
-        ((1000, 9999), (1000, 9999)),
     ),
     "multiplication": (
-        ((2, 19), (2, 9)),
-        ((10, 99), (2, 5)),
+        ((2, 29), (2, 5)),
+        ((10, 99), (2, 3)),
+        ((10, 99), (4, 5)),
         ((10, 99), (6, 9)),
-        ((100, 999), (2, 5)),
-        ((100, 999), (6, 9)),
+        ((100, 999), (2, 9)),
     ),
     "two_step": (
         ((2, 9), (2, 9), (2, 9)),
@@ -84,6 +85,7 @@ _WORD_FORMS = {
         "A box holds {a} {things}. {name} adds {b} and takes {c}. How many now?",
     ),
 }
+_SIGNS = {"addition": "+", "subtraction": "-", "multiplication": "*"}
 _NAMES = ("Mia", "Tom", "Ana", "Leo", "Eva", "Max", "Zoe", "Ben")
 _THINGS = ("apples", "books", "coins", "cards", "eggs", "pens", "cups", "shells")
 
@@ -96,7 +98,7 @@ def generate_problems(num_train: int, num_eval: int, max_level: int, seed: int) 
     """
     if not 1 <= max_level <= MAX_LEVEL:
         raise DataError(
-            f"max_level is {max_level}; arithmetic has levels 1 to {MAX_LEVEL}: set data.max_level to one of them"
+            f"max_level is {max_level}; levels are 1 to {MAX_LEVEL}: set data.arithmetic.max_level within them"
         )
     train_rows = _draw_rows(num_train, max_level, random.Random(f"train {seed}"), is_held_out=False)
     eval_rows = _draw_rows(num_eval, max_level, random.Random(f"eval {seed}"), is_held_out=True)
@@ -111,26 +113,29 @@ def _draw_rows(num_rows: int, max_level: int, rng: random.Random, is_held_out: b
         subject, level = kinds[index % len(kinds)]
         for _ in range(MAX_DRAWS_PER_PROBLEM):
             operands = draw_operands(subject, level, rng)
-            text = _phrase(subject, operands, rng)
+            form = rng.choice(FORMS)
+            text = _phrase(subject, operands, form, rng)
             if is_operands_held_out(subject, operands) == is_held_out and text not in seen:
                 break
         else:
             raise DataError(
                 f"{MAX_DRAWS_PER_PROBLEM} draws gave no further new {subject} problem of level {level} after "
-                f"{index} rows: the level is used up; lower data.num_train or data.num_eval"
+                f"{index} rows: the level is used up; lower data.arithmetic.num_train or data.arithmetic.num_eval"
             )
         seen.add(text)
-        rows.append(_row(index, subject, level, operands, text))
+        extra_info = {"index": index, "subject": subject, "level": level, "form": form, "operands": list(operands)}
+        rows.append(_row(text, extra_info))
     return rows
 
 
-def _row(index: int, subject: str, level: int, operands: Sequence[int], text: str) -> Row:
+def _row(text: str, extra_info: Row) -> Row:
+    ground_truth = str(answer(extra_info["subject"], extra_info["operands"]))
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{text}\n{INSTRUCTION}"}],
         "ability": "MATH",
-        "reward_model": {"ground_truth": str(answer(subject, operands)), "style": "rule"},
-        "extra_info": {"index": index, "subject": subject, "level": level, "operands": list(operands)},
+        "reward_model": {"ground_truth": ground_truth, "style": "rule"},
+        "extra_info": extra_info,
     }
 
 
@@ -154,10 +159,10 @@ def is_operands_held_out(subject: str, operands: Sequence[int]) -> bool:
     return int.from_bytes(digest[:8], "big") % NUM_BUCKETS == HELD_OUT_BUCKET
 
 
-def _phrase(subject: str, operands: Sequence[int], rng: random.Random) -> str:
-    form = _PLAIN_FORMS[subject] if rng.random() < 0.5 else rng.choice(_WORD_FORMS[subject])
+def _phrase(subject: str, operands: Sequence[int], form: str, rng: random.Random) -> str:
+    pattern = _PLAIN_FORMS[subject] if form == "plain" else rng.choice(_WORD_FORMS[subject])
     numbers = dict(zip("abc", operands, strict=False))
-    return form.format(name=rng.choice(_NAMES), things=rng.choice(_THINGS), **numbers)
+    return pattern.format(name=rng.choice(_NAMES), things=rng.choice(_THINGS), **numbers)
 
 
 def answer(subject: str, operands: Sequence[int]) -> int:
@@ -183,6 +188,20 @@ def worked_solution(subject: str, operands: Sequence[int]) -> str:
     else:
         steps = _column_steps(subject, operands[0], operands[1])
     return "\n".join([*steps, f"Answer: {answer(subject, operands)}"])
+
+
+def quick_solution(subject: str, operands: Sequence[int]) -> str:
+    """The same answer with each operation done in one go: 47 + 85 gives "47+85=132", "Answer: 132"."""
+    if subject == "two_step":
+        total = operands[0] + operands[1]
+        steps = [_one_go("addition", operands[0], operands[1]), _one_go("subtraction", total, operands[2])]
+    else:
+        steps = [_one_go(subject, operands[0], operands[1])]
+    return "\n".join([*steps, f"Answer: {answer(subject, operands)}"])
+
+
+def _one_go(subject: str, first: int, second: int) -> str:
+    return f"{first}{_SIGNS[subject]}{second}={answer(subject, (first, second))}"
 
 
 def _column_steps(subject: str, first: int, second: int) -> list[str]:

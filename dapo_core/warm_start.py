@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from dapo_core.arithmetic import Row, worked_solution
+from dapo_core.arithmetic import Row, quick_solution, worked_solution
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -46,9 +46,12 @@ class WarmStartRecipe:
     num_kv_heads: int = 2
     head_dim: int = 32
     max_position_embeddings: int = 1024
-    num_steps: int = 300
-    batch_size: int = 64
-    learning_rate: float = 2e-3
+    initializer_range: float = 0.06
+    rope_theta: float = 300.0
+    num_steps: int = 260
+    batch_size: int = 32
+    learning_rate: float = 3e-3
+    stepwise_word_share: float = 0.25
     num_threads: int = 2
 
 
@@ -98,7 +101,7 @@ def train_tokenizer(train_rows: list[Row], recipe: WarmStartRecipe) -> PreTraine
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = (f"user\n{_prompt_text(row)}\nassistant\n{_solution(row)}" for row in train_rows)
+    texts = (f"user\n{_prompt_text(row)}\nassistant\n{_stepwise(row)}" for row in train_rows)
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -123,6 +126,8 @@ def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartRecipe) ->
         num_key_value_heads=recipe.num_kv_heads,
         head_dim=recipe.head_dim,
         max_position_embeddings=recipe.max_position_embeddings,
+        initializer_range=recipe.initializer_range,
+        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -140,7 +145,11 @@ def warm_start(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, train_rows: list[Row], recipe: WarmStartRecipe
 ) -> list[float]:
     """Trains the model on the rows' worked solutions; the loss of each step, in nats per response token."""
-    examples = [_encode(tokenizer, row) for row in train_rows]
+    draws = torch.rand(len(train_rows)).tolist()
+    examples = [
+        _encode(tokenizer, row, _stepwise(row) if is_stepwise(row, draw, recipe) else _quick(row))
+        for row, draw in zip(train_rows, draws, strict=True)
+    ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_share(step, recipe))
     report_every = max(1, recipe.num_steps // NUM_PROGRESS_LINES)
@@ -181,19 +190,28 @@ def _response_loss(
         num_prompt, num_tokens = len(prompt_ids), len(prompt_ids) + len(response_ids)
         input_ids[row, :num_tokens] = torch.tensor(prompt_ids + response_ids)
         labels[row, num_prompt:num_tokens] = torch.tensor(response_ids)
-    logits = model(input_ids=input_ids, use_cache=False).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL)
+    hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
+    is_response = labels[:, 1:] != IGNORED_LABEL
+    return F.cross_entropy(model.lm_head(hidden[is_response]), labels[:, 1:][is_response])
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, row: Row) -> tuple[list[int], list[int]]:
-    """The prompt's tokens and the worked solution's, the latter with the end token."""
+def _encode(tokenizer: PreTrainedTokenizerFast, row: Row, solution: str) -> tuple[list[int], list[int]]:
+    """The prompt's tokens and the solution's, the latter with the end token."""
     prompt = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
-    return tokenizer.encode(prompt), tokenizer.encode(_solution(row) + EOS_TOKEN)
+    return tokenizer.encode(prompt), tokenizer.encode(solution + EOS_TOKEN)
 
 
 def _prompt_text(row: Row) -> str:
     return "\n".join(message["content"] for message in row["prompt"])
 
 
-def _solution(row: Row) -> str:
+def is_stepwise(row: Row, draw: float, recipe: WarmStartRecipe) -> bool:
+    return row["extra_info"]["form"] == "plain" or draw < recipe.stepwise_word_share
+
+
+def _stepwise(row: Row) -> str:
     return worked_solution(row["extra_info"]["subject"], row["extra_info"]["operands"])
+
+
+def _quick(row: Row) -> str:
+    return quick_solution(row["extra_info"]["subject"], row["extra_info"]["operands"])
