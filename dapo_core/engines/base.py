@@ -131,12 +131,13 @@ def check_weights(
     for name, tensor in weights:
         if name not in shapes:
             raise RolloutError(
-                f"the engine's model has no tensor {name}; trainer and engine must hold the same architecture (model.path)"
+                f"the engine's model has no tensor {name}; trainer and engine must hold the same architecture "
+                "(model.path)"
             )
         if tuple(tensor.shape) != shapes[name]:
             raise RolloutError(
-                f"{name} comes with shape {tuple(tensor.shape)}, the engine's model has {shapes[name]}; trainer and "
-                "engine must hold the same architecture (model.path)"
+                f"{name} comes with shape {tuple(tensor.shape)}, the engine's model has {shapes[name]}; trainer "
+                "and engine must hold the same architecture (model.path)"
             )
         missing.discard(name)
         yield name, tensor

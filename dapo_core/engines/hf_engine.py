@@ -36,6 +36,11 @@ FINISHED_SHARE = 0.25  # finished part of the rows that makes compacting worth i
 class _GrowingLayer(DynamicLayer):
     """One layer's keys and values [N, heads, L, D], written into room kept ahead instead of copied each step."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+    _key_room: torch.Tensor
+    _value_room: torch.Tensor
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,6 +66,15 @@ class _GrowingLayer(DynamicLayer):
         self.values = self._value_room = values
 
 
+class _GrowingCache(Cache):
+    """Keys and values of all layers."""
+
+    layers: list[_GrowingLayer]  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=_GrowingLayer)
+
+
 @dataclass
 class _Row:
     request: GenerationRequest
@@ -73,7 +87,7 @@ class _Batch:
     """Rows decoded together; None where a row has finished. All rows end at the cache's last column."""
 
     rows: list[_Row | None]
-    cache: Cache
+    cache: _GrowingCache
     ids: torch.Tensor  # [N], the newest token, not in the cache yet
     positions: torch.Tensor  # [N], of that token
     prompt_lengths: torch.Tensor  # [N]
@@ -140,10 +154,11 @@ class HuggingFaceEngine:
         dropped = set(request_ids)
         self._waiting = deque(request for request in self._waiting if request.request_id not in dropped)
         num_tokens = 0
-        for index, row in enumerate(self._batch.rows if self._batch else []):
+        rows = self._batch.rows if self._batch else []
+        for index, row in enumerate(rows):
             if row is not None and row.request.request_id in dropped:
                 num_tokens += len(row.response_ids)
-                self._batch.rows[index] = None
+                rows[index] = None
         self._shrink()
         return num_tokens
 
@@ -185,7 +200,7 @@ class HuggingFaceEngine:
         longest = max(len(prompt) for prompt in prompts)
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         positions = torch.arange(longest, device=self.device) - (longest - lengths).unsqueeze(-1)
-        cache = Cache(layer_class_to_replicate=_GrowingLayer)
+        cache = _GrowingCache()
         logits = self._model(
             input_ids=torch.tensor(padded, device=self.device),
             attention_mask=(positions >= 0).long(),
@@ -209,7 +224,7 @@ class HuggingFaceEngine:
         return finished
 
     def _next_wave(self, num_free: int) -> tuple[list[GenerationRequest], dict[tuple[int, ...], int]]:
-        """Requests from the queue's head, and their distinct prompts numbered, within the bounds of one prefill."""
+        """Requests from the queue's head and their distinct prompts, numbered: as many as one prefill may hold."""
         requests: list[GenerationRequest] = []
         prompts: dict[tuple[int, ...], int] = {}
         longest = 0
@@ -287,8 +302,8 @@ class HuggingFaceEngine:
         if num_rows < 1:
             raise RolloutError(
                 f"one sequence of {self.settings.max_model_tokens} tokens needs "
-                f"{token_bytes * self.settings.max_model_tokens} bytes of cache, {available} are there; raise {key} or "
-                "lower rollout.max_response_tokens"
+                f"{token_bytes * self.settings.max_model_tokens} bytes of cache, {available} are there; "
+                f"raise {key} or lower rollout.max_response_tokens"
             )
         return num_rows
 
@@ -311,9 +326,10 @@ class HuggingFaceEngine:
 def sample(
     logits: torch.Tensor, uniforms: torch.Tensor, settings: EngineSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [N] and their log-probs [N] under the distribution sampled from, by inverting its CDF at `uniforms`.
+    """Token ids [N] and their log-probs [N] under the distribution sampled from.
 
-    `logits` [N, V], `uniforms` [N] float64 in [0, 1). Temperature 0 takes the likeliest token, at temperature 1.
+    Inverts the distribution's CDF at `uniforms` [N], float64 in [0, 1); `logits` [N, V].
+    Temperature 0 takes the likeliest token, at temperature 1.
     """
     logits = logits.float()
     if settings.temperature == 0:
@@ -353,7 +369,7 @@ def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 def _load(model_path: str | Path, dtype: str, device: torch.device) -> Any:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             str(model_path), dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
         )
     except (OSError, ValueError) as error:

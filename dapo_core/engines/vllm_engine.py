@@ -91,6 +91,8 @@ class VllmEngine:
         checked = check_weights(weights, self._shapes, self._optional)
         # Plain model.load_weights fails on CPU, where weights are packed for the kernels.
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": checked})
+        if self._optional:
+            self._engine.apply_model(_repack_head)
         if not self._engine.reset_prefix_cache():
             raise RolloutError("vLLM kept its prefix cache after new weights; restart the rollout worker")
         self._is_torn = False
@@ -103,11 +105,12 @@ class VllmEngine:
             num_tokens = len(prompt_ids) + len(response_ids)
             if num_tokens >= self._max_tokens:
                 raise RolloutError(
-                    f"sequence {number} has {num_tokens} tokens; vLLM gives log-probs of at most {self._max_tokens - 1}"
+                    f"sequence {number} has {num_tokens} tokens; with this configuration vLLM gives log-probs of "
+                    f"at most {self._max_tokens - 1}; lower rollout.max_response_tokens or data.max_prompt_tokens"
                 )
             parameters = self._parameters(temperature=1.0, max_tokens=1, prompt_logprobs=0)
             self._add(str(number), [*prompt_ids, *response_ids], parameters)
-        finished: dict[int, RequestOutput] = {}
+        finished: dict[int, Any] = {}
         while len(finished) < len(sequences):
             finished.update({int(output.request_id): output for output in self._engine.step() if output.finished})
         return [
@@ -147,7 +150,7 @@ class VllmEngine:
     def _require_idle(self, what: str) -> None:
         if self._internal_ids:
             raise RolloutError(
-                f"cannot {what} while {len(self._internal_ids)} requests are unfinished; finish or abort them first"
+                f"cannot {what} while {self.num_unfinished()} requests are unfinished; finish or abort them first"
             )
 
     def _require_whole_weights(self) -> None:
@@ -200,18 +203,32 @@ def _start(model_path: str | Path, settings: EngineSettings, seed: int, max_toke
     )
 
 
+def _repack_head(model: torch.nn.Module) -> None:
+    """Pack a tied output head again on a CPU: reload_weights leaves the head's packed copy as it is."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
 def _response(output: RequestOutput) -> Response:
     sample = output.outputs[0]
     token_ids = list(sample.token_ids)
     assert sample.logprobs is not None
-    log_probs = [position[token].logprob for position, token in zip(sample.logprobs, token_ids, strict=True)]
+    positions: Any = zip(sample.logprobs, token_ids, strict=True)
+    log_probs = [position[token].logprob for position, token in positions]
     return Response(
         output.request_id, token_ids, log_probs, "length" if sample.finish_reason == "length" else "stop"
     )
 
 
 def _prompt_log_probs(output: RequestOutput, first: int) -> list[float]:
-    assert output.prompt_logprobs is not None and output.prompt_token_ids is not None
+    assert output.prompt_logprobs is not None
+    assert output.prompt_token_ids is not None
     positions = zip(output.prompt_logprobs[first:], output.prompt_token_ids[first:], strict=True)
     return [position[token].logprob for position, token in positions if position is not None]
 

@@ -1,0 +1,318 @@
+"""Both engines, for real, on a tiny model: what they sample, what they say of it, whose weights they hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dapo_core.engines import Engine, EngineSettings, GenerationRequest, Response, build_engine
+from dapo_core.engines.base import read_eos_ids
+from dapo_core.errors import ModelError, RolloutError
+from tests.tiny_models import build_tiny_qwen3
+
+MAX_RESPONSE_TOKENS = 24
+MAX_MODEL_TOKENS = 96
+SETTINGS = EngineSettings(
+    dtype="float32",
+    max_model_tokens=MAX_MODEL_TOKENS,
+    max_response_tokens=MAX_RESPONSE_TOKENS,
+    max_num_seqs=16,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    memory_bytes=64 * 1024**2,
+    memory_utilization=0.5,
+    threads=1,  # more would wait for each other on a model this small
+)
+END = 1  # `<|end|>` of the tiny tokenizer
+NUM_REQUESTS = 40
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def shared_engine(request: pytest.FixtureRequest, model_path: Path) -> Iterator[Engine]:
+    engine = build_engine(request.param, model_path, SETTINGS, seed=0)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine, model_path: Path) -> Iterator[Engine]:
+    """The shared engine, idle and with the folder's weights and the first settings, whatever the last test did."""
+    yield shared_engine
+    unfinished = [f"{number}" for number in range(NUM_REQUESTS)]
+    shared_engine.abort(unfinished)
+    assert shared_engine.num_unfinished() == 0
+    shared_engine.settings = SETTINGS  # type: ignore[attr-defined]
+    shared_engine.load_weights(load_model(model_path).named_parameters(), policy_version=0)
+
+
+def load_model(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def make_requests(num_requests: int = NUM_REQUESTS) -> list[GenerationRequest]:
+    """Two requests for each prompt, of 1 to 60 tokens."""
+    numbers = random.Random(3)
+    prompts = [
+        [numbers.randrange(4, 300) for _ in range(numbers.randrange(1, 60))]
+        for _ in range((num_requests + 1) // 2)
+    ]
+    return [
+        GenerationRequest(str(number), prompts[number // 2], seed=1000 + number) for number in range(num_requests)
+    ]
+
+
+def run(engine: Engine, requests: list[GenerationRequest]) -> dict[str, Response]:
+    engine.submit(requests)
+    responses = {}
+    while engine.num_unfinished():
+        responses.update({response.request_id: response for response in engine.step()})
+    assert set(responses) == {request.request_id for request in requests}
+    return responses
+
+
+def reference_log_probs(
+    model: Any, prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probs of the response from one plain forward over the whole sequence."""
+    token_ids = torch.tensor([[*prompt_ids, *response_ids]])
+    with torch.no_grad():
+        log_probs = (model(token_ids).logits[0] / temperature).log_softmax(dim=-1)
+    first = len(prompt_ids)
+    return log_probs[first - 1 : -1].gather(1, token_ids[0, first:].unsqueeze(-1)).squeeze(-1)
+
+
+def largest_difference(given: list[float], expected: torch.Tensor) -> float:
+    assert len(given) == len(expected) > 0
+    return (torch.tensor(given) - expected).abs().max().item()
+
+
+def end_bias(model: Any) -> Any:
+    """The model with an end token so likely that responses end at different lengths."""
+    # Tied embeddings: scaling the row scales its logit in both directions, so about half of the contexts like it.
+    with torch.no_grad():
+        model.get_input_embeddings().weight[END] *= 3.0
+    return model
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_rollout_log_probs_are_those_of_the_distribution_sampled_from(engine, model_path, temperature):
+    engine.settings = replace(SETTINGS, temperature=temperature)
+    model = load_model(model_path)
+    requests = make_requests()
+    responses = run(engine, requests)
+    for request in requests:
+        response = responses[request.request_id]
+        expected = reference_log_probs(model, request.prompt_ids, response.response_ids, temperature)
+        assert largest_difference(response.rollout_log_probs, expected) < 1e-4
+
+
+def test_log_probs_equal_a_plain_forward(engine, model_path):
+    model = load_model(model_path)
+    whole = list(range(4, 4 + MAX_MODEL_TOKENS))
+    sequences = [
+        ([5, 6, 7], [8, 9]),
+        ([200], [4]),
+        (list(range(10, 60)), list(range(90, 110))),
+        (whole[:70], whole[70:]),
+    ]
+    for (prompt_ids, response_ids), given in zip(sequences, engine.log_probs(sequences), strict=True):
+        assert largest_difference(given, reference_log_probs(model, prompt_ids, response_ids)) < 1e-4
+
+
+def test_responses_stop_at_the_end_token_and_at_the_limit(engine, model_path):
+    engine.load_weights(end_bias(load_model(model_path)).named_parameters(), policy_version=1)
+    responses = run(engine, make_requests()).values()
+    assert {response.finish_reason for response in responses} == {"stop", "length"}
+    for response in responses:
+        if response.finish_reason == "stop":
+            assert response.response_ids[-1] == END
+            assert END not in response.response_ids[:-1]
+        else:
+            assert len(response.response_ids) == MAX_RESPONSE_TOKENS
+            assert END not in response.response_ids
+
+
+def test_a_response_depends_on_its_seed_not_on_its_neighbours(engine):
+    requests = make_requests()
+    together = run(engine, requests)
+    for request in requests[:6]:
+        alone = run(engine, [request])[request.request_id]
+        assert alone.response_ids == together[request.request_id].response_ids
+    other_seed = run(engine, [replace(requests[0], seed=77)])["0"]
+    assert other_seed.response_ids != together["0"].response_ids
+    assert together["0"].response_ids != together["1"].response_ids  # siblings: one prompt, two seeds
+
+
+def test_responses_follow_the_model_s_distribution(engine, model_path):
+    """4000 first tokens: each of the ten likeliest within 4.5 standard deviations of its probability."""
+    engine.settings = replace(SETTINGS, max_response_tokens=1)
+    prompt_ids = [5, 6, 7, 8]
+    with torch.no_grad():
+        probs = load_model(model_path)(torch.tensor([prompt_ids])).logits[0, -1].softmax(dim=-1)
+    num_samples = 4000
+    counts = [0] * len(probs)
+    for response in run(
+        engine, [GenerationRequest(str(i), prompt_ids, seed=i) for i in range(num_samples)]
+    ).values():
+        counts[response.response_ids[0]] += 1
+    for token in probs.topk(10).indices.tolist():
+        p = probs[token].item()
+        deviation = (num_samples * p * (1 - p)) ** 0.5
+        assert abs(counts[token] - num_samples * p) < 4.5 * deviation
+
+
+def test_temperature_zero_takes_the_likeliest_token(engine, model_path):
+    engine.settings = replace(SETTINGS, temperature=0.0)
+    model = load_model(model_path)
+    request = make_requests(1)[0]
+    response = run(engine, [request])["0"]
+    with torch.no_grad():
+        logits = model(torch.tensor([[*request.prompt_ids, *response.response_ids]])).logits[0]
+    assert response.response_ids == logits[len(request.prompt_ids) - 1 : -1].argmax(dim=-1).tolist()
+
+
+def test_new_weights_show_in_log_probs_and_past_the_prefix_cache(engine, model_path):
+    requests = make_requests(2)
+    requests = [replace(request, prompt_ids=list(range(4, 68))) for request in requests]  # two whole cache blocks
+    before = run(engine, requests)
+    model = load_model(model_path)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(-2.0)
+        model.model.embed_tokens.weight[10:].mul_(1.5)  # also the output head, which is tied to it
+    engine.load_weights(model.named_parameters(), policy_version=7)
+    assert engine.policy_version == 7
+    after = run(engine, requests)
+    old_model = load_model(model_path)
+    for request in requests:
+        response = after[request.request_id]
+        expected = reference_log_probs(model, request.prompt_ids, response.response_ids)
+        old = reference_log_probs(old_model, request.prompt_ids, response.response_ids)
+        assert largest_difference(response.rollout_log_probs, expected) < 1e-4
+        assert largest_difference(response.rollout_log_probs, old) > 0.01
+    sequences = [(request.prompt_ids, before[request.request_id].response_ids) for request in requests]
+    for (prompt_ids, response_ids), given in zip(sequences, engine.log_probs(sequences), strict=True):
+        assert largest_difference(given, reference_log_probs(model, prompt_ids, response_ids)) < 1e-4
+
+
+def test_abort_counts_what_was_produced_and_leaves_the_rest(engine):
+    requests = make_requests(4)
+    undisturbed = run(engine, requests)
+    engine.submit(requests)
+    for _ in range(3):
+        assert engine.step() == []
+    assert engine.abort(["0", "1", "not there"]) == 2 * 3  # two rows of three steps
+    assert engine.num_unfinished() == 2
+    rest = {}
+    while engine.num_unfinished():
+        rest.update({response.request_id: response for response in engine.step()})
+    assert {name: rest[name].response_ids for name in rest} == {
+        name: undisturbed[name].response_ids for name in ("2", "3")
+    }
+    engine.submit(requests[:1])
+    assert engine.abort(["0"]) == 0  # nothing was computed for it yet
+    assert engine.step() == []
+
+
+def test_more_requests_than_rows_all_finish(engine, model_path):
+    """40 requests through 16 rows, with responses of different lengths: rows are reused."""
+    model = end_bias(load_model(model_path))
+    engine.load_weights(model.named_parameters(), policy_version=1)
+    requests = make_requests()
+    engine.submit(requests[:20])
+    responses = {response.request_id: response for _ in range(9) for response in engine.step()}
+    engine.submit(requests[20:])
+    while engine.num_unfinished():
+        responses.update({response.request_id: response for response in engine.step()})
+    assert len(responses) == NUM_REQUESTS
+    for request in requests:
+        response = responses[request.request_id]
+        expected = reference_log_probs(model, request.prompt_ids, response.response_ids)
+        assert largest_difference(response.rollout_log_probs, expected) < 1e-4
+
+
+def test_weights_that_do_not_fit_are_named_and_stop_the_engine_until_whole_ones_came(engine, model_path):
+    weights = dict(load_model(model_path).named_parameters())
+    norm = "model.norm.weight"
+    with pytest.raises(RolloutError, match=r"1 of \d+ tensors did not come: model.norm.weight"):
+        engine.load_weights([(name, tensor) for name, tensor in weights.items() if name != norm], 1)
+    with pytest.raises(RolloutError, match="failed half-way"):
+        engine.submit(make_requests(1))
+    with pytest.raises(RolloutError, match=r"no tensor model.extra.weight"):
+        engine.load_weights([*weights.items(), ("model.extra.weight", torch.zeros(2))], 1)
+    with pytest.raises(
+        RolloutError, match=r"model.norm.weight comes with shape \(63,\), the engine's model has \(64,\)"
+    ):
+        engine.load_weights([*weights.items(), (norm, torch.zeros(63))], 1)
+    assert engine.policy_version == 0
+    engine.load_weights(weights.items(), 2)
+    sequences = [([5, 6, 7], [8, 9])]
+    expected = reference_log_probs(load_model(model_path), [5, 6, 7], [8, 9])
+    assert largest_difference(engine.log_probs(sequences)[0], expected) < 1e-4
+
+
+def test_a_tied_head_may_come_along(engine, model_path):
+    model = load_model(model_path)
+    weights = [*model.named_parameters(), ("lm_head.weight", model.lm_head.weight)]
+    engine.load_weights(weights, 3)
+    expected = reference_log_probs(model, [5, 6, 7], [8, 9])
+    assert largest_difference(engine.log_probs([([5, 6, 7], [8, 9])])[0], expected) < 1e-4
+
+
+def test_requests_that_cannot_be_served_are_refused(engine):
+    with pytest.raises(RolloutError, match="request a has an empty prompt"):
+        engine.submit([GenerationRequest("a", [], 0)])
+    # 73 + 24 = 97 tokens in 96
+    with pytest.raises(
+        RolloutError, match=r"73 prompt tokens, which leave no room for rollout.max_response_tokens=24"
+    ):
+        engine.submit([GenerationRequest("a", [5] * 73, 0)])
+    engine.submit(make_requests(1))
+    with pytest.raises(RolloutError, match="request 0 was submitted twice"):
+        engine.submit(make_requests(1))
+    with pytest.raises(RolloutError, match="cannot load weights while 1 requests are unfinished"):
+        engine.load_weights([], 1)
+    with pytest.raises(RolloutError, match="cannot compute log-probs while 1 requests are unfinished"):
+        engine.log_probs([([5], [6])])
+
+
+@pytest.mark.parametrize("kind", ["hf", "vllm"])
+def test_an_untied_head_is_a_weight_of_its_own(kind, tmp_path):
+    path = build_tiny_qwen3(tmp_path / "untied", tie_word_embeddings=False)
+    engine = build_engine(kind, path, SETTINGS, seed=0)
+    model = load_model(path)
+    weights = {name: tensor for name, tensor in model.named_parameters() if name != "lm_head.weight"}
+    with pytest.raises(RolloutError, match=r"did not come: lm_head.weight"):
+        engine.load_weights(weights.items(), 1)
+    with torch.no_grad():
+        model.lm_head.weight[10:].mul_(1.5)
+    engine.load_weights(model.named_parameters(), 2)
+    expected = reference_log_probs(model, [5, 6, 7], [8, 9])
+    assert largest_difference(engine.log_probs([([5, 6, 7], [8, 9])])[0], expected) < 1e-4
+    engine.close()
+
+
+def test_hf_refuses_memory_that_holds_no_sequence(model_path):
+    # 2 (keys, values) x 2 layers x 1 head x 32 x 4 bytes x 96 tokens = 49152 bytes
+    with pytest.raises(RolloutError, match=r"96 tokens needs 49152 bytes of cache, 49151 are there"):
+        build_engine("hf", model_path, replace(SETTINGS, memory_bytes=49151), seed=0)
+
+
+def test_a_folder_without_end_token_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
+    with pytest.raises(ModelError, match="has eos_token_id"):
+        read_eos_ids(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    assert read_eos_ids(tmp_path) == [5, 7]
