@@ -21,7 +21,7 @@ Span = tuple[int, int]
 DATA_SOURCE = "arithmetic"
 INSTRUCTION = "Last line: Answer: $Answer"
 SUBJECTS = ("addition", "subtraction", "multiplication", "two_step")
-FORMS = ("plain", "word")
+WORD_SHARE = 2 / 3
 MAX_LEVEL = 5
 NUM_BUCKETS = 10
 HELD_OUT_BUCKET = 0
@@ -85,7 +85,6 @@ _WORD_FORMS = {
         "A box holds {a} {things}. {name} adds {b} and takes {c}. How many now?",
     ),
 }
-_SIGNS = {"addition": "+", "subtraction": "-", "multiplication": "*"}
 _NAMES = ("Mia", "Tom", "Ana", "Leo", "Eva", "Max", "Zoe", "Ben")
 _THINGS = ("apples", "books", "coins", "cards", "eggs", "pens", "cups", "shells")
 
@@ -113,7 +112,7 @@ def _draw_rows(num_rows: int, max_level: int, rng: random.Random, is_held_out: b
         subject, level = kinds[index % len(kinds)]
         for _ in range(MAX_DRAWS_PER_PROBLEM):
             operands = draw_operands(subject, level, rng)
-            form = rng.choice(FORMS)
+            form = "word" if rng.random() < WORD_SHARE else "plain"
             text = _phrase(subject, operands, form, rng)
             if is_operands_held_out(subject, operands) == is_held_out and text not in seen:
                 break
@@ -161,8 +160,7 @@ def is_operands_held_out(subject: str, operands: Sequence[int]) -> bool:
 
 def _phrase(subject: str, operands: Sequence[int], form: str, rng: random.Random) -> str:
     pattern = _PLAIN_FORMS[subject] if form == "plain" else rng.choice(_WORD_FORMS[subject])
-    numbers = dict(zip("abc", operands, strict=False))
-    return pattern.format(name=rng.choice(_NAMES), things=rng.choice(_THINGS), **numbers)
+    return pattern.format(name=rng.choice(_NAMES), things=rng.choice(_THINGS), **_named(operands))
 
 
 def answer(subject: str, operands: Sequence[int]) -> int:
@@ -191,17 +189,14 @@ def worked_solution(subject: str, operands: Sequence[int]) -> str:
 
 
 def quick_solution(subject: str, operands: Sequence[int]) -> str:
-    """The same answer with each operation done in one go: 47 + 85 gives "47+85=132", "Answer: 132"."""
-    if subject == "two_step":
-        total = operands[0] + operands[1]
-        steps = [_one_go("addition", operands[0], operands[1]), _one_go("subtraction", total, operands[2])]
-    else:
-        steps = [_one_go(subject, operands[0], operands[1])]
-    return "\n".join([*steps, f"Answer: {answer(subject, operands)}"])
+    """The same answer with the whole sum done in one go: 47 + 85 gives "47+85=132", "Answer: 132"."""
+    left = _PLAIN_FORMS[subject].removesuffix(" = ?").replace(" ", "").format(**_named(operands))
+    result = answer(subject, operands)
+    return f"{left}={result}\nAnswer: {result}"
 
 
-def _one_go(subject: str, first: int, second: int) -> str:
-    return f"{first}{_SIGNS[subject]}{second}={answer(subject, (first, second))}"
+def _named(operands: Sequence[int]) -> dict[str, int]:
+    return dict(zip("abc", operands, strict=False))
 
 
 def _column_steps(subject: str, first: int, second: int) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from dapo_core.arithmetic import Row, quick_solution, worked_solution
+from dapo_core.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -36,32 +37,44 @@ TRAINING_SHARE_WARMING_UP = 0.05
 
 @dataclass(frozen=True)
 class WarmStartRecipe:
-    """Size of the model and length of its supervised start."""
+    """Size of the model, and length and slant of its supervised start.
+
+    Plain sums are shown worked out step by step; word problems mostly done in one go, which a small model gets
+    wrong, and step by step in only `stepwise_word_share` of the cases. So the model can do the steps, rarely
+    thinks of them where words hide the sum, and reward alone can tell it to.
+    """
 
     vocab_size: int = 512
     hidden_size: int = 128
-    intermediate_size: int = 384
     num_layers: int = 2
     num_heads: int = 4
-    num_kv_heads: int = 2
     head_dim: int = 32
     max_position_embeddings: int = 1024
     initializer_range: float = 0.06
     rope_theta: float = 300.0
-    num_steps: int = 260
+    num_steps: int = 700
     batch_size: int = 32
     learning_rate: float = 3e-3
-    stepwise_word_share: float = 0.25
+    stepwise_word_share: float = 0.2
     num_threads: int = 2
+
+    @property
+    def intermediate_size(self) -> int:
+        return 3 * self.hidden_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads // 2 if self.num_heads % 2 == 0 else self.num_heads
 
 
 def build_model(train_rows: list[Row], output_dir: Path, recipe: WarmStartRecipe, seed: int) -> dict[str, Any]:
-    """Writes the warm-started model folder and returns its metrics: steps, final loss, parameters, seconds.
+    """Writes the warm-started model folder; returns steps, first_loss, final_loss, parameters and seconds.
 
     The same rows, recipe and seed give the same bytes on the same machine. The random state and the number of
     threads of the calling process are left as they were.
     """
     started = time.monotonic()
+    _check(train_rows, recipe)
     tokenizer = train_tokenizer(train_rows, recipe)
     num_threads_before = torch.get_num_threads()
     torch.set_num_threads(recipe.num_threads)
@@ -85,6 +98,17 @@ def build_model(train_rows: list[Row], output_dir: Path, recipe: WarmStartRecipe
     }
 
 
+def _check(train_rows: list[Row], recipe: WarmStartRecipe) -> None:
+    if recipe.num_steps < 1:
+        raise ModelError(f"model.recipe.num_steps is {recipe.num_steps}: a warm start takes at least 1 step")
+    num_foreign = sum("operands" not in row.get("extra_info", {}) for row in train_rows)
+    if num_foreign or not train_rows:
+        raise ModelError(
+            f"{num_foreign} of {len(train_rows)} training rows are not generated arithmetic problems, "
+            "the only ones whose solutions a warm start knows: set data.source=arithmetic, or model.source=path with a model"
+        )
+
+
 def train_tokenizer(train_rows: list[Row], recipe: WarmStartRecipe) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer over prompts and solutions: every digit is a token, any text round-trips."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -101,8 +125,7 @@ def train_tokenizer(train_rows: list[Row], recipe: WarmStartRecipe) -> PreTraine
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = (f"user\n{_prompt_text(row)}\nassistant\n{_stepwise(row)}" for row in train_rows)
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((_corpus_text(row) for row in train_rows), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS_TOKEN,
@@ -145,11 +168,7 @@ def warm_start(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, train_rows: list[Row], recipe: WarmStartRecipe
 ) -> list[float]:
     """Trains the model on the rows' worked solutions; the loss of each step, in nats per response token."""
-    draws = torch.rand(len(train_rows)).tolist()
-    examples = [
-        _encode(tokenizer, row, _stepwise(row) if is_stepwise(row, draw, recipe) else _quick(row))
-        for row, draw in zip(train_rows, draws, strict=True)
-    ]
+    solutions = _solutions(train_rows, recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_share(step, recipe))
     report_every = max(1, recipe.num_steps // NUM_PROGRESS_LINES)
@@ -158,9 +177,10 @@ def warm_start(
     model.train()
     for step in range(1, recipe.num_steps + 1):
         while len(order) < recipe.batch_size:
-            order += torch.randperm(len(examples)).tolist()
+            order += torch.randperm(len(train_rows)).tolist()
         batch, order = order[: recipe.batch_size], order[recipe.batch_size :]
-        loss = _response_loss(model, [examples[index] for index in batch], tokenizer.pad_token_id)
+        examples = [_encode(tokenizer, train_rows[index], solutions[index]) for index in batch]
+        loss = _response_loss(model, examples, tokenizer.pad_token_id)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -195,23 +215,25 @@ def _response_loss(
     return F.cross_entropy(model.lm_head(hidden[is_response]), labels[:, 1:][is_response])
 
 
+def _solutions(train_rows: list[Row], recipe: WarmStartRecipe) -> list[str]:
+    """One solution per row, in the slant that the recipe describes."""
+    is_word = [row["extra_info"]["form"] == "word" for row in train_rows]
+    is_quick = (torch.rand(len(train_rows)) >= recipe.stepwise_word_share).tolist()
+    return [
+        (quick_solution if word and quick else worked_solution)(
+            row["extra_info"]["subject"], row["extra_info"]["operands"]
+        )
+        for row, word, quick in zip(train_rows, is_word, is_quick, strict=True)
+    ]
+
+
 def _encode(tokenizer: PreTrainedTokenizerFast, row: Row, solution: str) -> tuple[list[int], list[int]]:
     """The prompt's tokens and the solution's, the latter with the end token."""
     prompt = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
     return tokenizer.encode(prompt), tokenizer.encode(solution + EOS_TOKEN)
 
 
-def _prompt_text(row: Row) -> str:
-    return "\n".join(message["content"] for message in row["prompt"])
-
-
-def is_stepwise(row: Row, draw: float, recipe: WarmStartRecipe) -> bool:
-    return row["extra_info"]["form"] == "plain" or draw < recipe.stepwise_word_share
-
-
-def _stepwise(row: Row) -> str:
-    return worked_solution(row["extra_info"]["subject"], row["extra_info"]["operands"])
-
-
-def _quick(row: Row) -> str:
-    return quick_solution(row["extra_info"]["subject"], row["extra_info"]["operands"])
+def _corpus_text(row: Row) -> str:
+    prompt = "\n".join(message["content"] for message in row["prompt"])
+    solution = worked_solution(row["extra_info"]["subject"], row["extra_info"]["operands"])
+    return f"user\n{prompt}\nassistant\n{solution}"

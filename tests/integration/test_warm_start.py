@@ -1,0 +1,141 @@
+"""The small model of the default recipe, built for real: it learns, reproduces, loads, generates and stops."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dapo_core import warm_start
+from dapo_core.arithmetic import Row, generate_problems, quick_solution, worked_solution
+from dapo_core.errors import ModelError
+from dapo_core.warm_start import WarmStartRecipe, build_model
+
+_RECIPE = WarmStartRecipe(hidden_size=64, num_heads=2, num_steps=30, batch_size=16, num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def train_rows() -> list[Row]:
+    return generate_problems(400, 1, 3, seed=0)[0]
+
+
+@pytest.fixture(scope="module")
+def built(train_rows: list[Row], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("model")
+    return folder, build_model(train_rows, folder, _RECIPE, seed=0)
+
+
+def test_a_short_warm_start_lowers_the_loss(built: tuple[Path, dict[str, Any]]) -> None:
+    metrics = built[1]
+    assert metrics["steps"] == 30
+    # Half of the first loss lies far outside the spread between batches, which is a few hundredths.
+    assert metrics["final_loss"] < metrics["first_loss"] / 2
+
+
+def test_plain_sums_are_shown_stepwise_and_word_problems_mostly_in_one_go() -> None:
+    rows = generate_problems(3000, 1, 3, seed=0)[0]
+    torch.manual_seed(0)
+    solutions = warm_start._solutions(rows, WarmStartRecipe(stepwise_word_share=0.2))
+    num_words = num_stepwise_words = 0
+    for row, solution in zip(rows, solutions, strict=True):
+        operands = (row["extra_info"]["subject"], row["extra_info"]["operands"])
+        if row["extra_info"]["form"] == "plain":
+            assert solution == worked_solution(*operands)
+        else:
+            assert solution in (worked_solution(*operands), quick_solution(*operands))
+            num_words += 1
+            num_stepwise_words += solution != quick_solution(*operands)
+    # 2000 words at 0.2: standard deviation of the share is sqrt(0.2 * 0.8 / 2000) = 0.009; four of them.
+    assert abs(num_stepwise_words / num_words - 0.2) < 0.036
+
+
+def test_metrics_count_the_parameters_that_are_saved(built: tuple[Path, dict[str, Any]]) -> None:
+    tensors = load_file(built[0] / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert sum(tensor.numel() for tensor in tensors.values()) == built[1]["parameters"]
+
+
+def test_the_same_seed_gives_the_same_files_and_another_seed_other_weights(
+    built: tuple[Path, dict[str, Any]], train_rows: list[Row], tmp_path: Path
+) -> None:
+    build_model(train_rows, tmp_path / "again", _RECIPE, seed=0)
+    build_model(train_rows, tmp_path / "other", _RECIPE, seed=1)
+    for path in built[0].iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+    weights = "model.safetensors"
+    assert (tmp_path / "other" / weights).read_bytes() != (built[0] / weights).read_bytes()
+
+
+def test_the_random_state_of_the_caller_is_left_alone(train_rows: list[Row], tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    num_threads = torch.get_num_threads()
+    build_model(train_rows, tmp_path, dataclasses.replace(_RECIPE, num_steps=1), seed=0)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == num_threads
+
+
+def test_the_folder_loads_with_the_same_logits(train_rows: list[Row], tmp_path: Path) -> None:
+    tokenizer = warm_start.train_tokenizer(train_rows, _RECIPE)
+    torch.manual_seed(0)
+    model = warm_start.create_model(tokenizer, _RECIPE).eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    input_ids = torch.tensor([tokenizer.encode("47 + 85 = ?")])
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
+
+
+@pytest.mark.parametrize(
+    "text", ["47 + 85 = ?", "", "  two\t tabs\n\n", "Größe: 12½ €, 漢字 🙂", "<|im_end|>1<|im_start|>", "\x00\x7f"]
+)
+def test_any_text_survives_the_tokenizer(built: tuple[Path, dict[str, Any]], text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(built[0])
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_every_digit_is_a_token_and_ids_fit_the_model(built: tuple[Path, dict[str, Any]]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(built[0])
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("123=45")) == ["1", "2", "3", "=", "4", "5"]
+    assert len(tokenizer) <= json.loads((built[0] / "config.json").read_text())["vocab_size"]
+
+
+def test_the_chat_template_opens_the_answer(built: tuple[Path, dict[str, Any]]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(built[0])
+    messages = [{"role": "user", "content": "1 + 2 = ?"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>user\n1 + 2 = ?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_end_token_of_the_generation_config_stops_generation(
+    built: tuple[Path, dict[str, Any]],
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(built[0])
+    model = AutoModelForCausalLM.from_pretrained(built[0])
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    # The end token outweighs every other at the first step, so nothing may follow it.
+    model.lm_head.register_forward_hook(
+        lambda module, inputs, logits: logits.index_fill(-1, torch.tensor([tokenizer.eos_token_id]), 1e4)
+    )
+    input_ids = torch.tensor([tokenizer.encode("1 + 2 = ?")])
+    generated = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=20)
+    assert generated[0, input_ids.shape[1] :].tolist() == [tokenizer.eos_token_id]
+
+
+def test_rows_without_solutions_are_refused(train_rows: list[Row], tmp_path: Path) -> None:
+    foreign = {**train_rows[0], "extra_info": {"index": 0}}
+    with pytest.raises(ModelError, match=r"1 of 3 training rows are not generated.*set data.source=arithmetic"):
+        build_model([*train_rows[:2], foreign], tmp_path, _RECIPE, seed=0)
+
+
+def test_a_warm_start_without_steps_is_refused(train_rows: list[Row], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model.recipe.num_steps is 0"):
+        build_model(train_rows, tmp_path, dataclasses.replace(_RECIPE, num_steps=0), seed=0)
