@@ -21,7 +21,7 @@ Span = tuple[int, int]
 DATA_SOURCE = "arithmetic"
 INSTRUCTION = "Last line: Answer: $Answer"
 SUBJECTS = ("addition", "subtraction", "multiplication", "two_step")
-WORD_SHARE = 2 / 3
+FORMS = ("plain", "word")
 MAX_LEVEL = 5
 NUM_BUCKETS = 10
 HELD_OUT_BUCKET = 0
@@ -112,7 +112,7 @@ def _draw_rows(num_rows: int, max_level: int, rng: random.Random, is_held_out: b
         subject, level = kinds[index % len(kinds)]
         for _ in range(MAX_DRAWS_PER_PROBLEM):
             operands = draw_operands(subject, level, rng)
-            form = "word" if rng.random() < WORD_SHARE else "plain"
+            form = rng.choice(FORMS)
             text = _phrase(subject, operands, form, rng)
             if is_operands_held_out(subject, operands) == is_held_out and text not in seen:
                 break

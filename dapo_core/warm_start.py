@@ -39,9 +39,10 @@ TRAINING_SHARE_WARMING_UP = 0.05
 class WarmStartRecipe:
     """Size of the model, and length and slant of its supervised start.
 
-    Plain sums are shown worked out step by step; word problems mostly done in one go, which a small model gets
-    wrong, and step by step in only `stepwise_word_share` of the cases. So the model can do the steps, rarely
-    thinks of them where words hide the sum, and reward alone can tell it to.
+    First every problem is shown worked out step by step. In the last `slanted_share` of the steps word problems
+    are mostly shown done in one go, which a small model gets wrong, and step by step in only
+    `stepwise_word_share` of the cases. So the model can do the steps, rarely thinks of them where words hide
+    the sum, and reward alone can tell it to.
     """
 
     vocab_size: int = 512
@@ -52,9 +53,10 @@ class WarmStartRecipe:
     max_position_embeddings: int = 1024
     initializer_range: float = 0.06
     rope_theta: float = 300.0
-    num_steps: int = 700
+    num_steps: int = 500
     batch_size: int = 32
     learning_rate: float = 3e-3
+    slanted_share: float = 0.2
     stepwise_word_share: float = 0.2
     num_threads: int = 2
 
@@ -105,7 +107,8 @@ def _check(train_rows: list[Row], recipe: WarmStartRecipe) -> None:
     if num_foreign or not train_rows:
         raise ModelError(
             f"{num_foreign} of {len(train_rows)} training rows are not generated arithmetic problems, "
-            "the only ones whose solutions a warm start knows: set data.source=arithmetic, or model.source=path with a model"
+            "the only ones whose solutions a warm start knows: set data.source=arithmetic, or "
+            "model.source=path with a model"
         )
 
 
@@ -168,7 +171,8 @@ def warm_start(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, train_rows: list[Row], recipe: WarmStartRecipe
 ) -> list[float]:
     """Trains the model on the rows' worked solutions; the loss of each step, in nats per response token."""
-    solutions = _solutions(train_rows, recipe)
+    solutions = [_step_by_step(row) for row in train_rows]
+    first_slanted_step = recipe.num_steps - round(recipe.num_steps * recipe.slanted_share) + 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_share(step, recipe))
     report_every = max(1, recipe.num_steps // NUM_PROGRESS_LINES)
@@ -176,6 +180,8 @@ def warm_start(
     losses: list[float] = []
     model.train()
     for step in range(1, recipe.num_steps + 1):
+        if step == first_slanted_step:
+            solutions = _slanted_solutions(train_rows, recipe)
         while len(order) < recipe.batch_size:
             order += torch.randperm(len(train_rows)).tolist()
         batch, order = order[: recipe.batch_size], order[recipe.batch_size :]
@@ -215,16 +221,21 @@ def _response_loss(
     return F.cross_entropy(model.lm_head(hidden[is_response]), labels[:, 1:][is_response])
 
 
-def _solutions(train_rows: list[Row], recipe: WarmStartRecipe) -> list[str]:
-    """One solution per row, in the slant that the recipe describes."""
-    is_word = [row["extra_info"]["form"] == "word" for row in train_rows]
+def _slanted_solutions(train_rows: list[Row], recipe: WarmStartRecipe) -> list[str]:
+    """One solution per row: plain sums step by step, word problems mostly in one go."""
     is_quick = (torch.rand(len(train_rows)) >= recipe.stepwise_word_share).tolist()
     return [
-        (quick_solution if word and quick else worked_solution)(
-            row["extra_info"]["subject"], row["extra_info"]["operands"]
-        )
-        for row, word, quick in zip(train_rows, is_word, is_quick, strict=True)
+        _in_one_go(row) if row["extra_info"]["form"] == "word" and quick else _step_by_step(row)
+        for row, quick in zip(train_rows, is_quick, strict=True)
     ]
+
+
+def _step_by_step(row: Row) -> str:
+    return worked_solution(row["extra_info"]["subject"], row["extra_info"]["operands"])
+
+
+def _in_one_go(row: Row) -> str:
+    return quick_solution(row["extra_info"]["subject"], row["extra_info"]["operands"])
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, row: Row, solution: str) -> tuple[list[int], list[int]]:
@@ -235,5 +246,4 @@ def _encode(tokenizer: PreTrainedTokenizerFast, row: Row, solution: str) -> tupl
 
 def _corpus_text(row: Row) -> str:
     prompt = "\n".join(message["content"] for message in row["prompt"])
-    solution = worked_solution(row["extra_info"]["subject"], row["extra_info"]["operands"])
-    return f"user\n{prompt}\nassistant\n{solution}"
+    return f"user\n{prompt}\nassistant\n{_step_by_step(row)}"
