@@ -53,7 +53,7 @@ class WarmStartRecipe:
     max_position_embeddings: int = 1024
     initializer_range: float = 0.06
     rope_theta: float = 300.0
-    num_steps: int = 500
+    num_steps: int = 600
     batch_size: int = 32
     learning_rate: float = 3e-3
     slanted_share: float = 0.2
