@@ -1,0 +1,203 @@
+"""Measures both inference engines on the load of the CPU recipe and prints one table.
+
+Each engine runs in a process of its own, so that its start is a true start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from dapo_core.engines import Engine
+
+EngineKind = Literal["vllm", "hf"]
+EXAMPLE = """example, on two cores, with one and with two threads per engine:
+  taskset -c 0,1 .venv/bin/python bench/engines.py --threads 1 2
+"""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every engine is asked to do."""
+
+    num_prompts: int
+    group_size: int
+    max_response_tokens: int
+    max_num_seqs: int
+    num_rounds: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Medians over the rounds after the first, which also pays for what is done once."""
+
+    engine: EngineKind
+    num_threads: int
+    start_seconds: float
+    first_round_seconds: float
+    tokens_per_second: float
+    cpu_seconds: float  # of one round, all threads
+    load_weights_seconds: float
+    mean_response_tokens: float
+
+
+def main() -> None:
+    """Build the model, measure each engine at each number of threads, print the table."""
+    arguments = _parser().parse_args()
+    load = Load(
+        arguments.prompts,
+        arguments.group_size,
+        arguments.response_tokens,
+        arguments.max_num_seqs,
+        arguments.rounds,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model_path = arguments.model or build_recipe_model(Path(folder) / "model", arguments.warm_steps)
+        measurements = [
+            _in_own_process(kind, model_path, num_threads, load)
+            for num_threads in arguments.threads
+            for kind in arguments.engines
+        ]
+    print(table(measurements, load))
+
+
+def build_recipe_model(path: Path, num_steps: int) -> Path:
+    """The CPU recipe's model after a warm start of `num_steps`, so that responses have realistic lengths."""
+    from dapo_core.arithmetic import generate_problems
+    from dapo_core.warm_start import WarmStartRecipe, build_model
+
+    rows, _ = generate_problems(num_train=2000, num_eval=1, max_level=2, seed=0)
+    build_model(rows, path, WarmStartRecipe(num_steps=num_steps), seed=0)
+    return path
+
+
+def measure(kind: EngineKind, model_path: Path, num_threads: int, load: Load) -> Measurement:
+    """One engine's figures on the load."""
+    started = time.perf_counter()
+    from dapo_core.engines import EngineSettings, build_engine
+
+    prompts = _prompts(model_path, load.num_prompts)
+    settings = EngineSettings(
+        dtype="float32",
+        max_model_tokens=max(len(prompt) for prompt in prompts) + load.max_response_tokens,
+        max_response_tokens=load.max_response_tokens,
+        max_num_seqs=load.max_num_seqs,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=-1,
+        memory_bytes=1024**3,
+        memory_utilization=0.8,
+        threads=num_threads,
+    )
+    engine = build_engine(kind, model_path, settings, seed=0)
+    start_seconds = time.perf_counter() - started
+    seconds, cpu_seconds, num_tokens, load_seconds = [], [], [], []
+    for number in range(load.num_rounds + 1):
+        load_seconds.append(_time_weight_load(engine, model_path, number))
+        began, cpu_began = time.perf_counter(), time.process_time()
+        num_tokens.append(_run_round(engine, prompts, load.group_size, number))
+        seconds.append(time.perf_counter() - began)
+        cpu_seconds.append(time.process_time() - cpu_began)
+    engine.close()
+    return Measurement(
+        kind,
+        num_threads,
+        start_seconds,
+        seconds[0],
+        statistics.median(tokens / spent for tokens, spent in zip(num_tokens[1:], seconds[1:], strict=True)),
+        statistics.median(cpu_seconds[1:]),
+        statistics.median(load_seconds[1:]),
+        statistics.mean(num_tokens) / (load.num_prompts * load.group_size),
+    )
+
+
+def table(measurements: list[Measurement], load: Load) -> str:
+    """The figures as text; the ratio is throughput over that of the first row."""
+    first = measurements[0].tokens_per_second
+    lines = [
+        f"{load.num_prompts} prompts x {load.group_size} responses, at most {load.max_response_tokens} tokens "
+        f"each, {measurements[0].mean_response_tokens:.0f} on average; medians of {load.num_rounds} rounds",
+        "engine threads  start s  first round s  tokens/s  ratio  CPU s/round  load weights s",
+    ]
+    lines += [
+        f"{row.engine:6} {row.num_threads:7} {row.start_seconds:8.1f} {row.first_round_seconds:14.2f} "
+        f"{row.tokens_per_second:9.0f} {row.tokens_per_second / first:6.2f} {row.cpu_seconds:12.2f} "
+        f"{row.load_weights_seconds:15.3f}"
+        for row in measurements
+    ]
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engines", nargs="+", choices=["vllm", "hf"], default=["vllm", "hf"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1], help="CPU threads per engine (default: 1)")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts per round (default: %(default)s)")
+    parser.add_argument("--group-size", type=int, default=8, help="responses per prompt (default: %(default)s)")
+    parser.add_argument("--response-tokens", type=int, default=64, help="length limit (default: %(default)s)")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=256, help="rows decoded at once (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: %(default)s)")
+    parser.add_argument("--model", type=Path, help="a model folder instead of the recipe's model")
+    parser.add_argument("--warm-steps", type=int, default=100, help="of the recipe's model (default: %(default)s)")
+    return parser
+
+
+def _in_own_process(kind: EngineKind, model_path: Path, num_threads: int, load: Load) -> Measurement:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, kind, model_path, num_threads, load).result()
+
+
+def _prompts(model_path: Path, num_prompts: int) -> list[list[int]]:
+    from dapo_core.arithmetic import generate_problems
+    from dapo_core.data import load_tokenizer
+
+    tokenizer = load_tokenizer(model_path)
+    rows, _ = generate_problems(num_train=num_prompts, num_eval=1, max_level=2, seed=1)
+    texts = [
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows
+    ]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def _time_weight_load(engine: Engine, model_path: Path, policy_version: int) -> float:
+    from safetensors.torch import load_file
+
+    weights = {
+        name: tensor for file in model_path.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    began = time.perf_counter()
+    engine.load_weights(weights.items(), policy_version)
+    return time.perf_counter() - began
+
+
+def _run_round(engine: Engine, prompts: list[list[int]], group_size: int, number: int) -> int:
+    """Response tokens of one round over all prompts."""
+    from dapo_core.engines import GenerationRequest
+
+    engine.submit(
+        [
+            GenerationRequest(f"{number}/{index}/{sample}", prompt, seed=(number * 1000 + index) * 100 + sample)
+            for index, prompt in enumerate(prompts)
+            for sample in range(group_size)
+        ]
+    )
+    num_tokens = 0
+    while engine.num_unfinished():
+        num_tokens += sum(len(response.response_ids) for response in engine.step())
+    return num_tokens
+
+
+if __name__ == "__main__":
+    main()
