@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -189,7 +190,7 @@ def _start(model_path: str | Path, settings: EngineSettings, seed: int, max_toke
         }
     from vllm import EngineArgs, LLMEngine
 
-    return LLMEngine.from_engine_args(
+    engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(model_path),
             dtype=settings.dtype,  # type: ignore[arg-type]
@@ -201,6 +202,9 @@ def _start(model_path: str | Path, settings: EngineSettings, seed: int, max_toke
             **platform_options,
         )
     )
+    # It warns at each load of modules that own no weights; check_weights has already said what is missing.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    return engine
 
 
 def _repack_head(model: torch.nn.Module) -> None:
