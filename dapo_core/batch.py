@@ -51,7 +51,7 @@ class Batch:
 
     def select(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """The given responses in the given order, padded no wider than they need."""
-        rows = torch.as_tensor(np.asarray(indices, dtype=np.int64))
+        rows = torch.from_numpy(np.array(indices, dtype=np.int64))
         width = int((self.prompt_lengths + self.response_lengths.clamp(min=1))[rows].max())
         num_response_tokens = max(int(self.response_lengths[rows].max()), 1)
         return Batch(
@@ -99,10 +99,7 @@ def build_batch(groups: Sequence[Group], advantages: np.ndarray, mask_truncated:
 
 
 def balance_over_ranks(lengths: np.ndarray, num_ranks: int) -> list[np.ndarray]:
-    """Indices for each rank with nearly equal token sums: longest first, each to the lightest rank.
-
-    Every rank gets at least one response when there are enough.
-    """
+    """Indices for each rank with nearly equal token sums: longest first, each to the lightest rank."""
     loads = np.zeros(num_ranks, dtype=np.int64)
     members: list[list[int]] = [[] for _ in range(num_ranks)]
     for index in np.argsort(-lengths, kind="stable"):
@@ -137,7 +134,7 @@ class RankShare:
     """One rank's part of a batch, already cut into micro-batches.
 
     `micro_batches` has the same length on every rank, because each is a collective forward pass under FSDP; a
-    rank with less work repeats a response with an empty mask.
+    rank with less work, or none, repeats a response with an empty mask.
     """
 
     batch: Batch
@@ -147,12 +144,11 @@ class RankShare:
 def split_batch(batch: Batch, num_ranks: int, max_tokens: int) -> tuple[list[RankShare], list[np.ndarray]]:
     """Balanced shares for each rank, and for each rank the indices into `batch` that its rows came from."""
     indices = balance_over_ranks(batch.lengths, num_ranks)
-    if any(len(rank_indices) == 0 for rank_indices in indices):
-        raise ValueError(
-            f"{batch.num_responses} responses cannot feed train.num_ranks={num_ranks}; use fewer ranks"
-        )
-    parts = [batch.select(rank_indices) for rank_indices in indices]
-    cuts = [micro_batches(part.lengths, max_tokens) for part in parts]
+    parts = [batch.select(rank_indices if len(rank_indices) else [0]) for rank_indices in indices]
+    cuts = [
+        micro_batches(part.lengths, max_tokens) if len(rank_indices) else []
+        for part, rank_indices in zip(parts, indices, strict=True)
+    ]
     most = max(len(cut) for cut in cuts)
     empty = np.empty(0, dtype=np.int64)
     shares = [RankShare(part, cut + [empty] * (most - len(cut))) for part, cut in zip(parts, cuts, strict=True)]

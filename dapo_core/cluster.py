@@ -79,6 +79,7 @@ def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
 def _connect(config: Config) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     common: dict[str, Any] = {"logging_level": "warning", "log_to_driver": True}
     if config.train.ray_address:
         ray.init(address=config.train.ray_address, **common)
@@ -113,7 +114,7 @@ def _place(actor_class: type, count: int, threads: int, device: Device, groups: 
         ray.remote(actor_class)
         .options(
             **options,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}},
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
         )
         .remote()
@@ -198,8 +199,8 @@ class PolicyGroup:
         log_probs, entropy = torch.zeros(batch.response_mask.shape), torch.zeros(batch.response_mask.shape)
         parts = self._call_each("log_probs", [(share, temperature) for share in shares])
         for rows, (part_log_probs, part_entropy) in zip(indices, parts, strict=True):
-            log_probs[rows, : part_log_probs.shape[1]] = part_log_probs
-            entropy[rows, : part_entropy.shape[1]] = part_entropy
+            log_probs[rows, : part_log_probs.shape[1]] = part_log_probs[: len(rows)]
+            entropy[rows, : part_entropy.shape[1]] = part_entropy[: len(rows)]
         return log_probs, entropy
 
     def update(self, mini_batch: Batch) -> UpdateSums:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,9 @@ def _load(checkpoint: Path, tensors: Mapping[str, Any], dtype: str) -> dict[str,
         MODEL_PREFIX + name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for name, tensor in tensors.items()
     }
-    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
     return {
         name.removeprefix(MODEL_PREFIX): tensor.to(_target_dtype(tensor.dtype, dtype)).contiguous()
         for name, tensor in state.items()

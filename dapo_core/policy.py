@@ -84,9 +84,9 @@ class Policy:
                     micro, temperature or self.temperature, with_entropy=True
                 )
                 assert micro_entropy is not None
-                width = micro.response_mask.shape[1]
-                log_probs[indices, :width] = micro_log_probs[: len(indices)].float().cpu()
-                entropy[indices, :width] = micro_entropy[: len(indices)].float().cpu()
+                width, rows = micro.response_mask.shape[1], indices.tolist()
+                log_probs[rows, :width] = micro_log_probs[: len(rows)].float().cpu()
+                entropy[rows, :width] = micro_entropy[: len(rows)].float().cpu()
         return log_probs, entropy
 
     def update(self, share: RankShare, totals: LossTotals) -> UpdateSums:

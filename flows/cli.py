@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -32,6 +33,7 @@ def main() -> None:
     from dapo_core.errors import DapoError
     from eval.errors import EvaluationError
 
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also those of loading a model's weights
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -173,8 +175,6 @@ def serve(
     overrides: SetOption = None,
 ) -> None:
     """Serve a model with vLLM as the evaluation does, until interrupted."""
-    import os
-
     from dapo_core.config import load_config_or_defaults
     from tasks.serve_model import exec_server
 
@@ -194,8 +194,6 @@ def evaluate(
     overrides: SetOption = None,
 ) -> None:
     """Ask a served model every held-out item; the API key is read from VLLM_API_KEY."""
-    import os
-
     from dapo_core.config import load_config_or_defaults
     from eval.benchmark import load_items
     from eval.run import evaluate as run_evaluation

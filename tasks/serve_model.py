@@ -65,7 +65,7 @@ def serve_command(model_path: str | Path, settings: ServeConfig, port: int) -> l
     return [
         sys.executable,
         "-m",
-        "vllm.entrypoints.cli.main",
+        "dapo_core.engines.vllm_command",
         "serve",
         str(model_path),
         "--served-model-name",
