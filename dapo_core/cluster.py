@@ -114,12 +114,20 @@ def _place(actor_class: type, count: int, threads: int, device: Device, groups: 
         ray.remote(actor_class)
         .options(
             **options,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}},
+            runtime_env={"env_vars": _worker_environment(threads)},
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
         )
         .remote()
         for number in range(count)
     ]
+
+
+def _worker_environment(threads: int) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns; spinning threads would starve each other
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
 
 
 class _PolicyRank:
@@ -150,7 +158,11 @@ class _RolloutRank:
         device.require()
         torch.set_num_threads(config.rollout.threads_per_worker)
         engine = build_engine(
-            config.rollout.engine, model_path, engine_settings(config, device), seed=config.run.seed
+            config.rollout.engine,
+            model_path,
+            engine_settings(config, device),
+            seed=config.run.seed,
+            device=str(device.torch_device()),
         )
         self.worker = RolloutWorker(
             engine,

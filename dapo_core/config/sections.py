@@ -61,7 +61,7 @@ class ModelRecipeConfig(Section):
     num_layers: int = key(2, "Decoder layers.", ge=1, le=64)
     hidden_size: int = key(128, "Width of the residual stream.", ge=16, le=8192)
     num_heads: int = key(4, "Attention heads.", ge=1, le=128)
-    num_steps: int = key(260, "Supervised steps before reinforcement learning.", ge=0, le=100_000)
+    num_steps: int = key(600, "Supervised steps before reinforcement learning.", ge=0, le=100_000)
     batch_size: int = key(32, "Solutions per supervised step.", ge=1, le=65_536)
     learning_rate: float = key(3e-3, "Peak AdamW rate of the supervised steps.", gt=0, le=1)
 
