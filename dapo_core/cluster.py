@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,11 @@ logger = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 300.0
 POLL_SECONDS = 0.25
+# Of the whole job, so that the workers which Ray starts in advance have it and are used.
+WORKER_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns; spinning threads would starve each other
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,9 @@ def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
     Starts a private Ray on this machine unless train.ray_address names a running one, of which only the
     actors started here are then ended. Raises ConfigError when the cluster never has the devices.
     """
+    started = time.monotonic()
     _connect(config)
+    logger.info("Ray is up after %.0f s", time.monotonic() - started)
     groups: list[PlacementGroup] = []
     actors: list[Any] = []
     try:
@@ -67,6 +75,10 @@ def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
         ]
         starting += [worker.start.remote(str(model_path), config) for worker in workers]
         ray.get(starting)
+        seconds = time.monotonic() - started
+        logger.info(
+            "%d policy ranks and %d rollout workers are ready after %.0f s", len(ranks), len(workers), seconds
+        )
         yield Cluster(PolicyGroup(ranks, config.train.micro_batch_tokens), RolloutGroup(workers))
     finally:
         for actor in actors:
@@ -80,7 +92,11 @@ def _connect(config: Config) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    common: dict[str, Any] = {"logging_level": "warning", "log_to_driver": True}
+    common: dict[str, Any] = {
+        "logging_level": "warning",
+        "log_to_driver": True,
+        "runtime_env": {"env_vars": WORKER_ENVIRONMENT},
+    }
     if config.train.ray_address:
         ray.init(address=config.train.ray_address, **common)
         return
@@ -114,20 +130,11 @@ def _place(actor_class: type, count: int, threads: int, device: Device, groups: 
         ray.remote(actor_class)
         .options(
             **options,
-            runtime_env={"env_vars": _worker_environment(threads)},
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
         )
         .remote()
         for number in range(count)
     ]
-
-
-def _worker_environment(threads: int) -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns; spinning threads would starve each other
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
 
 
 class _PolicyRank:
