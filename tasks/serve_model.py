@@ -26,7 +26,6 @@ SERVED_NAME = "policy"
 API_KEY_VARIABLE = "VLLM_API_KEY"
 POLL_SECONDS = 0.25
 TAIL_LINES = 20
-SERVER_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def serve_model(model_path: str | Path, settings: ServeConfig, log_path: Path) -
     require_free_port(settings.host, port)
     command = serve_command(model_path, settings, port)
     api_key = secrets.token_urlsafe(24)
-    env = {**SERVER_ENVIRONMENT, API_KEY_VARIABLE: api_key}
+    env = {**serve_environment(settings), API_KEY_VARIABLE: api_key}
     with background_command(command, log_path=log_path, label="vllm serve", env=env) as process:
         server = Server(f"http://{_connect_host(settings.host)}:{port}", SERVED_NAME, api_key)
         wait_until_healthy(server, process, settings.startup_seconds)
@@ -83,8 +82,16 @@ def serve_command(model_path: str | Path, settings: ServeConfig, port: int) -> l
         "--generation-config",
         "vllm",
         *memory,
+        *(["--enforce-eager"] if settings.eager else []),
         *settings.extra_args,
     ]
+
+
+def serve_environment(settings: ServeConfig) -> dict[str, str]:
+    """Environment of the server: it reports nothing to anyone, and compiles nothing when eager."""
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    # --enforce-eager leaves the sampler compiled, which needs a C++ compiler on a CPU
+    return {**quiet, "TORCHDYNAMO_DISABLE": "1"} if settings.eager else quiet
 
 
 def wait_until_healthy(server: Server, process: SupervisedProcess, startup_seconds: float) -> None:
@@ -153,4 +160,4 @@ def exec_server(model_path: str | Path, settings: ServeConfig, environment: Mapp
     require_free_port(settings.host, port)
     command = serve_command(model_path, settings, port)
     logger.info("%s", " ".join(command[3:]))
-    os.execvpe(command[0], command, {**environment, **SERVER_ENVIRONMENT})
+    os.execvpe(command[0], command, {**environment, **serve_environment(settings)})

@@ -180,6 +180,7 @@ class ServeConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the served weights.")
     max_model_len: int = key(22528, "Prompt plus response tokens.", ge=2)
     max_num_seqs: int = volatile(24, "Sequences decoded at once.", ge=1)
+    eager: bool = key(False, "Compile nothing: a small model is served sooner, a large one slower.")
     memory_gigabytes: float | None = volatile(None, "KV cache; unset: what vLLM takes by itself.", gt=0)
     host: str = volatile("127.0.0.1", "Address to bind.")
     port: int = volatile(0, "Port to bind; 0 takes a free one.", ge=0, le=65_535)
