@@ -1,0 +1,253 @@
+"""Rules of the layout, read from the source: who may import whom, how large things get, what must not appear."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = ("flows", "tasks", "dapo_core", "eval")
+MAY_IMPORT = {
+    "flows": {"flows", "tasks", "dapo_core", "eval"},
+    "tasks": {"tasks", "dapo_core", "eval"},
+    "dapo_core": {"dapo_core"},
+    "eval": {"eval"},
+}
+ONLY_IN = {
+    "prefect": re.compile(r"(flows|tasks)/"),
+    "ray": re.compile(r"dapo_core/cluster\.py"),
+    "vllm": re.compile(r"dapo_core/(engines/\w+|weight_sync)\.py"),
+    "torch_npu": re.compile(r"dapo_core/device\.py"),
+}
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_NESTING = 400, 60, 8, 4
+NESTING = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
+# Around untrusted text, at shutdown, in health polls: each with its reason.
+BROAD_EXCEPT_ALLOWED: dict[str, str] = {}
+HEAVY = ("torch", "ray", "vllm", "prefect", "transformers", "matplotlib")
+PLACES = re.compile(r"(?<![\w.$~{}/-])/(?:work|root|home|Users|mnt|media|opt|srv)/[\w.]")
+REGISTRY = re.compile(
+    r"https?://[^\s/'\"]*(?:pypi|mirror|artifactory|nexus|registry|proxy|wheel|npmjs)[^\s'\"]*"
+    r"|--?(?:extra-)?index-url[ =]+(?!https://download\.pytorch\.org/)\S+|PIP_(?:INDEX_URL|FIND_LINKS)\s*=\s*\S+"
+)
+TREE_FOLDERS = ("flows", "tasks", "dapo_core", "eval", "configs", "requirements", "bench")
+TREE_LINE = re.compile(r"^\s*([\w./-]*[\w/])\s{2,}(\S.*\S)\s*$")
+
+
+@cache
+def tracked() -> tuple[str, ...]:
+    """Every file in git's index that is there."""
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    names = listing.splitlines()
+    return tuple(sorted(name for name in names if (ROOT / name).is_file()))
+
+
+def sources(*folders: str) -> list[str]:
+    return [name for name in tracked() if name.endswith(".py") and name.partition("/")[0] in folders]
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse((ROOT / name).read_text(encoding="utf-8"), filename=name)
+
+
+def imported(name: str) -> Iterator[str]:
+    """Names of modules that a file imports anywhere, relative imports made absolute, and by import_module."""
+    package = name.removesuffix(".py").split("/")[:-1]
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            yield ".".join([*base, node.module] if node.module else base)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def roots(name: str) -> set[str]:
+    return {module.partition(".")[0] for module in imported(name)}
+
+
+def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def depth(node: ast.AST, is_elif: bool = False) -> int:
+    """Levels of blocks below a node; an elif is on the level of its if, an inner function begins anew."""
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            continue
+        follows_else = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+        deepest = max(deepest, depth(child, follows_else))
+    return deepest + (isinstance(node, NESTING) and not is_elif)
+
+
+def child_modules(code: str) -> set[str]:
+    """Top-level modules loaded by a fresh interpreter that ran `code`."""
+    script = f"{code}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_the_rules_see_the_code() -> None:
+    assert {name.partition("/")[0] for name in sources(*OWN)} == set(OWN)
+    assert "ray" in roots("dapo_core/cluster.py")
+    assert "torch_npu" in roots("dapo_core/device.py")
+    assert "prefect" in roots("flows/dapo_full.py")
+    nested = ast.parse("def f():\n if a:\n  for b in c:\n   pass\n elif d:\n  with e:\n   while g:\n    pass")
+    assert depth(nested.body[0]) == 3  # elif counts as its if; with, while below it
+
+
+@pytest.mark.parametrize("package", OWN)
+def test_import_direction(package: str) -> None:
+    wrong = {name: found for name in sources(package) if (found := roots(name) & set(OWN) - MAY_IMPORT[package])}
+    assert not wrong
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_library_stays_in_its_place(library: str) -> None:
+    users = [name for name in sources(*OWN, "bench") if library in roots(name)]
+    assert [name for name in users if not ONLY_IN[library].match(name)] == []
+
+
+def test_torch_npu_is_imported_by_name_only() -> None:
+    for name in sources(*OWN):
+        nodes = [node for node in ast.walk(tree_of(name)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert not any("torch_npu" in ast.unparse(node) for node in nodes), f"{name}: use importlib.import_module"
+
+
+def test_file_lengths() -> None:
+    lengths = {
+        name: len((ROOT / name).read_text(encoding="utf-8").splitlines())
+        for name in sources(*OWN, "tests", "bench")
+    }
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+@pytest.mark.parametrize("package", OWN)
+def test_function_shapes(package: str) -> None:
+    wrong = []
+    for name in sources(package):
+        for function in functions(name):
+            assert function.end_lineno is not None
+            lines = function.end_lineno - function.lineno + 1
+            given = function.args
+            count = len([*given.posonlyargs, *given.args, *given.kwonlyargs])
+            parameters = count + (given.vararg is not None) + (given.kwarg is not None)
+            nesting = max((depth(node) for node in function.body), default=0)
+            if lines > MAX_FUNCTION_LINES or parameters > MAX_PARAMETERS or nesting > MAX_NESTING:
+                wrong.append(f"{name}:{function.lineno} {function.name}: {lines=} {parameters=} {nesting=}")
+    assert wrong == []
+
+
+def test_no_print() -> None:
+    calls = [
+        f"{name}:{node.lineno}"
+        for name in sources(*OWN)
+        for node in ast.walk(tree_of(name))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert calls == []
+
+
+def test_no_module_for_odds_and_ends() -> None:
+    vague = re.compile(r"(^|/)(utils?|common|helpers?|misc)(/|\.py$)")
+    assert [name for name in tracked() if vague.search(name)] == []
+
+
+def test_broad_excepts_are_listed() -> None:
+    broad = {
+        name
+        for name in sources(*OWN)
+        for node in ast.walk(tree_of(name))
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or re.search(r"\b(Base)?Exception\b", ast.unparse(node.type)))
+    }
+    assert broad == set(BROAD_EXCEPT_ALLOWED)
+
+
+def test_no_machine_path_or_registry_in_tracked_files() -> None:
+    found = []
+    for name in tracked():
+        text = (ROOT / name).read_bytes().decode("utf-8", errors="replace")
+        if name == "tests/unit/test_architecture.py":
+            continue
+        for number, line in enumerate(text.splitlines(), start=1):
+            if match := PLACES.search(line) or REGISTRY.search(line):
+                found.append(f"{name}:{number}: {match.group()}")
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("line", "is_refused"),
+    [
+        ("path: /work/main/store", True),
+        ('open("/root/.cache")', True),
+        ("--index-url https://pypi.example.org/simple", True),
+        ("--index-url https://download.pytorch.org/whl/cpu", False),
+        ("see docs/home/page and https://host.org/work/1", False),
+    ],
+)
+def test_what_counts_as_machine_path_or_registry(line: str, is_refused: bool) -> None:
+    assert bool(PLACES.search(line) or REGISTRY.search(line)) is is_refused
+
+
+def test_every_package_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = {name.rpartition("/")[0].replace("/", ".") for name in sources(*OWN)}
+    assert set(project["tool"]["setuptools"]["packages"]) == packages
+    assert {f"{package.replace('.', '/')}/__init__.py" for package in packages} <= set(tracked())
+
+
+def test_light_modules_load_nothing_heavy() -> None:
+    modules = [name.removesuffix(".py").replace("/", ".") for name in sources("eval")]
+    code = "\n".join(f"import {module.removesuffix('.__init__')}" for module in ["dapo_core.config", *modules])
+    loaded = child_modules(code)
+    assert {"dapo_core", "eval"} <= loaded
+    assert loaded.isdisjoint(HEAVY)
+
+
+def test_help_loads_nothing_heavy_and_is_quick() -> None:
+    ask = "import sys\nfrom flows.cli import main\nsys.argv = ['dapo', '--help']\n"
+    loaded = child_modules(f"{ask}try:\n    main()\nexcept SystemExit as end:\n    assert not end.code")
+    assert "flows" in loaded
+    assert loaded.isdisjoint(HEAVY)
+    seconds = []
+    for _ in range(3):
+        before = os.times()
+        subprocess.run([sys.executable, "-c", f"{ask}main()"], cwd=ROOT, check=True, capture_output=True)
+        after = os.times()
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert min(seconds) < 0.5
+
+
+def test_readme_file_tree_is_true() -> None:
+    """Each file is listed once with a phrase; a folder line, which ends in /, stands for all files in it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    tree = max(blocks, key=lambda block: block.count(".py "))
+    listed = [match.group(1) for line in tree.splitlines() if (match := TREE_LINE.match(line))]
+    repeated = [name for name, count in Counter(listed).items() if count > 1]
+    missing = [name for name in listed if not (ROOT / name).exists()]
+    folders = tuple(name for name in listed if name.endswith("/"))
+    expected = {
+        name
+        for name in tracked()
+        if ("/" not in name or name.partition("/")[0] in TREE_FOLDERS) and not name.startswith(folders or "\0")
+    }
+    files = {name for name in listed if not name.endswith("/")}
+    assert (repeated, missing, sorted(expected - files)) == ([], [], [])
