@@ -46,13 +46,13 @@ class Batch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Prompt plus response tokens of each response: [B] int64."""
-        return (self.prompt_lengths + self.response_lengths).numpy()
+        """Tokens of each row, at least one for the response: [B] int64."""
+        return (self.prompt_lengths + self.response_lengths.clamp(min=1)).numpy()
 
     def select(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """The given responses in the given order, padded no wider than they need."""
         rows = torch.from_numpy(np.array(indices, dtype=np.int64))
-        width = int((self.prompt_lengths + self.response_lengths.clamp(min=1))[rows].max())
+        width = int(self.lengths[rows].max())
         num_response_tokens = max(int(self.response_lengths[rows].max()), 1)
         return Batch(
             token_ids=self.token_ids[rows, :width],
