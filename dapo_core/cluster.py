@@ -105,7 +105,7 @@ def _connect(config: Config) -> None:
         config.train.num_ranks * config.train.threads_per_rank
         + config.rollout.num_workers * config.rollout.threads_per_worker
     )
-    ray.init(num_cpus=num_cpus, include_dashboard=False, **common)
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **common)
 
 
 def _place(actor_class: type, count: int, threads: int, device: Device, groups: list[PlacementGroup]) -> list[Any]:
