@@ -52,7 +52,9 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         raise DataError(f"{path} cannot be read as parquet: {error}; check data.train_path") from None
     if not rows:
         raise DataError(f"{path} has no rows; check data.train_path")
-    _refuse_rows(path, rows, "an empty prompt", [not _has_prompt(row) for row in rows])
+    _refuse_rows(
+        path, rows, "an empty prompt or one that is not chat messages", [not _has_prompt(row) for row in rows]
+    )
     _refuse_rows(path, rows, "no reward_model.ground_truth", [not _has_ground_truth(row) for row in rows])
     return rows
 
@@ -66,7 +68,8 @@ def _has_prompt(row: dict[str, Any]) -> bool:
 
 def _has_ground_truth(row: dict[str, Any]) -> bool:
     reward_model = row["reward_model"]
-    return isinstance(reward_model, dict) and str(reward_model.get("ground_truth") or "").strip() != ""
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    return truth is not None and str(truth).strip() != ""
 
 
 def _refuse_rows(path: str | Path, rows: Sequence[Any], what: str, is_bad: list[bool]) -> None:
@@ -85,7 +88,7 @@ def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{model_path} has no readable tokenizer: {error}; check model.path") from None
     if not tokenizer.chat_template:
         raise ModelError(f"the tokenizer in {model_path} has no chat template; use an instruction-tuned model")

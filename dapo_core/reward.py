@@ -21,8 +21,10 @@ _REMOVED_WORDS = re.compile(
     r"|cm|gm|pounds|meters|meals|edges|students|tickets|multiples"
 )
 _REPLACED = (("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"))
-_REMOVED = ("\\left", "\\right", "\\!", "\\,", "\\:", "\\;", "^{\\circ}", "^\\circ", "\\%", "%")
-_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|overline|boxed|fbox)\{([^{}]*)\}")
+_REMOVED = ("{,}", "\\left", "\\right", "\\!", "\\,", "\\:", "\\;", "^{\\circ}", "^\\circ", "\\%", "%")
+_BETWEEN_DOLLARS = re.compile(r".*?\$(.+?)\$.*")
+_NESTED = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # braces within braces, two deep: \frac{\sqrt{2}}{2}
+_WRAPPER = re.compile(rf"\\(?:text|textbf|mathrm|overline|boxed|fbox)\{{({_NESTED})\}}")
 _GROUPED_NUMBER = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
@@ -72,12 +74,16 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalize_answer(answer: str) -> str:
-    """The answer without units, spacing, LaTeX wrappers, dollar signs and thousands separators."""
+    """The answer without units, spacing, LaTeX wrappers, dollar signs and thousands separators.
+
+    Of text around a formula in dollar signs the formula remains.
+    """
     answer = answer.split("=")[-1]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
     for old in _REMOVED:
         answer = answer.replace(old, "")
+    answer = _BETWEEN_DOLLARS.sub(r"\1", answer)
     answer = _REMOVED_WORDS.sub("", answer)
     for _ in range(8):  # \boxed{\text{x}}: one wrapper a pass
         unwrapped = _WRAPPER.sub(r"\1", answer)

@@ -156,11 +156,13 @@ class Sampler:
 
     def _exhausted(self, kept: list[Group], account: TokenAccount, num_gen_batches: int) -> list[Group]:
         num_groups = num_gen_batches * self.settings.gen_prompts
+        num_even = account.groups["all_right"] + account.groups["all_wrong"]
         accuracy = account.num_right / max(account.num_finished, 1)
         message = (
             f"{num_gen_batches} draws of {self.settings.gen_prompts} prompts gave {len(kept)} groups with signal, "
             f"{self.train_prompts} are needed: of {num_groups} groups {account.groups['all_right']} were all "
-            f"right and {account.groups['all_wrong']} all wrong (mean accuracy {accuracy:.1%}). "
+            f"right and {account.groups['all_wrong']} all wrong, {1 - num_even / num_groups:.1%} were kept (mean "
+            f"accuracy {accuracy:.1%}). "
         )
         if self.settings.on_exhausted == "raise":
             raise NotEnoughSignal(

@@ -1,0 +1,153 @@
+"""Training data: rows refused with their counts, prompts tokenised, and an order that resumes anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_rows, tokenize_prompts
+from dapo_core.errors import DataError, ModelError
+from tests.tiny_models import tiny_tokenizer
+
+PROMPTS = [Prompt(index, (index,), "arithmetic", str(index)) for index in range(5)]
+
+
+def _row(content: str | None = "What is 1 + 1?", ground_truth: str | None = "2") -> dict[str, Any]:
+    return {
+        "data_source": "arithmetic",
+        "prompt": [{"role": "user", "content": content}],
+        "reward_model": {"ground_truth": ground_truth, "style": "rule"},
+    }
+
+
+def _write(folder: Path, rows: list[dict[str, Any]], schema: pa.Schema | None = None) -> Path:
+    path = folder / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    return path
+
+
+def _order(stream: PromptStream, count: int) -> list[int]:
+    return [prompt.index for prompt in stream.take(count)]
+
+
+def test_position_counts_prompts_and_epochs_are_permutations_that_differ() -> None:
+    stream = PromptStream(PROMPTS * 4, seed=3, shuffle=True)
+    epochs = [[prompt.index for prompt in stream.take(20)] for _ in range(3)]
+    assert (stream.position, stream.epoch) == (60, 3.0)
+    assert all(sorted(epoch) == sorted([0, 1, 2, 3, 4] * 4) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    stream.take(5)
+    assert (stream.position, stream.epoch) == (65, 3.25)
+
+
+def test_the_seed_alone_decides_the_order() -> None:
+    orders = [_order(PromptStream(PROMPTS * 4, seed, shuffle=True), 60) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_without_shuffling_the_file_order_repeats() -> None:
+    stream = PromptStream(PROMPTS, seed=0, shuffle=False)
+    assert _order(stream, 3) == [0, 1, 2]
+    assert _order(stream, 9) == [3, 4, 0, 1, 2, 3, 4, 0, 1]  # larger than the set, over two boundaries
+    assert stream.position == 12
+    assert _order(stream, 0) == []
+
+
+@settings(deadline=None)
+@given(st.integers(0, 40), st.lists(st.integers(0, 13), max_size=6), st.booleans())
+def test_a_stream_resumed_at_any_position_gives_the_uninterrupted_order(
+    position: int, takes: list[int], shuffle: bool
+) -> None:
+    whole = _order(PromptStream(PROMPTS, 7, shuffle), position + sum(takes))
+    resumed = PromptStream(PROMPTS, 7, shuffle, position)
+    assert [index for count in takes for index in _order(resumed, count)] == whole[position:]
+    assert resumed.position == position + sum(takes)
+
+
+def test_rows_come_back_whole(tmp_path: Path) -> None:
+    rows = [_row(), _row("What is 3 - 3?", "0")]
+    assert read_rows(_write(tmp_path, rows)) == rows
+
+
+def test_a_ground_truth_of_zero_as_a_number_is_a_ground_truth(tmp_path: Path) -> None:
+    rows = [{**_row(), "reward_model": {"ground_truth": 0}}]
+    read = read_rows(_write(tmp_path, rows))
+    assert tokenize_prompts(read, tiny_tokenizer(), 100)[0].ground_truth == "0"
+
+
+def test_missing_columns_are_named(tmp_path: Path) -> None:
+    path = _write(tmp_path, [{"prompt": [{"role": "user", "content": "x"}], "answer": "1"}])
+    with pytest.raises(DataError, match=r"lacks the columns data_source, reward_model \(it has prompt, answer\)"):
+        read_rows(path)
+
+
+def test_empty_prompts_are_counted_and_refused(tmp_path: Path) -> None:
+    empty = [_row(""), _row("  \n"), _row(None), {**_row(), "prompt": []}, {**_row(), "prompt": None}]
+    path = _write(tmp_path, [_row(), *empty, _row(), _row("")])
+    with pytest.raises(
+        DataError,
+        match=r"6 of 8 rows have an empty prompt or one that is not chat messages \(rows 1, 2, 3, 4, 5, \.\.\.\)",
+    ):
+        read_rows(path)
+
+
+def test_rows_without_ground_truth_are_counted_and_refused(tmp_path: Path) -> None:
+    path = _write(tmp_path, [_row(), _row(ground_truth=" "), _row(ground_truth=None)])
+    with pytest.raises(DataError, match=r"2 of 3 rows have no reward_model\.ground_truth \(rows 1, 2\)"):
+        read_rows(path)
+
+
+def test_a_prompt_that_is_not_chat_messages_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"1 of 1 rows have an empty prompt or one that is not chat messages"):
+        read_rows(_write(tmp_path, [{**_row(), "prompt": "What is 1 + 1?"}]))
+
+
+def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
+    schema = pa.Table.from_pylist([_row()]).schema
+    with pytest.raises(DataError, match=r"has no rows; check data\.train_path"):
+        read_rows(_write(tmp_path, [], schema))
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"not parquet at all")
+    for path in (tmp_path / "train.parquet", tmp_path / "absent.parquet", tmp_path):
+        with pytest.raises(DataError, match=rf"^{path} cannot be read as parquet: .*check data\.train_path"):
+            read_rows(path)
+
+
+def test_prompts_go_through_the_chat_template() -> None:
+    tokenizer = tiny_tokenizer()
+    (prompt,) = tokenize_prompts([_row()], tokenizer, 100)
+    assert tokenizer.decode(list(prompt.prompt_ids)) == "<|user|>\nWhat is 1 + 1?<|end|>\n<|assistant|>\n"
+    assert (prompt.index, prompt.data_source, prompt.ground_truth) == (0, "arithmetic", "2")
+
+
+def test_prompts_that_are_too_long_are_counted_with_the_longest() -> None:
+    tokenizer, rows = tiny_tokenizer(), [_row(), _row("What is 1 + 1? " * 3), _row("What is 1 + 1? " * 9)]
+    lengths = [len(prompt.prompt_ids) for prompt in tokenize_prompts(rows, tokenizer, 10_000)]
+    assert lengths == sorted(lengths)
+    assert len(tokenize_prompts(rows, tokenizer, lengths[2])) == 3  # the limit itself is allowed
+    expected = (
+        rf"2 of 3 prompts are longer than data\.max_prompt_tokens={lengths[0]} \(longest {lengths[2]} tokens"
+    )
+    with pytest.raises(DataError, match=expected):
+        tokenize_prompts(rows, tokenizer, lengths[0])
+
+
+def test_a_tokenizer_without_chat_template_or_none_at_all_is_refused(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "good")
+    assert load_tokenizer(tmp_path / "good").chat_template == tokenizer.chat_template
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ModelError, match="plain has no chat template; use an instruction-tuned model"):
+        load_tokenizer(tmp_path / "plain")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"(?s)empty has no readable tokenizer: .*check model\.path"):
+        load_tokenizer(tmp_path / "empty")
