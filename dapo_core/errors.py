@@ -39,3 +39,6 @@ class StoreError(DapoError, OSError):
 
 class ChildProcessFailed(DapoError, RuntimeError):
     """A child process ended with an error; the message carries its exit status, last lines and log path."""
+
+    exit_code: int | None = None  # minus the signal that killed it; None when it never ran
+    summary: str = ""  # the message without the last lines, for where these were shown already

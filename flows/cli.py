@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+logger = logging.getLogger(__name__)
+
 app = typer.Typer(
     name="dapo",
     help="Train a language model with DAPO and know whether it got better.",
@@ -29,28 +31,32 @@ SetOption = Annotated[
 
 
 def main() -> None:
-    """Run the command line; an error that a user can act on ends with its message and status 1."""
+    """Run the command line; an error of ours ends with its message and status 2 when the user must act, else 1."""
     from dapo_core.errors import DapoError
     from eval.errors import EvaluationError
+    from flows.console import print_messages
+    from tasks.retries import describe, exit_code_of
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also those of loading a model's weights
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    print_messages()
     try:
         app()
     except (DapoError, EvaluationError) as error:
-        typer.secho(f"{type(error).__name__}: {error}", err=True, fg="red")
-        sys.exit(1)
+        typer.secho(describe(error), err=True, fg="red")
+        sys.exit(exit_code_of(error))
 
 
 @app.command(epilog="Example: dapo run configs/arith_cpu.yaml --set run.seed=2")
 def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     """Run the whole chain as the Prefect flow dapo-full and print the report."""
     from dapo_core.config import load_config
+    from flows.console import print_chain
     from flows.prefect_settings import apply_prefect_settings
 
     load_config(config, overrides or ())
     apply_prefect_settings()
+    print_chain()
+    logger.info("starting Prefect")
     from flows.dapo_full import dapo_full
 
     result = dapo_full(str(config), overrides or [])

@@ -16,6 +16,9 @@ def prefect_settings(home: Path) -> dict[str, str]:
         "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
+        # what the stages say also belongs on Prefect's page
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,dapo_core,eval",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     }
 

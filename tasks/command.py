@@ -10,7 +10,8 @@ from pathlib import Path
 from tasks.artifacts import ArtifactStore, StageKey
 from tasks.process import run_command
 
-Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
+logger = logging.getLogger(__name__)
+
 METRICS_LINE = "step:"  # whole metric lines stay in the log file
 
 
@@ -19,8 +20,8 @@ def dapo_command(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "flows.cli", *map(str, words)]
 
 
-def run_dapo(words: Sequence[str | Path], store: ArtifactStore, key: StageKey, logger: Logger) -> None:
-    """Run `dapo WORDS` to its end, its lines into the stage's log file and, but for metrics, to `logger`.
+def run_dapo(words: Sequence[str | Path], store: ArtifactStore, key: StageKey) -> None:
+    """Run `dapo WORDS` to its end, its lines into the stage's log file and, but for metrics, to our log.
 
     Raises ChildProcessFailed with the exit code, the last lines and the log's path.
     """

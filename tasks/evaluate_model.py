@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from eval.benchmark import load_items
 from eval.run import evaluate
 from tasks.artifacts import Artifact
 from tasks.evaluation_settings import endpoint_of, sampling_of
+from tasks.retries import RETRY_DELAY_SECONDS, may_succeed_next_time
 from tasks.run import Run
 from tasks.serve_model import serve_model
 from tasks.stages import EVALUATE_MODEL, eval_file, evaluate_model_inputs
 
+logger = logging.getLogger(__name__)
 
-@task(name="evaluate-model", cache_policy=NO_CACHE, retries=1, retry_delay_seconds=10)
+
+@task(
+    name="evaluate-model",
+    task_run_name="{label}",
+    cache_policy=NO_CACHE,
+    retries=1,
+    retry_delay_seconds=RETRY_DELAY_SECONDS,
+    retry_condition_fn=may_succeed_next_time,
+)
 def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Artifact:
     """The results directory (results.jsonl, settings.json, summary.json) of one model, recorded as `label`.
 
     Answers of a failed attempt are kept: the next one with the same key asks only for what is missing.
     """
     key = EVALUATE_MODEL.key(run.config, evaluate_model_inputs(data, model))
-    logger = get_run_logger()
 
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
@@ -40,7 +50,6 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
                 model_digest=model.digest,
                 max_failed_ratio=run.config.evaluate.max_failed_ratio,
             )
-        logger.info("%s: accuracy %.1f %% of %d", label, 100 * summary.accuracy, summary.n)
         return {"accuracy": summary.accuracy, "n": summary.n}
 
     return run.produce(label, key, build, resumable=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from dapo_core.config import Config
@@ -23,13 +23,12 @@ from tasks.stages import FETCH_MODEL, TRAIN_FILE, fetch_model_inputs
 def fetch_model(run: Run, data: Artifact) -> Artifact:
     """The Hugging Face model folder as an artifact, from the store when it is there."""
     key = FETCH_MODEL.key(run.config, fetch_model_inputs(run.config, data))
-    logger = get_run_logger()
 
     def build(folder: Path) -> Mapping[str, Any]:
         if run.config.model.source == "path":
             return take_model_folder(run.config, folder)
         paths = ("--data", Path(data.path) / TRAIN_FILE, "--output", folder)
-        run_dapo(["fetch-model", run.config_path, *paths], run.store, key, logger)
+        run_dapo(["fetch-model", run.config_path, *paths], run.store, key)
         return {}
 
     return run.produce("fetch_model", key, build)

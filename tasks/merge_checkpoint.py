@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks.artifacts import Artifact
@@ -19,12 +19,11 @@ from tasks.stages import MERGE_CHECKPOINT, merge_checkpoint_inputs
 def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
     """The trained model as a folder that transformers and vLLM load."""
     key = MERGE_CHECKPOINT.key(run.config, merge_checkpoint_inputs(training))
-    logger = get_run_logger()
 
     def build(folder: Path) -> Mapping[str, Any]:
         merge = run.config.merge
         options = ["--dtype", merge.dtype, "--max-shard-bytes", str(merge.max_shard_bytes)]
-        run_dapo(["merge", training.path, folder, *options], run.store, key, logger)
+        run_dapo(["merge", training.path, folder, *options], run.store, key)
         return {"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}
 
     return run.produce("merge_checkpoint", key, build)

@@ -88,8 +88,11 @@ class SupervisedProcess:
         """Returns the error to raise for a command that ended: exit status, last lines, path of the log."""
         lines = self.tail(NUM_ERROR_LINES)
         shown = "\n".join(f"  | {line}" for line in lines) if lines else "  | (it wrote nothing)"
-        status = describe_exit(self._popen.wait())
-        return ChildProcessFailed(f"{self.label} {status}. Its last lines, from {self.log_path}:\n{shown}")
+        exit_code = self._popen.wait()
+        status = f"{self.label} {describe_exit(exit_code)}"
+        error = ChildProcessFailed(f"{status}. Its last lines, from {self.log_path}:\n{shown}")
+        error.exit_code, error.summary = exit_code, f"{status}; its log is {self.log_path}"
+        return error
 
     def stop(self) -> None:
         """Ends the command and everything below it: SIGTERM, `grace_seconds` to clean up, SIGKILL."""

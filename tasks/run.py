@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dapo_core.config import Config, dump_config
+from dapo_core.model_folder import require_model_folder
 from tasks.artifacts import Artifact, ArtifactStore, StageKey
+
+logger = logging.getLogger(__name__)
+
+current_stage: ContextVar[str] = ContextVar("current_stage", default="")  # for those who show log lines
 
 RECORD_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
@@ -40,13 +47,19 @@ class Run:
 
     @staticmethod
     def start(config: Config) -> Run:
-        """A new run under the store of the configuration; raises StoreError when that cannot be written."""
+        """A new run under the store of the configuration.
+
+        Raises StoreError when that cannot be written and ModelError when model.path lacks a part, before any work.
+        """
+        if config.model.source == "path":
+            require_model_folder(str(config.model.path))
         store = ArtifactStore(config.store.path)
         store.check_writable()
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%f")[:-3]
         folder = runs_folder(config) / f"{now}Z-{os.getpid()}"
         folder.mkdir(parents=True)
         (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+        logger.info("run %s of %s in %s", folder.name, config.run.name, folder.absolute())
         return Run(config, store, folder.absolute())
 
     @property
@@ -63,12 +76,24 @@ class Run:
     ) -> Artifact:
         """The artifact of the key, from the store or built now, recorded and linked under `label`."""
         started = time.monotonic()
-        artifact, cached = self.store.produce(key, build, resumable=resumable)
-        self.stages[label] = StageRecord(cached, time.monotonic() - started, artifact.path, artifact.key)
-        link = self.folder / label
-        link.symlink_to(os.path.relpath(artifact.path, self.folder))
+        token = current_stage.set(label)
+        try:
+            artifact, cached = self.store.produce(key, build, resumable=resumable)
+            seconds = time.monotonic() - started
+            self._tell(artifact, cached, seconds)
+        finally:
+            current_stage.reset(token)
+        self.stages[label] = StageRecord(cached, seconds, artifact.path, artifact.key)
+        (self.folder / label).symlink_to(os.path.relpath(artifact.path, self.folder))
         self.write_record()
         return artifact
+
+    def _tell(self, artifact: Artifact, cached: bool, seconds: float) -> None:
+        if not cached:
+            logger.info("built in %.1f s: %s", seconds, artifact.path)
+            return
+        manifest = artifact.manifest()
+        logger.info("cached, built in %.1f s on %s", manifest["seconds"], manifest["ended_at"][:10])
 
     def write_record(self, **outcome: Any) -> None:
         """Bring run.json up to date; `outcome` adds to it."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from dapo_core.config import Config, result_values
 from dapo_core.errors import ConfigError
+from dapo_core.model_folder import require_model_folder
 from tasks.artifacts import Artifact, StageKey, code_digest, hash_file, package_versions
 
 TRAIN_FILE = "train.parquet"
@@ -102,8 +103,7 @@ def fetch_model_inputs(config: Config, data: Artifact) -> dict[str, str]:
     if config.model.source == "recipe":
         return {"train_data": file_digest(data, TRAIN_FILE)}
     folder = Path(str(config.model.path))
-    if not folder.is_dir():
-        raise ConfigError(f"model.path={folder} is not a folder; set it to a Hugging Face model folder")
+    require_model_folder(folder)
     identity = [
         (str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))

@@ -6,28 +6,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from tasks.artifacts import Artifact
 from tasks.command import run_dapo
+from tasks.retries import RETRY_DELAY_SECONDS, may_succeed_next_time
 from tasks.run import Run
 from tasks.stages import TRAIN_FILE, TRAIN_POLICY, train_policy_inputs
 
 
-@task(name="train-policy", cache_policy=NO_CACHE, retries=1, retry_delay_seconds=10)
+@task(
+    name="train-policy",
+    cache_policy=NO_CACHE,
+    retries=1,
+    retry_delay_seconds=RETRY_DELAY_SECONDS,
+    retry_condition_fn=may_succeed_next_time,
+)
 def train_policy(run: Run, data: Artifact, model: Artifact) -> Artifact:
     """The training output: checkpoints/step_NNNNNN and metrics.jsonl.
 
     A failed or killed attempt is continued from its last checkpoint by the next one with the same key.
     """
     key = TRAIN_POLICY.key(run.config, train_policy_inputs(data, model))
-    logger = get_run_logger()
 
     def build(folder: Path) -> Mapping[str, Any]:
         paths = ("--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder)
-        run_dapo(["train", run.config_path, *paths], run.store, key, logger)
+        run_dapo(["train", run.config_path, *paths], run.store, key)
         return last_metrics(folder)
 
     return run.produce("train_policy", key, build, resumable=True)

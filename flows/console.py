@@ -1,0 +1,32 @@
+"""What the commands print: plain messages, or in a run of the chain one line per event with time and stage."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+# Prefect's names for what a run's own lines say already; its page and log keep them, tracebacks included.
+QUIET_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
+STAGE_WIDTH = 16
+
+
+def print_messages() -> None:
+    """Send our messages, as they are, to standard output."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def print_chain() -> None:
+    """Have the lines of a run begin with time and stage, and leave out Prefect's account of the same events."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(stage)s %(message)s", datefmt="%H:%M:%S"))
+        handler.addFilter(_admit)
+
+
+def _admit(record: logging.LogRecord) -> bool:
+    from tasks.run import current_stage
+
+    record.stage = f"{current_stage.get():<{STAGE_WIDTH}}"
+    if record.name.startswith(QUIET_LOGGERS):
+        return False
+    return record.levelno >= logging.WARNING or not record.name.startswith("prefect")
