@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -62,15 +63,21 @@ def draw_metrics(draw: Draw) -> dict[str, float]:
 
 
 def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Scores, rewards, lengths and verdicts of the responses trained on."""
+    """Scores, rewards, lengths and verdicts of the responses trained on.
+
+    Scores and rewards leave out empty responses, which the engine aborted.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     response_lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
     prompt_lengths = np.array([len(group.prompt.prompt_ids) for group in groups for _ in group.rollouts])
     verdicts = [rollout.verdict for rollout in rollouts]
+    answered = response_lengths > 0
     return {
-        **_summary("critic/score", np.array([rollout.score for rollout in rollouts])),
-        **_summary("critic/rewards", np.array([rollout.reward for rollout in rollouts])),
+        **_summary("critic/score", np.array([rollout.score for rollout in rollouts])[answered]),
+        **_summary("critic/rewards", np.array([rollout.reward for rollout in rollouts])[answered]),
         **_summary("response_length", response_lengths),
+        **_summary("response_length_non_aborted", response_lengths[answered]),
+        "response/aborted_ratio": float(1 - answered.mean()),
         **_summary("prompt_length", prompt_lengths),
         "response_length/clip_ratio": float(np.mean([rollout.is_truncated for rollout in rollouts])),
         "reward/overlong_ratio": float(np.mean([rollout.overlong_penalty < 0 for rollout in rollouts])),
@@ -83,17 +90,21 @@ def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def batch_metrics(batch: Batch, entropy: torch.Tensor, totals: LossTotals, aggregation: str) -> dict[str, float]:
     """Advantages, entropy, and how far the engine's log-probs are from the policy's on the same tokens.
 
-    entropy: [B, R]. rollout/kl is the mean of rollout_log_probs - old_log_probs (k1), rollout/k3_kl the mean of
-    r - 1 - log r with r = exp(old - rollout); both over the tokens under the mask.
+    entropy: [B, R]. With r = exp(old_log_probs - rollout_log_probs) over the tokens under the mask: rollout/kl is
+    the mean of -log r (k1), rollout/k3_kl the mean of r - 1 - log r, rollout/ess = (sum r)^2 / (tokens * sum r^2),
+    and rollout/ppl_ratio the mean over responses of the policy's perplexity over the engine's.
     """
     mask = batch.response_mask
     num_tokens = mask.sum(dim=-1)
     advantages = np.repeat(batch.advantages.double().numpy(), num_tokens.numpy())
     weights = totals.token_weights(mask, aggregation)
     log_ratio = (batch.old_log_probs - batch.rollout_log_probs)[mask].double()
+    ratio = log_ratio.exp()
     probs_diff = (batch.old_log_probs[mask].exp() - batch.rollout_log_probs[mask].exp()).abs()
     if not len(log_ratio):
         return {}
+    per_response = log_ratio.split(num_tokens[num_tokens > 0].tolist())
+    ppl_ratios = [float((-part.mean()).exp()) for part in per_response]
     return {
         **_summary("critic/advantages", advantages),
         **_summary("critic/returns", advantages),
@@ -101,31 +112,42 @@ def batch_metrics(batch: Batch, entropy: torch.Tensor, totals: LossTotals, aggre
         "rollout/probs_diff_mean": float(probs_diff.mean()),
         "rollout/probs_diff_max": float(probs_diff.max()),
         "rollout/kl": float(-log_ratio.mean()),
-        "rollout/k3_kl": float((log_ratio.exp() - 1 - log_ratio).mean()),
+        "rollout/k3_kl": float((ratio - 1 - log_ratio).mean()),
+        "rollout/ess": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+        "rollout/ppl_ratio": float(np.mean(ppl_ratios)),
     }
 
 
 def update_metrics(updates: Sequence[UpdateSums]) -> dict[str, float]:
-    """Loss, clip shares and norms over the step's optimizer steps; shares are weighted by tokens."""
+    """Loss, clip shares and norms over the step's optimizer steps; shares are weighted by tokens.
+
+    The gradient norm is that of the updates that took place; without any it is left out.
+    """
     num_tokens = max(sum(update.num_tokens for update in updates), 1.0)
+    norms = [update.grad_norm for update in updates if not update.is_skipped]
     return {
         "actor/pg_loss": float(np.mean([update.loss for update in updates])),
         "actor/pg_clipfrac": sum(update.clipped for update in updates) / num_tokens,
         "actor/pg_clipfrac_lower": sum(update.clipped_dual for update in updates) / num_tokens,
         "actor/ppo_kl": sum(update.neg_log_ratio for update in updates) / num_tokens,
-        "actor/grad_norm": float(np.mean([update.grad_norm for update in updates])),
+        **({"actor/grad_norm": float(np.mean(norms))} if norms else {}),
         "actor/skipped_updates": float(sum(update.is_skipped for update in updates)),
         "actor/lr": updates[-1].learning_rate,
     }
 
 
 def speed_metrics(metrics: dict[str, float], num_devices: int) -> dict[str, float]:
-    """Times per token and throughput per device, from the step's other metrics."""
+    """Times per token and throughput per device, from the step's other metrics.
+
+    timing_per_token_ms/gen is per response token trained on, so what dynamic sampling threw away shows in it.
+    """
     seconds, tokens = metrics["timing_s/step"], metrics.get("perf/total_num_tokens", 0.0)
     speeds = {"perf/time_per_step": seconds, "perf/throughput": tokens / (seconds * num_devices)}
-    if metrics["perf/generated_tokens"]:
-        speeds["timing_per_token_ms/gen"] = metrics["timing_s/gen"] * 1000 / metrics["perf/generated_tokens"]
-    for phase in ("old_log_prob", "update_actor"):
+    if metrics.get("perf/trained_response_tokens"):
+        speeds["timing_per_token_ms/gen"] = (
+            metrics["timing_s/gen"] * 1000 / metrics["perf/trained_response_tokens"]
+        )
+    for phase in ("old_log_prob", "adv", "update_actor"):
         if tokens and f"timing_s/{phase}" in metrics:
             speeds[f"timing_per_token_ms/{phase}"] = metrics[f"timing_s/{phase}"] * 1000 / tokens
     return speeds
@@ -147,8 +169,9 @@ class MetricsLog:
         partial.rename(self.path)
 
     def append(self, step: int, policy_version: int, metrics: dict[str, float]) -> None:
-        """Write one step's line and flush it."""
-        line = {"step": step, "wall_time": time.time(), "policy_version": policy_version, **metrics}
+        """Write one step's line and flush it; a number that is not finite becomes null, which JSON can hold."""
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = {"step": step, "wall_time": time.time(), "policy_version": policy_version, **finite}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -165,6 +188,8 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def _summary(name: str, values: np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {}
     return {
         f"{name}/mean": float(values.mean()),
         f"{name}/max": float(values.max()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,8 @@ def publish_weights(cluster: Cluster, policy_version: int) -> None:
 def probe_difference(cluster: Cluster, probe: Batch, engine_dtype: str) -> float:
     """Mean |log-prob of the policy - log-prob of an engine| over the probe's response tokens, the worst engine.
 
-    In nats per token, at temperature 1. Raises RolloutError when it is beyond what the engine's precision
-    explains: the engine does not hold the policy's weights.
+    In nats per token, at temperature 1. Raises RolloutError when an engine left tokens out, or when it is beyond
+    what the engine's precision explains: the engine does not hold the policy's weights.
     """
     log_probs, _ = cluster.policy.log_probs(probe, 1.0)
     lengths = zip(probe.prompt_lengths.tolist(), probe.response_lengths.tolist(), strict=True)
@@ -46,14 +47,13 @@ def probe_difference(cluster: Cluster, probe: Batch, engine_dtype: str) -> float
         (row[:num_prompt].tolist(), row[num_prompt : num_prompt + num_response].tolist())
         for row, (num_prompt, num_response) in zip(probe.token_ids, lengths, strict=True)
     ]
-    worst = 0.0
-    for engine_log_probs in cluster.rollouts.log_probs(sequences):
-        differences = [
-            abs(ours - theirs)
-            for row, engine_row in zip(log_probs.tolist(), engine_log_probs, strict=True)
-            for ours, theirs in zip(row[: len(engine_row)], engine_row, strict=True)
-        ]
-        worst = max(worst, sum(differences) / max(len(differences), 1))
+    expected = [
+        value
+        for row, (_, response_ids) in zip(log_probs.tolist(), sequences, strict=True)
+        for value in row[: len(response_ids)]
+    ]
+    means = [_mean_difference(expected, rows) for rows in cluster.rollouts.log_probs(sequences)]
+    worst = next((mean for mean in means if math.isnan(mean)), max(means))  # max() alone overlooks NaN
     if not worst <= MAX_PROBE_DIFFERENCE[engine_dtype]:
         raise RolloutError(
             f"after a weight sync an engine's log-probs differ from the policy's by {worst:.4g} nats per token, "
@@ -62,3 +62,13 @@ def probe_difference(cluster: Cluster, probe: Batch, engine_dtype: str) -> float
             "rollout.engine"
         )
     return worst
+
+
+def _mean_difference(expected: list[float], engine_rows: list[list[float]]) -> float:
+    values = [value for row in engine_rows for value in row]
+    if len(values) != len(expected):
+        raise RolloutError(
+            f"an engine gave {len(values)} log-probs for a probe of {len(expected)} response tokens; its weights "
+            "cannot be proven; try another rollout.engine"
+        )
+    return sum(abs(ours - theirs) for ours, theirs in zip(expected, values, strict=True)) / max(len(values), 1)
