@@ -182,8 +182,10 @@ def serve(
 ) -> None:
     """Serve a model with vLLM as the evaluation does, until interrupted."""
     from dapo_core.config import load_config_or_defaults
+    from dapo_core.model_folder import require_model_folder
     from tasks.serve_model import exec_server
 
+    require_model_folder(model)
     exec_server(model, load_config_or_defaults(config, overrides or ()).serve, dict(os.environ))
 
 

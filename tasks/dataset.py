@@ -15,15 +15,21 @@ from tasks.stages import EVAL_STEM, TRAIN_FILE
 
 
 def build_dataset(config: Config, folder: Path) -> Mapping[str, Any]:
-    """Write the two files into the folder; returns their row counts. Raises DataError for unusable rows."""
-    train, held_out = folder / TRAIN_FILE, folder / f"{EVAL_STEM}.parquet"
-    if config.data.source == "arithmetic":
-        sizes = config.data.arithmetic
-        rows = generate_problems(sizes.num_train, sizes.num_eval, sizes.max_level, config.run.seed)
-        write_parquet(rows[0], train)
-        write_parquet(rows[1], held_out)
-    else:
-        held_out = held_out.with_suffix(Path(str(config.data.eval_path)).suffix)
-        shutil.copyfile(str(config.data.train_path), train)
-        shutil.copyfile(str(config.data.eval_path), held_out)
-    return {"train_rows": len(read_rows(train)), "eval_rows": len(load_items(held_out))}
+    """Write the two files into the folder; returns their row counts.
+
+    Raises DataError or BenchmarkError for unusable rows of the user's files, before anything is written.
+    """
+    if config.data.source == "path":
+        return _take_files(Path(str(config.data.train_path)), Path(str(config.data.eval_path)), folder)
+    sizes = config.data.arithmetic
+    train_rows, eval_rows = generate_problems(sizes.num_train, sizes.num_eval, sizes.max_level, config.run.seed)
+    write_parquet(train_rows, folder / TRAIN_FILE)
+    write_parquet(eval_rows, folder / f"{EVAL_STEM}.parquet")
+    return {"train_rows": len(train_rows), "eval_rows": len(eval_rows)}
+
+
+def _take_files(train: Path, held_out: Path, folder: Path) -> Mapping[str, Any]:
+    counts = {"train_rows": len(read_rows(train)), "eval_rows": len(load_items(held_out))}
+    shutil.copyfile(train, folder / TRAIN_FILE)
+    shutil.copyfile(held_out, (folder / EVAL_STEM).with_suffix(held_out.suffix))
+    return counts

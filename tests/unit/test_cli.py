@@ -1,0 +1,228 @@
+"""The command line on real files: what it prints, what it refuses, and with which status."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import typer
+import yaml
+
+from dapo_core.errors import ChildProcessFailed, ConfigError, NotEnoughSignal, RolloutError, ServeError
+from eval.benchmark import Item
+from eval.client import Endpoint, Sampling
+from eval.errors import EvaluationError
+from eval.grading import grade
+from eval.results import Row, make_settings, write_rows
+from flows.cli import app
+from tasks.retries import describe, exit_code_of
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "configs/arith_cpu.yaml"
+COMMANDS = (
+    "run",
+    "plan",
+    "runs",
+    "config show",
+    "prepare-data",
+    "fetch-model",
+    "train",
+    "merge",
+    "serve",
+    "eval",
+    "report",
+)
+
+
+def dapo(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """`dapo WORDS` as a person would run it."""
+    command = [sys.executable, "-m", "flows.cli", *map(str, words)]
+    env = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+def refusal(*words: str | Path) -> str:
+    """The message of a command that must be refused: no traceback, nothing on standard output."""
+    done = dapo(*words)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    return done.stderr
+
+
+def test_config_show_resolves_defaults_file_and_set() -> None:
+    changes = ("--set", "train.total_steps=7", "--set", "run.name=mine")
+    shown = yaml.safe_load(dapo("config", "show", CONFIG, *changes).stdout)
+    file = yaml.safe_load((ROOT / CONFIG).read_text())
+    assert (shown["train"]["total_steps"], shown["run"]["name"]) == (7, "mine")  # --set before the file
+    assert shown["rollout"]["group_size"] == file["rollout"]["group_size"] != 16  # the file before the default
+    assert shown["algorithm"]["clip_ratio_high"] == 0.28  # the default
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["config", "show", CONFIG, "--set", "train.totl_steps=3"], "did you mean train.total_steps?"),
+        (["run", CONFIG, "--set", "train.learning_rate=7"], "train.learning_rate = 7"),
+        (["plan", CONFIG, "--set", "train.num_ranks=3"], "do not divide over train.num_ranks=3"),
+        (["plan", CONFIG, "--set", "rollout"], "--set 'rollout' is not of the form section.key=value"),
+        (["plan", "no/such.yaml"], "configuration no/such.yaml cannot be read: No such file or directory"),
+        (["plan", CONFIG, "--set", "model.source=path"], "model.path is not set"),
+        (["merge", "no/checkpoint", "no/target"], "no/checkpoint holds no complete checkpoint"),
+        (["serve", "no/model"], "model folder no/model does not exist"),
+        (["eval", "--base-url", "http://127.0.0.1:1", "--data", "x.csv", "--output", "o"], "x.csv is not a file"),
+    ],
+)
+def test_a_refusal_is_one_clear_message(words: list[str], message: str) -> None:
+    said = refusal(*words)
+    assert message in said
+    assert said.count(message) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("key"), 2),
+        (NotEnoughSignal("few"), 2),
+        (ServeError("no port"), 2),
+        (RolloutError("lost"), 1),
+        (EvaluationError("failed requests"), 1),
+    ],
+)
+def test_the_status_says_whether_the_user_must_act(error: Exception, status: int) -> None:
+    assert exit_code_of(error) == status
+
+
+@pytest.mark.parametrize(("child", "status"), [(2, 2), (1, 1), (-9, 1), (None, 1)])
+def test_a_failed_child_passes_its_verdict_on(child: int | None, status: int) -> None:
+    error = ChildProcessFailed("train ended. Its last lines, from t.log:\n  | boom")
+    error.exit_code = child
+    assert exit_code_of(error) == status
+
+
+def test_an_error_whose_lines_were_shown_is_told_without_them() -> None:
+    error = ChildProcessFailed("train ended with exit code 1. Its last lines, from t.log:\n  | boom")
+    assert describe(error) == f"ChildProcessFailed: {error}"
+    error.summary = "train ended with exit code 1; its log is t.log"
+    assert describe(error) == "ChildProcessFailed: train ended with exit code 1; its log is t.log"
+
+
+def test_plan_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    done = dapo("plan", CONFIG, "--set", f"store.path={store}")
+    rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in done.stdout.splitlines() if "│" in line]
+    assert [(label, state) for label, state, _ in rows] == [
+        ("prepare_data", "runs"),
+        ("fetch_model", "runs"),
+        ("evaluate_before", "runs"),
+        ("train_policy", "runs"),
+        ("merge_checkpoint", "runs"),
+        ("evaluate_after", "runs"),
+    ]
+    assert len(rows[0][2]) == 16  # the data's key is known
+    assert rows[1][2] == "known after prepare_data"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_of_no_store_is_an_empty_table(tmp_path: Path) -> None:
+    done = dapo("runs", "--store", tmp_path / "none")
+    assert done.returncode == 0
+    assert "│" not in done.stdout.replace("┃", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
+    report = {"before": 0.4, "after": 0.625, "difference": 0.225, "p": 0.00012, "n": 40}
+    for name, outcome in (("20260101T000000.000Z-1", {"report": report}), ("20260102T000000.000Z-2", {})):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        stages = {"a": {"cached": True}, "b": {"cached": False}}
+        record = {"name": "demo", "id": name, "started_at": 1.8e9, "seconds": 61.4, "stages": stages, **outcome}
+        (folder / "run.json").write_text(json.dumps(record))
+    lines = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in dapo("runs", "--store", tmp_path).stdout.splitlines()
+        if line.startswith("│")
+    ]
+    assert [line[0] for line in lines] == ["20260102T000000.000Z-2", "20260101T000000.000Z-1"]
+    assert lines[0][3:] == ["61", "1/2", "", "", "unfinished", "", ""]
+    assert lines[1][3:] == ["61", "1/2", "40.0", "62.5", "+22.5", "0.00012", "40"]
+
+
+def write_results(folder: Path, answers: list[str]) -> Path:
+    items = [Item(str(i), ({"role": "user", "content": f"{i} + 1?"},), str(i + 1)) for i in range(len(answers))]
+    sampling = Sampling(max_tokens=64)
+    folder.mkdir()
+    settings = make_settings(items, Endpoint("http://localhost", "m"), sampling, None)
+    (folder / "settings.json").write_text(json.dumps(settings))
+    rows = []
+    for item, answer in zip(items, answers, strict=True):
+        graded = grade(f"Answer: {answer}", "stop", item.gold)
+        rows.append(
+            Row(item.id, item.messages, f"Answer: {answer}", "stop", 4, graded.answer, item.gold, graded.verdict,
+                attempts=1, seconds=0.1, subject=None, level=None, failure=None)
+        )  # fmt: skip
+    write_rows(folder, rows)
+    return folder
+
+
+def test_report_of_two_result_folders(tmp_path: Path) -> None:
+    before = write_results(tmp_path / "before", ["1", "0", "0", "0"])  # right answers are 1, 2, 3, 4
+    after = write_results(tmp_path / "after", ["0", "2", "3", "0"])
+    output = tmp_path / "report"
+    done = dapo("report", "--before", before, "--after", after, "--output", output, "--title", "Two folders")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((output / "report.json").read_text())
+    assert (report["before"]["accuracy"], report["after"]["accuracy"]) == (0.25, 0.5)
+    assert report["mcnemar"] == {"b": 1, "c": 2, "p": 1.0}  # 2 * (1 + 3) / 2^3, at most 1
+    assert done.stdout.startswith("# Two folders")
+    assert done.stdout.rstrip().endswith(report["verdict"])
+    assert {path.name for path in output.iterdir()} == {"report.json", "report.md", "report.html"}
+
+
+def test_prepare_data_writes_both_sets_and_keeps_what_is_there(tmp_path: Path) -> None:
+    output = tmp_path / "data"
+    sizes = ("--set", "data.arithmetic.num_train=64", "--set", "data.arithmetic.num_eval=16")
+    done = dapo("prepare-data", CONFIG, "--output", output, *sizes)
+    assert done.stdout == f"{output}: 64 training and 16 held-out problems\n"
+    counts = {path.name: pq.read_metadata(path).num_rows for path in output.iterdir()}
+    assert counts == {"train.parquet": 64, "eval.parquet": 16}
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    assert f"--output {output} already holds files" in refusal("prepare-data", CONFIG, "--output", output)
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+
+def test_prepare_data_counts_the_rows_it_refuses(tmp_path: Path) -> None:
+    prompts = [[{"role": "user", "content": text}] for text in ("1 + 1?", " ", "2 + 2?", "")]
+    rows = [{"data_source": "math_dapo", "prompt": p, "reward_model": {"ground_truth": "2"}} for p in prompts]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    (tmp_path / "e.jsonl").write_text('{"problem": "1 + 1?", "answer": "2"}\n')
+    changes = (f"data.train_path={tmp_path}/t.parquet", f"data.eval_path={tmp_path}/e.jsonl", "data.source=path")
+    options = [word for change in changes for word in ("--set", change)]
+    output = tmp_path / "data"
+    said = refusal("prepare-data", CONFIG, "--output", output, *options)
+    assert re.search(r"/t\.parquet: 2 of 4 rows have an empty prompt.* \(rows 1, 3\)", said)
+    assert list(output.iterdir()) == []  # so that the mended file can be prepared to the same place
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example_that_names_the_command(command: str) -> None:
+    from typer.testing import CliRunner
+
+    shown = CliRunner().invoke(app, [*command.split(), "--help"])
+    assert shown.exit_code == 0
+    example = " ".join(shown.output.partition("Example:")[2].split())
+    assert f"dapo {command} " in example
+
+
+def test_every_command_is_in_the_list_above() -> None:
+    group = typer.main.get_command(app)
+    names = set(group.commands)  # type: ignore[attr-defined]
+    assert {command.split()[0] for command in COMMANDS} == names
