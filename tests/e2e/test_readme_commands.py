@@ -1,0 +1,103 @@
+"""The stage commands of the README, typed as they stand there, on a recipe cut short."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK_BEGINS = "Each stage is also a command on plain paths"
+SHORT = {
+    "data.arithmetic.num_train": 2000,
+    "data.arithmetic.num_eval": 24,
+    "model.recipe.num_steps": 20,
+    "sampler.dynamic": "false",
+    "train.total_steps": 2,
+}
+START_SECONDS = 180.0
+
+
+def readme_commands() -> list[str]:
+    """The lines of the README's block of stage commands."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split(BLOCK_BEGINS, 1)[1]
+    return re.findall(r"^    ((?:VLLM_API_KEY=\w+ )?dapo .+)$", text.split("`dapo COMMAND --help`", 1)[0], re.M)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's recipe with SHORT applied, as a file."""
+    path = tmp_path_factory.mktemp("recipe") / "short.yaml"
+    changes = [word for name, value in SHORT.items() for word in ("--set", f"{name}={value}")]
+    command = [sys.executable, "-m", "flows.cli", "config", "show", "configs/arith_cpu.yaml", *changes]
+    path.write_text(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    return path
+
+
+def typed(command: str, recipe: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """The words to run and the environment, with CONFIG and the port filled in."""
+    words = shlex.split(command.replace("CONFIG", str(recipe)).replace("8000", str(port)))
+    assignments = dict(word.split("=", 1) for word in words[: words.index("dapo")])
+    words = [sys.executable, "-m", "flows.cli", *words[words.index("dapo") + 1 :]]
+    return words, {**os.environ, "PYTHONPATH": str(ROOT), **assignments}
+
+
+def wait_for_server(server: subprocess.Popen[bytes], port: int, api_key: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    headers = {"Authorization": f"Bearer {api_key}"}
+    while time.monotonic() < deadline:
+        assert server.poll() is None, "dapo serve ended before it answered"
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers, trust_env=False).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise AssertionError(f"dapo serve did not answer within {START_SECONDS:.0f} s")
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(60)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def test_the_stage_commands_make_a_report_out_of_a_recipe(recipe: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    commands = readme_commands()
+    assert [line.split("dapo ")[1].split()[0] for line in commands] == [
+        *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "report")
+    ]
+    server: subprocess.Popen[bytes] | None = None
+    try:
+        for line in commands:
+            words, environment = typed(line, recipe, port)
+            if " serve " in line:
+                with (tmp_path / "server.log").open("wb") as log:
+                    server = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+                wait_for_server(server, port, environment["VLLM_API_KEY"])
+                continue
+            if " report " in line:
+                shutil.copytree(tmp_path / "after", tmp_path / "before")
+            subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=300)
+    finally:
+        if server is not None:
+            stop(server)
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["n"] == 24
+    assert report["difference"] == 0  # the same answers on both sides
+    assert report["train"]["steps"] == 2
