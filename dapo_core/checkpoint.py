@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 PARTIAL = ".partial"
 STATE_FILE = "trainer_state.json"
 HUGGINGFACE_FOLDER = "huggingface"
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
+_COMPLETE = re.compile(r"step_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,15 @@ class TrainerState:
     policy_version: int
     prompt_position: int  # prompts taken from the stream
     surplus: list[tuple[int, Group]]  # (step that generated it, group)
+    metrics: dict[str, float]  # of the step, in case the process ends before metrics.jsonl has them
     config: dict[str, Any]
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step_*") if path.is_dir() and path.suffix != PARTIAL)
+    matches = [(path, _COMPLETE.fullmatch(path.name)) for path in folder.glob("step_*") if path.is_dir()]
+    steps = {path: int(match[1]) for path, match in matches if match}
+    return sorted(steps, key=lambda path: steps[path])
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -59,11 +65,13 @@ def write_checkpoint(
 ) -> Path:
     """Publish a checkpoint of `state`; `save` writes the shards into the path it is given.
 
-    The new checkpoint is complete before older ones, beyond `keep_last`, are removed.
+    The new checkpoint is complete before older ones, beyond `keep_last`, are removed. Leftovers of writers that
+    were killed are removed as well.
     """
     target = folder / f"step_{state.step:06d}"
+    for leftover in folder.glob(f"step_*{PARTIAL}"):
+        shutil.rmtree(leftover)
     partial = target.with_name(target.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save(str(partial))
     copy_model_files(model_path, partial / HUGGINGFACE_FOLDER)
@@ -73,7 +81,7 @@ def write_checkpoint(
     partial.rename(target)
     _fsync(folder)
     for old in checkpoint_folders(folder)[:-keep_last]:
-        shutil.rmtree(old)
+        shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)))  # half removed, it must not look complete
     return target
 
 
@@ -83,7 +91,7 @@ def read_state(checkpoint: Path) -> TrainerState:
         values = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         surplus = [(born, _group(group)) for born, group in values.pop("surplus")]
         return TrainerState(surplus=surplus, **values)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint / STATE_FILE} cannot be read ({error!r}); remove the folder {checkpoint.name} "
             "to continue from the checkpoint before it"
@@ -102,7 +110,7 @@ def copy_model_files(source: Path, target: Path) -> None:
     """Copy everything of a model folder except weights: config, tokenizer, chat template, generation config."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
-        is_weight = path.suffix in {".safetensors", ".bin", ".pt", ".pth"} or path.name.endswith(".index.json")
+        is_weight = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weight and path.name != "manifest.json":
             shutil.copy2(path, target / path.name)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
+from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -21,7 +22,7 @@ from dapo_core.batch import Batch, split_batch
 from dapo_core.data import Prompt, load_tokenizer
 from dapo_core.device import Device, device_for
 from dapo_core.engines import EngineSettings, build_engine
-from dapo_core.errors import ConfigError
+from dapo_core.errors import ConfigError, DapoError
 from dapo_core.loss import LossTotals
 from dapo_core.policy import Policy, UpdateSums
 from dapo_core.rollout import Group, RolloutWorker
@@ -68,13 +69,13 @@ def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
             _RolloutRank, config.rollout.num_workers, config.rollout.threads_per_worker, device, groups
         )
         actors += workers
-        address = ray.get(ranks[0].rendezvous.remote())
+        address = _get(ranks[0].rendezvous.remote())
         starting = [
             rank.start.remote(number, len(ranks), address, str(model_path), config)
             for number, rank in enumerate(ranks)
         ]
         starting += [worker.start.remote(str(model_path), config) for worker in workers]
-        ray.get(starting)
+        _get(starting)
         seconds = time.monotonic() - started
         logger.info(
             "%d policy ranks and %d rollout workers are ready after %.0f s", len(ranks), len(workers), seconds
@@ -205,6 +206,16 @@ def engine_settings(config: Config, device: Device) -> EngineSettings:
     )
 
 
+def _get(references: Any) -> Any:
+    """Results of the calls; an error of ours that a worker raised arrives as itself, not as Ray's copy of it."""
+    try:
+        return ray.get(references)
+    except RayTaskError as error:
+        if isinstance(error.cause, DapoError):
+            raise error.cause from error
+        raise
+
+
 class PolicyGroup:
     """All policy ranks, called as one."""
 
@@ -230,12 +241,12 @@ class PolicyGroup:
 
     def weight_sizes(self) -> dict[str, int]:
         """Bytes of each parameter by name."""
-        return ray.get(self.ranks[0].call.remote("weight_sizes"))
+        return _get(self.ranks[0].call.remote("weight_sizes"))
 
     def gather_weights(self, names: list[str]) -> Any:
         """A reference to {name: whole tensor}, which stays in Ray's object store until it is dropped."""
         references = [rank.call.remote("gather_weights", names) for rank in self.ranks]
-        ray.get(references[1:])
+        _get(references[1:])
         return references[0]
 
     def save(self, folder: str) -> None:
@@ -253,7 +264,7 @@ class PolicyGroup:
 
     def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         calls = zip(self.ranks, arguments, strict=True)
-        return ray.get([rank.call.remote(method, *own) for rank, own in calls])
+        return _get([rank.call.remote(method, *own) for rank, own in calls])
 
 
 class RolloutGroup:
@@ -276,7 +287,7 @@ class RolloutGroup:
             shares[number].append(prompt)
             self._in_flight[number] += 1
         calls = zip(self.workers, shares, strict=True)
-        ray.get([worker.call.remote("submit", share) for worker, share in calls if share])
+        _get([worker.call.remote("submit", share) for worker, share in calls if share])
 
     def finished(self) -> list[Group]:
         """Wait until a worker has finished groups and return them; empty only when nothing is in flight."""
@@ -294,20 +305,20 @@ class RolloutGroup:
         """Groups that finished meanwhile, and the number of groups and response tokens dropped."""
         late = [group for reference in list(self._polls) for group in self._take(reference)]
         busy = [worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count]
-        dropped = ray.get([worker.call.remote("abort") for worker in busy])
+        dropped = _get([worker.call.remote("abort") for worker in busy])
         self._in_flight = [0] * len(self.workers)
         return late, sum(groups for groups, _ in dropped), sum(tokens for _, tokens in dropped)
 
     def load_weights(self, buckets: list[Any], policy_version: int) -> None:
         """Load the referenced weights into every engine."""
-        ray.get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
+        _get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         """Each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
-        return ray.get([worker.call.remote("log_probs", sequences) for worker in self.workers])
+        return _get([worker.call.remote("log_probs", sequences) for worker in self.workers])
 
     def _take(self, reference: Any) -> list[Group]:
         number = self._polls.pop(reference)
-        groups = ray.get(reference)
+        groups = _get(reference)
         self._in_flight[number] -= len(groups)
         return groups

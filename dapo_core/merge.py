@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -85,7 +86,13 @@ def _require_complete(checkpoint: Path) -> None:
 def _read_metadata(checkpoint: Path) -> Any:
     from torch.distributed.checkpoint import FileSystemReader
 
-    return FileSystemReader(checkpoint).read_metadata()
+    try:
+        return FileSystemReader(checkpoint).read_metadata()
+    except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f".metadata in {checkpoint} cannot be read ({error}), so no shard can be found; copy it from the node "
+            "that wrote it, or merge another checkpoint"
+        ) from error
 
 
 def _tensors(metadata: Any) -> dict[str, Any]:

@@ -87,14 +87,19 @@ class Trainer:
     def resume(self) -> None:
         """Continue from the newest checkpoint of the output folder, or begin."""
         checkpoint = latest_checkpoint(self.checkpoint_dir)
-        if checkpoint is not None:
-            state = read_state(checkpoint)
-            self.step, self.policy_version = state.step, state.policy_version
-            self.stream.position, self.sampler.surplus = state.prompt_position, state.surplus
-            self.cluster.policy.load(str(checkpoint))
-            publish_weights(self.cluster, self.policy_version)
-            logger.info("continuing after step %d from %s", self.step, checkpoint.name)
+        if checkpoint is None:
+            self.log = measure.MetricsLog(self.output_dir, 0)
+            return
+        state = read_state(checkpoint)
+        self.step, self.policy_version = state.step, state.policy_version
+        self.stream.position, self.sampler.surplus = state.prompt_position, state.surplus
+        self.cluster.policy.load(str(checkpoint))
+        publish_weights(self.cluster, self.policy_version)
         self.log = measure.MetricsLog(self.output_dir, self.step)
+        told = measure.read_metrics(self.log.path)
+        if not told or told[-1]["step"] < self.step:
+            self.log.append(self.step, self.policy_version, state.metrics)
+        logger.info("continuing after step %d from %s", self.step, checkpoint.name)
 
     def run_step(self) -> dict[str, float]:
         """One training step; returns its metrics."""
@@ -106,8 +111,8 @@ class Trainer:
             metrics |= self._learn_from(draw, timer)
         self.step += 1
         with timer.phase("save_checkpoint"):
-            self._keep()
-        return self._tell(metrics, timer)
+            self._keep(self._complete(metrics, timer))
+        return self._tell(self._complete(metrics, timer))
 
     def _learn_from(self, draw: Draw, timer: measure.PhaseTimer) -> dict[str, float]:
         with timer.phase("adv"):
@@ -148,7 +153,7 @@ class Trainer:
         dtype = device_for(self.config.train.device).resolve_dtype(self.config.rollout.dtype)
         return probe_difference(self.cluster, batch.select([0]), str(dtype).removeprefix("torch."))
 
-    def _keep(self) -> None:
+    def _keep(self, metrics: dict[str, float]) -> None:
         if self.step % self.config.train.save_every and self.step != self.config.train.total_steps:
             return
         state = TrainerState(
@@ -156,13 +161,14 @@ class Trainer:
             policy_version=self.policy_version,
             prompt_position=self.stream.position,
             surplus=self.sampler.surplus,
+            metrics=metrics,
             config=self.config.model_dump(mode="json"),
         )
         write_checkpoint(
             self.checkpoint_dir, state, self.model_path, self.cluster.policy.save, self.config.train.keep_last
         )
 
-    def _tell(self, metrics: dict[str, float], timer: measure.PhaseTimer) -> dict[str, float]:
+    def _complete(self, metrics: dict[str, float], timer: measure.PhaseTimer) -> dict[str, float]:
         metrics = {
             "training/global_step": float(self.step),
             "training/epoch": self.stream.epoch,
@@ -170,7 +176,9 @@ class Trainer:
             **timer.metrics(),
             **self.cluster.policy.memory_metrics(),
         }
-        metrics |= measure.speed_metrics(metrics, self.config.train.num_ranks)
+        return metrics | measure.speed_metrics(metrics, self.config.train.num_ranks)
+
+    def _tell(self, metrics: dict[str, float]) -> dict[str, float]:
         self.log.append(self.step, self.policy_version, metrics)
         logger.info("%s", measure.format_step(self.step, metrics))
         return metrics

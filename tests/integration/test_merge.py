@@ -1,0 +1,236 @@
+"""Shards of real FSDP2 ranks become a folder that transformers and vLLM load, tensor by tensor the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from dapo_core.batch import split_batch
+from dapo_core.checkpoint import TrainerState, write_checkpoint
+from dapo_core.config import AlgorithmConfig, TrainConfig
+from dapo_core.engines import EngineSettings, build_engine
+from dapo_core.errors import CheckpointError
+from dapo_core.loss import LossTotals
+from dapo_core.merge import INDEX_FILE, merge_checkpoint
+from dapo_core.policy import Policy
+from tests.batches import random_batch
+from tests.ranks import run_ranks
+from tests.tiny_models import build_tiny_qwen3
+
+TRAIN = TrainConfig(train_prompts=4, mini_prompts=4, learning_rate=1e-2, warmup_steps=0)
+MANY_BYTES = 10**9
+PROMPT_IDS, RESPONSE_IDS = [5, 6, 7, 40, 90], [8, 9, 200, 31]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint, and what the ranks that wrote it held."""
+
+    output: Path  # as dapo train leaves it, with one checkpoint
+    checkpoint: Path
+    weights: dict[str, torch.Tensor]
+    log_probs: torch.Tensor  # of RESPONSE_IDS after PROMPT_IDS, by the sharded policy
+    is_tied: bool
+
+
+def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -> tuple[dict, torch.Tensor, list]:
+    """One update, so that no weight is what the folder had; then the shards of all ranks in `folder`."""
+    policy = Policy(model_path, TRAIN, AlgorithmConfig(), temperature=1.0)
+    batch = random_batch(num_groups=4, group_size=2)
+    batch = batch.with_old_log_probs(torch.full_like(batch.rollout_log_probs, -3.0))
+    shares, indices = split_batch(batch, num_ranks, 4096)
+    policy.update(shares[rank], LossTotals(batch.num_loss_tokens, batch.num_loss_responses))
+    policy.save(str(folder))
+    log_probs, _ = policy.log_probs(shares[rank])
+    return policy.gather_weights(list(policy.weight_sizes())) or {}, log_probs, indices[rank]
+
+
+@pytest.fixture(scope="module", params=[(2, True), (3, False)], ids=["2-ranks-tied", "3-ranks-untied"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    num_ranks, is_tied = request.param
+    folder = tmp_path_factory.mktemp("trained")
+    model_path = build_tiny_qwen3(folder / "model", seed=3, tie_word_embeddings=is_tied)
+    seen: list = []
+    state = TrainerState(
+        step=7, policy_version=7, prompt_position=28, surplus=[], metrics={"training/global_step": 7.0}, config={}
+    )
+    checkpoint = write_checkpoint(
+        folder / "output" / "checkpoints",
+        state,
+        model_path,
+        lambda shards: seen.extend(run_ranks(num_ranks, _train_and_save, model_path, Path(shards), num_ranks)),
+        keep_last=2,
+    )
+    batch = random_batch(num_groups=4, group_size=2)
+    log_probs = torch.zeros(batch.response_mask.shape)
+    for _, part, rows in seen:
+        log_probs[rows, : part.shape[1]] = part
+    return Trained(folder / "output", checkpoint, seen[0][0], log_probs, is_tied)
+
+
+@pytest.fixture(scope="module")
+def merged(trained: Trained) -> Path:
+    target = trained.output / "merged"
+    sizes = merge_checkpoint(trained.output, target, "keep", MANY_BYTES)
+    assert sizes == {
+        "tensors": len(trained.weights),
+        "parameters": sum(weight.numel() for weight in trained.weights.values()),
+        "bytes": sum(weight.nbytes for weight in trained.weights.values()),
+        "shards": 1,
+    }
+    return target
+
+
+def test_every_tensor_is_the_ranks_bit_for_bit(trained: Trained, merged: Path) -> None:
+    tensors = load_file(merged / "model.safetensors")
+    assert set(tensors) == set(trained.weights)
+    assert ("lm_head.weight" in tensors) == (not trained.is_tied)
+    assert not (merged / INDEX_FILE).exists()
+    before = load_file(trained.output.parent / "model" / "model.safetensors")
+    for name, weight in trained.weights.items():
+        assert tensors[name].dtype == weight.dtype == torch.float32
+        assert torch.equal(tensors[name], weight), name
+        assert not torch.equal(tensors[name], before[name]), name
+
+
+def test_transformers_gives_the_log_probs_of_the_sharded_policy(trained: Trained, merged: Path) -> None:
+    model, report = AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
+    assert not any(report.values())  # nothing missing, unexpected or mismatched
+    assert model.dtype == torch.float32
+    if trained.is_tied:
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    batch = random_batch(num_groups=4, group_size=2)
+    for row in range(batch.num_responses):
+        start, count = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
+        ids = batch.token_ids[row, : start + count]
+        with torch.no_grad():
+            log_probs = model(ids.unsqueeze(0)).logits[0, start - 1 : -1].log_softmax(-1)
+        given = log_probs.gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(given, trained.log_probs[row, :count], rtol=0, atol=1e-5)
+
+
+def test_vllm_gives_the_log_probs_of_transformers(merged: Path) -> None:
+    settings = EngineSettings(
+        dtype="float32",
+        max_model_tokens=64,
+        max_response_tokens=16,
+        max_num_seqs=4,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=-1,
+        memory_bytes=32 * 1024**2,
+        memory_utilization=0.5,
+        threads=1,
+    )
+    engine = build_engine("vllm", merged, settings, seed=0)
+    given = engine.log_probs([(PROMPT_IDS, RESPONSE_IDS)])[0]
+    engine.close()
+    ids = torch.tensor([PROMPT_IDS + RESPONSE_IDS])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(merged)(ids).logits[0, len(PROMPT_IDS) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, ids[0, len(PROMPT_IDS) :].unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(torch.tensor(given), expected, rtol=0, atol=1e-4)
+
+
+def test_the_folder_has_what_a_server_needs(trained: Trained, merged: Path) -> None:
+    original = trained.output.parent / "model"
+    assert {path.name for path in merged.iterdir()} == {path.name for path in original.iterdir()}
+    config = json.loads((merged / "config.json").read_text())
+    assert config == {**json.loads((original / "config.json").read_text()), "dtype": "float32"}
+    message = [{"role": "user", "content": "What is 12 + 7?"}]
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    assert text == "<|user|>\nWhat is 12 + 7?<|end|>\n<|assistant|>\n"
+    assert GenerationConfig.from_pretrained(merged).eos_token_id == tokenizer.eos_token_id
+
+
+def test_several_output_files_hold_the_same_under_an_index(trained: Trained, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    max_bytes = 60_000
+    sizes = merge_checkpoint(
+        trained.checkpoint, tmp_path, "keep", max_bytes, lambda done, total: seen.append((done, total))
+    )
+    total = sum(weight.nbytes for weight in trained.weights.values())
+    assert sizes["shards"] == len(seen) >= 4
+    assert seen[-1] == (total, total)
+    index = json.loads((tmp_path / INDEX_FILE).read_text())
+    assert index["metadata"]["total_size"] == total
+    assert set(index["weight_map"]) == set(trained.weights)
+    for number in range(1, sizes["shards"] + 1):
+        name = f"model-{number:05d}-of-{sizes['shards']:05d}.safetensors"
+        tensors = load_file(tmp_path / name)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= max_bytes
+        assert {key for key, place in index["weight_map"].items() if place == name} == set(tensors)
+        for key, tensor in tensors.items():
+            assert torch.equal(tensor, trained.weights[key]), key
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    assert all(torch.equal(loaded[key], weight) for key, weight in trained.weights.items())
+
+
+def test_bfloat16_rounds_each_tensor_and_says_so(trained: Trained, tmp_path: Path) -> None:
+    sizes = merge_checkpoint(trained.checkpoint, tmp_path, "bfloat16", MANY_BYTES)
+    assert sizes["bytes"] == 2 * sizes["parameters"]
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(tensor, trained.weights[name].bfloat16()), name
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
+
+
+def _remove_shard(checkpoint: Path) -> None:
+    (checkpoint / "__1_0.distcp").unlink()
+
+
+def _truncate_shard(checkpoint: Path) -> None:
+    shard = checkpoint / "__1_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:1000])
+
+
+def _remove_state(checkpoint: Path) -> None:
+    (checkpoint / "trainer_state.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_remove_shard, r"shard __1_0\.distcp of [23] in .*/step_000007 is missing; copy it from the node"),
+        (_truncate_shard, r"shard __1_0\.distcp of [23] in .* is 1000 bytes long instead of \d{5,6}; copy it"),
+        (_remove_state, r"step_000007 lacks trainer_state\.json; it is not a checkpoint of dapo train"),
+        (lambda checkpoint: (checkpoint / ".metadata").unlink(), r"step_000007 holds no complete checkpoint"),
+        (lambda checkpoint: (checkpoint / ".metadata").write_bytes(b"\x80"), r"\.metadata .* cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_before_anything_is_written(
+    trained: Trained, tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    checkpoint = tmp_path / "step_000007"
+    shutil.copytree(trained.checkpoint, checkpoint)
+    damage(checkpoint)
+    with pytest.raises(CheckpointError, match=message):
+        merge_checkpoint(checkpoint, tmp_path / "target", "keep", MANY_BYTES)
+    assert not (tmp_path / "target").exists()
+
+
+def test_an_unfinished_checkpoint_is_passed_over_and_refused_by_name(trained: Trained, tmp_path: Path) -> None:
+    partial = tmp_path / "output" / "checkpoints" / "step_000009.partial"
+    shutil.copytree(trained.checkpoint, partial)
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        merge_checkpoint(tmp_path / "output", tmp_path / "target", "keep", MANY_BYTES)
+    with pytest.raises(CheckpointError, match=r"step_000009\.partial was not written to its end"):
+        merge_checkpoint(partial, tmp_path / "target", "keep", MANY_BYTES)
+    shutil.copytree(trained.checkpoint, partial.with_name("step_000007"))
+    sizes = merge_checkpoint(tmp_path / "output", tmp_path / "target", "keep", MANY_BYTES)
+    assert sizes["tensors"] == len(trained.weights)
+
+
+def test_a_target_with_files_is_left_alone(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is not empty; merge into a new folder"):
+        merge_checkpoint(trained.checkpoint, tmp_path, "keep", MANY_BYTES)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
