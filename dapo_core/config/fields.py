@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration; unknown keys are refused."""
+    """A frozen part of the configuration; unknown keys, infinities and NaN are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 def key(default: Any, description: str, **bounds: Any) -> Any:

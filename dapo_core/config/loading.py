@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from dapo_core.config.sections import Config
 from dapo_core.errors import ConfigError
 
+_MERGE_TAG = "tag:yaml.org,2002:merge"  # the key <<
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>")
 
 
@@ -22,18 +22,25 @@ class _Loader(yaml.SafeLoader):
     """YAML with 1e-6 as a number, and a key written twice refused."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(pair[0], deep=True) for pair in node.value]
-        twice = sorted({str(name) for name in keys if keys.count(name) > 1})
-        if twice:
-            raise ConfigError(f"{', '.join(twice)} is written twice{node.start_mark}; keep one of the two")
+        names = []
+        for key_node, _ in node.value:
+            if key_node.tag == _MERGE_TAG:
+                continue
+            name = self.construct_object(key_node, deep=True)
+            if name in names:
+                place = str(key_node.start_mark).strip()
+                raise ConfigError(f"{name} is written twice, the second time {place}; keep one of the two")
+            names.append(name)
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.\d+(?:[eE][-+]?\d+)?)$"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """YAML that `_Loader` reads back: the text "1e-6" in quotes."""
+
+
+_FLOAT = re.compile(r"^[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.\d+(?:[eE][-+]?\d+)?)$")
+for _yaml in (_Loader, _Dumper):
+    _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -63,25 +70,29 @@ def resolve_config(tree: dict[str, Any]) -> Config:
     problems = [*_unknown_keys(tree), *_placeholders(tree)]
     if problems:
         raise ConfigError("\n".join(problems))
-    complete = {"data": {}, "model": {}, **tree}
     try:
-        return Config.model_validate(complete)
+        return Config.model_validate({"data": {}, "model": {}, **_without_empty_sections(tree)})
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
 
 
 def dump_config(config: Config) -> str:
     """The resolved tree as YAML that `load_config` reads back to the same configuration."""
-    return yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        with path.open(encoding="utf-8") as file:
+            tree = yaml.load(file, Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date such as 2024-13-01
         raise ConfigError(f"configuration {path} is not valid YAML: {error}") from None
+    if tree is None:
+        return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"configuration {path} holds {type(tree).__name__}, not sections with keys")
     return tree
@@ -94,23 +105,44 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     *sections, leaf = name.strip().split(".")
     node = tree
     for section in sections:
-        child = node.setdefault(section, {})
+        if node.get(section) is None:
+            node[section] = {}
+        child = node[section]
         if not isinstance(child, dict):
             raise ConfigError(f"--set {name}: {section} is a value, not a section")
         node = child
     try:
         node[leaf] = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from None
 
 
 def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     """Every key of the tree as `section.key`."""
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if _is_section(field.annotation):
             yield from known_keys(field.annotation, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
+
+
+def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _without_empty_sections(tree: dict[str, Any], section: type[BaseModel] = Config) -> dict[str, Any]:
+    """The tree without `section:` lines that nothing follows, which YAML reads as null."""
+    kept = {}
+    for name, value in tree.items():
+        annotation = section.model_fields[name].annotation
+        if _is_section(annotation):
+            if isinstance(value, dict):
+                kept[name] = _without_empty_sections(value, annotation)
+        else:
+            kept[name] = value
+    return kept
 
 
 def _unknown_keys(tree: dict[str, Any], section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -118,7 +150,7 @@ def _unknown_keys(tree: dict[str, Any], section: type[BaseModel] = Config, prefi
         field = section.model_fields.get(str(name))
         if field is None:
             yield f"unknown key {prefix}{name} = {value!r}{_nearest(f'{prefix}{name}')}"
-        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        elif _is_section(field.annotation):
             if isinstance(value, dict):
                 yield from _unknown_keys(value, field.annotation, f"{prefix}{name}.")
             elif value is not None:
@@ -142,6 +174,9 @@ def _placeholders(value: Any, name: str = "") -> Iterator[str]:
     if isinstance(value, dict):
         for child, child_value in value.items():
             yield from _placeholders(child_value, f"{name}.{child}" if name else str(child))
+    elif isinstance(value, list):
+        for number, child_value in enumerate(value):
+            yield from _placeholders(child_value, f"{name}.{number}")
     elif isinstance(value, str) and _PLACEHOLDER.search(value):
         yield f"{name} = {value!r} still holds a placeholder; put the real value there"
 

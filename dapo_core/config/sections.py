@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
 
@@ -52,6 +52,11 @@ class DataConfig(Section):
                 "data.source is path, but data.train_path or data.eval_path is not set; "
                 "set both, or data.source=arithmetic for the generated problems"
             )
+        if self.source != "path" and (self.train_path or self.eval_path):
+            raise ValueError(
+                f"data.train_path={self.train_path} and data.eval_path={self.eval_path} would be ignored by "
+                f"data.source={self.source}; set data.source=path to use them, or remove them"
+            )
         return self
 
 
@@ -77,6 +82,11 @@ class ModelConfig(Section):
     def _path_for_source(self) -> ModelConfig:
         if self.source == "path" and not self.path:
             raise ValueError("model.source is path, but model.path is not set; set it to a Hugging Face folder")
+        if self.source != "path" and self.path:
+            raise ValueError(
+                f"model.path={self.path} would be ignored by model.source={self.source}; set model.source=path to "
+                "use it, or remove it"
+            )
         return self
 
 
@@ -217,11 +227,6 @@ class Config(Section):
     serve: ServeConfig = Field(default_factory=ServeConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
 
-    @field_validator("data", "model", mode="before")
-    @classmethod
-    def _missing_section_is_empty(cls, value: object) -> object:
-        return {} if value is None else value
-
     @model_validator(mode="after")
     def _batches_divide(self) -> Config:
         num_responses = self.train.mini_prompts * self.rollout.group_size
@@ -230,6 +235,13 @@ class Config(Section):
                 f"train.mini_prompts={self.train.mini_prompts} x rollout.group_size={self.rollout.group_size} = "
                 f"{num_responses} responses per optimizer step do not divide over train.num_ranks="
                 f"{self.train.num_ranks}; change train.mini_prompts, rollout.group_size or train.num_ranks"
+            )
+        most = self.sampler.gen_prompts * self.sampler.max_num_gen_batches
+        if most < self.train.train_prompts:
+            raise ValueError(
+                f"sampler.gen_prompts={self.sampler.gen_prompts} x sampler.max_num_gen_batches="
+                f"{self.sampler.max_num_gen_batches} = {most} prompts can never fill train.train_prompts="
+                f"{self.train.train_prompts}; raise one of the two or lower train.train_prompts"
             )
         return self
 

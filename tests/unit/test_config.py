@@ -1,0 +1,369 @@
+"""Configuration: precedence, a message for each mistake, a lossless dump, and no key that nothing reads."""
+
+from __future__ import annotations
+
+import ast
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import annotated_types
+import pytest
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from dapo_core.config import (
+    Config,
+    dump_config,
+    is_volatile,
+    known_keys,
+    load_config,
+    load_config_or_defaults,
+    resolve_config,
+    result_values,
+)
+from dapo_core.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+BASE = "data:\n  source: arithmetic\nmodel:\n  source: recipe\n"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BASE + "train:\n  learning_rate: 1e-5\n  warmup_steps: 3\n", encoding="utf-8")
+    return path
+
+
+def _resolve(**sections: Any) -> Config:
+    return resolve_config({"data": {"source": "arithmetic"}, "model": {"source": "recipe"}, **sections})
+
+
+def _leaves(
+    section: type[BaseModel] = Config, prefix: str = ""
+) -> Iterator[tuple[str, type[BaseModel], FieldInfo]]:
+    """(key, the section it stands in, its declaration) of every key."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, section, field
+
+
+LEAVES = {key: (section, field) for key, section, field in _leaves()}
+
+
+def test_overrides_go_before_the_file_and_the_file_before_defaults(recipe: Path) -> None:
+    config = load_config(recipe, ["train.warmup_steps=7", "rollout.group_size=4", "rollout.group_size=8"])
+    assert config.train.warmup_steps == 7  # --set over the file
+    assert config.train.learning_rate == 1e-5  # the file over the default
+    assert config.train.weight_decay == 0.1  # the default
+    assert config.rollout.group_size == 8  # the last --set
+
+
+def test_defaults_are_the_papers_recipe() -> None:
+    config = load_config_or_defaults(None)
+    assert (config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high) == (0.2, 0.28)
+    assert config.algorithm.loss_aggregation == "token-mean"
+    assert config.sampler.dynamic
+    assert config.reward.overlong.enabled
+    assert (config.train.train_prompts, config.train.mini_prompts, config.rollout.group_size) == (512, 32, 16)
+    assert config.rollout.max_response_tokens - config.reward.overlong.buffer_tokens == 16384
+
+
+def test_overrides_are_read_as_yaml(recipe: Path) -> None:
+    overrides = ["serve.extra_args=[--enforce-eager]", "data.shuffle=false", "train.learning_rate=2e-6"]
+    config = load_config(
+        recipe, [*overrides, "train.ray_address=null", "run.name=a=b", "reward.overlong={enabled: no}"]
+    )
+    assert config.serve.extra_args == ("--enforce-eager",)
+    assert config.data.shuffle is False
+    assert config.train.learning_rate == 2e-6
+    assert config.train.ray_address is None
+    assert config.run.name == "a=b"
+    assert config.reward.overlong.enabled is False
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.learnig_rate=1", r"unknown key train\.learnig_rate = 1 \(did you mean train\.learning_rate\?\)"),
+        (
+            "reward.overlong.bufer_tokens=8",
+            r"unknown key reward\.overlong\.bufer_tokens .*overlong\.buffer_tokens\?",
+        ),
+        ("reward.overlonk.buffer_tokens=8", r"unknown key reward\.overlonk .*did you mean reward\.overlong\?"),
+        ("rolout.group_size=8", r"unknown key rolout .*did you mean rollout\?"),
+        ("train.group_size=8", r"unknown key train\.group_size = 8 \(did you mean rollout\.group_size\?\)"),
+        ("train.zzzzzz=8", r"unknown key train\.zzzzzz = 8; `dapo config show` lists all keys"),
+        ("train.total_steps=0", r"train\.total_steps = 0 is refused: input should be greater than or equal to 1"),
+        ("rollout.top_p=1.5", r"rollout\.top_p = 1\.5 is refused: input should be less than or equal to 1"),
+        ("run.seed=first", r"run\.seed = 'first' is refused: input should be a valid integer"),
+        ("run.seed=null", r"run\.seed = None is refused"),
+        ("train.device=tpu", r"train\.device = 'tpu' is refused: input should be 'cpu', 'cuda' or 'npu'"),
+        ("train.max_grad_norm=.inf", r"train\.max_grad_norm = inf is refused: input should be a finite number"),
+        ("train.learning_rate=.nan", r"train\.learning_rate = nan is refused"),
+        ("serve.extra_args=[--port, 80]", r"serve\.extra_args\.1 = 80 is refused: input should be a valid string"),
+        (
+            "store.path=${STORE}",
+            r"store\.path = '\$\{STORE\}' still holds a placeholder; put the real value there",
+        ),
+        ("run.name=<YOUR_NAME>", r"run\.name = '<YOUR_NAME>' still holds a placeholder"),
+        ('serve.extra_args=[a, "${X}"]', r"serve\.extra_args\.1 = '\$\{X\}' still holds a placeholder"),
+        ("train=5", r"--set 'train=5' is not of the form section\.key=value, such as run\.seed=2"),
+        ("train.total_steps", r"--set 'train\.total_steps' is not of the form section\.key=value"),
+        ("train.total_steps.x=5", r"train\.total_steps = \{'x': 5\} is refused"),
+        ("train.warmup_steps.x=5", r"--set train\.warmup_steps\.x: warmup_steps is a value, not a section"),
+        ("reward.overlong=8", r"reward\.overlong is a section with keys, not the value 8"),
+        ("run.name=[a", r"--set 'run\.name=\[a': the value is not valid YAML"),
+        ("run.name=2024-13-01", r"--set 'run\.name=2024-13-01': the value is not valid YAML: month must be"),
+        (
+            "train.mini_prompts=30",
+            r"train\.train_prompts=512 is not a multiple of train\.mini_prompts=30; .*2 prompts",
+        ),
+        (
+            "train.num_ranks=7",
+            r"train\.mini_prompts=32 x rollout\.group_size=16 = 512 responses .* over train\.num_ranks=7",
+        ),
+        (
+            "sampler.gen_prompts=51",
+            r"sampler\.gen_prompts=51 x sampler\.max_num_gen_batches=10 = 510 prompts can never fill "
+            r"train\.train_prompts=512",
+        ),
+        ("data.source=path", r"data\.source is path, but data\.train_path or data\.eval_path is not set"),
+        (
+            "data.train_path=x.parquet",
+            r"data\.train_path=x\.parquet .*would be ignored by data\.source=arithmetic",
+        ),
+        ("model.source=path", r"model\.source is path, but model\.path is not set"),
+        ("model.path=qwen", r"model\.path=qwen would be ignored by model\.source=recipe; set model\.source=path"),
+        (
+            "reward.overlong.buffer_tokens=20480",
+            r"buffer_tokens=20480 is not below rollout\.max_response_tokens=20480",
+        ),
+        (
+            "train.micro_batch_tokens=22527",
+            r"max_response_tokens = 22528 is above train\.micro_batch_tokens=22527: .*raise train\.micro",
+        ),
+        ("serve.max_model_len=22527", r"= 22528 is above serve\.max_model_len=22527.*raise serve\.max_model_len"),
+    ],
+)
+def test_bad_input_is_named_with_its_value_and_the_fix(recipe: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(recipe, [override])
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(ConfigError) as unknown:
+        _resolve(train={"total_stepz": 1}, run={"name": "${NAME}"}, rollouts={})
+    assert len(str(unknown.value).splitlines()) == 3
+    with pytest.raises(ConfigError) as bounds:
+        _resolve(train={"total_steps": 0}, rollout={"group_size": 1})
+    assert len(str(bounds.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: [1", r"configuration .*bad\.yaml is not valid YAML"),
+        ("- a\n- b\n", r"configuration .*bad\.yaml holds list, not sections with keys"),
+        ("run:\n  name: 2024-13-01\n", r"bad\.yaml is not valid YAML: month must be"),
+        (BASE + "train: 5\n", r"train is a section with keys, not the value 5"),
+        (
+            "run:\n  seed: 1\n  seed: 2\n",
+            r'seed is written twice, the second time in ".*bad\.yaml", line 3, column 3',
+        ),
+        ("run:\n  seed: 1\nrun:\n  seed: 2\n", r"run is written twice, the second time .*line 3"),
+        (BASE + "reward:\n  overlong: {enabled: yes, enabled: no}\n", "enabled is written twice"),
+        (BASE + "1: 2\n", "unknown key 1 = 2"),
+    ],
+)
+def test_a_bad_file_is_named_with_the_place(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml cannot be read: No such file or directory"):
+        load_config(tmp_path / "absent.yaml")
+    (tmp_path / "latin.yaml").write_bytes("run:\n  name: é\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin\.yaml is not valid YAML: 'utf-8' codec"):
+        load_config(tmp_path / "latin.yaml")
+
+
+def test_empty_sections_and_empty_files_are_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BASE + "train:\nreward:\n  overlong:\nrun:\n", encoding="utf-8")
+    assert load_config(path) == _resolve()
+    assert load_config(path, ["train.total_steps=3"]).train.total_steps == 3
+    assert load_config(path, ["reward.overlong.buffer_tokens=3"]).reward.overlong.buffer_tokens == 3
+    path.write_text("# nothing yet\n", encoding="utf-8")
+    assert load_config(path, ["data.source=arithmetic", "model.source=recipe"]) == _resolve()
+    path.write_text("data:\nmodel:\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"data\.train_path or data\.eval_path is not set"):
+        load_config(path)
+
+
+def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "data: {source: arithmetic}\nmodel: {source: recipe}\n"
+        "serve: &limits\n  max_num_seqs: 7\nrollout:\n  <<: *limits\n  group_size: 4\n",
+        encoding="utf-8",
+    )
+    config = load_config(path)
+    assert (config.rollout.max_num_seqs, config.rollout.group_size, config.serve.max_num_seqs) == (7, 4, 7)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-6", 1e-6), ("1.5E-3", 1.5e-3), (".5", 0.5), ("1", 1.0)])
+def test_numbers_in_scientific_notation_are_numbers(recipe: Path, text: str, value: float) -> None:
+    assert load_config(recipe, [f"train.learning_rate={text}"]).train.learning_rate == value
+
+
+def test_a_dump_loads_back_to_the_same_configuration(tmp_path: Path) -> None:
+    config = _resolve(
+        run={"name": "größe: 1e-5 # no comment", "seed": 2**31 - 1},
+        train={"learning_rate": 1.1e-7, "warmup_steps": 0},
+        serve={"extra_args": ["--enforce-eager", "null", "1e-6", "yes", ""], "memory_gigabytes": 0.1},
+    )
+    path = tmp_path / "dump.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(path) == config
+    assert dump_config(load_config(path)) == dump_config(config)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_every_recipe_resolves_and_survives_a_dump(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    dump = tmp_path / "dump.yaml"
+    dump.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(dump) == config
+
+
+def test_there_are_recipes() -> None:
+    assert ROOT / "configs" / "arith_cpu.yaml" in RECIPES
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    config = _resolve()
+    for section in (config, config.train, config.reward.overlong):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, next(iter(type(section).model_fields)), None)
+    assert hash(config) == hash(_resolve())
+
+
+@pytest.mark.parametrize("key", LEAVES)
+def test_every_key_says_what_it_is_within_which_bounds_and_whether_it_changes_the_result(key: str) -> None:
+    section, field = LEAVES[key]
+    assert is_volatile(section, key.rsplit(".", 1)[-1]) in (True, False)
+    assert field.description is not None
+    assert field.description.endswith(".")
+    types = getattr(field.annotation, "__args__", (field.annotation,))
+    if int in types or float in types:
+        bounds = (annotated_types.Ge, annotated_types.Gt, annotated_types.Le, annotated_types.Lt)
+        assert any(isinstance(bound, bounds) for bound in field.metadata)
+
+
+def test_known_keys_are_all_keys() -> None:
+    assert list(known_keys()) == list(LEAVES)
+
+
+def _with_other_values(section: BaseModel, is_volatile_wanted: bool) -> BaseModel:
+    """The section with every volatile (or every other) value changed, unchecked."""
+    changed: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            changed[name] = _with_other_values(value, is_volatile_wanted)
+        elif is_volatile(type(section), name) is is_volatile_wanted:
+            changed[name] = ("changed", value)
+    return section.model_copy(update=changed)
+
+
+def test_result_values_drop_volatile_keys_only() -> None:
+    config = _resolve()
+    values = result_values(config)
+    assert values["train"]["total_steps"] == 200
+    assert "save_every" not in values["train"]
+    assert values["reward"]["overlong"] == {"enabled": True, "buffer_tokens": 4096, "penalty_factor": 1.0}
+    assert result_values(_with_other_values(config, is_volatile_wanted=True)) == values
+    others = result_values(_with_other_values(config, is_volatile_wanted=False))
+    flat, other = dict(_flat(values)), dict(_flat(others))
+    assert (
+        flat.keys()
+        == other.keys()
+        == {key for key, (section, _) in LEAVES.items() if not _is_dropped(section, key)}
+    )
+    assert not [key for key, value in flat.items() if other[key] == value]
+
+
+def _is_dropped(section: type[BaseModel], key: str) -> bool | None:
+    return is_volatile(section, key.rsplit(".", 1)[-1])
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def test_importing_the_configuration_loads_nothing_heavy() -> None:
+    code = "import sys, dapo_core.config; print(*sorted(sys.modules))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = {name.partition(".")[0] for name in output.stdout.split()}
+    assert "pydantic" in loaded
+    assert not loaded & {"torch", "ray", "vllm", "prefect", "transformers", "matplotlib", "numpy"}
+
+
+def _names_read() -> set[str]:
+    """Names read as attributes anywhere in the sources but the declarations."""
+    names = set()
+    for package in ("dapo_core", "tasks", "flows", "eval"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path.relative_to(ROOT).as_posix() == "dapo_core/config/sections.py":
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                    names.add(node.attr)
+    return names
+
+
+def test_every_key_is_read_somewhere() -> None:
+    names = _names_read()
+    passed_whole = "model.recipe."  # flows.cli passes model_dump() of this section
+    unread = [key for key in LEAVES if key.rsplit(".", 1)[-1] not in names and not key.startswith(passed_whole)]
+    assert not unread
+
+
+def _just_outside(bound: object, is_integer: bool) -> float | None:
+    """The nearest value that the bound refuses; None for a bound that is not of numbers."""
+    if isinstance(bound, (annotated_types.Gt, annotated_types.Lt)):
+        return cast(float, bound.gt if isinstance(bound, annotated_types.Gt) else bound.lt)
+    if isinstance(bound, annotated_types.Ge):
+        edge = cast(float, bound.ge)
+        return edge - 1 if is_integer else math.nextafter(edge, -math.inf)
+    if isinstance(bound, annotated_types.Le):
+        edge = cast(float, bound.le)
+        return edge + 1 if is_integer else math.nextafter(edge, math.inf)
+    return None
+
+
+def test_the_first_number_beyond_each_bound_is_refused() -> None:
+    num_bounds = 0
+    for key, (section, field) in LEAVES.items():
+        name = key.rsplit(".", 1)[-1]
+        types = getattr(field.annotation, "__args__", (field.annotation,))
+        for value in (_just_outside(bound, int in types) for bound in field.metadata):
+            if value is not None:
+                num_bounds += 1
+                with pytest.raises(ValidationError, match=rf"\n{name}\n"):
+                    section.model_validate({name: value})
+    assert num_bounds > len(LEAVES) / 2
