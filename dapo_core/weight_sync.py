@@ -16,7 +16,7 @@ BUCKET_BYTES = 512 * 1024**2
 MAX_PROBE_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}  # mean nats per token
 
 
-def plan_buckets(sizes: Mapping[str, int], max_bytes: int = BUCKET_BYTES) -> list[list[str]]:
+def plan_buckets(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
     """Parameter names in order, cut so that no bucket of several exceeds `max_bytes`."""
     buckets: list[list[str]] = []
     filled = 0
@@ -31,7 +31,8 @@ def plan_buckets(sizes: Mapping[str, int], max_bytes: int = BUCKET_BYTES) -> lis
 
 def publish_weights(cluster: Cluster, policy_version: int) -> None:
     """Load the policy's weights into every engine, which drop their cached prefixes and take the version."""
-    buckets = [cluster.policy.gather_weights(names) for names in plan_buckets(cluster.policy.weight_sizes())]
+    plan = plan_buckets(cluster.policy.weight_sizes(), BUCKET_BYTES)
+    buckets = [cluster.policy.gather_weights(names) for names in plan]
     cluster.rollouts.load_weights(buckets, policy_version)
 
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ class Trained:
     is_tied: bool
 
 
-def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -> tuple[dict, torch.Tensor, list]:
+def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -> tuple[Any, torch.Tensor, Any]:
     """One update, so that no weight is what the folder had; then the shards of all ranks in `folder`."""
     policy = Policy(model_path, TRAIN, AlgorithmConfig(), temperature=1.0)
     batch = random_batch(num_groups=4, group_size=2)
@@ -102,7 +103,8 @@ def test_every_tensor_is_the_ranks_bit_for_bit(trained: Trained, merged: Path) -
 
 
 def test_transformers_gives_the_log_probs_of_the_sharded_policy(trained: Trained, merged: Path) -> None:
-    model, report = AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
+    model, report = loaded
     assert not any(report.values())  # nothing missing, unexpected or mismatched
     assert model.dtype == torch.float32
     if trained.is_tied:

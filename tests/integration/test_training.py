@@ -191,7 +191,7 @@ def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 def kill_after_two_steps(world: World, folder: Path, recipe: Path) -> None:
     """`dapo train` as a stage runs it, killed in its third step or soon after; all its processes are gone."""
     recipe.write_text(yaml.safe_dump(settings(train={"total_steps": 1000})))
-    words = ["train", recipe, "--data", world.data, "--model", world.model, "--output", folder]
+    words: list[str | Path] = ["train", recipe, "--data", world.data, "--model", world.model, "--output", folder]
     with background_command(dapo_command(*words), log_path=recipe.with_suffix(".log"), label="train") as process:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while len(read_metrics(folder / METRICS_FILE)) < 2:
@@ -220,11 +220,11 @@ def wait_until_gone(processes: dict[int, str], seconds: float) -> None:
 def test_a_killed_run_continues_to_the_same_weights_bit_for_bit(run: Run, world: World, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     kill_after_two_steps(world, folder, tmp_path / "recipe.yaml")
-    lines = (folder / METRICS_FILE).read_text().splitlines(keepends=True)
-    num_done = len(lines)
+    texts = (folder / METRICS_FILE).read_text().splitlines(keepends=True)
+    num_done = len(texts)
     assert 2 <= num_done < TOTAL_STEPS
     # as if the kill had come between the last checkpoint and its line
-    (folder / METRICS_FILE).write_text("".join(lines[:-1]) + lines[-1][:40])
+    (folder / METRICS_FILE).write_text("".join(texts[:-1]) + texts[-1][:40])
     told: list[int] = []
     result = train(
         config_of(train={"total_steps": TOTAL_STEPS}),

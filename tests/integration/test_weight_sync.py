@@ -1,0 +1,191 @@
+"""Weights from a real policy rank into a real vLLM engine, and the probe that tells when they did not arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dapo_core import weight_sync
+from dapo_core.batch import Batch, split_batch
+from dapo_core.config import AlgorithmConfig, RewardConfig, TrainConfig
+from dapo_core.data import load_tokenizer
+from dapo_core.engines import EngineSettings, build_engine
+from dapo_core.errors import RolloutError
+from dapo_core.policy import Policy
+from dapo_core.rollout import RolloutWorker
+from dapo_core.weight_sync import plan_buckets, probe_difference, publish_weights
+from tests.batches import random_batch
+from tests.tiny_models import build_tiny_qwen3
+
+SETTINGS = EngineSettings(
+    dtype="float32",
+    max_model_tokens=96,
+    max_response_tokens=16,
+    max_num_seqs=8,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    memory_bytes=32 * 1024**2,
+    memory_utilization=0.5,
+    threads=1,
+)
+MANY_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class InProcessPolicy:
+    """One rank behind the calls of cluster.PolicyGroup."""
+
+    rank: Policy
+
+    def log_probs(self, batch: Batch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropy at the response tokens: two [B, R]."""
+        shares, _ = split_batch(batch, 1, MANY_TOKENS)
+        return self.rank.log_probs(shares[0], temperature)
+
+    def weight_sizes(self) -> dict[str, int]:
+        """Bytes of each parameter by name."""
+        return self.rank.weight_sizes()
+
+    def gather_weights(self, names: list[str]) -> dict[str, torch.Tensor] | None:
+        """One bucket."""
+        return self.rank.gather_weights(names)
+
+
+@dataclass
+class InProcessRollouts:
+    """One worker behind the calls of cluster.RolloutGroup; notes the buckets it was given."""
+
+    worker: RolloutWorker
+    buckets: list[list[str]]
+
+    def load_weights(self, buckets: list[dict[str, torch.Tensor]], policy_version: int) -> None:
+        """All buckets into the engine."""
+        self.buckets = [list(bucket) for bucket in buckets]
+        self.worker.load_weights((pair for bucket in buckets for pair in bucket.items()), policy_version)
+
+    def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
+        """The engine's log-probs, for one engine."""
+        return [self.worker.log_probs(sequences)]
+
+
+@dataclass(frozen=True)
+class InProcessCluster:
+    """Policy and engine in this process, with the attributes of cluster.Cluster."""
+
+    policy: InProcessPolicy
+    rollouts: InProcessRollouts
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def shared_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("sync")
+    model_path = build_tiny_qwen3(folder / "model", seed=5, tie_word_embeddings=request.param)
+    cluster = _start(model_path, folder)
+    yield cluster
+    cluster.rollouts.worker.close()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _start(model_path: Path, folder: Path) -> InProcessCluster:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    policy = Policy(model_path, TrainConfig(), AlgorithmConfig(), temperature=1.0)
+    engine = build_engine("vllm", model_path, SETTINGS, seed=0)
+    worker = RolloutWorker(engine, load_tokenizer(model_path), RewardConfig(), 2, 16, seed=0)
+    return InProcessCluster(InProcessPolicy(policy), InProcessRollouts(worker, []))
+
+
+@pytest.fixture
+def cluster(shared_cluster: InProcessCluster) -> Iterator[InProcessCluster]:
+    """The cluster with the policy's first weights in both places, whatever a test did."""
+    first = {name: shard.detach().clone() for name, shard in _shards(shared_cluster).items()}
+    yield shared_cluster
+    with torch.no_grad():
+        for name, shard in _shards(shared_cluster).items():
+            shard.copy_(first[name])
+    publish_weights(shared_cluster, 0)  # type: ignore[arg-type]
+
+
+PROBE = random_batch(num_groups=2, group_size=2)
+
+
+def _shards(cluster: InProcessCluster) -> dict[str, torch.nn.Parameter]:
+    """What the optimizer changes; a forward pass without gradient leaves the root's parameters gathered."""
+    model: Any = cluster.policy.rank.model
+    model.reshard()
+    return dict(model.named_parameters())
+
+
+def _multiply(cluster: InProcessCluster, name: str, factor: float) -> None:
+    with torch.no_grad():
+        _shards(cluster)[name].mul_(factor)
+
+
+def _engine_log_probs(cluster: InProcessCluster) -> torch.Tensor:
+    """The engine's log-probs of the probe's first response."""
+    start, count = int(PROBE.prompt_lengths[0]), int(PROBE.response_lengths[0])
+    ids = PROBE.token_ids[0].tolist()
+    return torch.tensor(cluster.rollouts.log_probs([(ids[:start], ids[start : start + count])])[0][0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.embed_tokens.weight", "model.layers.1.self_attn.q_norm.weight", "model.layers.0.mlp.up_proj.weight"],
+)
+def test_a_changed_weight_changes_the_engine_as_it_changes_the_policy(cluster: Any, name: str) -> None:
+    before = _engine_log_probs(cluster)
+    _multiply(cluster, name, 1.5)
+    publish_weights(cluster, 4)
+    after = _engine_log_probs(cluster)
+    expected = cluster.policy.log_probs(PROBE, 1.0)[0][0, : len(after)]
+    torch.testing.assert_close(after, expected, rtol=0, atol=1e-4)
+    assert (after - before).abs().max() > 1e-3
+    assert probe_difference(cluster, PROBE, "float32") < 1e-4
+    assert cluster.rollouts.worker.engine.policy_version == 4
+
+
+def test_an_engine_with_old_weights_is_noticed(cluster: Any) -> None:
+    assert probe_difference(cluster, PROBE, "float32") < 1e-4
+    _multiply(cluster, "model.layers.0.mlp.down_proj.weight", 1.5)
+    with pytest.raises(RolloutError) as caught:
+        probe_difference(cluster, PROBE, "float32")
+    message = str(caught.value)
+    assert "the engine does not hold the policy's weights" in message
+    assert "more than the 0.001 that float32 explains" in message
+    assert "rollout.dtype=float32" in message
+    publish_weights(cluster, 1)
+    assert probe_difference(cluster, PROBE, "float32") < 1e-4
+
+
+def test_weights_that_are_not_numbers_are_noticed(cluster: Any) -> None:
+    _multiply(cluster, "model.norm.weight", float("nan"))
+    publish_weights(cluster, 1)
+    with pytest.raises(RolloutError, match="differ from the policy's by nan nats per token"):
+        probe_difference(cluster, PROBE, "float32")
+
+
+def test_several_buckets_carry_every_weight_once(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = list(cluster.policy.weight_sizes())
+    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 50_000)
+    for name in names:
+        _multiply(cluster, name, 1.1)
+    publish_weights(cluster, 2)
+    assert len(cluster.rollouts.buckets) >= 4
+    assert [name for bucket in cluster.rollouts.buckets for name in bucket] == names
+    sizes = cluster.policy.weight_sizes()
+    for bucket in cluster.rollouts.buckets:
+        assert len(bucket) == 1 or sum(sizes[name] for name in bucket) <= 50_000
+    assert probe_difference(cluster, PROBE, "float32") < 1e-4
+
+
+def test_buckets_are_cut_before_they_overflow() -> None:
+    sizes = {"a": 4, "b": 4, "c": 3, "d": 20, "e": 1}
+    # 4 + 4 fits 10, + 3 does not; d alone is above the bound and still goes, alone
+    assert plan_buckets(sizes, 10) == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert plan_buckets({}, 10) == []
