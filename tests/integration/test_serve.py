@@ -1,0 +1,228 @@
+"""A real `vllm serve`: it answers as the policy would, keeps its key, says why it failed, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dapo_core.config import EvaluateConfig, ServeConfig
+from dapo_core.errors import ModelError, ServeError
+from eval.benchmark import Item
+from eval.run import evaluate
+from tasks import supervisor
+from tasks.evaluation_settings import endpoint_of, sampling_of
+from tasks.serve_model import Server, serve_model
+from tests.tiny_models import build_tiny_qwen3
+
+SETTINGS = ServeConfig(
+    dtype="float32", max_model_len=128, max_num_seqs=8, memory_gigabytes=0.1, eager=True, startup_seconds=240
+)
+NUM_ITEMS = 6
+MAX_RESPONSE_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A running server, the model behind it and the processes below us that came with it."""
+
+    server: Server
+    model_path: Path
+    log_path: Path
+    processes: dict[int, str]
+
+
+def new_descendants(before: dict[int, str]) -> dict[int, str]:
+    return {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("serve")
+    model_path = build_tiny_qwen3(folder / "model", seed=9)
+    before = supervisor.descendants(os.getpid())
+    with serve_model(model_path, SETTINGS, folder / "serve.log") as server:
+        processes = new_descendants(before)
+        yield Serving(server, model_path, folder / "serve.log", processes)
+    assert len(processes) >= 3  # our supervisor, the API server, its engine
+    assert new_descendants(before) == {}
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.base_url}/health", trust_env=False)
+
+
+def client_of(serving: Serving, api_key: str | None = None) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {api_key or serving.server.api_key}"}
+    return httpx.Client(base_url=serving.server.base_url, headers=headers, timeout=60, trust_env=False)
+
+
+def test_it_is_healthy_under_our_name(serving: Serving) -> None:
+    with client_of(serving) as client:
+        assert client.get("/health").status_code == 200
+        models = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == [serving.server.model] == ["policy"]
+    assert models[0]["max_model_len"] == SETTINGS.max_model_len
+    assert serving.server.base_url.startswith("http://127.0.0.1:")
+
+
+def test_a_wrong_key_is_refused_and_the_right_one_is_nowhere_to_be_read(serving: Serving) -> None:
+    request = {"model": serving.server.model, "prompt": "1", "max_tokens": 1}
+    with client_of(serving, "guessed") as client:
+        assert client.get("/v1/models").status_code == 401
+        assert client.post("/v1/completions", json=request).status_code == 401
+    assert len(serving.server.api_key) >= 32
+    assert serving.server.api_key not in serving.log_path.read_text()
+    for pid in serving.processes:
+        assert serving.server.api_key not in Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def completion(serving: Serving, **parameters: Any) -> dict[str, Any]:
+    with client_of(serving) as client:
+        answer = client.post("/v1/completions", json={"model": serving.server.model, **parameters})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def policy_log_probs(serving: Serving, ids: list[int]) -> torch.Tensor:
+    """Log-probs [T - 1, V] by plain transformers in float32 of what follows each token."""
+    model = AutoModelForCausalLM.from_pretrained(serving.model_path, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+
+
+def test_log_probs_of_a_prompt_are_the_policy_s(serving: Serving) -> None:
+    ids = [5, 6, 7, 40, 90, 200, 31, 8, 250, 17, 17, 64]
+    choice = completion(serving, prompt=ids, max_tokens=1, prompt_logprobs=0, temperature=0)
+    expected = policy_log_probs(serving, ids)
+    served = choice["prompt_logprobs"]
+    assert served[0] is None
+    for position, token in enumerate(ids[1:]):
+        assert served[position + 1][str(token)]["logprob"] == pytest.approx(
+            expected[position, token].item(), abs=1e-3
+        )
+
+
+def test_greedy_answers_are_the_policy_s_with_its_log_probs(serving: Serving) -> None:
+    prompt_ids = [5, 6, 7, 40, 90]
+    choice = completion(
+        serving, prompt=prompt_ids, max_tokens=10, temperature=0, logprobs=0, return_token_ids=True
+    )
+    response_ids = choice["token_ids"]
+    expected = policy_log_probs(serving, prompt_ids + response_ids)[len(prompt_ids) - 1 :]
+    assert response_ids == expected.argmax(-1).tolist()
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected.max(-1).values.tolist(), abs=1e-3)
+
+
+def test_an_evaluation_runs_against_it(serving: Serving, tmp_path: Path) -> None:
+    items = [
+        Item(f"sum-{number}", ({"role": "user", "content": f"What is {number} + 7?"},), str(number + 7))
+        for number in range(NUM_ITEMS)
+    ]
+    settings = EvaluateConfig(max_response_tokens=MAX_RESPONSE_TOKENS, concurrency=4)
+    summary = evaluate(items, endpoint_of(serving.server, settings), sampling_of(settings), tmp_path)
+    assert (summary.n, summary.num_items, summary.request_failed_rate) == (NUM_ITEMS, NUM_ITEMS, 0.0)
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(serving.model_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(serving.model_path, dtype=torch.float32)
+    for row, item in zip(rows, items, strict=True):
+        assert row["id"] == item.id
+        text = tokenizer.apply_chat_template(list(item.messages), tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        ids = model.generate(**prompt, max_new_tokens=MAX_RESPONSE_TOKENS, do_sample=False)[0]
+        response_ids = ids[prompt.input_ids.shape[1] :]
+        assert row["response"] == tokenizer.decode(response_ids, skip_special_tokens=True)
+        assert row["finish_reason"] in {"length", "stop"}
+        assert row["response_tokens"] == len(response_ids)
+
+
+def _misspell_an_argument(model_path: Path) -> ServeConfig:
+    return SETTINGS.model_copy(update={"extra_args": ("--no-such-flag",)})
+
+
+def _misname_the_architecture(model_path: Path) -> ServeConfig:
+    config = json.loads((model_path / "config.json").read_text())
+    config["architectures"] = ["NoSuchForCausalLM"]
+    config["model_type"] = "no_such_model"
+    (model_path / "config.json").write_text(json.dumps(config))
+    return SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"), [(_misspell_an_argument, "--no-such-flag"), (_misname_the_architecture, "no_such_model")]
+)
+def test_a_server_that_dies_says_why(tmp_path: Path, spoil: Callable[[Path], ServeConfig], reason: str) -> None:
+    model_path = build_tiny_qwen3(tmp_path / "model")
+    settings = spoil(model_path)
+    before = supervisor.descendants(os.getpid())
+    with pytest.raises(ServeError) as caught, serve_model(model_path, settings, tmp_path / "serve.log"):
+        pass
+    message = str(caught.value)
+    assert "vllm serve ended with exit code" in message
+    assert f"Its last lines, from {tmp_path / 'serve.log'}:" in message
+    shown = [line for line in message.splitlines() if line.startswith("  | ")]
+    assert any(reason in line for line in shown), message
+    assert message.endswith("The server ended before it was healthy; correct serve.* or the model folder")
+    assert new_descendants(before) == {}
+
+
+def test_a_server_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    model_path = build_tiny_qwen3(tmp_path / "model")
+    settings = SETTINGS.model_copy(update={"startup_seconds": 0.5})
+    before = supervisor.descendants(os.getpid())
+    started = time.monotonic()
+    with (
+        pytest.raises(
+            ServeError, match=r"not healthy after serve\.startup_seconds=0\.5; raise it, or see .*serve\.log"
+        ),
+        serve_model(model_path, settings, tmp_path / "serve.log"),
+    ):
+        pass
+    assert time.monotonic() - started < 20
+    assert new_descendants(before) == {}
+
+
+def test_an_incomplete_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    model_path = build_tiny_qwen3(tmp_path / "model")
+    (model_path / "model.safetensors").unlink()
+    with (
+        pytest.raises(ModelError, match=r"lacks weights \(\*\.safetensors\)"),
+        serve_model(model_path, SETTINGS, tmp_path / "serve.log"),
+    ):
+        pass
+    assert not (tmp_path / "serve.log").exists()
+
+
+def test_a_port_in_use_is_refused_with_the_key_to_change(tmp_path: Path) -> None:
+    model_path = build_tiny_qwen3(tmp_path / "model")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        settings = SETTINGS.model_copy(update={"port": port})
+        with (
+            pytest.raises(
+                ServeError, match=rf"port {port} on 127\.0\.0\.1 cannot be bound: .*; set serve\.port=0"
+            ),
+            serve_model(model_path, settings, tmp_path / "serve.log"),
+        ):
+            pass
+    assert not (tmp_path / "serve.log").exists()
+
+
+def test_a_host_that_is_not_ours_is_refused_with_the_key_to_change(tmp_path: Path) -> None:
+    model_path = build_tiny_qwen3(tmp_path / "model")
+    settings = SETTINGS.model_copy(update={"host": "192.0.2.77"})  # TEST-NET-1: no machine has it
+    with (
+        pytest.raises(ServeError, match=r"serve\.host=192\.0\.2\.77 has no free port .*; set serve\.host"),
+        serve_model(model_path, settings, tmp_path / "serve.log"),
+    ):
+        pass
