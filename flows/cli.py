@@ -57,9 +57,13 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     apply_prefect_settings()
     print_chain()
     logger.info("starting Prefect")
+    from flows.prefect_server import provide_prefect_api
+
+    wait_for_api = provide_prefect_api()
     from flows.dapo_full import dapo_full
 
-    result = dapo_full(str(config), overrides or [])
+    wait_for_api()
+    result = dapo_full(str(config), tuple(overrides or ()))
     report = Path(result["run"]) / "report"
     typer.echo((report / "report.md").read_text(encoding="utf-8"))
     typer.secho(f"{result['verdict']}\nReport with plots: {report / 'report.html'}", bold=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from prefect import flow
@@ -20,7 +19,7 @@ DEFAULT_CONFIG = "configs/arith_cpu.yaml"
 
 
 @flow(name="dapo-full")
-def dapo_full(config: str = DEFAULT_CONFIG, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def dapo_full(config: str = DEFAULT_CONFIG, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     """Train a model with DAPO and report whether it got better.
 
     Args:

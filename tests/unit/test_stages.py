@@ -1,0 +1,333 @@
+"""What each stage's key depends on, what a plan says of it, and what a run records."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import BaseModel
+
+from dapo_core.arithmetic import generate_problems, write_parquet
+from dapo_core.config import Config, is_volatile, load_config, resolve_config
+from dapo_core.errors import ConfigError, DataError, ModelError, StoreError
+from eval.errors import BenchmarkError
+from tasks.artifacts import Artifact, ArtifactStore, StageKey
+from tasks.artifacts.code import PROJECT_ROOT, _closure
+from tasks.dataset import build_dataset
+from tasks.fetch_model import take_model_folder
+from tasks.plan import plan_chain
+from tasks.run import Run, current_stage, read_runs
+from tasks.stages import (
+    _NOT_IN_CODE_DIGEST,
+    EVALUATE_MODEL,
+    FETCH_MODEL,
+    MERGE_CHECKPOINT,
+    PREPARE_DATA,
+    TRAIN_POLICY,
+    Stage,
+    eval_file,
+    evaluate_model_inputs,
+    fetch_model_inputs,
+    prepare_data_inputs,
+    train_policy_inputs,
+)
+from tests.tiny_models import build_tiny_qwen3
+
+CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
+SMALL = ("data.arithmetic.num_train=32", "data.arithmetic.num_eval=8")
+STAGES = (PREPARE_DATA, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, MERGE_CHECKPOINT)
+# Who must be built again when a key of the section changes; sections without a reader are not listed.
+READERS: dict[str, set[str]] = {
+    "run.seed": {"prepare_data", "fetch_model", "train_policy"},
+    "data.source": {"prepare_data"},
+    "data.arithmetic.": {"prepare_data"},
+    "data.max_prompt_tokens": {"train_policy"},
+    "data.shuffle": {"train_policy"},
+    "model.source": {"fetch_model"},
+    "model.recipe.": {"fetch_model"},
+    "algorithm.": {"train_policy"},
+    "reward.": {"train_policy"},
+    "sampler.": {"train_policy"},
+    "rollout.": {"train_policy"},
+    "train.": {"train_policy"},
+    "merge.": {"merge_checkpoint"},
+    "serve.": {"evaluate_model"},
+    "evaluate.": {"evaluate_model"},
+}
+BY_CONTENT = {"data.train_path", "data.eval_path", "model.path"}  # the files count, not their place
+
+
+def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, bool | None]]:
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", is_volatile(type(section), name)
+
+
+def changed(section: Any, name: str) -> Any:
+    """The section with another value under the dotted name, whether or not it would be accepted."""
+    head, _, rest = name.partition(".")
+    value = getattr(section, head)
+    if rest:
+        return section.model_copy(update={head: changed(value, rest)})
+    other = value + 1 if isinstance(value, int | float) and not isinstance(value, bool) else f"not {value}"
+    return section.model_copy(update={head: other})
+
+
+CONFIG_TREE = load_config(CONFIG)
+FIELDS = dict(leaves(CONFIG_TREE))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_changes_the_keys_of_its_readers_only(name: str) -> None:
+    readers = [stages for prefix, stages in READERS.items() if name == prefix or name.startswith(prefix)]
+    assert FIELDS[name] is not None, "declare it with key() or volatile()"
+    is_silent = FIELDS[name] or name in BY_CONTENT
+    assert is_silent or len(readers) == 1, "no stage has this key in its cache key"
+    expected = set() if is_silent else readers[0]
+    other = changed(CONFIG_TREE, name)
+    assert {s.name for s in STAGES if s.key(other, {}).config != s.key(CONFIG_TREE, {}).config} == expected
+
+
+def test_waiting_places_and_looks_are_volatile() -> None:
+    silent = {"run.name", "store.path", "train.save_every", "serve.port", "evaluate.concurrency"}
+    assert silent <= {name for name, is_silent in FIELDS.items() if is_silent}
+    assert not any(FIELDS[name] for name in ("train.total_steps", "train.device", "serve.dtype", "evaluate.seed"))
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_config_inputs_code_and_versions_are_all_in_the_key(stage: Stage) -> None:
+    key = stage.key(CONFIG_TREE, {"a": "1"})
+    assert key.key == stage.key(load_config(CONFIG), {"a": "1"}).key
+    others = [
+        stage.key(CONFIG_TREE, {"a": "2"}),
+        replace(key, code_digest="0"),
+        replace(key, versions={**key.versions, stage.packages[0]: "0"}),
+        replace(key, config={}),
+    ]
+    assert len({key.key, *(other.key for other in others)}) == 5
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_the_code_of_a_stage_is_what_makes_its_bytes(stage: Stage) -> None:
+    code = set(_closure(PROJECT_ROOT, stage.modules, _NOT_IN_CODE_DIGEST))
+    assert set(stage.modules) <= code
+    # Neither the command line, nor Prefect's tasks, nor how processes are run changes a result.
+    assert not {name for name in code if name.partition(".")[0] in ("flows", "tasks")}
+    if stage is TRAIN_POLICY:
+        assert {f"dapo_core.{name}" for name in ("loss", "sampler", "policy", "rollout", "advantage")} <= code
+        assert "dapo_core.merge" not in code
+    if stage is EVALUATE_MODEL:
+        assert {"eval.client", "eval.grading", "eval.benchmark"} <= code
+        assert "eval.report" not in code
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load_config(CONFIG, [*SMALL, f"store.path={tmp_path / 'store'}"])
+
+
+def prepared(config: Config) -> Artifact:
+    """The data artifact of the configuration, built in its store when it is not there."""
+    key = PREPARE_DATA.key(config, prepare_data_inputs(config))
+    return ArtifactStore(config.store.path).produce(key, lambda folder: build_dataset(config, folder))[0]
+
+
+def artifact(config: Config, stage: Stage, inputs: Mapping[str, str], content: str) -> Artifact:
+    """An artifact of the stage's real key with a content of ours."""
+
+    def build(folder: Path) -> dict[str, Any]:
+        (folder / "content").write_text(content)
+        return {}
+
+    return ArtifactStore(config.store.path).produce(stage.key(config, inputs), build)[0]
+
+
+def files_config(folder: Path, held_out: Path, *overrides: str) -> Config:
+    """A configuration with the user's own data: a training parquet in the folder, and a held-out file."""
+    train_rows, _ = generate_problems(16, 4, 2, 0)
+    if not (folder / "train.parquet").exists():
+        write_parquet(train_rows, folder / "train.parquet")
+    paths = (f"data.train_path={folder / 'train.parquet'}", f"data.eval_path={held_out}", "data.source=path")
+    return load_config(CONFIG, [*paths, f"store.path={folder / 'store'}", *overrides])
+
+
+def math500_file(path: Path, problems: tuple[str, ...] = ("1+1", "2+2", "3+3")) -> Path:
+    rows = [
+        {"problem": f"Find ${text}$.", "solution": f"It is $\\boxed{{{sum(map(int, text.split("+")))}}}$.", "answer": str(sum(map(int, text.split("+")))),
+         "subject": "Algebra", "level": 1 + i, "unique_id": f"test/{i}.json"}
+        for i, text in enumerate(problems)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_changed_training_row_trains_again_but_is_not_evaluated_again(tmp_path: Path) -> None:
+    held_out = math500_file(tmp_path / "eval.jsonl")
+    config = files_config(tmp_path, held_out)
+    first = prepared(config)
+    rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    rows[3]["reward_model"]["ground_truth"] = "0"
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    second = prepared(config)
+    assert first.key != second.key
+    model = replace(first, digest="m")
+    assert train_policy_inputs(first, model) != train_policy_inputs(second, model)
+    assert fetch_model_inputs(config, first) != fetch_model_inputs(config, second)
+    assert evaluate_model_inputs(first, model) == evaluate_model_inputs(second, model)
+    math500_file(held_out, ("1+1", "2+2", "3+4"))
+    third = prepared(config)
+    assert evaluate_model_inputs(second, model) != evaluate_model_inputs(third, model)
+    assert train_policy_inputs(second, model) == train_policy_inputs(third, model)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_own_data_is_taken_byte_by_byte(tmp_path: Path, suffix: str) -> None:
+    held_out = math500_file(tmp_path / f"mine{suffix}")
+    if suffix == ".parquet":
+        write_parquet(generate_problems(16, 3, 1, 0)[1], held_out)
+    data = prepared(files_config(tmp_path, held_out))
+    assert eval_file(data).name == f"eval{suffix}"
+    assert eval_file(data).read_bytes() == held_out.read_bytes()
+    assert data.manifest()["metrics"] == {"train_rows": 16, "eval_rows": 3}
+
+
+def test_own_data_that_cannot_be_used_is_refused_and_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.eval_path=.*gone\.jsonl cannot be read: No such file"):
+        prepare_data_inputs(files_config(tmp_path, tmp_path / "gone.jsonl"))
+    held_out = math500_file(tmp_path / "eval.jsonl")
+    held_out.write_text(held_out.read_text() + '{"problem": "?", "answer": ""}\n')
+    with pytest.raises(BenchmarkError, match="of 4 rows, 1 with neither an answer nor a boxed solution"):
+        prepared(files_config(tmp_path, held_out))
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=r"train\.parquet lacks the columns data_source, prompt, reward_model"):
+        prepared(files_config(tmp_path, math500_file(held_out)))
+
+
+def test_before_and_after_share_the_evaluation_of_an_unchanged_model(config: Config) -> None:
+    data = prepared(config)
+    model = artifact(config, FETCH_MODEL, fetch_model_inputs(config, data), "weights")
+    merged = artifact(config, MERGE_CHECKPOINT, {"training": "t"}, "weights")
+    assert model.key != merged.key
+    keys = [EVALUATE_MODEL.key(config, evaluate_model_inputs(data, each)).key for each in (model, merged)]
+    assert keys[0] == keys[1]
+
+
+def test_plan_knows_what_can_be_known(config: Config) -> None:
+    assert [stage.state for stage in plan_chain(config)] == ["runs"] * 6
+    assert not Path(config.store.path).exists()
+    data = prepared(config)
+    model = artifact(config, FETCH_MODEL, fetch_model_inputs(config, data), "weights")
+    train_key = TRAIN_POLICY.key(config, train_policy_inputs(data, model))
+    ArtifactStore(config.store.path).working_directory(train_key.stage, train_key.key).mkdir(parents=True)
+    plan = plan_chain(config)
+    assert [stage.state for stage in plan] == ["cached", "cached", "runs", "resumes", "runs", "runs"]
+    assert [stage.waits_for for stage in plan] == [None, None, None, None, "train_policy", "merge_checkpoint"]
+    assert (plan[0].path, plan[1].path, plan[3].key) == (data.path, model.path, train_key.key)
+
+
+def model_config(folder: Path, model: Path) -> Config:
+    tree = {
+        "store": {"path": str(folder / "store")},
+        "data": {"source": "arithmetic"},
+        "model": {"source": "path", "path": str(model)},
+    }
+    return resolve_config(tree)
+
+
+def test_a_local_model_is_linked_not_copied_and_changes_are_seen(tmp_path: Path) -> None:
+    source = build_tiny_qwen3(tmp_path / "model")
+    (source / "link.txt").symlink_to(source / "config.json")  # as in a hub's cache
+    config = model_config(tmp_path, source)
+    data = prepared(config)
+    inputs = fetch_model_inputs(config, data)
+    store = ArtifactStore(config.store.path)
+    taken, _ = store.produce(FETCH_MODEL.key(config, inputs), lambda folder: take_model_folder(config, folder))
+    weights = Path(taken.path) / "model.safetensors"
+    assert os.path.samefile(weights, source / "model.safetensors")
+    assert (Path(taken.path) / "link.txt").read_bytes() == (source / "config.json").read_bytes()
+    assert taken.manifest()["metrics"]["bytes"] == sum(path.stat().st_size for path in source.iterdir())
+    assert fetch_model_inputs(config, data) == inputs
+    replaced = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors").write_bytes(replaced + b" ")
+    assert fetch_model_inputs(config, data) != inputs
+    assert store.lookup(taken.stage, taken.key) == taken  # the old one is as it was
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("config.json", "lacks config.json"),
+        ("model.safetensors", r"lacks weights \(\*\.safetensors\)"),
+        ("tokenizer", "lacks a tokenizer"),
+        ("", "does not exist"),
+    ],
+)
+def test_an_incomplete_model_is_refused_before_any_work(tmp_path: Path, missing: str, said: str) -> None:
+    source = build_tiny_qwen3(tmp_path / "model")
+    if missing:
+        for path in source.glob(f"{missing}*"):
+            path.unlink()
+    else:
+        shutil.rmtree(source)
+    config = model_config(tmp_path, source)
+    with pytest.raises(ModelError, match=said):
+        Run.start(config)
+    assert not Path(config.store.path).exists()
+
+
+def test_a_store_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = load_config(CONFIG, [f"store.path={tmp_path / 'file' / 'store'}"])
+    with pytest.raises(StoreError, match=r"cannot be written(.|\n)*set store\.path to another directory"):
+        Run.start(config)
+
+
+def test_a_run_records_and_links_each_stage_as_it_ends(config: Config) -> None:
+    run = Run.start(config)
+    key = StageKey("probe", {}, {}, "code", {})
+    stages_seen: list[str] = []
+
+    def build(folder: Path) -> dict[str, Any]:
+        stages_seen.append(current_stage.get())
+        (folder / "content").write_text("x")
+        return {}
+
+    built = run.produce("probe_first", key, build)
+    record = json.loads((run.folder / "run.json").read_text())
+    assert [*record["stages"]] == ["probe_first"]
+    again = run.produce("probe_again", key, build)
+    run.write_record(report={"n": 1})
+    [record] = read_runs(Path(config.store.path))
+    assert (built, stages_seen, current_stage.get()) == (again, ["probe_first"], "")
+    assert {label: stage["cached"] for label, stage in record["stages"].items()} == {
+        "probe_first": False,
+        "probe_again": True,
+    }
+    assert (record["id"], record["name"], record["report"]) == (run.folder.name, "arith_cpu", {"n": 1})
+    assert (run.folder / "probe_again" / "content").read_text() == "x"
+    assert not os.path.isabs(os.readlink(run.folder / "probe_again"))  # the store can be moved
+    assert load_config(run.config_path) == config
+
+
+def test_a_failed_stage_is_not_recorded(config: Config) -> None:
+    run = Run.start(config)
+
+    def fail(folder: Path) -> dict[str, Any]:
+        raise DataError("no rows")
+
+    with pytest.raises(DataError):
+        run.produce("probe", StageKey("probe", {}, {}, "code", {}), fail)
+    assert (run.stages, current_stage.get(), [*read_runs(Path(config.store.path))]) == ({}, "", [])
+    assert not (run.folder / "probe").exists()
