@@ -154,7 +154,8 @@ class Trainer:
         return probe_difference(self.cluster, batch.select([0]), str(dtype).removeprefix("torch."))
 
     def _keep(self, metrics: dict[str, float]) -> None:
-        if self.step % self.config.train.save_every and self.step != self.config.train.total_steps:
+        is_last = self.step == self.config.train.total_steps
+        if self.step % self.config.train.save_every and not is_last:
             return
         state = TrainerState(
             step=self.step,
@@ -164,9 +165,9 @@ class Trainer:
             metrics=metrics,
             config=self.config.model_dump(mode="json"),
         )
-        write_checkpoint(
-            self.checkpoint_dir, state, self.model_path, self.cluster.policy.save, self.config.train.keep_last
-        )
+        # The output holds one checkpoint, so that its content does not depend on a volatile key.
+        keep_last = 1 if is_last else self.config.train.keep_last
+        write_checkpoint(self.checkpoint_dir, state, self.model_path, self.cluster.policy.save, keep_last)
 
     def _complete(self, metrics: dict[str, float], timer: measure.PhaseTimer) -> dict[str, float]:
         metrics = {

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import _load_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _EmptyStateDictLoadPlanner
 
 from dapo_core.arithmetic import generate_problems, write_parquet
-from dapo_core.checkpoint import read_state
+from dapo_core.checkpoint import TrainerState, read_state
 from dapo_core.config import Config, resolve_config
 from dapo_core.errors import NotEnoughSignal, RolloutError
 from dapo_core.metrics import METRICS_FILE, read_metrics
@@ -71,7 +71,8 @@ class Run:
     folder: Path
     first: TrainResult
     first_metrics: list[dict[str, float]]
-    first_checkpoints: list[str]
+    first_state: TrainerState
+    checkpoints: list[list[str]]  # after each of the first steps
     last: TrainResult
     told: list[int]  # steps that the callback of the continued run got
 
@@ -102,9 +103,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Four steps in one go, then one more by a second call on the same output."""
     folder = tmp_path_factory.mktemp("run")
-    first = train(config_of(train={"total_steps": UNINTERRUPTED_STEPS}), world.data, world.model, folder)
-    first_metrics = read_metrics(folder / METRICS_FILE)
-    first_checkpoints = checkpoint_names(folder)
+    checkpoints: list[list[str]] = []
+    first = train(
+        config_of(train={"total_steps": UNINTERRUPTED_STEPS}),
+        world.data,
+        world.model,
+        folder,
+        lambda step, metrics: checkpoints.append(checkpoint_names(folder)),
+    )
+    first_metrics, first_state = read_metrics(folder / METRICS_FILE), read_state(first.checkpoint)
     told: list[int] = []
     last = train(
         config_of(train={"total_steps": TOTAL_STEPS}),
@@ -113,7 +120,7 @@ def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
         folder,
         lambda step, metrics: told.append(step),
     )
-    return Run(folder, first, first_metrics, first_checkpoints, last, told)
+    return Run(folder, first, first_metrics, first_state, checkpoints, last, told)
 
 
 def test_each_step_s_numbers_fit_each_other(run: Run) -> None:
@@ -148,9 +155,14 @@ def test_engine_and_policy_agree_after_every_step(run: Run) -> None:
 
 
 def test_the_last_checkpoints_are_kept(run: Run) -> None:
-    assert run.first_checkpoints == ["step_000003", "step_000004"]
+    assert run.checkpoints == [
+        ["step_000001"],
+        ["step_000001", "step_000002"],
+        ["step_000002", "step_000003"],
+        ["step_000004"],  # a finished output holds one, whatever train.keep_last says
+    ]
     assert run.first.checkpoint.name == "step_000004"
-    assert checkpoint_names(run.folder) == ["step_000004", "step_000005"]
+    assert checkpoint_names(run.folder) == ["step_000005"]
 
 
 def test_a_second_call_continues_at_the_next_step(run: Run) -> None:
@@ -161,7 +173,7 @@ def test_a_second_call_continues_at_the_next_step(run: Run) -> None:
     assert lines[:4] == run.first_metrics
     # 1/6 of the rate per optimizer step of warm-up: steps 2, 4, 6, 8, 10 end training steps 1 to 5
     assert [line["actor/lr"] for line in lines] == pytest.approx([2e-3 / 6, 4e-3 / 6, 1e-3, 1e-3, 1e-3])
-    before, after = (read_state(run.folder / "checkpoints" / name) for name in ("step_000004", "step_000005"))
+    before, after = run.first_state, read_state(run.last.checkpoint)
     num_drawn = int(6 * lines[4]["train/num_gen_batches"])
     assert after.prompt_position == before.prompt_position + num_drawn
     assert lines[4]["training/epoch"] == pytest.approx(after.prompt_position / NUM_PROBLEMS)
