@@ -35,12 +35,14 @@ def provide_prefect_api() -> Callable[[], None]:
 
     Call it before flows are imported: our server starts meanwhile. It ends when this process does, in any way.
     """
+    from prefect.context import refresh_global_settings_context
     from prefect.settings import get_current_settings
 
     if get_current_settings().api.url:
         return lambda: None
     port = free_port(HOST)
     os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
+    refresh_global_settings_context()
     log_path = Path(os.environ["PREFECT_HOME"]).expanduser() / "servers" / f"{os.getpid()}.log"
     command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
     options = ["--host", HOST, "--port", str(port), "--log-level", "error", "--lifespan", "on"]

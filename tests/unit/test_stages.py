@@ -162,11 +162,11 @@ def files_config(folder: Path, held_out: Path, *overrides: str) -> Config:
     return load_config(CONFIG, [*paths, f"store.path={folder / 'store'}", *overrides])
 
 
-def math500_file(path: Path, problems: tuple[str, ...] = ("1+1", "2+2", "3+3")) -> Path:
+def math500_file(path: Path, answers: tuple[int, ...] = (2, 4, 6)) -> Path:
     rows = [
-        {"problem": f"Find ${text}$.", "solution": f"It is $\\boxed{{{sum(map(int, text.split("+")))}}}$.", "answer": str(sum(map(int, text.split("+")))),
+        {"problem": f"Find ${number} + 0$.", "solution": f"It is $\\boxed{{{number}}}$.", "answer": str(number),
          "subject": "Algebra", "level": 1 + i, "unique_id": f"test/{i}.json"}
-        for i, text in enumerate(problems)
+        for i, number in enumerate(answers)
     ]  # fmt: skip
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -185,7 +185,7 @@ def test_a_changed_training_row_trains_again_but_is_not_evaluated_again(tmp_path
     assert train_policy_inputs(first, model) != train_policy_inputs(second, model)
     assert fetch_model_inputs(config, first) != fetch_model_inputs(config, second)
     assert evaluate_model_inputs(first, model) == evaluate_model_inputs(second, model)
-    math500_file(held_out, ("1+1", "2+2", "3+4"))
+    math500_file(held_out, (2, 4, 7))
     third = prepared(config)
     assert evaluate_model_inputs(second, model) != evaluate_model_inputs(third, model)
     assert train_policy_inputs(second, model) == train_policy_inputs(third, model)

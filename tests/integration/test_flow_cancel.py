@@ -1,0 +1,164 @@
+"""A run that is killed, interrupted or cancelled in the middle of a stage leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from flows.prefect_settings import prefect_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "configs/arith_cpu.yaml"
+GONE_SECONDS = 30.0
+BUSY_CPU_SECONDS = 8.0  # past its imports, which take about 5
+
+
+def long_stage(folder: Path) -> list[str]:
+    """Changes that make building the model last for hours."""
+    return [
+        f"store.path={folder / 'store'}",
+        "data.arithmetic.num_train=128",
+        "data.arithmetic.num_eval=24",
+        "model.recipe.num_steps=100000",
+    ]
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, **prefect_settings(folder / "prefect"), **more}
+
+
+@contextmanager
+def process(folder: Path, name: str, *command: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Yields the running command, its output in FOLDER/NAME.log; afterwards it and all below it are gone."""
+    with open(folder / f"{name}.log", "wb") as log:
+        popen = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment(folder, **env),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    below: list[psutil.Process] = []
+    try:
+        yield popen
+    finally:
+        if popen.poll() is None:
+            below = psutil.Process(popen.pid).children(recursive=True)
+            popen.terminate()
+        _, left = psutil.wait_procs([psutil.Process(popen.pid), *below] if below else [], timeout=15)
+        for straggler in left:
+            straggler.kill()
+        popen.wait(15)
+
+
+def wait_for(what: str, check: Callable[[], Any], seconds: float, log: Path) -> Any:
+    """The first true answer of `check`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if answer := check():
+            return answer
+        time.sleep(0.2)
+    pytest.fail(f"{what}: not within {seconds:.0f} s; {log.name} ends:\n{log.read_text()[-3000:]}")
+
+
+def building(ancestor: int) -> list[psutil.Process]:
+    """Every process below `ancestor` once the stage's command is busy, else nothing."""
+    found = psutil.Process(ancestor).children(recursive=True)
+    for child in found:
+        try:
+            command, times = child.cmdline(), child.cpu_times()
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        is_stage = command[1:4] == ["-m", "flows.cli", "fetch-model"]
+        if is_stage and times.user + times.system > BUSY_CPU_SECONDS:
+            return found
+    return []
+
+
+def flow_run_tree(runner: int) -> list[psutil.Process]:
+    """The process that executes the flow run and all below it; the runner's own helpers have nothing below."""
+    trees = [[child, *child.children(recursive=True)] for child in psutil.Process(runner).children()]
+    tree = max(trees, key=len)
+    assert any("fetch-model" in child.cmdline() for child in tree)
+    return tree
+
+
+def left_over(found: list[psutil.Process]) -> list[str]:
+    """Commands among the processes that still run when the time to go is over."""
+    _, alive = psutil.wait_procs(found, timeout=GONE_SECONDS)
+    left = []
+    for child in alive:
+        if child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+            left.append(" ".join(child.cmdline()))
+            child.kill()
+    return left
+
+
+@pytest.mark.parametrize("stop_signal", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path, stop_signal: signal.Signals) -> None:
+    overrides = [word for change in long_stage(tmp_path) for word in ("--set", change)]
+    log = tmp_path / "run.log"
+    with process(tmp_path, "run", "-m", "flows.cli", "run", CONFIG, *overrides) as run:
+        found = wait_for("the model is being built", lambda: building(run.pid), 120, log)
+        run.send_signal(stop_signal)
+        run.wait(GONE_SECONDS)
+    assert left_over(found) == []
+    assert run.returncode not in (0, None)
+    assert "Traceback" not in log.read_text()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_up(api: str) -> bool:
+    try:
+        return httpx.get(f"{api}/health", timeout=5, trust_env=False).is_success
+    except httpx.TransportError:
+        return False
+
+
+def test_cancelling_the_flow_run_stops_the_child_tree(tmp_path: Path) -> None:
+    port = free_port()
+    api = f"http://127.0.0.1:{port}/api"
+    serve = "from flows.dapo_full import dapo_full; dapo_full.serve(name='test', pause_on_shutdown=False)"
+    start = ("-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port))
+    with (
+        process(tmp_path, "server", *start),
+        httpx.Client(base_url=api, timeout=30, trust_env=False) as client,
+    ):
+        wait_for("Prefect's server is up", lambda: is_up(api), 120, tmp_path / "server.log")
+        more = {"PREFECT_API_URL": api, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
+        with process(tmp_path, "serve", "-c", serve, **more) as runner:
+            log = tmp_path / "serve.log"
+            path = "/deployments/name/dapo-full/test"
+            wait_for("the deployment is there", lambda: client.get(path).is_success, 60, log)
+            deployment = client.get(path).json()["id"]
+            parameters = {"config": CONFIG, "overrides": long_stage(tmp_path)}
+            created = client.post(f"/deployments/{deployment}/create_flow_run", json={"parameters": parameters})
+            flow_run = f"/flow_runs/{created.raise_for_status().json()['id']}"
+            wait_for("the model is being built", lambda: building(runner.pid), 120, log)
+            found = flow_run_tree(runner.pid)
+            client.post(f"{flow_run}/set_state", json={"state": {"type": "CANCELLING"}}).raise_for_status()
+
+            def is_cancelled() -> bool:
+                return client.get(flow_run).raise_for_status().json()["state"]["type"] == "CANCELLED"
+
+            wait_for("the run is cancelled", is_cancelled, 60, log)
+            assert left_over(found) == []
+            assert runner.poll() is None  # cancelling ended the run, not those who serve it
