@@ -130,7 +130,7 @@ def test_each_step_s_numbers_fit_each_other(run: Run) -> None:
         phases = ("gen", "adv", "old_log_prob", "update_actor", "weight_sync", "save_checkpoint")
         spent = sum(line[f"timing_s/{phase}"] for phase in phases)
         assert spent <= line["timing_s/step"]
-        assert spent == pytest.approx(line["timing_s/step"], rel=0.05, abs=0.01)
+        assert spent == pytest.approx(line["timing_s/step"], rel=0.05, abs=0.03)
         num_responses = 16  # 4 prompts x 4 responses
         num_tokens = num_responses * (line["prompt_length/mean"] + line["response_length/mean"])
         assert line["perf/total_num_tokens"] == pytest.approx(num_tokens)
