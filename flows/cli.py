@@ -52,8 +52,9 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     from dapo_core.config import load_config
     from flows.console import print_chain
     from flows.prefect_settings import apply_prefect_settings
+    from tasks.run import check_start
 
-    load_config(config, overrides or ())
+    check_start(load_config(config, overrides or ()))
     apply_prefect_settings()
     print_chain()
     logger.info("starting Prefect")

@@ -16,6 +16,7 @@ from typing import Any
 from dapo_core.config import Config, dump_config
 from dapo_core.model_folder import require_model_folder
 from tasks.artifacts import Artifact, ArtifactStore, StageKey
+from tasks.stages import prepare_data_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +48,9 @@ class Run:
 
     @staticmethod
     def start(config: Config) -> Run:
-        """A new run under the store of the configuration.
-
-        Raises StoreError when that cannot be written and ModelError when model.path lacks a part, before any work.
-        """
-        if config.model.source == "path":
-            require_model_folder(str(config.model.path))
+        """A new run under the store of the configuration; raises what `check_start` raises."""
+        check_start(config)
         store = ArtifactStore(config.store.path)
-        store.check_writable()
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%f")[:-3]
         folder = runs_folder(config) / f"{now}Z-{os.getpid()}"
         folder.mkdir(parents=True)
@@ -108,6 +104,17 @@ class Run:
         partial = self.folder / (RECORD_FILE + ".partial")
         partial.write_text(json.dumps(record, indent=2), encoding="utf-8")
         partial.rename(self.folder / RECORD_FILE)
+
+
+def check_start(config: Config) -> None:
+    """Raise, before any work, what would end a run: ConfigError, ModelError or StoreError.
+
+    Checked are the files that data.*_path and model.path name, and that store.path can be written.
+    """
+    prepare_data_inputs(config)
+    if config.model.source == "path":
+        require_model_folder(str(config.model.path))
+    ArtifactStore(config.store.path).check_writable()
 
 
 def runs_folder(config: Config) -> Path:

@@ -76,6 +76,11 @@ def test_config_show_resolves_defaults_file_and_set() -> None:
         (["plan", "no/such.yaml"], "configuration no/such.yaml cannot be read: No such file or directory"),
         (["plan", CONFIG, "--set", "model.source=path"], "model.path is not set"),
         (["merge", "no/checkpoint", "no/target"], "no/checkpoint holds no complete checkpoint"),
+        (
+            ["run", CONFIG, "--set", "model.source=path", "--set", "model.path=no/model"],
+            "model folder no/model does not exist",
+        ),
+        (["run", CONFIG, "--set", "store.path=README.md/store"], "store.path to another directory"),
         (["serve", "no/model"], "model folder no/model does not exist"),
         (["eval", "--base-url", "http://127.0.0.1:1", "--data", "x.csv", "--output", "o"], "x.csv is not a file"),
     ],
