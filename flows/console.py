@@ -6,7 +6,7 @@ import logging
 import sys
 
 # Prefect's names for what a run's own lines say already; its page and log keep them, tracebacks included.
-QUIET_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect._internal")
+QUIET_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect._internal", "APILogWorker", "EventsWorker")
 STAGE_WIDTH = 16
 
 

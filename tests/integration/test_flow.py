@@ -50,11 +50,12 @@ class Finished:
     folder: Path
 
 
-def dapo(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`dapo WORDS` with the small recipe in its own process, its store and Prefect's files under the folder."""
-    overrides = [word for change in (f"store.path={folder / 'store'}", *SMALL) for word in ("--set", change)]
+def dapo(folder: Path, command: str, *changes: str) -> subprocess.CompletedProcess[str]:
+    """`dapo COMMAND` with the small recipe in its own process, its store and Prefect's files under the folder."""
+    changes = (f"store.path={folder / 'store'}", *SMALL, *changes)
+    overrides = [word for change in changes for word in ("--set", change)]
     return subprocess.run(
-        [sys.executable, "-m", "flows.cli", *words, "configs/arith_cpu.yaml", *overrides],
+        [sys.executable, "-m", "flows.cli", command, "configs/arith_cpu.yaml", *overrides],
         cwd=ROOT,
         env={**os.environ, "PREFECT_HOME": str(folder / "prefect"), "COLUMNS": "200"},
         capture_output=True,
@@ -161,6 +162,16 @@ def test_a_second_run_is_all_cached_and_quick(first: Finished, second: Finished)
     assert second.report["after"] == first.report["after"]
     for label in STAGES:
         assert f"{label:<16} cached, built in " in second.output
+
+
+def test_an_error_that_a_retry_cannot_mend_is_told_once(folder: Path, first: Finished) -> None:
+    done = dapo(folder, "run", "data.max_prompt_tokens=1")
+    said = done.stdout + done.stderr
+    assert done.returncode == 2
+    assert said.count("prompts are longer than data.max_prompt_tokens=1") == 1
+    assert done.stderr.startswith("ChildProcessFailed: train_policy ended with exit code 2; its log is ")
+    assert "another attempt" not in said
+    assert "Traceback" not in said
 
 
 def test_prefect_forgetting_everything_changes_nothing(folder: Path, second: Finished) -> None:
