@@ -22,7 +22,7 @@ from eval.errors import EvaluationError
 from eval.grading import grade
 from eval.results import Row, make_settings, write_rows
 from flows.cli import app
-from tasks.retries import describe, exit_code_of
+from tasks.retries import describe, exit_code_of, may_succeed_next_time
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/arith_cpu.yaml"
@@ -110,6 +110,21 @@ def test_a_failed_child_passes_its_verdict_on(child: int | None, status: int) ->
     error = ChildProcessFailed("train ended. Its last lines, from t.log:\n  | boom")
     error.exit_code = child
     assert exit_code_of(error) == status
+
+
+def test_only_an_error_that_may_pass_is_retried_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    from prefect.states import Failed
+
+    from tasks.evaluate_model import evaluate_model
+    from tasks.train_policy import train_policy
+
+    for task in (train_policy, evaluate_model):
+        assert task.retry_condition_fn is may_succeed_next_time
+        assert task.retries == 1
+    assert not may_succeed_next_time(train_policy, None, Failed(data=NotEnoughSignal("few groups")))
+    assert caplog.text == ""
+    assert may_succeed_next_time(train_policy, None, Failed(data=RolloutError("engine lost")))
+    assert "RolloutError: engine lost; another attempt in 10 s" in caplog.text
 
 
 def test_an_error_whose_lines_were_shown_is_told_without_them() -> None:
