@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 import yaml
+from prefect.states import Failed
 
 from dapo_core.errors import ChildProcessFailed, ConfigError, NotEnoughSignal, RolloutError, ServeError
 from eval.benchmark import Item
@@ -22,7 +23,9 @@ from eval.errors import EvaluationError
 from eval.grading import grade
 from eval.results import Row, make_settings, write_rows
 from flows.cli import app
+from tasks.evaluate_model import evaluate_model
 from tasks.retries import describe, exit_code_of, may_succeed_next_time
+from tasks.train_policy import train_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/arith_cpu.yaml"
@@ -113,11 +116,6 @@ def test_a_failed_child_passes_its_verdict_on(child: int | None, status: int) ->
 
 
 def test_only_an_error_that_may_pass_is_retried_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    from prefect.states import Failed
-
-    from tasks.evaluate_model import evaluate_model
-    from tasks.train_policy import train_policy
-
     for task in (train_policy, evaluate_model):
         assert task.retry_condition_fn is may_succeed_next_time
         assert task.retries == 1
