@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
+
+from flows.progress import StepBar
 
 # Prefect's names for what a run's own lines say already; its page and log keep them, tracebacks included.
 QUIET_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect._internal", "APILogWorker", "EventsWorker")
@@ -12,7 +15,7 @@ STAGE_WIDTH = 16
 
 def print_messages() -> None:
     """Send our messages, as they are, to standard output."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_StandardOutput()])
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
@@ -21,6 +24,19 @@ def print_chain() -> None:
     for handler in logging.getLogger().handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(stage)s %(message)s", datefmt="%H:%M:%S"))
         handler.addFilter(_admit)
+        if sys.stdout.isatty():
+            handler.addFilter(StepBar())
+
+
+class _StandardOutput(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stdout is at the time, which a progress bar replaces to keep lines above itself."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stdout
 
 
 def _admit(record: logging.LogRecord) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 logger = logging.getLogger(__name__)
+
+STEP_LINE = re.compile(r"(?P<what>[a-z ]+) step (?P<done>\d+)(?:/| of )(?P<total>\d+): (?P<state>.*)")
 
 
 class TrainingProgress:
@@ -54,6 +58,42 @@ class TrainingProgress:
             return ""
         pace = (time.monotonic() - self.started) / (step - self.first_step)
         return f", about {pace * (self.total_steps - step):.0f} s left"
+
+
+class StepBar(logging.Filter):
+    """Turns the step lines of child processes into a bar; every other line passes and stays above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bar: Progress | None = None
+        atexit.register(self.close)  # a bar left open leaves the terminal without a cursor
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        match = STEP_LINE.fullmatch(record.getMessage())
+        if match is None:
+            if record.levelno >= logging.WARNING:  # the stage that the bar belongs to may have failed
+                self.close()
+            return True
+        done, total = int(match["done"]), int(match["total"])
+        if self.bar is None:
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[state]}"),
+            )
+            self.task = self.bar.add_task(match["what"], total=total, state="")
+            self.bar.start()
+        self.bar.update(self.task, completed=done, state=match["state"], refresh=True)
+        if done == total:
+            self.close()
+        return False
+
+    def close(self) -> None:
+        """Leave the bar as it stands, so that another can begin."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
 
 
 def describe_step(metrics: dict[str, float]) -> str:
