@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -52,6 +53,7 @@ class Measurement:
 def main() -> None:
     """Build the model, measure each engine at each number of threads, print the table."""
     arguments = _parser().parse_args()
+    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # as rollout workers have it
     load = Load(
         arguments.prompts,
         arguments.group_size,
