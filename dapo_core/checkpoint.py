@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ class TrainerState:
     prompt_position: int  # prompts taken from the stream
     surplus: list[tuple[int, Group]]  # (step that generated it, group)
     metrics: dict[str, float]  # of the step, in case the process ends before metrics.jsonl has them
-    config: dict[str, Any]
+    identity: dict[str, Any]  # settings and data that every attempt at the training must share
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
@@ -96,6 +96,20 @@ def read_state(checkpoint: Path) -> TrainerState:
             f"{checkpoint / STATE_FILE} cannot be read ({error!r}); remove the folder {checkpoint.name} "
             "to continue from the checkpoint before it"
         ) from error
+
+
+def refuse_other_training(checkpoint: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise CheckpointError, naming what differs, when a checkpoint comes from other settings or other data."""
+    changed = [
+        f"{name} {before.get(name)!r} -> {now.get(name)!r}"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint} belongs to another training ({', '.join(changed)}); continuing would mix the two: name a "
+            "new --output, or set these back"
+        )
 
 
 def _group(values: dict[str, Any]) -> Group:

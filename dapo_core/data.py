@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,11 @@ class PromptStream:
         self.seed = seed
         self.shuffle = shuffle
         self.position = position
+
+    @property
+    def digest(self) -> str:
+        """sha256 over the prompts as tokens and their ground truths."""
+        return hashlib.sha256(repr(self.prompts).encode()).hexdigest()
 
     @property
     def epoch(self) -> float:

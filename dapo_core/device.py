@@ -19,7 +19,6 @@ class Device:
     kind: str  # torch device type
     backend: str  # torch.distributed collective backend
     ray_resource: str  # what one policy rank or engine asks Ray for, one each
-    visible_variable: str | None  # environment variable that Ray sets to hand devices out
     low_precision: str  # compute dtype that `auto` means
 
     def torch_device(self) -> torch.device:
@@ -63,9 +62,9 @@ class Device:
 
 
 _DEVICES = {
-    "cpu": Device("cpu", "gloo", "CPU", None, "float32"),
-    "cuda": Device("cuda", "nccl", "GPU", "CUDA_VISIBLE_DEVICES", "bfloat16"),
-    "npu": Device("npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES", "bfloat16"),
+    "cpu": Device("cpu", "gloo", "CPU", "float32"),
+    "cuda": Device("cuda", "nccl", "GPU", "bfloat16"),
+    "npu": Device("npu", "hccl", "NPU", "bfloat16"),
 }
 
 

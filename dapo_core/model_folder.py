@@ -24,3 +24,14 @@ def require_model_folder(model_path: str | Path) -> None:
             f"model folder {folder} lacks {' and '.join(missing)}; "
             "set model.path to a complete Hugging Face folder"
         )
+
+
+def weight_names(model_path: str | Path) -> set[str]:
+    """Names of the tensors in the folder's safetensors files; only their headers are read."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for path in Path(model_path).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return names

@@ -16,7 +16,7 @@ from dapo_core.checkpoint import load_shards, save_shards
 from dapo_core.device import Device, device_for
 from dapo_core.errors import ModelError
 from dapo_core.loss import LossTotals, policy_loss
-from dapo_core.model_folder import require_model_folder
+from dapo_core.model_folder import require_model_folder, weight_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,6 +87,7 @@ class Policy:
                 width, rows = micro.response_mask.shape[1], indices.tolist()
                 log_probs[rows, :width] = micro_log_probs[: len(rows)].float().cpu()
                 entropy[rows, :width] = micro_entropy[: len(rows)].float().cpu()
+        self.model.reshard()  # type: ignore[operator]  # without a backward pass the root stays whole
         return log_probs, entropy
 
     def update(self, share: RankShare, totals: LossTotals) -> UpdateSums:
@@ -197,11 +198,19 @@ def load_causal_lm(model_path: str | Path) -> nn.Module:
 
     require_model_folder(model_path)
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             str(model_path), dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{model_path} cannot be loaded as a causal language model: {error}") from error
+    unknown = {name for name, _ in model.named_parameters()} - weight_names(model_path)
+    if unknown:
+        raise ModelError(
+            f"{len(unknown)} parameters of {model_path} have other names in transformers than in its files (such "
+            f"as {min(unknown)}); engines and a merged folder need the names of the files, so this architecture, "
+            "most often a mixture of experts, cannot be trained yet: set model.path to a dense model"
+        )
+    return model
 
 
 def _shard(model: nn.Module, device: Device, dtype_name: str) -> nn.Module:
@@ -214,7 +223,6 @@ def _shard(model: nn.Module, device: Device, dtype_name: str) -> nn.Module:
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
     )
-    model.to(device.torch_device())
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)

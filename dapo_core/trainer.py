@@ -6,15 +6,22 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dapo_core import metrics as measure
 from dapo_core.advantage import group_advantages
 from dapo_core.batch import Batch, build_batch
-from dapo_core.checkpoint import TrainerState, latest_checkpoint, read_state, write_checkpoint
+from dapo_core.checkpoint import (
+    TrainerState,
+    latest_checkpoint,
+    read_state,
+    refuse_other_training,
+    write_checkpoint,
+)
 from dapo_core.cluster import Cluster, start_cluster
+from dapo_core.config import result_values
 from dapo_core.data import PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
 from dapo_core.loss import LossTotals
@@ -91,6 +98,7 @@ class Trainer:
             self.log = measure.MetricsLog(self.output_dir, 0)
             return
         state = read_state(checkpoint)
+        refuse_other_training(checkpoint, state.identity, self._identity())
         self.step, self.policy_version = state.step, state.policy_version
         self.stream.position, self.sampler.surplus = state.prompt_position, state.surplus
         self.cluster.policy.load(str(checkpoint))
@@ -150,8 +158,10 @@ class Trainer:
     def _publish(self, batch: Batch) -> float:
         """New weights into the engines, proven on one response of the batch; returns the difference in nats."""
         publish_weights(self.cluster, self.policy_version)
-        dtype = device_for(self.config.train.device).resolve_dtype(self.config.rollout.dtype)
-        return probe_difference(self.cluster, batch.select([0]), str(dtype).removeprefix("torch."))
+        device = device_for(self.config.train.device)
+        dtypes = [device.resolve_dtype(section.dtype) for section in (self.config.train, self.config.rollout)]
+        names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        return probe_difference(self.cluster, batch.select([0]), names)
 
     def _keep(self, metrics: dict[str, float]) -> None:
         is_last = self.step == self.config.train.total_steps
@@ -163,11 +173,22 @@ class Trainer:
             prompt_position=self.stream.position,
             surplus=self.sampler.surplus,
             metrics=metrics,
-            config=self.config.model_dump(mode="json"),
+            identity=self._identity(),
         )
         # The output holds one checkpoint, so that its content does not depend on a volatile key.
         keep_last = 1 if is_last else self.config.train.keep_last
         write_checkpoint(self.checkpoint_dir, state, self.model_path, self.cluster.policy.save, keep_last)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change between the attempts at one training; it may only become longer."""
+        sections = ("algorithm", "reward", "sampler", "rollout", "train")
+        values = {
+            f"{section}.{name}": value
+            for section in sections
+            for name, value in result_values(getattr(self.config, section)).items()
+        }
+        del values["train.total_steps"]
+        return {"run.seed": self.config.run.seed, **values, "prompts": self.stream.digest}
 
     def _complete(self, metrics: dict[str, float], timer: measure.PhaseTimer) -> dict[str, float]:
         metrics = {

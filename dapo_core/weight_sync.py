@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from dapo_core.errors import RolloutError
@@ -36,12 +36,14 @@ def publish_weights(cluster: Cluster, policy_version: int) -> None:
     cluster.rollouts.load_weights(buckets, policy_version)
 
 
-def probe_difference(cluster: Cluster, probe: Batch, engine_dtype: str) -> float:
+def probe_difference(cluster: Cluster, probe: Batch, dtypes: Collection[str]) -> float:
     """Mean |log-prob of the policy - log-prob of an engine| over the probe's response tokens, the worst engine.
 
     In nats per token, at temperature 1. Raises RolloutError when an engine left tokens out, or when it is beyond
-    what the engine's precision explains: the engine does not hold the policy's weights.
+    what the coarser of `dtypes`, the policy's and the engine's, explains: the engine does not hold the policy's
+    weights.
     """
+    coarsest = max(dtypes, key=MAX_PROBE_DIFFERENCE.__getitem__)
     log_probs, _ = cluster.policy.log_probs(probe, 1.0)
     lengths = zip(probe.prompt_lengths.tolist(), probe.response_lengths.tolist(), strict=True)
     sequences = [
@@ -55,12 +57,12 @@ def probe_difference(cluster: Cluster, probe: Batch, engine_dtype: str) -> float
     ]
     means = [_mean_difference(expected, rows) for rows in cluster.rollouts.log_probs(sequences)]
     worst = next((mean for mean in means if math.isnan(mean)), max(means))  # max() alone overlooks NaN
-    if not worst <= MAX_PROBE_DIFFERENCE[engine_dtype]:
+    if not worst <= MAX_PROBE_DIFFERENCE[coarsest]:
         raise RolloutError(
             f"after a weight sync an engine's log-probs differ from the policy's by {worst:.4g} nats per token, "
-            f"more than the {MAX_PROBE_DIFFERENCE[engine_dtype]:g} that {engine_dtype} explains: the engine does "
-            "not hold the policy's weights; set rollout.dtype=float32 to rule out precision, or try another "
-            "rollout.engine"
+            f"more than the {MAX_PROBE_DIFFERENCE[coarsest]:g} that {coarsest} explains: the engine does not hold "
+            "the policy's weights; set train.dtype=float32 and rollout.dtype=float32 to rule out precision, or "
+            "try another rollout.engine"
         )
     return worst
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 
+MergeDtype = Literal["keep", "float32", "bfloat16", "float16"]
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="Recipe, such as configs/arith_cpu.yaml.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key; repeatable.")
@@ -159,18 +160,15 @@ def train(
 def merge(
     source: Annotated[Path, typer.Argument(help="Checkpoint, or the output folder of dapo train.")],
     target: Annotated[Path, typer.Argument(help="New model folder.")],
-    dtype: Annotated[str, typer.Option(help="keep, float32, bfloat16 or float16.")] = "keep",
-    max_shard_bytes: Annotated[int, typer.Option(help="Size at which a new safetensors file begins.")] = 5
-    * 1000**3,
+    dtype: Annotated[MergeDtype, typer.Option(help="keep: as trained, which is float32.")] = "keep",
+    max_shard_bytes: Annotated[int, typer.Option(min=1024, help="Size of an output file.")] = 5_000_000_000,
 ) -> None:
     """Merge FSDP shards into a Hugging Face folder that transformers and vLLM load."""
-    from dapo_core.config import MergeConfig
     from dapo_core.merge import merge_checkpoint
     from flows.progress import bytes_progress
 
-    settings = MergeConfig(dtype=dtype, max_shard_bytes=max_shard_bytes)  # type: ignore[arg-type]
     with bytes_progress("merge") as on_shard:
-        sizes = merge_checkpoint(source, target, settings.dtype, settings.max_shard_bytes, on_shard)
+        sizes = merge_checkpoint(source, target, dtype, max_shard_bytes, on_shard)
     typer.echo(
         f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, {sizes['bytes']:,} bytes "
         f"in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}, read back and verified"
@@ -210,7 +208,7 @@ def evaluate(
     from dapo_core.config import load_config_or_defaults
     from eval.benchmark import load_items
     from eval.run import evaluate as run_evaluation
-    from tasks.evaluation_settings import endpoint_of, sampling_of
+    from tasks.evaluation_settings import endpoint_of, sampling_of, served_model_identity
     from tasks.serve_model import API_KEY_VARIABLE, Server
 
     settings = load_config_or_defaults(config, overrides or ()).evaluate
@@ -220,6 +218,7 @@ def evaluate(
         endpoint_of(server, settings),
         sampling_of(settings),
         output,
+        model_digest=served_model_identity(server),
         max_failed_ratio=settings.max_failed_ratio,
     )
     typer.echo(

@@ -15,7 +15,7 @@ STAGE_WIDTH = 16
 
 def print_messages() -> None:
     """Send our messages, as they are, to standard output."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_StandardOutput()])
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[StandardOutput()])
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
@@ -28,8 +28,11 @@ def print_chain() -> None:
             handler.addFilter(StepBar())
 
 
-class _StandardOutput(logging.StreamHandler[TextIO]):
-    """Writes to what sys.stdout is at the time, which a progress bar replaces to keep lines above itself."""
+class StandardOutput(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stdout is at the time, which a progress bar replaces to keep lines above itself.
+
+    Prefect takes the console away from a handler whose class name begins with an underscore.
+    """
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -10,6 +10,7 @@ from typing import Any
 from dapo_core.arithmetic import generate_problems, write_parquet
 from dapo_core.config import Config
 from dapo_core.data import read_rows
+from dapo_core.reward import scorer_for
 from eval.benchmark import load_items
 from tasks.stages import EVAL_STEM, TRAIN_FILE
 
@@ -29,7 +30,10 @@ def build_dataset(config: Config, folder: Path) -> Mapping[str, Any]:
 
 
 def _take_files(train: Path, held_out: Path, folder: Path) -> Mapping[str, Any]:
-    counts = {"train_rows": len(read_rows(train)), "eval_rows": len(load_items(held_out))}
+    rows = read_rows(train)
+    for data_source in {str(row["data_source"]) for row in rows}:
+        scorer_for(data_source)
+    counts = {"train_rows": len(rows), "eval_rows": len(load_items(held_out))}
     shutil.copyfile(train, folder / TRAIN_FILE)
     shutil.copyfile(held_out, (folder / EVAL_STEM).with_suffix(held_out.suffix))
     return counts

@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 
 from dapo_core.config import Config
 from dapo_core.model_folder import require_model_folder
-from tasks.artifacts import Artifact
+from tasks.artifacts import MANIFEST_NAME, Artifact
 from tasks.command import run_dapo
 from tasks.run import Run
 from tasks.stages import FETCH_MODEL, TRAIN_FILE, fetch_model_inputs
@@ -43,6 +43,8 @@ def take_model_folder(config: Config, folder: Path) -> Mapping[str, Any]:
         target = folder / path.relative_to(source)
         if path.is_dir():
             target.mkdir(exist_ok=True)
+            continue
+        if path.name == MANIFEST_NAME:  # the folder may be an artifact of a store itself
             continue
         num_bytes += path.stat().st_size
         try:

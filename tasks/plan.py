@@ -1,4 +1,4 @@
-"""What a run would do: each stage's key, and whether its artifact is there. Runs nothing, writes nothing."""
+"""What a run would do: each stage's key, and whether its artifact is there. Runs no stage."""
 
 from __future__ import annotations
 

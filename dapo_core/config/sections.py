@@ -66,7 +66,7 @@ class ModelRecipeConfig(Section):
     num_layers: int = key(2, "Decoder layers.", ge=1, le=64)
     hidden_size: int = key(128, "Width of the residual stream.", ge=16, le=8192)
     num_heads: int = key(4, "Attention heads.", ge=1, le=128)
-    num_steps: int = key(600, "Supervised steps before reinforcement learning.", ge=0, le=100_000)
+    num_steps: int = key(600, "Supervised steps before reinforcement learning.", ge=1, le=100_000)
     batch_size: int = key(32, "Solutions per supervised step.", ge=1, le=65_536)
     learning_rate: float = key(3e-3, "Peak AdamW rate of the supervised steps.", gt=0, le=1)
 
@@ -141,9 +141,11 @@ class RolloutConfig(Section):
     top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
     top_k: int = key(-1, "Sample among the k likeliest tokens; -1: all.", ge=-1)
     max_response_tokens: int = key(20480, "Length limit of a response.", ge=1)
-    max_num_seqs: int = volatile(256, "Sequences decoded at once per engine.", ge=1, le=65_536)
-    memory_utilization: float = volatile(0.8, "Share of device memory an engine takes.", gt=0, le=1)
-    memory_gigabytes: float = volatile(1.0, "KV cache of an engine on a CPU.", gt=0)
+    max_num_seqs: int = key(
+        256, "Sequences decoded at once per engine; decides which groups finish first.", ge=1, le=65_536
+    )
+    memory_utilization: float = key(0.8, "Share of device memory an engine takes.", gt=0, le=1)
+    memory_gigabytes: float = key(1.0, "KV cache of an engine on a CPU.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the engine's weights.")
 
 
@@ -180,7 +182,9 @@ class TrainConfig(Section):
 class MergeConfig(Section):
     """From FSDP shards to a Hugging Face folder."""
 
-    dtype: Literal["keep", "float32", "bfloat16", "float16"] = key("keep", "Precision of the merged weights.")
+    dtype: Literal["keep", "float32", "bfloat16", "float16"] = key(
+        "keep", "Precision of the merged weights; keep: as trained, which is float32."
+    )
     max_shard_bytes: int = key(5 * 1000**3, "Size at which a new safetensors file begins.", ge=1024)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ SHORT = {
     "train.total_steps": 2,
 }
 START_SECONDS = 180.0
+SIDES = ("before", "after")
 
 
 def readme_commands() -> list[str]:
@@ -46,7 +46,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def typed(command: str, recipe: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """The words to run and the environment, with CONFIG and the port filled in."""
-    words = shlex.split(command.replace("CONFIG", str(recipe)).replace("8000", str(port)))
+    words = shlex.split(command.partition(" #")[0].replace("CONFIG", str(recipe)).replace("8000", str(port)))
     assignments = dict(word.split("=", 1) for word in words[: words.index("dapo")])
     words = [sys.executable, "-m", "flows.cli", *words[words.index("dapo") + 1 :]]
     return words, {**os.environ, "PYTHONPATH": str(ROOT), **assignments}
@@ -80,24 +80,25 @@ def test_the_stage_commands_make_a_report_out_of_a_recipe(recipe: Path, tmp_path
         port = probe.getsockname()[1]
     commands = readme_commands()
     assert [line.split("dapo ")[1].split()[0] for line in commands] == [
-        *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "report")
+        *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "serve", "eval", "report")
     ]
     server: subprocess.Popen[bytes] | None = None
     try:
         for line in commands:
             words, environment = typed(line, recipe, port)
             if " serve " in line:
+                if server is not None:
+                    stop(server)
                 with (tmp_path / "server.log").open("wb") as log:
                     server = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=log, stderr=log)
                 wait_for_server(server, port, environment["VLLM_API_KEY"])
                 continue
-            if " report " in line:
-                shutil.copytree(tmp_path / "after", tmp_path / "before")
             subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=300)
     finally:
         if server is not None:
             stop(server)
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["n"] == 24
-    assert report["difference"] == 0  # the same answers on both sides
+    accuracy = {side: json.loads((tmp_path / side / "summary.json").read_text())["accuracy"] for side in SIDES}
+    assert {side: report[side]["accuracy"] for side in SIDES} == accuracy
     assert report["train"]["steps"] == 2

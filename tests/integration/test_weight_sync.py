@@ -146,28 +146,28 @@ def test_a_changed_weight_changes_the_engine_as_it_changes_the_policy(cluster: A
     expected = cluster.policy.log_probs(PROBE, 1.0)[0][0, : len(after)]
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-4)
     assert (after - before).abs().max() > 1e-3
-    assert probe_difference(cluster, PROBE, "float32") < 1e-4
+    assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
     assert cluster.rollouts.worker.engine.policy_version == 4
 
 
 def test_an_engine_with_old_weights_is_noticed(cluster: Any) -> None:
-    assert probe_difference(cluster, PROBE, "float32") < 1e-4
+    assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
     _multiply(cluster, "model.layers.0.mlp.down_proj.weight", 1.5)
     with pytest.raises(RolloutError) as caught:
-        probe_difference(cluster, PROBE, "float32")
+        probe_difference(cluster, PROBE, ["float32"])
     message = str(caught.value)
     assert "the engine does not hold the policy's weights" in message
     assert "more than the 0.001 that float32 explains" in message
     assert "rollout.dtype=float32" in message
     publish_weights(cluster, 1)
-    assert probe_difference(cluster, PROBE, "float32") < 1e-4
+    assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
 
 
 def test_weights_that_are_not_numbers_are_noticed(cluster: Any) -> None:
     _multiply(cluster, "model.norm.weight", float("nan"))
     publish_weights(cluster, 1)
     with pytest.raises(RolloutError, match="differ from the policy's by nan nats per token"):
-        probe_difference(cluster, PROBE, "float32")
+        probe_difference(cluster, PROBE, ["float32"])
 
 
 def test_several_buckets_carry_every_weight_once(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_several_buckets_carry_every_weight_once(cluster: Any, monkeypatch: pyte
     sizes = cluster.policy.weight_sizes()
     for bucket in cluster.rollouts.buckets:
         assert len(bucket) == 1 or sum(sizes[name] for name in bucket) <= 50_000
-    assert probe_difference(cluster, PROBE, "float32") < 1e-4
+    assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
 
 
 def test_buckets_are_cut_before_they_overflow() -> None:

@@ -16,13 +16,11 @@ from dapo_core.checkpoint import (
     copy_model_files,
     latest_checkpoint,
     read_state,
+    refuse_other_training,
     write_checkpoint,
 )
-from dapo_core.config import Config
 from dapo_core.errors import CheckpointError
 from tests.batches import make_group
-
-CONFIG = Config.model_validate({"data": {"source": "arithmetic"}, "model": {"source": "recipe"}})
 
 
 def _state(step: int) -> TrainerState:
@@ -35,7 +33,7 @@ def _state(step: int) -> TrainerState:
         prompt_position=123,
         surplus=surplus,
         metrics={"critic/score/mean": -1 / 3},
-        config=CONFIG.model_dump(mode="json"),
+        identity={"run.seed": 3, "train.learning_rate": 1e-6},
     )
 
 
@@ -64,7 +62,6 @@ def test_the_state_comes_back_equal_to_the_bit(tmp_path: Path, model_path: Path)
     read = read_state(target)
     assert read == state
     assert read.surplus[0][1].prompt.prompt_ids == state.surplus[0][1].prompt.prompt_ids
-    assert Config.model_validate(read.config) == CONFIG
     assert (target / "0_0.distcp").read_text(encoding="utf-8") == "shard"
 
 
@@ -138,3 +135,10 @@ def test_a_state_that_cannot_be_read_names_the_way_out(tmp_path: Path, model_pat
     (target / STATE_FILE).unlink()
     with pytest.raises(CheckpointError, match="continue from the checkpoint before it"):
         read_state(target)
+
+
+def test_a_checkpoint_of_another_training_is_refused_with_what_differs(tmp_path: Path) -> None:
+    before = {"run.seed": 3, "train.learning_rate": 1e-6, "prompts": "ab"}
+    refuse_other_training(tmp_path, before, dict(before))
+    with pytest.raises(CheckpointError, match=r"another training \(prompts 'ab' -> 'cd', run\.seed 3 -> 4\)"):
+        refuse_other_training(tmp_path, before, {**before, "run.seed": 4, "prompts": "cd"})

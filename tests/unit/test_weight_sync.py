@@ -72,7 +72,7 @@ def _probe(engines: list[list[list[float]]], dtype: str = "float32") -> float:
     group = make_group([1.0, 1.0], num_response_tokens=[2, 1], num_prompt_tokens=3)
     batch = build_batch([group], np.zeros(2), mask_truncated=False)
     policy, rollouts = FixedPolicy(torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])), FixedEngines(engines)
-    difference = probe_difference(_cluster(policy, rollouts), batch, dtype)
+    difference = probe_difference(_cluster(policy, rollouts), batch, ["float32", dtype])
     prompt_ids = list(group.prompt.prompt_ids)
     assert rollouts.sequences == [(prompt_ids, rollout.response_ids) for rollout in group.rollouts]
     assert policy.temperatures == [1.0]
