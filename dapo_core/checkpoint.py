@@ -107,8 +107,8 @@ def refuse_other_training(checkpoint: Path, before: Mapping[str, Any], now: Mapp
     ]
     if changed:
         raise CheckpointError(
-            f"{checkpoint} belongs to another training ({', '.join(changed)}); continuing would mix the two: name a "
-            "new --output, or set these back"
+            f"{checkpoint} belongs to another training ({', '.join(changed)}); continuing would mix the two: "
+            "name a new --output, or set these back"
         )
 
 

@@ -84,7 +84,12 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     model_path = build_tiny_qwen3(folder / "model", seed=3, tie_word_embeddings=is_tied)
     seen: list = []
     state = TrainerState(
-        step=7, policy_version=7, prompt_position=28, surplus=[], metrics={"training/global_step": 7.0}, config={}
+        step=7,
+        policy_version=7,
+        prompt_position=28,
+        surplus=[],
+        metrics={"training/global_step": 7.0},
+        identity={},
     )
     checkpoint = write_checkpoint(
         folder / "output" / "checkpoints",
