@@ -31,6 +31,23 @@ class Prompt:
     ground_truth: str
 
 
+def require_columns(path: str | Path) -> None:
+    """Raise DataError unless the file is a parquet with the columns that training needs; reads its end only."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.read_schema(path).names
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}; check data.train_path") from None
+    missing = [column for column in REQUIRED_COLUMNS if column not in names]
+    if missing:
+        raise DataError(
+            f"{path} lacks the columns {', '.join(missing)} (it has {', '.join(names)}); "
+            f"DAPO-Math-17k's schema has {', '.join(REQUIRED_COLUMNS)}: correct data.train_path or the file"
+        )
+
+
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a training or evaluation parquet, every one checked.
 
@@ -40,14 +57,8 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    require_columns(path)
     try:
-        schema = pq.read_schema(path)
-        missing = [column for column in REQUIRED_COLUMNS if column not in schema.names]
-        if missing:
-            raise DataError(
-                f"{path} lacks the columns {', '.join(missing)} (it has {', '.join(schema.names)}); "
-                f"DAPO-Math-17k's schema has {', '.join(REQUIRED_COLUMNS)}: correct data.train_path or the file"
-            )
         rows = pq.read_table(path).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}; check data.train_path") from None

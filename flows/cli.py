@@ -77,8 +77,11 @@ def plan(config: ConfigArgument, overrides: SetOption = None) -> None:
     from dapo_core.config import load_config
     from flows.tables import print_plan
     from tasks.plan import plan_chain
+    from tasks.run import check_inputs
 
-    print_plan(plan_chain(load_config(config, overrides or ())))
+    settings = load_config(config, overrides or ())
+    check_inputs(settings)
+    print_plan(plan_chain(settings))
 
 
 @app.command(epilog="Example: dapo runs --store .dapo")

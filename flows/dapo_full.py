@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from prefect import flow
@@ -14,6 +15,9 @@ from tasks.prepare_data import prepare_data
 from tasks.run import Run
 from tasks.train_policy import train_policy
 from tasks.write_report import write_report
+
+for package in ("flows", "tasks", "dapo_core", "eval"):
+    logging.getLogger(package).setLevel(logging.INFO)  # a worker's root logger passes warnings only
 
 DEFAULT_CONFIG = "configs/arith_cpu.yaml"
 

@@ -17,14 +17,13 @@ SHORT_KEY = 16
 
 def print_plan(stages: Sequence[PlannedStage]) -> None:
     """The chain with each stage's key and state."""
-    table = Table("stage", "state", "key", "built in (s)", "artifact")
+    table = Table("stage", "state", "key", "built in (s)")
     for stage in stages:
         table.add_row(
             stage.label,
             stage.state,
             stage.key[:SHORT_KEY] if stage.key else f"known after {stage.waits_for}",
             f"{stage.seconds:.1f}" if stage.seconds is not None else "",
-            stage.path or "",
         )
     Console(width=_width()).print(table)
 

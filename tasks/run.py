@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.config import Config, dump_config
+from dapo_core.data import require_columns
 from dapo_core.model_folder import require_model_folder
 from tasks.artifacts import Artifact, ArtifactStore, StageKey
 from tasks.stages import prepare_data_inputs
@@ -106,14 +107,18 @@ class Run:
         partial.rename(self.folder / RECORD_FILE)
 
 
-def check_start(config: Config) -> None:
-    """Raise, before any work, what would end a run: ConfigError, ModelError or StoreError.
-
-    Checked are the files that data.*_path and model.path name, and that store.path can be written.
-    """
+def check_inputs(config: Config) -> None:
+    """Raise ConfigError, DataError or ModelError when data.*_path or model.path names what a run cannot use."""
     prepare_data_inputs(config)
+    if config.data.source == "path":
+        require_columns(str(config.data.train_path))
     if config.model.source == "path":
         require_model_folder(str(config.model.path))
+
+
+def check_start(config: Config) -> None:
+    """Raise, before any work, what would end a run: what `check_inputs` raises, or StoreError."""
+    check_inputs(config)
     ArtifactStore(config.store.path).check_writable()
 
 
