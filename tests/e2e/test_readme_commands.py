@@ -1,4 +1,4 @@
-"""The stage commands of the README, typed as they stand there, on a recipe cut short."""
+"""The README's stage commands on a recipe cut short; what is served in the end is the policy that was trained."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+
+from dapo_core.batch import Batch, split_batch
+from dapo_core.config import AlgorithmConfig, TrainConfig
+from dapo_core.policy import Policy
+from tests.batches import random_batch
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 BLOCK_BEGINS = "Each stage is also a command on plain paths"
@@ -25,6 +32,7 @@ SHORT = {
     "train.total_steps": 2,
 }
 START_SECONDS = 180.0
+NUM_RANKS = 2
 SIDES = ("before", "after")
 
 
@@ -65,6 +73,31 @@ def wait_for_server(server: subprocess.Popen[bytes], port: int, api_key: str) ->
     raise AssertionError(f"dapo serve did not answer within {START_SECONDS:.0f} s")
 
 
+def served_log_probs(url: str, batch: Batch) -> list[list[float]]:
+    """The server's log-probs of each response of the batch behind its prompt."""
+    served = []
+    for row in range(batch.num_responses):
+        num_prompt = int(batch.prompt_lengths[row])
+        ids = batch.token_ids[row, : num_prompt + int(batch.response_lengths[row])].tolist()
+        question = {"model": "policy", "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+        answer = httpx.post(
+            url, json=question, headers={"Authorization": "Bearer secret"}, timeout=60, trust_env=False
+        )
+        told = answer.raise_for_status().json()["choices"][0]["prompt_logprobs"]
+        served.append([told[place][str(ids[place])]["logprob"] for place in range(num_prompt, len(ids))])
+    return served
+
+
+def trained_log_probs(
+    rank: int, model_path: Path, checkpoint: str, batch: Batch
+) -> tuple[list[int], torch.Tensor]:
+    """Rows of the batch that fall to this rank, and their log-probs by the policy as training left it."""
+    policy = Policy(model_path, TrainConfig(), AlgorithmConfig(), temperature=1.0)
+    policy.load(checkpoint)
+    shares, rows = split_batch(batch, NUM_RANKS, max_tokens=4096)
+    return rows[rank].tolist(), policy.log_probs(shares[rank])[0]
+
+
 def stop(server: subprocess.Popen[bytes]) -> None:
     server.terminate()
     try:
@@ -94,6 +127,8 @@ def test_the_stage_commands_make_a_report_out_of_a_recipe(recipe: Path, tmp_path
                 wait_for_server(server, port, environment["VLLM_API_KEY"])
                 continue
             subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=300)
+        batch = random_batch(num_groups=2, group_size=2)
+        served = served_log_probs(f"http://127.0.0.1:{port}/v1/completions", batch)
     finally:
         if server is not None:
             stop(server)
@@ -102,3 +137,11 @@ def test_the_stage_commands_make_a_report_out_of_a_recipe(recipe: Path, tmp_path
     accuracy = {side: json.loads((tmp_path / side / "summary.json").read_text())["accuracy"] for side in SIDES}
     assert {side: report[side]["accuracy"] for side in SIDES} == accuracy
     assert report["train"]["steps"] == 2
+    checkpoint = tmp_path / "training" / "checkpoints" / "step_000002"
+    ranks = run_ranks(NUM_RANKS, trained_log_probs, tmp_path / "model", str(checkpoint), batch)
+    compared = 0
+    for rows, log_probs in ranks:
+        for row, expected in zip(rows, log_probs.tolist(), strict=True):
+            assert served[row] == pytest.approx(expected[: len(served[row])], abs=1e-3)
+            compared += len(served[row])
+    assert compared == int(batch.response_lengths.sum())
