@@ -29,6 +29,8 @@ class Batch:
     rollout_log_probs: torch.Tensor  # [B, R] float32, 0 beyond the response
     old_log_probs: torch.Tensor  # [B, R] float32; NaN until the policy computed them
     advantages: torch.Tensor  # [B] float32
+    ref_log_probs: torch.Tensor | None = None  # [B, R] float32, of the reference model; None without KL
+    importance_weights: torch.Tensor | None = None  # [B, R] float32, truncated policy/engine ratios; None when off
 
     @property
     def num_responses(self) -> int:
@@ -62,6 +64,10 @@ class Batch:
             rollout_log_probs=self.rollout_log_probs[rows, :num_response_tokens],
             old_log_probs=self.old_log_probs[rows, :num_response_tokens],
             advantages=self.advantages[rows],
+            ref_log_probs=None if self.ref_log_probs is None else self.ref_log_probs[rows, :num_response_tokens],
+            importance_weights=(
+                None if self.importance_weights is None else self.importance_weights[rows, :num_response_tokens]
+            ),
         )
 
     def with_old_log_probs(self, old_log_probs: torch.Tensor) -> Batch:

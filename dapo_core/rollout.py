@@ -32,6 +32,7 @@ class Rollout:
     score: float
     overlong_penalty: float
     verdict: Verdict
+    acc: float  # the scorer's accuracy, 1 right and 0 not unless it says otherwise
 
     @property
     def reward(self) -> float:
@@ -55,9 +56,9 @@ class Group:
         return sum(len(rollout.response_ids) for rollout in self.rollouts)
 
     def metric(self, name: str) -> list[float]:
-        """The filter metric of each rollout: `acc` (1 right, 0 not), `score`, or `seq_reward`."""
+        """The filter metric of each rollout: `acc`, `score`, or `seq_reward` and `seq_final_reward` (the reward)."""
         if name == "acc":
-            return [float(rollout.verdict == "right") for rollout in self.rollouts]
+            return [rollout.acc for rollout in self.rollouts]
         if name == "score":
             return [rollout.score for rollout in self.rollouts]
         return [rollout.reward for rollout in self.rollouts]
@@ -167,6 +168,7 @@ class RolloutWorker:
                 len(response.response_ids), self.max_response_tokens, self.reward.overlong
             ),
             verdict=score.verdict,
+            acc=score.acc,
         )
 
 

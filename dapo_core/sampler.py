@@ -50,6 +50,7 @@ class TokenAccount:
     generated_tokens: int = 0  # by the engines in this step, whatever became of them
     num_right: int = 0  # responses, among the groups that finished in this step
     num_finished: int = 0  # responses
+    reward_seconds: float = 0.0  # the step's sampling waited for scores alone, the engines having nothing left
 
     def add(self, fate: Fate, num_groups: int, num_tokens: int) -> None:
         """Book groups and their response tokens under a fate."""

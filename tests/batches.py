@@ -31,6 +31,7 @@ def make_group(
             score=reward,
             overlong_penalty=0.0,
             verdict="right" if reward > 0 else "wrong",
+            acc=float(reward > 0),
         )
         for reward, length in zip(rewards, lengths, strict=True)
     ]

@@ -3,32 +3,40 @@
 from dapo_core.config.fields import is_volatile, result_values
 from dapo_core.config.loading import dump_config, known_keys, load_config, load_config_or_defaults, resolve_config
 from dapo_core.config.sections import (
-    AlgorithmConfig,
     Config,
     DataConfig,
     EvaluateConfig,
     MergeConfig,
     ModelConfig,
+    RunConfig,
+    ServeConfig,
+    StoreConfig,
+)
+from dapo_core.config.training import (
+    AlgorithmConfig,
+    CustomRewardConfig,
+    KLConfig,
     OverlongConfig,
     RewardConfig,
     RolloutConfig,
-    RunConfig,
+    RolloutCorrectionConfig,
     SamplerConfig,
-    ServeConfig,
-    StoreConfig,
     TrainConfig,
 )
 
 __all__ = [
     "AlgorithmConfig",
     "Config",
+    "CustomRewardConfig",
     "DataConfig",
     "EvaluateConfig",
+    "KLConfig",
     "MergeConfig",
     "ModelConfig",
     "OverlongConfig",
     "RewardConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "RunConfig",
     "SamplerConfig",
     "ServeConfig",

@@ -161,9 +161,9 @@ def _nearest(name: str) -> str:
     """` (did you mean X?)` for the known key or section nearest in spelling, also in another section."""
     keys = list(known_keys())
     sections = sorted({key.rsplit(".", 1)[0] for key in keys})
+    by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
     close = difflib.get_close_matches(name, [*keys, *sections], n=1, cutoff=0.75)
-    if not close:
-        by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
+    if not close or name.rsplit(".", 1)[-1] in by_leaf:
         close = [
             by_leaf[leaf] for leaf in difflib.get_close_matches(name.rsplit(".", 1)[-1], by_leaf, n=1, cutoff=0.75)
         ]

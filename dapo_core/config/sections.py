@@ -1,4 +1,4 @@
-"""Every key of a recipe. Defaults are the DAPO paper's recipe (arXiv:2503.14476, section 4.1).
+"""Every key of a recipe; those of reinforcement learning are in training.py.
 
 Concepts and units are verl's: train, gen and mini sizes count prompts; micro sizes count what one device holds.
 """
@@ -10,6 +10,14 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.training import (
+    AlgorithmConfig,
+    CustomRewardConfig,
+    RewardConfig,
+    RolloutConfig,
+    SamplerConfig,
+    TrainConfig,
+)
 
 
 class RunConfig(Section):
@@ -17,6 +25,9 @@ class RunConfig(Section):
 
     name: str = volatile("dapo", "Name shown in reports and in Prefect.", min_length=1, max_length=80)
     seed: int = key(0, "Seed of data generation, warm start, shuffling and sampling.", ge=0, le=2**31 - 1)
+    deterministic: bool = key(
+        False, "Deterministic kernels, and groups judged in prompt order: slower, the same every time."
+    )
 
 
 class StoreConfig(Section):
@@ -90,95 +101,6 @@ class ModelConfig(Section):
         return self
 
 
-class AlgorithmConfig(Section):
-    """Advantage and loss. DAPO by default; GRPO is equal clips and no dynamic sampling."""
-
-    normalize_by_std: bool = key(True, "Divide the group advantage by the group's standard deviation.")
-    clip_ratio_low: float = key(0.2, "Lower clip: ratios below 1 - this stop pushing.", ge=0, lt=1)
-    clip_ratio_high: float = key(0.28, "Upper clip, higher than the lower one: clip-higher.", ge=0, le=10)
-    clip_ratio_dual: float = key(10.0, "Dual clip bound of the ratio where the advantage is negative.", gt=1)
-    loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = key(
-        "token-mean", "How token losses become one number."
-    )
-
-
-class OverlongConfig(Section):
-    """Soft overlong punishment (DAPO eq. 13)."""
-
-    enabled: bool = key(True, "Penalise responses that come close to the length limit.")
-    buffer_tokens: int = key(4096, "Tokens before the limit over which the penalty grows.", ge=1)
-    penalty_factor: float = key(1.0, "Penalty at the limit.", ge=0, le=100)
-
-
-class RewardConfig(Section):
-    """What a response is worth."""
-
-    overlong: OverlongConfig = Field(default_factory=OverlongConfig)
-    mask_truncated: bool = key(False, "Leave responses cut by the length limit out of the loss.")
-
-
-class SamplerConfig(Section):
-    """Dynamic sampling (DAPO section 3.2)."""
-
-    dynamic: bool = key(True, "Keep only groups whose metric takes two different values.")
-    metric: Literal["acc", "score", "seq_reward"] = key("acc", "What must differ within a group.")
-    gen_prompts: int = key(1536, "Prompts drawn at a time while the step is not full.", ge=1)
-    max_num_gen_batches: int = key(10, "Draws per training step before `on_exhausted` applies.", ge=1, le=1000)
-    on_exhausted: Literal["raise", "train_partial", "skip_step"] = key(
-        "raise", "What follows too few kept groups."
-    )
-    max_staleness: int = key(1, "Training steps that a surplus group may wait; 0 drops surplus.", ge=0, le=64)
-
-
-class RolloutConfig(Section):
-    """How responses are generated."""
-
-    engine: Literal["vllm", "hf"] = key("vllm", "Inference engine of the rollout workers.")
-    num_workers: int = key(1, "Rollout workers, one engine each.", ge=1, le=4096)
-    threads_per_worker: int = volatile(2, "CPU threads of an engine.", ge=1, le=1024)
-    group_size: int = key(16, "Responses per prompt (G).", ge=2, le=1024)
-    temperature: float = key(1.0, "Sampling temperature.", gt=0, le=10)
-    top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
-    top_k: int = key(-1, "Sample among the k likeliest tokens; -1: all.", ge=-1)
-    max_response_tokens: int = key(20480, "Length limit of a response.", ge=1)
-    max_num_seqs: int = key(
-        256, "Sequences decoded at once per engine; decides which groups finish first.", ge=1, le=65_536
-    )
-    memory_utilization: float = key(0.8, "Share of device memory an engine takes.", gt=0, le=1)
-    memory_gigabytes: float = key(1.0, "KV cache of an engine on a CPU.", gt=0)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the engine's weights.")
-
-
-class TrainConfig(Section):
-    """Steps, batches and the optimizer."""
-
-    device: Literal["cpu", "cuda", "npu"] = key("cpu", "What the policy runs on.")
-    num_ranks: int = key(1, "FSDP2 ranks, one device each.", ge=1, le=65_536)
-    threads_per_rank: int = volatile(1, "CPU threads of a rank.", ge=1, le=1024)
-    total_steps: int = key(200, "Training steps, whatever dynamic sampling draws.", ge=1)
-    train_prompts: int = key(512, "Prompts trained on per step (P).", ge=1)
-    mini_prompts: int = key(32, "Prompts per optimizer step.", ge=1)
-    micro_batch_tokens: int = key(32768, "Most tokens, padding included, that a device holds at once.", ge=1)
-    learning_rate: float = key(1e-6, "Peak AdamW learning rate.", gt=0, le=1)
-    warmup_steps: int = key(10, "Optimizer steps of linear warm-up.", ge=0)
-    weight_decay: float = key(0.1, "AdamW weight decay.", ge=0, le=1)
-    max_grad_norm: float = key(1.0, "Global gradient norm above which gradients are scaled down.", gt=0)
-    dtype: Literal["auto", "float32", "bfloat16"] = key("auto", "Compute precision; auto: float32 on a CPU.")
-    save_every: int = volatile(20, "Training steps between checkpoints.", ge=1)
-    keep_last: int = volatile(2, "Checkpoints kept.", ge=1)
-    ray_address: str | None = volatile(None, "Running Ray cluster to join; unset starts a private one.")
-
-    @model_validator(mode="after")
-    def _mini_divides_train(self) -> TrainConfig:
-        if self.train_prompts % self.mini_prompts:
-            raise ValueError(
-                f"train.train_prompts={self.train_prompts} is not a multiple of train.mini_prompts="
-                f"{self.mini_prompts}; an optimizer step would get {self.train_prompts % self.mini_prompts} "
-                "prompts instead; change one of the two"
-            )
-        return self
-
-
 class MergeConfig(Section):
     """From FSDP shards to a Hugging Face folder."""
 
@@ -224,6 +146,7 @@ class Config(Section):
     model: ModelConfig
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
+    custom_reward: CustomRewardConfig = Field(default_factory=CustomRewardConfig)
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -234,11 +157,13 @@ class Config(Section):
     @model_validator(mode="after")
     def _batches_divide(self) -> Config:
         num_responses = self.train.mini_prompts * self.rollout.group_size
-        if num_responses % self.train.num_ranks:
+        if num_responses % self.train.num_data_ranks:
             raise ValueError(
                 f"train.mini_prompts={self.train.mini_prompts} x rollout.group_size={self.rollout.group_size} = "
                 f"{num_responses} responses per optimizer step do not divide over train.num_ranks="
-                f"{self.train.num_ranks}; change train.mini_prompts, rollout.group_size or train.num_ranks"
+                f"{self.train.num_ranks} / train.sequence_parallel={self.train.sequence_parallel} = "
+                f"{self.train.num_data_ranks} data-parallel ranks; change train.mini_prompts, rollout.group_size "
+                "or train.num_ranks"
             )
         most = self.sampler.gen_prompts * self.sampler.max_num_gen_batches
         if most < self.train.train_prompts:
@@ -246,6 +171,15 @@ class Config(Section):
                 f"sampler.gen_prompts={self.sampler.gen_prompts} x sampler.max_num_gen_batches="
                 f"{self.sampler.max_num_gen_batches} = {most} prompts can never fill train.train_prompts="
                 f"{self.train.train_prompts}; raise one of the two or lower train.train_prompts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _metric_is_known_while_sampling(self) -> Config:
+        if self.sampler.metric == "seq_final_reward" and self.algorithm.kl.place == "reward":
+            raise ValueError(
+                "sampler.metric=seq_final_reward with algorithm.kl.place=reward would keep every group: KL "
+                "differs between any two responses, and is known after sampling; set sampler.metric=seq_reward"
             )
         return self
 
@@ -258,10 +192,12 @@ class Config(Section):
                 f"rollout.max_response_tokens={limit}: every response would be penalised; lower the buffer"
             )
         longest = self.data.max_prompt_tokens + limit
-        if longest > self.train.micro_batch_tokens:
+        most = self.train.micro_batch_tokens * self.train.sequence_parallel
+        if longest > most:
             raise ValueError(
                 f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is above "
-                f"train.micro_batch_tokens={self.train.micro_batch_tokens}: the longest sequence would not fit "
+                f"train.micro_batch_tokens={self.train.micro_batch_tokens} x train.sequence_parallel="
+                f"{self.train.sequence_parallel} = {most}: the longest sequence would not fit "
                 "into one micro-batch; raise train.micro_batch_tokens"
             )
         served = self.data.max_prompt_tokens + self.evaluate.max_response_tokens

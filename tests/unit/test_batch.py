@@ -21,7 +21,7 @@ NAN = float("nan")
 
 def _rollout(response_ids: list[int], finish_reason: FinishReason = "stop") -> Rollout:
     log_probs = [-0.5 * (place + 1) for place in range(len(response_ids))]
-    return Rollout(response_ids, log_probs, finish_reason, 1.0, 0.0, "right")
+    return Rollout(response_ids, log_probs, finish_reason, 1.0, 0.0, "right", 1.0)
 
 
 def _groups() -> list[Group]:

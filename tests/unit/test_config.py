@@ -147,7 +147,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ),
         (
             "train.micro_batch_tokens=22527",
-            r"max_response_tokens = 22528 is above train\.micro_batch_tokens=22527: .*raise train\.micro",
+            r"max_response_tokens = 22528 is above train\.micro_batch_tokens=22527 .*raise train\.micro",
         ),
         ("serve.max_model_len=22527", r"= 22528 is above serve\.max_model_len=22527.*raise serve\.max_model_len"),
     ],

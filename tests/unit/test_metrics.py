@@ -42,7 +42,9 @@ EXAMPLE_LINE = (
 
 
 def _rollout(num_tokens: int, score: float, verdict: Verdict, finish: FinishReason, penalty: float) -> Rollout:
-    return Rollout([7] * num_tokens, [-1.0] * num_tokens, finish, score, penalty, verdict)
+    return Rollout(
+        [7] * num_tokens, [-1.0] * num_tokens, finish, score, penalty, verdict, float(verdict == "right")
+    )
 
 
 def _groups() -> list[Group]:
@@ -138,7 +140,7 @@ def test_a_batch_that_trains_no_token_has_no_batch_metrics() -> None:
 
 def _sums(loss: float, num_tokens: float, grad_norm: float, is_skipped: bool = False) -> UpdateSums:
     return UpdateSums(
-        loss, num_tokens, num_tokens / 10, 1.0, num_tokens / 20 - 1, grad_norm, is_skipped, loss / 100
+        loss, 0.0, num_tokens, num_tokens / 10, 1.0, num_tokens / 20 - 1, grad_norm, is_skipped, loss / 100
     )
 
 

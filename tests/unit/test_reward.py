@@ -11,8 +11,8 @@ from dapo_core.reward import last_boxed, normalize_answer, overlong_penalty, sco
 
 def test_right_and_wrong_are_plus_and_minus_one() -> None:
     right, wrong = score_math("12 + 7 = 19\nAnswer: 19", "19"), score_math("Answer: 18", "19")
-    assert (right.value, right.verdict, right.answer, right.is_right) == (1.0, "right", "19", True)
-    assert (wrong.value, wrong.verdict, wrong.answer, wrong.is_right) == (-1.0, "wrong", "18", False)
+    assert (right.value, right.verdict, right.answer, right.acc) == (1.0, "right", "19", 1.0)
+    assert (wrong.value, wrong.verdict, wrong.answer, wrong.acc) == (-1.0, "wrong", "18", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_normalisation(answer: str, normal: str) -> None:
 
 
 def test_both_sides_are_normalised_but_nothing_is_computed() -> None:
-    assert score_math("Answer: $\\frac12$", "\\dfrac{1}{2}").is_right
-    assert score_math("Answer: 1234 dollars", "\\$1,234").is_right
-    assert not score_math("Answer: 0.5", "\\frac12").is_right
-    assert not score_math("Answer: 3 \\cdot 4", "34").is_right
+    assert score_math("Answer: $\\frac12$", "\\dfrac{1}{2}").acc
+    assert score_math("Answer: 1234 dollars", "\\$1,234").acc
+    assert not score_math("Answer: 0.5", "\\frac12").acc
+    assert not score_math("Answer: 3 \\cdot 4", "34").acc
 
 
 @pytest.mark.parametrize(

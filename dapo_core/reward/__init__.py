@@ -12,7 +12,7 @@ from dapo_core.errors import DataError
 if TYPE_CHECKING:
     from dapo_core.config import OverlongConfig
 
-Verdict = Literal["right", "wrong", "no_answer"]
+Verdict = Literal["right", "wrong", "no_answer", "error", "timeout"]
 
 ANSWER_WINDOW_CHARACTERS = 300
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
@@ -34,11 +34,8 @@ class Score:
 
     value: float
     verdict: Verdict
-    answer: str | None
-
-    @property
-    def is_right(self) -> bool:
-        return self.verdict == "right"
+    answer: str | None = None
+    acc: float = 0.0  # what the filter metric `acc` looks at: 1 right, 0 not, unless the scorer says otherwise
 
 
 Scorer = Callable[[str, str], Score]
@@ -57,7 +54,7 @@ def score_math(response: str, ground_truth: str) -> Score:
         return Score(-1.0, "no_answer", None)
     answer = normalize_answer(answer)
     is_right = answer == normalize_answer(ground_truth)
-    return Score(1.0 if is_right else -1.0, "right" if is_right else "wrong", answer)
+    return Score(1.0 if is_right else -1.0, "right" if is_right else "wrong", answer, float(is_right))
 
 
 def last_boxed(text: str) -> str | None:

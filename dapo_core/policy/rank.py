@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class UpdateSums:
     """One rank's sums over an optimizer step; sums of all ranks are the mini-batch's."""
 
-    loss: float  # already divided by the whole mini-batch's denominator
+    loss: float  # policy loss alone, already divided by the whole mini-batch's denominator
+    kl_loss: float  # aggregated KL to the reference, without its coefficient; 0 without KL in the loss
     num_tokens: float
     clipped: float
     clipped_dual: float
@@ -43,6 +44,7 @@ class UpdateSums:
         return replace(
             ranks[0],
             loss=sum(rank.loss for rank in ranks),
+            kl_loss=sum(rank.kl_loss for rank in ranks),
             num_tokens=sum(rank.num_tokens for rank in ranks),
             clipped=sum(rank.clipped for rank in ranks),
             clipped_dual=sum(rank.clipped_dual for rank in ranks),
@@ -124,7 +126,7 @@ class Policy:
             self.optimizer.step()
         self.num_optimizer_steps += 1
         return UpdateSums(
-            loss, num_tokens, clipped, clipped_dual, neg_log_ratio, grad_norm, is_skipped, learning_rate
+            loss, 0.0, num_tokens, clipped, clipped_dual, neg_log_ratio, grad_norm, is_skipped, learning_rate
         )
 
     def save(self, folder: str) -> None:

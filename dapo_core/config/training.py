@@ -1,0 +1,221 @@
+"""Keys of reinforcement learning: algorithm, reward, sampler, rollout and train.
+
+Defaults are the DAPO paper's recipe (arXiv:2503.14476, section 4.1).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from dapo_core.config.fields import Section, key, volatile
+
+
+class KLConfig(Section):
+    """Distance to the reference model, which is the model before training; loaded only when `place` is set."""
+
+    place: Literal["off", "loss", "reward"] = key("off", "Where the KL divergence to the reference counts.")
+    coefficient: float = key(0.001, "Weight of the KL divergence; adaptive control begins with it.", ge=0, le=100)
+    estimator: Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+"] = key(
+        "low_var_kl", "Per-token estimator (k1, |k1|, k2, k3); `+` keeps its value and takes the gradient of k2."
+    )
+    controller: Literal["fixed", "adaptive"] = key("fixed", "Whether the coefficient follows `target`.")
+    target: float = key(0.1, "Adaptive control: KL divergence per response token to steer towards.", gt=0)
+    horizon: float = key(10_000.0, "Adaptive control: responses over which the coefficient adapts.", gt=0)
+
+    @model_validator(mode="after")
+    def _adaptive_in_reward_only(self) -> KLConfig:
+        if self.controller == "adaptive" and self.place != "reward":
+            raise ValueError(
+                f"algorithm.kl.controller=adaptive steers the coefficient of KL in the reward, but "
+                f"algorithm.kl.place={self.place}; set algorithm.kl.place=reward or algorithm.kl.controller=fixed"
+            )
+        return self
+
+
+class RolloutCorrectionConfig(Section):
+    """What is done about the engine's log-probs differing from the policy's on the same tokens."""
+
+    importance: Literal["off", "token", "sequence"] = key(
+        "off", "Weigh token losses by the truncated ratio policy/engine, per token or per response."
+    )
+    importance_max: float = key(2.0, "Ratio at which the importance weight is truncated.", gt=0)
+    mask: Literal["off", "token", "sequence"] = key(
+        "off", "Leave tokens, or responses, out of the loss whose ratio is outside [mask_low, mask_high]."
+    )
+    mask_low: float = key(0.5, "Lowest ratio that trains.", ge=0)
+    mask_high: float = key(2.0, "Highest ratio that trains.", gt=0)
+
+    @model_validator(mode="after")
+    def _low_below_high(self) -> RolloutCorrectionConfig:
+        if self.mask_low >= self.mask_high:
+            raise ValueError(
+                f"algorithm.rollout_correction.mask_low={self.mask_low} is not below mask_high={self.mask_high}: "
+                "no token would train; swap the two"
+            )
+        return self
+
+
+class AlgorithmConfig(Section):
+    """Advantage and loss. DAPO by default; GRPO is equal clips, no dynamic sampling and KL in the loss."""
+
+    baseline: Literal["group-mean", "leave-one-out"] = key(
+        "group-mean", "What a reward is compared with: the mean of the group, or of its siblings only (RLOO)."
+    )
+    normalize_by_std: bool = key(True, "Divide the group advantage by the group's standard deviation.")
+    clip_ratio_low: float = key(0.2, "Lower clip: ratios below 1 - this stop pushing.", ge=0, lt=1)
+    clip_ratio_high: float = key(0.28, "Upper clip, higher than the lower one: clip-higher.", ge=0, le=10)
+    clip_ratio_dual: float = key(10.0, "Dual clip bound of the ratio where the advantage is negative.", gt=1)
+    loss_aggregation: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = key("token-mean", "How token losses become one number.")
+    loss_norm_tokens: int | None = key(
+        None, "Constant that seq-mean-token-sum-norm divides by, such as the response limit (Dr. GRPO).", ge=1
+    )
+    entropy_coefficient: float = key(0.0, "Weight of the entropy bonus in the loss.", ge=0, le=10)
+    kl: KLConfig = Field(default_factory=KLConfig)
+    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
+    compat: Literal["none", "verl"] = key(
+        "none", "`verl` restores its behaviour where ours differs on purpose (docs/departures.md)."
+    )
+
+    @model_validator(mode="after")
+    def _norm_has_its_constant(self) -> AlgorithmConfig:
+        wants_constant = self.loss_aggregation == "seq-mean-token-sum-norm"
+        if wants_constant and self.loss_norm_tokens is None:
+            raise ValueError(
+                "algorithm.loss_aggregation=seq-mean-token-sum-norm divides by algorithm.loss_norm_tokens, which "
+                "is not set; set it, for instance to rollout.max_response_tokens"
+            )
+        if not wants_constant and self.loss_norm_tokens is not None:
+            raise ValueError(
+                f"algorithm.loss_norm_tokens={self.loss_norm_tokens} would be ignored by "
+                f"algorithm.loss_aggregation={self.loss_aggregation}; remove it or set seq-mean-token-sum-norm"
+            )
+        return self
+
+
+class OverlongConfig(Section):
+    """Soft overlong punishment (DAPO eq. 13)."""
+
+    enabled: bool = key(True, "Penalise responses that come close to the length limit.")
+    buffer_tokens: int = key(4096, "Tokens before the limit over which the penalty grows.", ge=1)
+    penalty_factor: float = key(1.0, "Penalty at the limit.", ge=0, le=100)
+
+
+class RewardConfig(Section):
+    """What a response is worth."""
+
+    overlong: OverlongConfig = Field(default_factory=OverlongConfig)
+    mask_truncated: bool = key(False, "Leave responses cut by the length limit out of the loss.")
+    scorers: tuple[str, ...] = key(
+        (), "Further entries DATA_SOURCE=SCORER of the table of scorers, such as DAPO-17k=math_dapo."
+    )
+    timeout_seconds: float = key(10.0, "Hard limit of one scoring call; beyond it the verdict is timeout.", gt=0)
+    num_processes: int = volatile(2, "Scoring processes of each rollout worker.", ge=1, le=256)
+
+
+class CustomRewardConfig(Section):
+    """A scorer in a file of your own: compute_score(data_source, solution_str, ground_truth, extra_info)."""
+
+    path: str | None = key(None, "Python file; its function scores every response. Unset: scorers by data_source.")
+    name: str = key("compute_score", "Function in the file; sync or async, gives a float or a dict with score.")
+
+
+class SamplerConfig(Section):
+    """Dynamic sampling (DAPO section 3.2)."""
+
+    dynamic: bool = key(True, "Keep only groups whose metric takes two different values.")
+    metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = key(
+        "acc", "What must differ within a group."
+    )
+    gen_prompts: int = key(1536, "Prompts drawn at a time while the step is not full.", ge=1)
+    max_num_gen_batches: int = key(10, "Draws per training step before `on_exhausted` applies.", ge=1, le=1000)
+    on_exhausted: Literal["raise", "train_partial", "skip_step"] = key(
+        "raise", "What follows too few kept groups."
+    )
+    in_flight: Literal["abort", "carry_over"] = key(
+        "abort", "Unfinished groups of a full step: dropped, or continued in the next step from where they are."
+    )
+    max_staleness: int = key(
+        1, "Training steps that a surplus or carried-over group may wait; 0 drops them.", ge=0, le=64
+    )
+    max_seconds_without_kept: float = volatile(
+        7200.0, "Longest time without a newly kept group before training stops with what was seen.", gt=0
+    )
+
+
+class RolloutConfig(Section):
+    """How responses are generated."""
+
+    engine: Literal["vllm", "hf"] = key("vllm", "Inference engine of the rollout workers.")
+    num_workers: int = key(1, "Rollout workers, one engine each.", ge=1, le=4096)
+    threads_per_worker: int = volatile(2, "CPU threads of an engine.", ge=1, le=1024)
+    group_size: int = key(16, "Responses per prompt (G).", ge=2, le=1024)
+    temperature: float = key(1.0, "Sampling temperature.", gt=0, le=10)
+    top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
+    top_k: int = key(-1, "Sample among the k likeliest tokens; -1: all.", ge=-1)
+    max_response_tokens: int = key(20480, "Length limit of a response.", ge=1)
+    max_num_seqs: int = key(
+        256, "Sequences decoded at once per engine; decides which groups finish first.", ge=1, le=65_536
+    )
+    memory_utilization: float = key(0.8, "Share of device memory an engine takes.", gt=0, le=1)
+    memory_gigabytes: float = key(1.0, "KV cache of an engine on a CPU.", gt=0)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the engine's weights.")
+
+
+class TrainConfig(Section):
+    """Steps, batches, the optimizer, and how the model lies on the devices."""
+
+    device: Literal["cpu", "cuda", "npu"] = key("cpu", "What the policy runs on.")
+    num_ranks: int = key(1, "FSDP2 ranks, one device each.", ge=1, le=65_536)
+    sequence_parallel: Literal[1, 2, 4] = key(1, "Ranks that share each sequence (Ulysses).")
+    fsdp_size: int | None = key(
+        None, "Ranks that a copy of the weights is sharded over (HSDP); unset: all, one copy.", ge=1
+    )
+    threads_per_rank: int = volatile(1, "CPU threads of a rank.", ge=1, le=1024)
+    total_steps: int = key(200, "Training steps, whatever dynamic sampling draws.", ge=1)
+    train_prompts: int = key(512, "Prompts trained on per step (P).", ge=1)
+    mini_prompts: int = key(32, "Prompts per optimizer step.", ge=1)
+    micro_batch_tokens: int = key(32768, "Most tokens that a device holds at once.", ge=1)
+    logits_chunk_tokens: int = volatile(1024, "Tokens whose logits over the vocabulary exist at once.", ge=1)
+    learning_rate: float = key(1e-6, "Peak AdamW learning rate.", gt=0, le=1)
+    warmup_steps: int = key(10, "Optimizer steps of linear warm-up.", ge=0)
+    weight_decay: float = key(0.1, "AdamW weight decay.", ge=0, le=1)
+    max_grad_norm: float = key(1.0, "Global gradient norm above which gradients are scaled down.", gt=0)
+    dtype: Literal["auto", "float32", "bfloat16"] = key("auto", "Compute precision; auto: float32 on a CPU.")
+    gradient_checkpointing: bool = volatile(True, "Keep layer inputs, compute the rest again: less memory.")
+    compile: bool = key(False, "torch.compile each decoder layer; needs a C++ compiler on a CPU.")
+    reshard_after_forward: bool = volatile(True, "Free whole weights between forward and backward: less memory.")
+    offload_parameters: bool = volatile(False, "Keep weights in host memory while the engines generate.")
+    offload_optimizer: bool = volatile(False, "Keep the optimizer's state in host memory between updates.")
+    save_every: int = volatile(20, "Training steps between checkpoints.", ge=1)
+    keep_last: int = volatile(2, "Checkpoints kept.", ge=1)
+    ray_address: str | None = volatile(None, "Running Ray cluster to join; unset starts a private one.")
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Data-parallel size D: ranks that see different responses."""
+        return self.num_ranks // self.sequence_parallel
+
+    @model_validator(mode="after")
+    def _mini_divides_train(self) -> TrainConfig:
+        if self.train_prompts % self.mini_prompts:
+            raise ValueError(
+                f"train.train_prompts={self.train_prompts} is not a multiple of train.mini_prompts="
+                f"{self.mini_prompts}; an optimizer step would get {self.train_prompts % self.mini_prompts} "
+                "prompts instead; change one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_divide(self) -> TrainConfig:
+        for name in ("sequence_parallel", "fsdp_size"):
+            size = getattr(self, name) or 1
+            if self.num_ranks % size:
+                raise ValueError(
+                    f"train.num_ranks={self.num_ranks} is not a multiple of train.{name}={size}; "
+                    "change one of the two"
+                )
+        return self
