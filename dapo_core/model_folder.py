@@ -32,12 +32,12 @@ def require_model_folder(model_path: str | Path) -> None:
 def weight_files(model_path: str | Path) -> dict[str, Path]:
     """The safetensors file of each tensor, by the tensor's name; only the index or the headers are read.
 
-    Raises ModelError when the index names files that are not there.
+    Raises ModelError when the index cannot be read or names files that are not there.
     """
     folder = Path(model_path)
     index = folder / INDEX_FILE
     if index.is_file():
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = _read_index(index)
         lacking = sorted({file for file in places.values() if not (folder / file).is_file()})
         if lacking:
             raise ModelError(
@@ -53,6 +53,13 @@ def weight_files(model_path: str | Path) -> dict[str, Path]:
 def weight_names(model_path: str | Path) -> set[str]:
     """Names of the tensors in the folder's safetensors files."""
     return set(weight_files(model_path))
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"{index} is no index of weights ({error!r}); fetch the model again") from error
 
 
 def _names_in(path: Path) -> list[str]:

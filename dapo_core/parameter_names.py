@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dapo_core.errors import ModelError
+
 if TYPE_CHECKING:
     import torch
 
@@ -57,9 +59,13 @@ def file_pieces(name: str, shape: Sequence[int], file_names: Collection[str]) ->
 def file_views(name: str, whole: torch.Tensor, file_names: Collection[str]) -> dict[str, torch.Tensor]:
     """The whole parameter as the tensors of the files, by their names; views that share its memory.
 
-    Raises KeyError for a parameter that the files do not hold.
+    Raises ModelError for a parameter that the files do not hold.
     """
     pieces = file_pieces(name, whole.shape, file_names)
     if not pieces:
-        raise KeyError(name)
+        raise ModelError(
+            f"parameter {name} {list(whole.shape)} is not among the {len(file_names)} tensors of the model's "
+            "files, nor can it be put together from them; set model.path to an architecture such as Qwen2, Qwen3, "
+            "Qwen3-MoE or Llama"
+        )
     return {piece.file_name: piece.view(whole) for piece in pieces}

@@ -44,8 +44,8 @@ def load_sharded(
     causal_lm = empty_causal_lm(model_path, torch.float32 if trainable else dtype, attention)
     files = weight_files(model_path)
     _require_same_tensors(model_path, causal_lm, files)
-    model = wrap(causal_lm).train(trainable).requires_grad_(trainable)
     layers = decoder_layers(causal_lm)
+    model = wrap(causal_lm).train(trainable).requires_grad_(trainable)
     if train.gradient_checkpointing and trainable:
         causal_lm.gradient_checkpointing_enable(  # type: ignore[operator]
             gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -84,9 +84,19 @@ def empty_causal_lm(model_path: str | Path, dtype: torch.dtype, attention: str =
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks: modules of the classes the model says must not be split."""
+    """The transformer blocks, before they are sharded: modules of the classes that must not be split.
+
+    Raises ModelError when the architecture names none, or they are not in it.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} does not say which of its modules are decoder layers (_no_split_modules), so "
+            "it cannot be sharded by layer; set model.path to an architecture such as Qwen2, Qwen3, Qwen3-MoE or "
+            "Llama"
+        )
+    return layers
 
 
 def reshard(model: nn.Module) -> None:
