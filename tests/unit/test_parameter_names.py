@@ -67,9 +67,7 @@ def test_files_with_fused_names_are_taken_as_they_are() -> None:
         ("model.norm.weight", (4,), {"norm.weight"}),
     ],
 )
-def test_a_parameter_the_files_cannot_make_is_refused(
-    name: str, shape: tuple[int, ...], files: set[str]
-) -> None:
+def test_a_parameter_the_files_cannot_make_is_refused(name: str, shape: tuple[int, ...], files: set[str]) -> None:
     assert file_pieces(name, shape, files) == []
     with pytest.raises(ModelError, match=rf"parameter {name} .* is not among the {len(files)} tensors"):
         file_views(name, torch.zeros(shape), files)
