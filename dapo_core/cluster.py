@@ -184,10 +184,10 @@ class _RolloutRank:
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.worker, method)(*arguments)
 
-    def load_weights(self, buckets: list[Any], policy_version: int) -> None:
+    def load_weights(self, buckets: list[Any], policy_version: int) -> int:
         """Buckets are object references, fetched one after the other, so that one is held at a time."""
         weights = (pair for bucket in buckets for pair in ray.get(bucket).items())
-        self.worker.load_weights(weights, policy_version)
+        return self.worker.load_weights(weights, policy_version)
 
 
 def engine_settings(config: Config, device: Device) -> EngineSettings:
@@ -309,9 +309,9 @@ class RolloutGroup:
         self._in_flight = [0] * len(self.workers)
         return late, sum(groups for groups, _ in dropped), sum(tokens for _, tokens in dropped)
 
-    def load_weights(self, buckets: list[Any], policy_version: int) -> None:
-        """Load the referenced weights into every engine."""
-        _get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
+    def load_weights(self, buckets: list[Any], policy_version: int) -> list[int]:
+        """Load the referenced weights into every engine; returns the policy version that each then holds."""
+        return _get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         """Each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
