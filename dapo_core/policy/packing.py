@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from dapo_core.batch import Batch
 from dapo_core.policy.attention import Packing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from dapo_core.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -63,3 +62,19 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
         targets=token_ids[responses[is_ours]].to(device),
         cells=cells[is_ours],
     )
+
+
+def probe_row(device: torch.device, group: ProcessGroup | None = None) -> PackedRow:
+    """Two sequences of two prompt and two response tokens."""
+    values = torch.zeros(2, 2)
+    lengths = torch.full((2,), 2)
+    batch = Batch(
+        token_ids=torch.arange(8).view(2, 4),
+        prompt_lengths=lengths,
+        response_lengths=lengths,
+        response_mask=values.bool(),
+        rollout_log_probs=values,
+        old_log_probs=values,
+        advantages=values[:, 0],
+    )
+    return pack(batch, device, group)
