@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ class Batch:
         width = int(self.lengths[rows].max())
         num_response_tokens = max(int(self.response_lengths[rows].max()), 1)
         columns = {"token_ids": width, **dict.fromkeys(_PER_RESPONSE_TOKEN, num_response_tokens)}
-        chosen = {}
+        chosen: dict[str, Any] = {}
         for name in (field.name for field in fields(self)):
             values = getattr(self, name)
             whole = None if values is None else values[rows]
@@ -151,7 +152,7 @@ def micro_batches(lengths: np.ndarray, costs: np.ndarray, max_tokens: int, at_le
 def _fill(
     order: np.ndarray, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, count: int
 ) -> np.ndarray | None:
-    """The number of each sequence's set: that of least cost which has room; None when there comes to be no room."""
+    """Each sequence's set: the one of least cost that has room; None when there comes to be no room."""
     numbers = np.zeros(len(lengths), dtype=np.int64)
     tokens, loads = np.zeros(count, dtype=np.int64), np.zeros(count)
     for index in order:

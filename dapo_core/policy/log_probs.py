@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from dapo_core.policy.attention import PACKED_ATTENTION
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from dapo_core.policy.packing import PackedRow
 
 
@@ -23,7 +21,7 @@ class TokenLogProbs(nn.Module):
     not grow with tokens times vocabulary.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, chunk_tokens: int) -> None:
+    def __init__(self, causal_lm: Any, chunk_tokens: int) -> None:
         super().__init__()
         causal_lm.set_attn_implementation(PACKED_ATTENTION)
         self.causal_lm = causal_lm
@@ -37,7 +35,9 @@ class TokenLogProbs(nn.Module):
         predictors = hidden[0].index_select(0, row.predictors)  # [M, hidden]
         chunks = zip(predictors.split(self.chunk_tokens), row.targets.split(self.chunk_tokens), strict=True)
         parts = [
-            checkpoint(self._chunk, *chunk, temperature, with_entropy, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(
+                self._chunk, *chunk, temperature, with_entropy, use_reentrant=False, preserve_rng_state=False
+            )
             for chunk in chunks
         ]
         log_probs, entropy = zip(*parts, strict=True)

@@ -19,7 +19,6 @@ from dapo_core.errors import ModelError
 from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 from dapo_core.model_folder import require_model_folder, weight_names
 from dapo_core.parameter_names import file_pieces
-from dapo_core.policy.attention import PACKED_ATTENTION
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.model import load_sharded, reshard
 from dapo_core.policy.offload import offload_model, offload_optimizer, onload_model, onload_optimizer
@@ -90,7 +89,10 @@ class Policy:
         }
         self.reference = None if self.algorithm.kl.place == "off" else self._load(model_path, is_trainable=False)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=self.train.learning_rate, weight_decay=self.train.weight_decay, foreach=True
+            self.model.parameters(),
+            lr=self.train.learning_rate,
+            weight_decay=self.train.weight_decay,
+            foreach=True,
         )
 
     def log_probs(self, share: RankShare, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +160,8 @@ class Policy:
 
     def gather_weights(self, names: list[str]) -> dict[str, torch.Tensor] | None:
         """Whole tensors of the model's files on the CPU: a dict on rank 0, None elsewhere. Collective."""
-        wanted, gathered = set(names), {}
+        wanted = set(names)
+        gathered: dict[str, torch.Tensor] = {}
         is_first = torch.distributed.get_rank() == 0
         for name, parameter in self._causal_lm().named_parameters():
             pieces = [piece for piece in self.pieces[name] if piece.file_name in wanted]
@@ -202,7 +205,6 @@ class Policy:
             self.device,
             lambda causal_lm: TokenLogProbs(causal_lm, self.train.logits_chunk_tokens),
             is_trainable,
-            PACKED_ATTENTION,
         )
         row = probe_row(self.device.torch_device(), self.group)
         with torch.no_grad():
@@ -211,9 +213,9 @@ class Policy:
         num_layers = self.model_config.get_text_config().num_hidden_layers
         if len(row.packing.layers) != num_layers:
             raise ModelError(
-                f"only {len(row.packing.layers)} of the {num_layers} layers of {self.model_config.model_type} keep "
-                "the sequences of a packed row apart; set model.path to an architecture such as Qwen2, Qwen3, "
-                "Qwen3-MoE or Llama"
+                f"only {len(row.packing.layers)} of the {num_layers} layers of {self.model_config.model_type} "
+                "keep the sequences of a packed row apart; set model.path to an architecture such as Qwen2, "
+                "Qwen3, Qwen3-MoE or Llama"
             )
         return model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ModelError
 from dapo_core.policy.sequence_parallel import require_sequence_parallel
@@ -33,13 +33,13 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
     name = model_config.model_type
     if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{name} is no causal language model of transformers; set model.path to one")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
     others = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
     if others or not model_class._supports_attention_backend:
         why = f"has layers of type {', '.join(sorted(others))}" if others else "does not let attention be replaced"
         raise ModelError(
-            f"{name} {why}, so its sequences cannot be packed into one row; set model.path to an architecture such "
-            "as Qwen2, Qwen3, Qwen3-MoE or Llama"
+            f"{name} {why}, so its sequences cannot be packed into one row; set model.path to an architecture "
+            "such as Qwen2, Qwen3, Qwen3-MoE or Llama"
         )
     changes = {key: value for key in _AFTER_HEAD if (value := getattr(text_config, key, None)) not in (None, 1)}
     if changes:

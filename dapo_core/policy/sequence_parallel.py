@@ -53,7 +53,7 @@ def heads_to_tokens(states: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _exchange(blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    return _AllToAll.apply(blocks, group)  # type: ignore[no-untyped-call]
+    return _AllToAll.apply(blocks, group)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -175,7 +175,9 @@ def _reference_before_and_after(rank: int, config: Config, batch: Batch) -> list
 
 
 def test_the_reference_stays_the_model_before_training(models: dict[str, Path]) -> None:
-    config = _config(models["llama"], {"num_ranks": 2, "sequence_parallel": 2}, algorithm={"kl": {"place": "loss"}})
+    config = _config(
+        models["llama"], {"num_ranks": 2, "sequence_parallel": 2}, algorithm={"kl": {"place": "loss"}}
+    )
     for before, same, after, moved in run_ranks(2, _reference_before_and_after, config, _batch()):
         assert torch.equal(before, after)
         torch.testing.assert_close(before, same, rtol=1e-6, atol=1e-6)
