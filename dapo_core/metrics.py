@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from dapo_core.batch import Batch
+    from dapo_core.config import AlgorithmConfig
     from dapo_core.loss import LossTotals
     from dapo_core.policy import UpdateSums
     from dapo_core.rollout import Group
@@ -87,7 +88,9 @@ def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def batch_metrics(batch: Batch, entropy: torch.Tensor, totals: LossTotals, aggregation: str) -> dict[str, float]:
+def batch_metrics(
+    batch: Batch, entropy: torch.Tensor, totals: LossTotals, algorithm: AlgorithmConfig
+) -> dict[str, float]:
     """Advantages, entropy, and how far the engine's log-probs are from the policy's on the same tokens.
 
     entropy: [B, R]. With r = exp(old_log_probs - rollout_log_probs) over the tokens under the mask: rollout/kl is
@@ -97,7 +100,7 @@ def batch_metrics(batch: Batch, entropy: torch.Tensor, totals: LossTotals, aggre
     mask = batch.response_mask
     num_tokens = mask.sum(dim=-1)
     advantages = np.repeat(batch.advantages.double().numpy(), num_tokens.numpy())
-    weights = totals.token_weights(mask, aggregation)
+    weights = totals.token_weights(mask, algorithm)
     log_ratio = (batch.old_log_probs - batch.rollout_log_probs)[mask].double()
     ratio = log_ratio.exp()
     probs_diff = (batch.old_log_probs[mask].exp() - batch.rollout_log_probs[mask].exp()).abs()

@@ -135,10 +135,9 @@ class Trainer:
             self.policy_version += len(updates)
             probe = self._publish(batch)
         totals = LossTotals(batch.num_loss_tokens, batch.num_loss_responses)
-        aggregation = self.config.algorithm.loss_aggregation
         return {
             **measure.response_metrics(draw.groups),
-            **measure.batch_metrics(batch, entropy, totals, aggregation),
+            **measure.batch_metrics(batch, entropy, totals, self.config.algorithm),
             **measure.update_metrics(updates),
             "weight_sync/probe_difference": probe,
         }
@@ -146,7 +145,7 @@ class Trainer:
     def _weigh(self, groups: list[Group]) -> np.ndarray:
         rewards = np.array([rollout.reward for group in groups for rollout in group.rollouts])
         group_ids = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
-        return group_advantages(rewards, group_ids, self.config.algorithm.normalize_by_std)
+        return group_advantages(rewards, group_ids, self.config.algorithm)
 
     def _learn(self, batch: Batch) -> list[UpdateSums]:
         """Optimizer steps over consecutive mini-batches of whole groups."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dapo_core.batch import build_batch
+from dapo_core.config import AlgorithmConfig
 from dapo_core.data import Prompt
 from dapo_core.engines import FinishReason
 from dapo_core.loss import LossTotals
@@ -110,7 +111,8 @@ def test_batch(aggregation: str, entropy: float) -> None:
         rollout_log_probs=torch.tensor([[0.5, 0.25], [0.25, nan]]).log(),
         old_log_probs=torch.tensor([[0.25, 0.75], [0.5, nan]]).log(),
     )
-    metrics = batch_metrics(batch, torch.tensor([[1.0, 2.0], [3.0, nan]]), LossTotals(3, 2), aggregation)
+    algorithm = AlgorithmConfig.model_validate({"loss_aggregation": aggregation})
+    metrics = batch_metrics(batch, torch.tensor([[1.0, 2.0], [3.0, nan]]), LossTotals(3, 2), algorithm)
     assert metrics == pytest.approx(
         {
             "critic/advantages/mean": 0.0,  # (1 + 1 - 2) / 3: weighted by length
@@ -135,7 +137,7 @@ def test_batch(aggregation: str, entropy: float) -> None:
 def test_a_batch_that_trains_no_token_has_no_batch_metrics() -> None:
     batch = build_batch([make_group([1.0, 1.0])], np.zeros(2), mask_truncated=False)
     masked = replace(batch, response_mask=torch.zeros_like(batch.response_mask))
-    assert batch_metrics(masked, torch.zeros(2, 3), LossTotals(0, 0), "token-mean") == {}
+    assert batch_metrics(masked, torch.zeros(2, 3), LossTotals(0, 0), AlgorithmConfig()) == {}
 
 
 def _sums(loss: float, num_tokens: float, grad_norm: float, is_skipped: bool = False) -> UpdateSums:
