@@ -89,11 +89,8 @@ _NVIDIA_PEAKS = {
     # NVIDIA H100 Tensor Core GPU Architecture, white paper, table 2: SXM5 989.4, PCIe 756
     "NVIDIA H100 80GB HBM3": 989.4e12,
     "NVIDIA H100 PCIe": 756e12,
-    # NVIDIA H100 data sheet, column H100 NVL: 1,671 with sparsity
-    "NVIDIA H100 NVL": 835.5e12,
-    # NVIDIA H200 data sheet: SXM 1,979 and NVL 1,671 with sparsity; the SXM's compute is the H100's
+    # NVIDIA H200 data sheet: SXM 1,979 with sparsity; its compute is the H100's
     "NVIDIA H200": 989.4e12,
-    "NVIDIA H200 NVL": 835.5e12,
     # NVIDIA L40S data sheet: BFLOAT16 362.05
     "NVIDIA L40S": 362.05e12,
     # NVIDIA HGX B200 data sheet: 36 PFLOPS with sparsity for 8
