@@ -235,7 +235,7 @@ class PolicyGroup:
 
     def update(self, mini_batch: Batch) -> UpdateSums:
         """One optimizer step on the mini-batch; the sums are over all ranks."""
-        totals = LossTotals(mini_batch.num_loss_tokens, mini_batch.num_loss_responses)
+        totals = LossTotals(mini_batch.num_loss_tokens, mini_batch.num_loss_responses, len(self.ranks))
         shares, _ = split_batch(mini_batch, len(self.ranks), self.max_tokens)
         return UpdateSums.over_ranks(self._call_each("update", [(share, totals) for share in shares]))
 

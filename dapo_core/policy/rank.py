@@ -15,7 +15,7 @@ from dapo_core.batch import Batch, RankShare
 from dapo_core.checkpoint import load_shards, save_shards
 from dapo_core.device import Device, device_for
 from dapo_core.errors import ModelError
-from dapo_core.loss import LossTotals, policy_loss
+from dapo_core.loss import LossTokens, LossTotals, policy_loss
 from dapo_core.model_folder import require_model_folder, weight_names
 
 if TYPE_CHECKING:
@@ -100,22 +100,19 @@ class Policy:
         """
         learning_rate = self._set_learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = num_tokens = clipped = clipped_dual = neg_log_ratio = 0.0
+        loss = kl_loss = num_tokens = clipped = clipped_dual = neg_log_ratio = 0.0
+        num_responses = sum(len(indices) for indices in share.micro_batches)
         for number, indices in enumerate(share.micro_batches):
             self._sync_gradients(number == len(share.micro_batches) - 1)
             micro = _micro_batch(share.batch, indices)
-            log_probs, _ = self._forward(micro, self.temperature, with_entropy=False)
-            place = log_probs.device
-            part = policy_loss(
-                log_probs,
-                micro.old_log_probs.to(place),
-                micro.advantages.to(place),
-                micro.response_mask.to(place),
-                totals,
-                self.algorithm,
-            )
+            with_entropy = self.algorithm.entropy_coefficient > 0
+            log_probs, entropy = self._forward(micro, self.temperature, with_entropy)
+            weights = totals.token_weights(micro.response_mask, self.algorithm, num_responses)
+            tokens = _loss_tokens(micro, weights, log_probs.device)
+            part = policy_loss(log_probs, entropy, tokens, self.algorithm)
             (part.loss * self._num_ranks()).backward()  # FSDP2 averages over ranks
-            loss += float(part.loss.detach())
+            loss += part.pg_loss
+            kl_loss += part.kl_loss
             num_tokens += part.num_tokens
             clipped += part.clipped
             clipped_dual += part.clipped_dual
@@ -126,7 +123,7 @@ class Policy:
             self.optimizer.step()
         self.num_optimizer_steps += 1
         return UpdateSums(
-            loss, 0.0, num_tokens, clipped, clipped_dual, neg_log_ratio, grad_norm, is_skipped, learning_rate
+            loss, kl_loss, num_tokens, clipped, clipped_dual, neg_log_ratio, grad_norm, is_skipped, learning_rate
         )
 
     def save(self, folder: str) -> None:
@@ -247,6 +244,18 @@ def _micro_batch(batch: Batch, indices: np.ndarray) -> Batch:
         return batch.select(indices)
     row = batch.select([0])
     return replace(row, response_mask=torch.zeros_like(row.response_mask))
+
+
+def _loss_tokens(micro: Batch, weights: torch.Tensor, device: torch.device) -> LossTokens:
+    ref_log_probs, importance_weights = micro.ref_log_probs, micro.importance_weights
+    return LossTokens(
+        old_log_probs=micro.old_log_probs.to(device),
+        advantages=micro.advantages.unsqueeze(-1).expand_as(micro.response_mask).to(device),
+        response_mask=micro.response_mask.to(device),
+        weights=weights.to(device),
+        importance_weights=None if importance_weights is None else importance_weights.to(device),
+        ref_log_probs=None if ref_log_probs is None else ref_log_probs.to(device),
+    )
 
 
 def _response_tokens(values: torch.Tensor, micro: Batch, first: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from dapo_core.batch import Batch, split_batch
 from dapo_core.config import AlgorithmConfig, TrainConfig
 from dapo_core.errors import ModelError
-from dapo_core.loss import LossTotals, policy_loss
+from dapo_core.loss import LossTokens, LossTotals, policy_loss
 from dapo_core.policy import Policy, load_causal_lm
 from tests.batches import random_batch
 from tests.ranks import run_ranks
@@ -63,8 +63,13 @@ def _reference(model_path: Path, batch: Batch) -> dict[str, Any]:
         log_probs[row] = rows
         entropy[row, :count] = torch.distributions.Categorical(logits=logits).entropy().detach()
     totals = LossTotals(batch.num_loss_tokens, batch.num_loss_responses)
-    anchored = batch.old_log_probs
-    loss = policy_loss(log_probs, anchored, batch.advantages, batch.response_mask, totals, AlgorithmConfig()).loss
+    tokens = LossTokens(
+        old_log_probs=batch.old_log_probs,
+        advantages=batch.advantages.unsqueeze(-1).expand_as(log_probs),
+        response_mask=batch.response_mask,
+        weights=totals.token_weights(batch.response_mask, AlgorithmConfig()),
+    )
+    loss = policy_loss(log_probs, None, tokens, AlgorithmConfig()).loss
     loss.backward()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), TRAIN.max_grad_norm)
     optimizer.step()
