@@ -4,6 +4,7 @@ A checkpoint is a folder `step_000020` with
     .metadata, *.distcp     parameters and optimizer (torch.distributed.checkpoint)
     trainer_state.json      step, position in the data, surplus groups
     huggingface/            config, tokenizer, generation config of the model
+    tensor_names.json       what the tensors in the model's files are called
 It is written as `step_000020.partial` and renamed when all of it is on disk, so a folder without that suffix is
 complete.
 """
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_core.data import Prompt
 from dapo_core.errors import CheckpointError
+from dapo_core.model_folder import weight_names
 from dapo_core.rollout import Group, Rollout
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 PARTIAL = ".partial"
 STATE_FILE = "trainer_state.json"
 HUGGINGFACE_FOLDER = "huggingface"
+NAMES_FILE = "tensor_names.json"
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
 _COMPLETE = re.compile(r"step_(\d+)")
 
@@ -75,6 +78,7 @@ def write_checkpoint(
     partial.mkdir(parents=True)
     save(str(partial))
     copy_model_files(model_path, partial / HUGGINGFACE_FOLDER)
+    (partial / NAMES_FILE).write_text(json.dumps(sorted(weight_names(model_path))), encoding="utf-8")
     (partial / STATE_FILE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
     _fsync_tree(partial)
     shutil.rmtree(target, ignore_errors=True)

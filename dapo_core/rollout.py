@@ -134,9 +134,10 @@ class RolloutWorker:
         self._open.clear()
         return num_groups, num_tokens
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Replace the engine's weights; everything submitted from here on carries `policy_version`."""
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> int:
+        """Replace the engine's weights; everything submitted from here on carries the version it returns."""
         self.engine.load_weights(weights, policy_version)
+        return self.engine.policy_version
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """The engine's log-probs of given (prompt_ids, response_ids) pairs at temperature 1."""

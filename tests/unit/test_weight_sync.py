@@ -46,13 +46,15 @@ class FixedEngines:
     rows: list[list[list[float]]]  # of each engine, of each response
     sequences: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
     loaded: list[tuple[list[Any], int]] = field(default_factory=list)
+    late: int = 0  # versions that the second engine stays behind
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         self.sequences += sequences
         return self.rows
 
-    def load_weights(self, buckets: list[Any], policy_version: int) -> None:
+    def load_weights(self, buckets: list[Any], policy_version: int) -> list[int]:
         self.loaded.append((buckets, policy_version))
+        return [policy_version, policy_version - self.late]
 
 
 @dataclass
@@ -98,6 +100,12 @@ def test_the_worst_engine_counts() -> None:
     # first engine: (0 + 0 + 0.0003) / 3 = 0.0001; second: (0.0003 + 0.0006 + 0) / 3 = 0.0003
     engines = [[[-1.0, -2.0], [-3.0003]], [[-1.0003, -1.9994], [-3.0]]]
     assert _probe(engines) == pytest.approx(3e-4, rel=1e-3)
+
+
+def test_an_engine_that_stays_at_another_version_is_refused() -> None:
+    cluster = _cluster(FixedPolicy(torch.zeros(1, 1)), FixedEngines([], late=2))
+    with pytest.raises(RolloutError, match=r"1 of 2 engines hold policy versions \[5\] after version 7"):
+        publish_weights(cluster, policy_version=7)
 
 
 def test_an_engine_with_other_weights_is_refused_by_its_precision() -> None:
