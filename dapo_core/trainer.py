@@ -84,7 +84,14 @@ class Trainer:
         self.config = config
         self.cluster = cluster
         self.stream = stream
-        self.sampler = Sampler(cluster.rollouts, stream, config.train.train_prompts, config.sampler)
+        self.sampler = Sampler(
+            cluster.rollouts,
+            stream,
+            config.train.train_prompts,
+            config.sampler,
+            config.algorithm.compat,
+            config.run.deterministic,
+        )
         self.model_path = model_path
         self.output_dir = output_dir
         self.checkpoint_dir = output_dir / "checkpoints"
@@ -100,7 +107,8 @@ class Trainer:
         state = read_state(checkpoint)
         refuse_other_training(checkpoint, state.identity, self._identity())
         self.step, self.policy_version = state.step, state.policy_version
-        self.stream.position, self.sampler.surplus = state.prompt_position, state.surplus
+        self.stream.position = state.prompt_position
+        self.sampler.surplus, self.sampler.unfinished = state.surplus, state.unfinished
         self.cluster.policy.load(str(checkpoint))
         publish_weights(self.cluster, self.policy_version)
         self.log = measure.MetricsLog(self.output_dir, self.step)
@@ -172,6 +180,7 @@ class Trainer:
             policy_version=self.policy_version,
             prompt_position=self.stream.position,
             surplus=self.sampler.surplus,
+            unfinished=self.sampler.unfinished,
             metrics=metrics,
             identity=self._identity(),
         )
