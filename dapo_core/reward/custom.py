@@ -44,9 +44,7 @@ def _names_bound(statement: ast.stmt) -> list[str]:
         return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
     nested = [child for child in ast.walk(statement) if isinstance(child, ast.stmt) and child is not statement]
     assigned = [
-        node.id
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     ]
     return assigned + [found for child in nested for found in _names_bound(child)]
 

@@ -74,7 +74,7 @@ class ScoringProcess:
         try:
             if path is not None:
                 self.function = load_function(path, name)
-        except Exception:
+        except Exception:  # noqa: BLE001 - the user's file may raise anything
             self._write(json.dumps({"failed": _traceback()}).encode() + b"\n")
             return
         self._write(b"{}\n")
@@ -94,7 +94,7 @@ class ScoringProcess:
                 score = call_function(self.function, self.runner, call[1:])
             else:
                 score = SCORERS[call.scorer](call.text, call.ground_truth)
-        except Exception:
+        except Exception:  # noqa: BLE001 - and so may the scorer, which then is an error, not the pool's end
             score, failure = failed_score("error"), _traceback()
         return Outcome(score, started, time.monotonic(), failure)
 

@@ -74,16 +74,20 @@ def routes(entries: Sequence[str] = ()) -> dict[str, str]:
     return {**DATA_SOURCES, **added}
 
 
-def scorer_for(data_source: str, entries: Sequence[str] = ()) -> Scorer:
-    """The scorer of a data source; raises DataError naming the known sources and scorers."""
-    table = routes(entries)
+def scorer_name(data_source: str, table: Mapping[str, str]) -> str:
+    """The name of a data source's scorer; raises DataError naming the known sources and scorers."""
     if data_source not in table:
         raise DataError(
             f"data_source {data_source!r} has no scorer; known are {', '.join(sorted(table))}: correct the column "
             f"data_source of the training parquet, add {data_source}=SCORER to reward.scorers (scorers are "
             f"{', '.join(sorted(SCORERS))}), or set custom_reward.path to a file with a scorer of your own"
         )
-    return SCORERS[table[data_source]]
+    return table[data_source]
+
+
+def scorer_for(data_source: str) -> Scorer:
+    """The scorer that a data source has without further entries; raises DataError as scorer_name does."""
+    return SCORERS[scorer_name(data_source, DATA_SOURCES)]
 
 
 def require_scorers(data_sources: Collection[str], reward: RewardConfig, custom: CustomRewardConfig) -> None:
@@ -92,9 +96,9 @@ def require_scorers(data_sources: Collection[str], reward: RewardConfig, custom:
     ConfigError for a bad entry of reward.scorers and for a custom_reward.path that is missing, is not Python or
     lacks the function; DataError for a data source without a scorer.
     """
-    routes(reward.scorers)
+    table = routes(reward.scorers)
     if custom.path is not None:
         require_function(Path(custom.path), custom.name)
         return
     for data_source in sorted(data_sources):
-        scorer_for(data_source, reward.scorers)
+        scorer_name(data_source, table)

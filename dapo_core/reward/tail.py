@@ -15,11 +15,18 @@ _CUT_CHARACTERS = 32
 _CHARACTERS_PER_TOKEN = 3  # a first guess: English has 4, Chinese and digits 1 to 2
 
 
-def decode_tail(tokenizer: PreTrainedTokenizerBase, response_ids: Sequence[int], num_characters: int) -> str:
-    """The last characters of the response's text without special tokens: decode(response_ids)[-num_characters:]."""
+def decode_tail(
+    tokenizer: PreTrainedTokenizerBase, response_ids: Sequence[int], num_characters: int | None
+) -> str:
+    """The response's text without special tokens, of which only the last characters unless that is None.
+
+    Exactly `tokenizer.decode(response_ids, skip_special_tokens=True)[-num_characters:]`.
+    """
+    if num_characters is None:
+        return _decode(tokenizer, response_ids)
     num_tokens = (num_characters + _CUT_CHARACTERS) // _CHARACTERS_PER_TOKEN
     while num_tokens < len(response_ids):
-        start = _whole_byte_run(tokenizer, response_ids, len(response_ids) - num_tokens)
+        start = _before_byte_tokens(tokenizer, response_ids, len(response_ids) - num_tokens)
         text = _decode(tokenizer, response_ids[start:])
         if len(text) >= num_characters + _CUT_CHARACTERS:
             return text[-num_characters:]
@@ -27,18 +34,19 @@ def decode_tail(tokenizer: PreTrainedTokenizerBase, response_ids: Sequence[int],
     return _decode(tokenizer, response_ids)[-num_characters:]
 
 
-def _whole_byte_run(tokenizer: PreTrainedTokenizerBase, response_ids: Sequence[int], start: int) -> int:
-    """The place, at or before `start`, where no run of byte tokens (<0x41>, as Llama 2 has them) is cut in two.
+def _before_byte_tokens(tokenizer: PreTrainedTokenizerBase, response_ids: Sequence[int], start: int) -> int:
+    """The place, at or before `start`, where no run of byte tokens (`<0x41>`, as Llama 2 has them) is cut in two.
 
-    Their decoder gives a whole run up when one byte of it does not fit.
+    Their decoder gives up a whole run when one byte of it does not fit. Special tokens, which are skipped, may
+    stand within a run.
     """
-    while start > 0 and is_byte_token(tokenizer, response_ids[start]):
+    special_ids = tokenizer.all_special_ids
+    while start > 0 and (response_ids[start] in special_ids or _is_byte_token(tokenizer, response_ids[start])):
         start -= 1
     return start
 
 
-def is_byte_token(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bool:
-    """Whether the token stands for one byte that the vocabulary has no text for."""
+def _is_byte_token(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bool:
     token = tokenizer.convert_ids_to_tokens(token_id)
     return isinstance(token, str) and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
