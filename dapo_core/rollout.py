@@ -108,6 +108,8 @@ class RolloutWorker:
         self.group_size = config.rollout.group_size
         self.pool = RewardPool(config.reward, config.custom_reward, tokenizer)
         self._open: dict[int, _OpenGroup] = {}
+        self._num_scored = 0
+        self._scoring: dict[str, tuple[int, int]] = {}  # the pool's key -> (group id, sample), of open groups
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue groups of responses.
@@ -164,6 +166,7 @@ class RolloutWorker:
             # Without a token, the weights that will sample the first one count.
             requests.append(begun if begun.num_response_tokens else GroupRequest(group_id, group.prompt))
         self._open.clear()
+        self._scoring.clear()
         return requests
 
     def abort(self) -> tuple[int, int]:
@@ -203,19 +206,21 @@ class RolloutWorker:
         group = self._open[group_id]
         group.responses[sample] = response
         prompt = group.prompt
+        self._num_scored += 1
+        key = f"{response.request_id}#{self._num_scored}"  # a response that was stopped may come a second time
+        self._scoring[key] = (group_id, sample)
         self.pool.submit(
-            response.request_id,
-            ScoreRequest(prompt.data_source, response.response_ids, prompt.ground_truth, prompt.extra_info),
+            key, ScoreRequest(prompt.data_source, response.response_ids, prompt.ground_truth, prompt.extra_info)
         )
 
     def _take_scores(self, max_seconds: float) -> list[tuple[int, Group]]:
         """Wait for scores at most so long; returns the groups that this finished."""
         finished = []
-        for request_id, score in self.pool.finished(max_seconds):
-            group_id, sample = _parse_request_id(request_id)
-            group = self._open.get(group_id)
-            if group is None:  # stopped since; its finished responses go to be scored again
+        for key, score in self.pool.finished(max_seconds):
+            if key not in self._scoring:  # its group was stopped since
                 continue
+            group_id, sample = self._scoring.pop(key)
+            group = self._open[group_id]
             group.scores[sample] = score
             if len(group.scores) == self.group_size:
                 del self._open[group_id]
