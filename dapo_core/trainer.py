@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -197,7 +198,8 @@ class Trainer:
             for name, value in result_values(getattr(self.config, section)).items()
         }
         del values["train.total_steps"]
-        return {"run.seed": self.config.run.seed, **values, "prompts": self.stream.digest}
+        identity = {"run.seed": self.config.run.seed, **values, "prompts": self.stream.digest}
+        return json.loads(json.dumps(identity))  # as a checkpoint gives it back
 
     def _complete(self, metrics: dict[str, float], timer: measure.PhaseTimer) -> dict[str, float]:
         metrics = {
