@@ -260,8 +260,12 @@ class PolicyGroup:
         """Continue from the shards in the folder, written by any number of ranks."""
         self._call_each("load", [(folder,)] * len(self.ranks))
 
+    def device_name(self) -> str:
+        """What the vendor calls the first rank's device."""
+        return _get(self.ranks[0].call.remote("device_name"))
+
     def memory_metrics(self) -> dict[str, float]:
-        """Peak memory in GiB by metric name, the largest over ranks."""
+        """Memory in GiB by metric name, the largest over ranks."""
         ranks = self._call_each("memory_metrics", [()] * len(self.ranks))
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from dapo_core import metrics as measure
 from dapo_core.advantage import group_advantages
-from dapo_core.batch import Batch, build_batch
+from dapo_core.batch import Batch, balance_over_ranks, build_batch
 from dapo_core.checkpoint import (
     TrainerState,
     latest_checkpoint,
@@ -25,6 +25,7 @@ from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.config import result_values
 from dapo_core.data import PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
+from dapo_core.flops import ActorUtilization
 from dapo_core.loss import LossTotals
 from dapo_core.model_folder import require_model_folder
 from dapo_core.policy import UpdateSums
@@ -96,6 +97,15 @@ class Trainer:
         self.model_path = model_path
         self.output_dir = output_dir
         self.checkpoint_dir = output_dir / "checkpoints"
+        from transformers import AutoConfig
+
+        device = device_for(config.train.device)
+        self.utilization = ActorUtilization(
+            AutoConfig.from_pretrained(str(model_path), local_files_only=True),
+            cluster.policy.device_name(),
+            device.resolve_dtype(config.train.dtype),
+            config.train.num_ranks,
+        )
         self.step = 0  # training steps done
         self.policy_version = 0  # optimizer steps behind the engines' weights
 
@@ -123,46 +133,65 @@ class Trainer:
         timer = measure.PhaseTimer()
         with timer.phase("gen"):
             draw = self.sampler.draw(self.step + 1)
+        timer.attribute(draw.account.reward_seconds, "gen", "reward")
         metrics = measure.draw_metrics(draw)
+        num_tokens = (0, 0)  # of responses, and of prompts and responses
         if draw.groups:
-            metrics |= self._learn_from(draw, timer)
+            learned, num_tokens = self._learn_from(draw, timer)
+            metrics |= learned
         self.step += 1
+        metrics = {
+            "training/global_step": float(self.step),
+            "training/epoch": self.stream.epoch,
+            **metrics,
+            **self.cluster.policy.memory_metrics(),
+        }
+        num_devices = self.config.train.num_ranks
         with timer.phase("save_checkpoint"):
-            self._keep(self._complete(metrics, timer))
-        return self._tell(self._complete(metrics, timer))
+            self._keep(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
+        return self._tell(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
 
-    def _learn_from(self, draw: Draw, timer: measure.PhaseTimer) -> dict[str, float]:
+    def _learn_from(self, draw: Draw, timer: measure.PhaseTimer) -> tuple[dict[str, float], tuple[int, int]]:
         with timer.phase("adv"):
-            advantages = self._weigh(draw.groups)
+            rewards = np.array([rollout.reward for group in draw.groups for rollout in group.rollouts])
+            advantages = self._weigh(draw.groups, rewards)
             batch = build_batch(draw.groups, advantages, self.config.reward.mask_truncated)
         with timer.phase("old_log_prob"):
             old_log_probs, entropy = self.cluster.policy.log_probs(batch)
             batch = batch.with_old_log_probs(old_log_probs)
         with timer.phase("update_actor"):
-            updates = self._learn(batch)
+            updates, rank_rows = self._learn(batch)
         with timer.phase("weight_sync"):
             self.policy_version += len(updates)
             probe = self._publish(batch)
         totals = LossTotals(batch.num_loss_tokens, batch.num_loss_responses)
-        aggregation = self.config.algorithm.loss_aggregation
+        weights = totals.token_weights(batch.response_mask, self.config.algorithm.loss_aggregation)
+        lengths = (batch.prompt_lengths + batch.response_lengths).numpy()
+        num_response_tokens = int(batch.response_lengths.sum())
         return {
-            **measure.response_metrics(draw.groups),
-            **measure.batch_metrics(batch, entropy, totals, aggregation),
-            **measure.update_metrics(updates),
+            **measure.response_metrics(draw.groups, rewards, self.config.data.max_prompt_tokens),
+            **measure.batch_metrics(batch, entropy, weights),
+            **measure.seqlen_metrics(lengths, rank_rows),
+            **measure.update_metrics(updates, self.config.algorithm.kl),
+            **self.utilization.metrics(lengths, num_response_tokens, timer.seconds["update_actor"]),
             "weight_sync/probe_difference": probe,
-        }
+        }, (num_response_tokens, int(lengths.sum()))
 
-    def _weigh(self, groups: list[Group]) -> np.ndarray:
-        rewards = np.array([rollout.reward for group in groups for rollout in group.rollouts])
+    def _weigh(self, groups: list[Group], rewards: np.ndarray) -> np.ndarray:
         group_ids = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
         return group_advantages(rewards, group_ids, self.config.algorithm.normalize_by_std)
 
-    def _learn(self, batch: Batch) -> list[UpdateSums]:
-        """Optimizer steps over consecutive mini-batches of whole groups."""
+    def _learn(self, batch: Batch) -> tuple[list[UpdateSums], list[np.ndarray]]:
+        """Optimizer steps over consecutive mini-batches of whole groups, and the rows each rank trained on."""
         size = self.config.train.mini_prompts * self.config.rollout.group_size
-        starts = range(0, batch.num_responses, size)
-        rows = np.arange(batch.num_responses)
-        return [self.cluster.policy.update(batch.select(rows[start : start + size])) for start in starts]
+        updates, rank_rows = [], []
+        for start in range(0, batch.num_responses, size):
+            rows = np.arange(start, min(start + size, batch.num_responses))
+            mini_batch = batch.select(rows)
+            indices = balance_over_ranks(mini_batch.lengths, self.config.train.num_ranks)
+            rank_rows.append([rows[of_rank] for of_rank in indices])
+            updates.append(self.cluster.policy.update(mini_batch))
+        return updates, [np.concatenate(parts) for parts in zip(*rank_rows, strict=True)]
 
     def _publish(self, batch: Batch) -> float:
         """New weights into the engines, proven on one response of the batch; returns the difference in nats."""
@@ -200,16 +229,6 @@ class Trainer:
         del values["train.total_steps"]
         identity = {"run.seed": self.config.run.seed, **values, "prompts": self.stream.digest}
         return json.loads(json.dumps(identity))  # as a checkpoint gives it back
-
-    def _complete(self, metrics: dict[str, float], timer: measure.PhaseTimer) -> dict[str, float]:
-        metrics = {
-            "training/global_step": float(self.step),
-            "training/epoch": self.stream.epoch,
-            **metrics,
-            **timer.metrics(),
-            **self.cluster.policy.memory_metrics(),
-        }
-        return metrics | measure.speed_metrics(metrics, self.config.train.num_ranks)
 
     def _tell(self, metrics: dict[str, float]) -> dict[str, float]:
         self.log.append(self.step, self.policy_version, metrics)

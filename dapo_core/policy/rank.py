@@ -151,8 +151,12 @@ class Policy:
                 gathered[name] = whole.to("cpu", copy=True)
         return gathered if torch.distributed.get_rank() == 0 else None
 
+    def device_name(self) -> str:
+        """What the vendor calls this rank's device."""
+        return self.device.name()
+
     def memory_metrics(self) -> dict[str, float]:
-        """Peak memory of this rank in GiB, by metric name."""
+        """Memory of this rank and of its node in GiB, by metric name."""
         return self.device.memory_metrics()
 
     def _forward(
