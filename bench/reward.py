@@ -3,8 +3,8 @@
     python bench/reward.py [--model FOLDER] [--responses 4096] [--tokens 1500] [--data-source math_dapo|gsm8k]
 
 The peer is what a plain reward function does: decode the whole response, then apply the rule. Ours is the reward
-pool, with the CPU seconds of its processes should it start any. Unequal scores or a ratio below the required one are an
-error. Without a model's tokenizer a byte-level BPE is trained on text like the one that is scored.
+pool, with the CPU seconds of its processes should it start any. Unequal scores or a ratio below the required one
+are an error. Without a model's tokenizer a byte-level BPE is trained on text like the one that is scored.
 """
 
 from __future__ import annotations
