@@ -42,6 +42,7 @@ def _state(step: int) -> TrainerState:
         prompt_position=123,
         surplus=surplus,
         unfinished=unfinished,
+        kl_coefficient=0.001,
         metrics={"critic/score/mean": -1 / 3},
         identity={"run.seed": 3, "train.learning_rate": 1e-6},
     )

@@ -272,7 +272,8 @@ timing_s/{gen,reward,old_log_prob,ref,adv,update_actor,weight_sync,save_checkpoi
 timing_per_token_ms/{gen,old_log_prob,ref,adv,update_actor} perf/{total_num_tokens,generated_tokens,time_per_step}
 perf/throughput perf/mfu/actor perf/max_rss_gb perf/cpu_memory_used_gb
 """
-# Written elsewhere: training/* and actor/reward_kl_* by the trainer, rollout/* by rollout_correction, device memory as test_flops shows.
+# Written elsewhere: training/* and actor/reward_kl_* by the trainer, rollout/* by rollout_correction, the memory of
+# accelerators by device.
 OURS_TOO = {"sampler/accuracy", "perf/trained_response_tokens"}
 
 
