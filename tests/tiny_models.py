@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+from dapo_core.engines import EngineSettings
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -32,11 +34,27 @@ _SIZES: dict[str, dict[str, int]] = {  # beside what all four have in common
         "head_dim": 32,
         "num_experts": 5,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
+        "moe_intermediate_size": 64,  # what vLLM pads to on a CPU; padded experts cannot be loaded anew
         "decoder_sparse_step": 1,
     },
     "llama": {},
 }
+
+
+def tiny_engine_settings() -> EngineSettings:
+    """Settings of an engine that serves a tiny model beside a test."""
+    return EngineSettings(
+        dtype="float32",
+        max_model_tokens=96,
+        max_response_tokens=16,
+        max_num_seqs=8,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=-1,
+        memory_bytes=32 * 1024**2,
+        memory_utilization=0.5,
+        threads=1,
+    )
 
 
 def build_tiny(

@@ -32,16 +32,15 @@ def load_sharded(
     device: Device,
     wrap: Callable[[nn.Module], nn.Module],
     trainable: bool = True,
-    attention: str = "sdpa",
 ) -> nn.Module:
     """The folder's causal language model inside `wrap`, which keeps it as its attribute `causal_lm`, under FSDP2.
 
     Each decoder layer is a unit, the wrapper the root. A trainable model has float32 master weights and computes
-    in `train.dtype`; another one is kept in that dtype. `attention` is a name that transformers knows. Collective.
-    Raises ModelError when the folder's tensors are not the model's parameters.
+    in `train.dtype`; another one is kept in that dtype. Collective. Raises ModelError when the folder's tensors
+    are not the model's parameters.
     """
     dtype = device.resolve_dtype(train.dtype)
-    causal_lm = empty_causal_lm(model_path, torch.float32 if trainable else dtype, attention)
+    causal_lm = empty_causal_lm(model_path, torch.float32 if trainable else dtype)
     files = weight_files(model_path)
     _require_same_tensors(model_path, causal_lm, files)
     layers = decoder_layers(causal_lm)
@@ -65,7 +64,7 @@ def load_sharded(
     return model
 
 
-def empty_causal_lm(model_path: str | Path, dtype: torch.dtype, attention: str = "sdpa") -> nn.Module:
+def empty_causal_lm(model_path: str | Path, dtype: torch.dtype) -> nn.Module:
     """The folder's architecture without memory for its parameters, which are on the meta device; buffers are real.
 
     Raises ModelError when the folder is incomplete or no causal language model.
@@ -76,7 +75,7 @@ def empty_causal_lm(model_path: str | Path, dtype: torch.dtype, attention: str =
     try:
         config = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
         with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{model_path} cannot be loaded as a causal language model: {error}") from error
     model.tie_weights()
