@@ -29,7 +29,7 @@ from dapo_core.flops import ActorUtilization
 from dapo_core.loss import LossTotals
 from dapo_core.model_folder import require_model_folder
 from dapo_core.policy import UpdateSums
-from dapo_core.reward import scorer_for
+from dapo_core.reward import require_scorers
 from dapo_core.sampler import Draw, Sampler
 from dapo_core.weight_sync import probe_difference, publish_weights
 
@@ -61,8 +61,7 @@ def train(
     """
     require_model_folder(model_path)
     prompts = tokenize_prompts(read_rows(train_path), load_tokenizer(model_path), config.data.max_prompt_tokens)
-    for data_source in {prompt.data_source for prompt in prompts}:
-        scorer_for(data_source)
+    require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
     stream = PromptStream(prompts, config.run.seed, config.data.shuffle)
     output_dir.mkdir(parents=True, exist_ok=True)
     with start_cluster(config, model_path) as cluster:
