@@ -55,12 +55,18 @@ class PhaseTimer:
 
 
 def draw_metrics(draw: Draw) -> dict[str, float]:
-    """What sampling cost: draws, and the account of groups and response tokens."""
+    """What sampling cost: draws, and the account of groups and response tokens.
+
+    Carried out are groups to be continued in the next step. What is carried in is the surplus and the carried-out
+    part of the step before.
+    """
     account = draw.account
     counts = {f"sampler/{fate}_groups": float(account.groups[fate]) for fate in FATES}
     counts |= {f"sampler/{fate}_tokens": float(account.tokens[fate]) for fate in FATES}
     return {
         **counts,
+        "sampler/carried_out_groups": float(account.carried_out_groups),
+        "sampler/carried_out_tokens": float(account.carried_out_tokens),
         "sampler/waste_ratio": account.waste_ratio,
         "sampler/accuracy": account.num_right / max(account.num_finished, 1),
         "train/num_gen_batches": float(draw.num_gen_batches),

@@ -291,9 +291,10 @@ class Sampler:
         message = f"no group was kept for {seconds:.0f} s of training step {filling.step}. {self._seen(filling)} "
         if not filling.finished_since_kept:
             raise RolloutError(
-                message + "In this time no group finished: when the tokens in flight do not grow, the engines "
-                "hang, and rollout.engine=hf shows whether it is the engine; when they do, raise "
-                "sampler.max_seconds_without_kept, or lower rollout.max_response_tokens or sampler.gen_prompts"
+                message + "In this time no group finished. With few tokens in flight an engine hangs, and "
+                "rollout.engine=hf shows whether it is that one; with as many as there can be, scoring does: "
+                "lower reward.timeout_seconds; else raise sampler.max_seconds_without_kept or lower "
+                "rollout.max_response_tokens"
             )
         raise NotEnoughSignal(
             message + "Use prompts nearer to the model's ability, raise rollout.group_size, or raise "

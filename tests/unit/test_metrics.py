@@ -231,7 +231,9 @@ def test_the_account_of_a_draw() -> None:
     account.add("all_wrong", 1, 10)
     account.add("surplus", 1, 20)
     account.add("aborted", 3, 10)
+    account.carried_out_groups, account.carried_out_tokens = 4, 9
     metrics = draw_metrics(Draw([], 2, account))
+    assert (metrics["sampler/carried_out_groups"], metrics["sampler/carried_out_tokens"]) == (4.0, 9.0)
     assert metrics["sampler/waste_ratio"] == pytest.approx(0.4)  # (10 + 10) / (10 + 10 + 30): surplus is open
     assert metrics["sampler/accuracy"] == 0.25
     assert (metrics["train/num_gen_batches"], metrics["perf/generated_tokens"]) == (2.0, 70.0)
@@ -272,9 +274,14 @@ timing_s/{gen,reward,old_log_prob,ref,adv,update_actor,weight_sync,save_checkpoi
 timing_per_token_ms/{gen,old_log_prob,ref,adv,update_actor} perf/{total_num_tokens,generated_tokens,time_per_step}
 perf/throughput perf/mfu/actor perf/max_rss_gb perf/cpu_memory_used_gb
 """
-# Written elsewhere: training/* and actor/reward_kl_* by the trainer, rollout/* by rollout_correction, the memory of
-# accelerators by device.
-OURS_TOO = {"sampler/accuracy", "perf/trained_response_tokens"}
+# Written elsewhere: training/* and actor/reward_kl_* by the trainer, rollout/* by rollout_correction, the
+# memory of accelerators by device.
+OURS_TOO = {
+    "sampler/accuracy",
+    "sampler/carried_out_groups",
+    "sampler/carried_out_tokens",
+    "perf/trained_response_tokens",
+}
 
 
 def _expand(name: str) -> list[str]:
