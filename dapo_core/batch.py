@@ -31,13 +31,18 @@ class Batch:
     response_mask: torch.Tensor  # [B, R] bool: tokens we train
     rollout_log_probs: torch.Tensor  # [B, R] float32, 0 beyond the response
     old_log_probs: torch.Tensor  # [B, R] float32; NaN until the policy computed them
-    advantages: torch.Tensor  # [B] float32
+    advantages: torch.Tensor  # [B] float32; NaN until the rewards were weighed
     ref_log_probs: torch.Tensor | None = None  # [B, R] float32, of the reference model; None without KL
     importance_weights: torch.Tensor | None = None  # [B, R] float32, truncated policy/engine ratios; None when off
 
     @property
     def num_responses(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts and responses."""
+        return int(self.prompt_lengths.sum() + self.response_lengths.sum())
 
     @property
     def num_loss_tokens(self) -> int:
@@ -81,10 +86,10 @@ _PER_RESPONSE_TOKEN = (
 )
 
 
-def build_batch(groups: Sequence[Group], advantages: np.ndarray, mask_truncated: bool) -> Batch:
+def build_batch(groups: Sequence[Group], mask_truncated: bool) -> Batch:
     """The groups' responses as one batch, in the order of groups and of siblings.
 
-    advantages: [B] in that order. With `mask_truncated`, responses cut by the length limit train no token.
+    With `mask_truncated`, responses cut by the length limit train no token. Old log-probs and advantages are NaN.
     """
     pairs = [(group.prompt.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
     prompt_lengths = [len(prompt_ids) for prompt_ids, _ in pairs]
@@ -106,7 +111,7 @@ def build_batch(groups: Sequence[Group], advantages: np.ndarray, mask_truncated:
         response_mask=mask,
         rollout_log_probs=rollout_log_probs,
         old_log_probs=torch.full((len(pairs), num_response_tokens), float("nan")),
-        advantages=torch.as_tensor(advantages, dtype=torch.float32),
+        advantages=torch.full((len(pairs),), float("nan")),
     )
 
 

@@ -1,4 +1,4 @@
-"""Configurations for tests that need only a part of one."""
+"""Whole configurations for tests that need only a part of one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from dapo_core.config import Config
 
 
-def policy_config(model_path: str | Path, **sections: dict[str, Any]) -> Config:
+def make_config(model_path: str | Path = "model", **sections: dict[str, Any]) -> Config:
     """A valid configuration of a model on the CPU with the given keys, by section."""
-    values: dict[str, Any] = {"data": {"source": "arithmetic"}, "model": {"path": str(model_path)}, **sections}
-    return Config.model_validate(values)
+    values: dict[str, Any] = {"model": {"path": str(model_path)}, **sections}
+    return Config.model_validate({**values, "data": {"source": "arithmetic", **sections.get("data", {})}})

@@ -23,7 +23,7 @@ from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.model import load_sharded, reshard
 from dapo_core.policy.offload import offload_model, offload_optimizer, onload_model, onload_optimizer
 from dapo_core.policy.packing import pack, probe_row
-from dapo_core.policy.requirements import require_trainable
+from dapo_core.policy.requirements import read_model_config, require_trainable
 from dapo_core.policy.sequence_parallel import sequence_group
 
 if TYPE_CHECKING:
@@ -68,8 +68,6 @@ class Policy:
     """
 
     def __init__(self, model_path: str | Path, config: Config) -> None:
-        from transformers import AutoConfig
-
         require_model_folder(model_path)
         self.train = config.train
         self.algorithm = config.algorithm
@@ -79,7 +77,7 @@ class Policy:
         if config.run.deterministic:
             _be_deterministic()
         self.group = sequence_group(self.train.sequence_parallel)
-        self.model_config = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
+        self.model_config = read_model_config(model_path)
         require_trainable(self.model_config, self.train.sequence_parallel)
         self.model = self._load(model_path, is_trainable=True)
         files = weight_names(model_path)
@@ -184,14 +182,13 @@ class Policy:
             for model in self._models():
                 offload_model(model)
 
-    def memory_metrics(self) -> dict[str, float]:
-        """Peak memory of this rank in GiB, by metric name."""
-        return self.device.memory_metrics()
-
     def device_name(self) -> str:
-        """What the device calls itself, such as NVIDIA H100 80GB HBM3; `cpu` for a CPU."""
-        kind = self.device.kind
-        return kind if kind == "cpu" else getattr(torch, kind).get_device_name(0)
+        """What the vendor calls this rank's device."""
+        return self.device.name()
+
+    def memory_metrics(self) -> dict[str, float]:
+        """Memory of this rank and of its node in GiB, by metric name."""
+        return self.device.memory_metrics()
 
     def hidden_size(self) -> int:
         """Width of the residual stream, which a sequence's cost depends on."""

@@ -24,7 +24,7 @@ from dapo_core.model_folder import weight_names
 from dapo_core.parameter_names import file_views
 from dapo_core.policy import Policy
 from tests.batches import random_batch
-from tests.configs import policy_config
+from tests.configs import make_config
 from tests.ranks import run_ranks
 from tests.tiny_models import ARCHITECTURES, build_tiny, tiny_engine_settings
 
@@ -46,7 +46,7 @@ class Trained:
 
 
 def _policy(model_path: Path) -> Policy:
-    return Policy(model_path, policy_config(model_path, train=TRAIN))
+    return Policy(model_path, make_config(model_path, train=TRAIN))
 
 
 def _update(policy: Policy, rank: int, num_ranks: int) -> None:
@@ -89,6 +89,7 @@ def _checkpoint(output: Path, model_path: Path, save: Callable[[str], None]) -> 
         policy_version=7,
         prompt_position=28,
         surplus=[],
+        unfinished=[],
         metrics={"training/global_step": 7.0},
         identity={},
     )

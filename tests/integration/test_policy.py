@@ -16,7 +16,7 @@ from dapo_core.errors import ModelError
 from dapo_core.loss import LossTokens, LossTotals, policy_loss
 from dapo_core.policy import Policy
 from tests.batches import random_batch
-from tests.configs import policy_config
+from tests.configs import make_config
 from tests.ranks import run_ranks
 from tests.tiny_models import build_tiny
 
@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _config(model_path: Path, train: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     sections = {"rollout": {"temperature": TEMPERATURE, "group_size": 4}, **sections}
-    return policy_config(model_path, train=TRAIN | (train or {}), **sections)
+    return make_config(model_path, train=TRAIN | (train or {}), **sections)
 
 
 def _batch() -> Batch:

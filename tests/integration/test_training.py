@@ -33,7 +33,7 @@ NUM_PROBLEMS = 200
 DEADLINE_SECONDS = 120.0
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "run": {"seed": 3},
+    "run": {"seed": 3, "deterministic": True},  # what a step keeps must not hang on speed: runs are compared
     "data": {"source": "arithmetic", "max_prompt_tokens": 96},
     "model": {"source": "recipe"},
     "reward": {"overlong": {"buffer_tokens": 8}},
@@ -78,7 +78,7 @@ class Run:
 
 
 def settings(**changes: dict[str, Any]) -> dict[str, Any]:
-    return {name: {**section, **changes.get(name, {})} for name, section in SETTINGS.items()}
+    return {name: {**SETTINGS.get(name, {}), **changes.get(name, {})} for name in {**SETTINGS, **changes}}
 
 
 def config_of(**changes: dict[str, Any]) -> Config:
@@ -270,6 +270,28 @@ def test_an_error_ends_every_process_and_names_what_to_change(world: World, tmp_
     started = {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
     wait_until_gone(started, seconds=10)
     assert read_metrics(tmp_path / METRICS_FILE) == []
+
+
+def test_a_step_without_a_finished_group_ends_in_time_with_every_process(world: World, tmp_path: Path) -> None:
+    """The scorer never answers; its own time limit is far off."""
+    before = supervisor.descendants(os.getpid())
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text("import time\n\n\ndef compute_score(*arguments, **named):\n    time.sleep(600)\n")
+    config = config_of(
+        custom_reward={"path": str(scorer)},
+        reward={"timeout_seconds": 500.0},
+        sampler={"max_seconds_without_kept": 3.0},
+        train={"total_steps": 1, "num_ranks": 1},
+    )
+    with pytest.raises(RolloutError) as caught:
+        train(config, world.data, world.model, tmp_path / "output")
+    message = str(caught.value)
+    assert "no group was kept for" in message
+    assert "6 groups with" in message
+    assert "6 groups with 0 response tokens" not in message  # they are generated, and wait for scores
+    assert "no group finished" in message
+    started = {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
+    wait_until_gone(started, seconds=10)
 
 
 def test_a_worker_s_error_arrives_as_what_it_is(world: World, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from dapo_core import weight_sync
 from dapo_core.batch import Batch, split_batch
-from dapo_core.config import RewardConfig
 from dapo_core.data import load_tokenizer
 from dapo_core.engines import build_engine
 from dapo_core.errors import RolloutError
@@ -21,7 +20,7 @@ from dapo_core.policy.model import reshard
 from dapo_core.rollout import RolloutWorker
 from dapo_core.weight_sync import plan_buckets, probe_difference, publish_weights
 from tests.batches import random_batch
-from tests.configs import policy_config
+from tests.configs import make_config
 from tests.ranks import run_ranks
 from tests.tiny_models import ARCHITECTURES, Architecture, build_tiny, tiny_engine_settings
 
@@ -87,9 +86,9 @@ def shared_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
 def _start(path: Path, engine_name: str, architecture: Architecture, is_tied: bool) -> InProcessCluster:
     model_path = build_tiny(path, architecture, seed=5, tie_word_embeddings=is_tied)
-    policy = Policy(model_path, policy_config(model_path))
+    policy = Policy(model_path, make_config(model_path))
     engine = build_engine(engine_name, model_path, tiny_engine_settings(), seed=0)
-    worker = RolloutWorker(engine, load_tokenizer(model_path), RewardConfig(), 2, 16, seed=0)
+    worker = RolloutWorker(engine, load_tokenizer(model_path), make_config(model_path))
     return InProcessCluster(InProcessPolicy(policy), InProcessRollouts(worker, []))
 
 

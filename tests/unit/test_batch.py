@@ -33,7 +33,7 @@ def _groups() -> list[Group]:
 
 
 def test_layout() -> None:
-    batch = build_batch(_groups(), np.array([1.0, -1.0, 0.5, -0.5]), mask_truncated=False)
+    batch = replace(build_batch(_groups(), mask_truncated=False), advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]))
     # the widest row is 2 + 4 = 6 tokens, the longest response 4
     assert batch.token_ids.tolist() == [
         [5, 6, 7, 8, 2, 0],
@@ -57,13 +57,13 @@ def test_layout() -> None:
 
 
 def test_truncated_responses_can_be_left_out_of_the_loss() -> None:
-    batch = build_batch(_groups(), np.zeros(4), mask_truncated=True)
+    batch = build_batch(_groups(), mask_truncated=True)
     assert batch.response_mask.int().tolist() == [[1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert (batch.num_loss_tokens, batch.num_loss_responses) == (4, 2)
 
 
 def test_select_orders_and_trims() -> None:
-    batch = build_batch(_groups(), np.array([1.0, -1.0, 0.5, -0.5]), mask_truncated=False)
+    batch = replace(build_batch(_groups(), mask_truncated=False), advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]))
     chosen = batch.with_old_log_probs(batch.rollout_log_probs * 2).select([2, 0])
     assert chosen.token_ids.tolist() == [[3, 3, 3, 4, 0], [5, 6, 7, 8, 2]]
     assert chosen.response_mask.int().tolist() == [[1, 0, 0], [1, 1, 1]]
@@ -76,7 +76,7 @@ def test_select_orders_and_trims() -> None:
 
 
 def test_select_takes_what_later_phases_add_along() -> None:
-    batch = build_batch(_groups(), np.zeros(4), mask_truncated=False)
+    batch = build_batch(_groups(), mask_truncated=False)
     values = torch.arange(16.0).view(4, 4)
     chosen = replace(batch, ref_log_probs=values, importance_weights=values + 100).select([2, 0])
     assert chosen.ref_log_probs is not None
@@ -149,7 +149,7 @@ def test_few_micro_batches_come_before_even_ones() -> None:
 
 def test_a_sequence_that_fits_no_micro_batch_is_named_with_the_key() -> None:
     group = make_group([1.0] * 3, num_response_tokens=[2, 13, 1], num_prompt_tokens=4)
-    batch = build_batch([group], np.zeros(3), mask_truncated=False)
+    batch = build_batch([group], mask_truncated=False)
     with pytest.raises(
         DataError, match=r"response 1 of the batch has 17 tokens .* raise train\.micro_batch_tokens"
     ):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -72,7 +71,7 @@ def _cluster(policy: FixedPolicy, engines: FixedEngines) -> Cluster:
 def _probe(engines: list[list[list[float]]], dtype: str = "float32") -> float:
     """The difference for responses of 2 and 1 tokens whose policy log-probs are -1, -2 and -3."""
     group = make_group([1.0, 1.0], num_response_tokens=[2, 1], num_prompt_tokens=3)
-    batch = build_batch([group], np.zeros(2), mask_truncated=False)
+    batch = build_batch([group], mask_truncated=False)
     policy, rollouts = FixedPolicy(torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])), FixedEngines(engines)
     difference = probe_difference(_cluster(policy, rollouts), batch, ["float32", dtype])
     prompt_ids = list(group.prompt.prompt_ids)

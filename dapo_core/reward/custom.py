@@ -1,0 +1,94 @@
+"""A scorer in a file of the user's own."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dapo_core.errors import ConfigError
+from dapo_core.reward.score import Score
+
+PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def require_function(path: Path, name: str) -> None:
+    """Raise ConfigError unless the file defines (or imports) the function at its top level. Runs nothing of it."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"custom_reward.path={path} cannot be read: {error.strerror}; set it to a Python file that has "
+            f"{name}({', '.join(PARAMETERS)})"
+        ) from None
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"custom_reward.path={path} is not Python: {error}; correct the file") from None
+    names = sorted({found for statement in tree.body for found in _names_bound(statement)})
+    if name not in names:
+        raise ConfigError(
+            f"custom_reward.name={name} is not a top-level name of {path}, which has "
+            f"{', '.join(names) or 'none'}; set custom_reward.name to the function that scores"
+        )
+
+
+def _names_bound(statement: ast.stmt) -> list[str]:
+    """Names that a statement gives a meaning, also inside if, try and with; functions and classes keep theirs."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [statement.name]
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
+    nested = [child for child in ast.walk(statement) if isinstance(child, ast.stmt) and child is not statement]
+    assigned = [
+        node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
+    return assigned + [found for child in nested for found in _names_bound(child)]
+
+
+def load_function(path: str, name: str) -> Callable[..., Any]:
+    """The function of the file, which is run as a module of its own; what it raises is raised."""
+    spec = importlib.util.spec_from_file_location("custom_reward", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"custom_reward.path={path} is not a Python file (*.py)")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Callable[..., Any] = getattr(module, name)
+    return function
+
+
+def call_function(function: Callable[..., Any], runner: asyncio.Runner, arguments: tuple[Any, ...]) -> Score:
+    """What the function says of one response, as a Score; a coroutine is run to its end. Raises what it raises."""
+    result = function(**dict(zip(PARAMETERS, arguments, strict=True)))
+    if inspect.isawaitable(result):
+        result = runner.run(_awaited(result))
+    return to_score(result)
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def to_score(result: Any) -> Score:
+    """The Score of a number, or of a mapping with `score` and optionally `acc` and `pred` (the answer).
+
+    As in verl, the score stands for `acc` where there is none. The verdict is right iff acc >= 1. Raises
+    TypeError for what is not a number, ValueError for NaN and infinities, KeyError for a mapping without score.
+    """
+    fields: Mapping[str, Any] = result if isinstance(result, Mapping) else {"score": result}
+    value = _number("score", fields["score"])
+    acc = _number("acc", fields["acc"]) if fields.get("acc") is not None else value
+    answer = fields.get("pred")
+    return Score(value, "right" if acc >= 1 else "wrong", None if answer is None else str(answer), acc)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}: {value!r:.200}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, not {number}")
+    return number
