@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,26 +30,24 @@ class Lane:
     tokens: torch.Tensor  # [num_sequences * num_tokens]: positions in the row; padding repeats token 0
 
 
-@dataclass(frozen=True)
 class Packing:
-    """Where the sequences of a packed row of N tokens lie; handed to every attention layer."""
+    """Where the sequences of a packed row of N tokens lie; handed to every attention layer.
 
-    lanes: list[Lane]
-    places: torch.Tensor  # [N]: where each token of the row is in the lanes, laid end to end
-    group: ProcessGroup | None = None  # ranks that hold a slice of the row each; None: the row is whole
-    layers: set[int] = field(default_factory=set)  # numbers of the layers that attended so far
+    No dataclass: mixed precision under FSDP2 would copy it, tensors and all, before every layer.
+    """
 
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device, group: ProcessGroup | None = None) -> Packing:
+    def __init__(self, lengths: Sequence[int], device: torch.device, group: ProcessGroup | None = None) -> None:
         """The packing of a row of sequences with the given lengths, one after the other.
 
-        Longest first, a lane begins where a sequence is shorter than half of the lane's longest, so that less
-        than half of a lane is padding.
+        Longest first, a lane begins where a sequence is shorter than half of the lane's longest, so that no more
+        than half of a lane is padding. group: ranks that hold a slice of the row each; None when it is whole.
         """
+        self.group = group
+        self.layers: set[int] = set()  # numbers of the layers that attended so far
+        self.lanes: list[Lane] = []
         counts = np.asarray(lengths, dtype=np.int64)
         starts = np.cumsum(counts) - counts
         places = np.empty(counts.sum(), dtype=np.int64)
-        lanes: list[Lane] = []
         order = np.argsort(-counts, kind="stable")
         filled = 0
         while len(order):
@@ -60,8 +58,8 @@ class Packing:
             tokens = np.where(is_token, starts[members, None] + offsets, 0)
             places[tokens[is_token]] = filled + np.flatnonzero(is_token)
             filled += tokens.size
-            lanes.append(Lane(len(members), longest, torch.from_numpy(tokens.ravel()).to(device)))
-        return cls(lanes, torch.from_numpy(places).to(device), group)
+            self.lanes.append(Lane(len(members), longest, torch.from_numpy(tokens.ravel()).to(device)))
+        self.places = torch.from_numpy(places).to(device)  # [N]: of each token of the row in the lanes, end to end
 
 
 @torch.compiler.disable

@@ -57,7 +57,7 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
     return PackedRow(
         token_ids=token_ids[first : first + size].unsqueeze(0).to(device),
         position_ids=positions[first : first + size].unsqueeze(0).to(device),
-        packing=Packing.of(lengths, device, group),
+        packing=Packing(lengths, device, group),
         predictors=(responses[is_ours] - 1 - first).to(device),
         targets=token_ids[responses[is_ours]].to(device),
         cells=cells[is_ours],

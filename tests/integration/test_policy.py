@@ -165,6 +165,17 @@ def test_kl_and_entropy_bonus_are_in_the_gradient(models: dict[str, Path]) -> No
     _require_equal(run_ranks(2, _update, config, batch, 64), expected, batch)
 
 
+def test_half_precision_gives_the_same_within_its_precision(models: dict[str, Path]) -> None:
+    batch = _batch()
+    config = _config(models["qwen3"], {"num_ranks": 2, "sequence_parallel": 2, "dtype": "bfloat16"})
+    expected = _expected(config, batch)
+    rank, _ = run_ranks(2, _update, config, batch, 64)
+    difference = (rank["log_probs"] - expected["log_probs"][rank["indices"]]).abs()
+    assert 1e-4 < difference.mean() < 0.02  # bfloat16 keeps 8 bits: logits of about 5 are within 0.01 or so
+    assert rank["sums"].grad_norm == pytest.approx(expected["norm"], rel=0.02)
+    assert {weight.dtype for weight in rank["weights"].values()} == {torch.float32}  # the master weights
+
+
 def _reference_before_and_after(rank: int, config: Config, batch: Batch) -> list[torch.Tensor]:
     policy = Policy(config.model.path or "", config)
     shares, _ = split_batch(batch, 1, 64, policy.hidden_size())

@@ -87,7 +87,7 @@ def test_layout() -> None:
 
 
 def test_lanes_hold_sequences_at_least_half_as_long_as_their_first() -> None:
-    packing = Packing.of([3, 7, 1, 4], CPU)
+    packing = Packing([3, 7, 1, 4], CPU)
     # 7 and 4 (2 * 4 >= 7) share a lane, 3 (6 < 7) begins the next, 1 (2 < 3) a third
     assert [(lane.num_sequences, lane.num_tokens) for lane in packing.lanes] == [(2, 7), (1, 3), (1, 1)]
     assert packing.lanes[0].tokens.tolist() == [3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 0, 0, 0]
@@ -180,7 +180,7 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
 @pytest.mark.parametrize("option", ["softcap", "s_aux", "position_bias", None])
 def test_attention_that_adds_to_the_scores_is_refused(option: str | None) -> None:
     states = torch.zeros(1, 2, 4, 8)
-    options = {"packing": Packing.of([4], CPU), option: 1.0} if option else {}
+    options = {"packing": Packing([4], CPU), option: 1.0} if option else {}
     with pytest.raises(ModelError, match="Linear changes attention scores"):
         packed_attention(torch.nn.Linear(1, 1), states, states, states, None, **options)
 
