@@ -1,19 +1,19 @@
 """Scoring against decode-everything: CPU seconds of the reward pool beside the same rule on the whole text.
 
-    python bench/reward.py [--model FOLDER] [--responses 4096] [--tokens 1500]
+    python bench/reward.py [--model FOLDER] [--responses 4096] [--tokens 1500] [--data-source math_dapo|gsm8k]
 
-The peer is what a plain reward function does in one process: decode the whole response, then apply the rule. Ours
-is `RewardPool` with its processes, whose CPU seconds count (starting them is shown apart). Both give the same
-scores, or this fails. Without a model's tokenizer a byte-level BPE is trained on the generated text.
+The peer is what a plain reward function does: decode the whole response, then apply the rule. Ours is the reward
+pool, with the CPU seconds of its processes should it start any. Unequal scores or a ratio below the required one
+are an error. Without a model's tokenizer a byte-level BPE is trained on text like the one that is scored.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
+import resource
 import sys
-import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dapo_core.config import CustomRewardConfig, RewardConfig
+from dapo_core.data import load_tokenizer
 from dapo_core.reward import RewardPool, Score, ScoreRequest, scorer_for
 
 REQUIRED_RATIO = 4.0
+GROUP_SIZE = 16
 SENTENCES = (
     "Let $x_{a}$ be the number of ways to choose {a} of {b} points on the circle.",
     "Then we have ${a} + {b} = {c}$, so the sum is divisible by {d}.",
@@ -32,14 +34,20 @@ SENTENCES = (
     "因此第{a}项等于{b}，我们再检查一遍。",
     "Therefore the remaining {d} cases are symmetric, and each contributes {b}.",
 )
-ENDS = ("Answer: {a}", "So the result is $\\boxed{{{a}}}$.", "Answer: $\\frac{{{a}}}{{{b}}}$", "I am not sure.")
+ENDS = (
+    "Answer: {a}",
+    "So the result is $\\boxed{{{a}}}$.",
+    "Answer: $\\frac{{{a}}}{{{b}}}$",
+    "#### {a}",
+    "I am not sure.",
+)
 
 
-def solution(rng: random.Random, num_sentences: int) -> str:
-    """A text like a model's solution, which ends in an answer, or without one."""
+def solution(rng: random.Random, num_sentences: int, answer: int) -> str:
+    """A text like a model's solution, which ends in the answer, or without one."""
     numbers = [{name: rng.randint(1, 999) for name in "abcd"} for _ in range(num_sentences + 1)]
     lines = [rng.choice(SENTENCES).format(**values) for values in numbers[1:]]
-    return "\n".join([*lines, rng.choice(ENDS).format(**numbers[0])])
+    return "\n".join([*lines, rng.choice(ENDS).format(**{**numbers[0], "a": answer})])
 
 
 def trained_tokenizer(rng: random.Random) -> Any:
@@ -56,21 +64,21 @@ def trained_tokenizer(rng: random.Random) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([solution(rng, 40) for _ in range(500)], trainer)
+    tokenizer.train_from_iterator([solution(rng, 40, 7) for _ in range(500)], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
 def cpu_seconds() -> float:
     """CPU seconds of this process and of its children that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def measured(work: Callable[[], list[Score]]) -> tuple[list[Score], float, float]:
-    """What the work returns, its CPU seconds and its wall seconds."""
-    cpu, wall = cpu_seconds(), time.perf_counter()
+def measured(work: Callable[[], list[Score]]) -> tuple[list[Score], float]:
+    """What the work returns, and its CPU seconds."""
+    before = cpu_seconds()
     scores = work()
-    return scores, cpu_seconds() - cpu, time.perf_counter() - wall
+    return scores, cpu_seconds() - before
 
 
 def decode_everything(tokenizer: Any, requests: list[ScoreRequest]) -> list[Score]:
@@ -83,13 +91,12 @@ def decode_everything(tokenizer: Any, requests: list[ScoreRequest]) -> list[Scor
     ]
 
 
-def pooled(tokenizer: Any, requests: list[ScoreRequest], burst: int) -> list[Score]:
-    """Ours, from starting the processes to their end; responses come in bursts, as from an engine."""
-    pool = RewardPool(RewardConfig(num_processes=2), CustomRewardConfig(), tokenizer)
+def pooled(tokenizer: Any, requests: list[ScoreRequest]) -> list[Score]:
+    """Ours, from making the pool to its end; it is looked at after every response, as a rollout worker does."""
+    pool = RewardPool(RewardConfig(), CustomRewardConfig(), tokenizer)
     scores: dict[str, Score] = {}
-    for start in range(0, len(requests), burst):
-        for position, request in enumerate(requests[start : start + burst], start):
-            pool.submit(str(position), request)
+    for position, request in enumerate(requests):
+        pool.submit(str(position), request)
         scores.update(pool.finished())
     while pool.num_pending:
         scores.update(pool.finished(1.0))
@@ -97,43 +104,47 @@ def pooled(tokenizer: Any, requests: list[ScoreRequest], burst: int) -> list[Sco
     return [scores[str(position)] for position in range(len(requests))]
 
 
+def build_requests(tokenizer: Any, rng: random.Random, arguments: argparse.Namespace) -> list[ScoreRequest]:
+    """Responses of equal length in groups, whose siblings share the ground truth and finish at different times."""
+    requests = []
+    for position in range(arguments.responses):
+        truth = 1 + position // GROUP_SIZE % 999
+        text = solution(rng, arguments.tokens // 10, rng.choice([truth, 0]))
+        ids = tokenizer(text).input_ids[-arguments.tokens :]
+        requests.append(ScoreRequest(arguments.data_source, ids, str(truth)))
+    rng.shuffle(requests)
+    return requests
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder with a tokenizer; unset: one is trained here")
     parser.add_argument("--responses", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=1500)
-    parser.add_argument("--burst", type=int, default=16, help="responses that finish between two looks at the pool")
+    parser.add_argument("--data-source", default="math_dapo", choices=["math_dapo", "gsm8k"])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     rng = random.Random(0)
-    if arguments.model:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model, local_files_only=True)
-    else:
-        tokenizer = trained_tokenizer(rng)
-    requests = []
-    for _ in range(arguments.responses):
-        ids = tokenizer(solution(rng, arguments.tokens // 15)).input_ids[-arguments.tokens :]
-        requests.append(ScoreRequest("math_dapo", ids, str(rng.randint(1, 999)), {}))
+    tokenizer = load_tokenizer(arguments.model) if arguments.model else trained_tokenizer(rng)
+    requests = build_requests(tokenizer, rng, arguments)
     num_tokens = sum(len(request.response_ids) for request in requests) / len(requests)
-    print(f"{len(requests)} responses of {num_tokens:.0f} tokens, scorer math_dapo, best of {arguments.repeats}")
-    peer_cpu, own_cpu, start_cpu = [], [], []
+    print(f"{len(requests)} responses of {num_tokens:.0f} tokens, {arguments.data_source}")
+    peer_cpu, own_cpu = [], []
     for _ in range(arguments.repeats):
-        peer_scores, cpu, _ = measured(lambda: decode_everything(tokenizer, requests))
+        peer_scores, cpu = measured(lambda: decode_everything(tokenizer, requests))
         peer_cpu.append(cpu)
-        own_scores, cpu, _ = measured(lambda: pooled(tokenizer, requests, arguments.burst))
+        own_scores, cpu = measured(lambda: pooled(tokenizer, requests))
         own_cpu.append(cpu)
-        start_cpu.append(measured(lambda: pooled(tokenizer, [], 1))[1])
-        assert own_scores == peer_scores
-    peer, own, start = min(peer_cpu), min(own_cpu), min(start_cpu)
-    print(f"decode everything, one process  {peer:7.3f} CPU s  {1e6 * peer / len(requests):7.1f} us a response")
-    print(f"reward pool, with its start     {own:7.3f} CPU s  {1e6 * own / len(requests):7.1f} us a response")
-    print(f"  of which starting the pool    {start:7.3f} CPU s  once a run")
-    scoring = own - start
-    print(f"ratio {peer / own:.2f} with the start, {peer / scoring:.2f} without; required {REQUIRED_RATIO:g}")
-    print("verdicts identical:", {v: sum(s.verdict == v for s in own_scores) for v in ("right", "wrong", "no_answer")})
-    sys.exit(peer / scoring < REQUIRED_RATIO)
+        if own_scores != peer_scores:
+            sys.exit("the scores differ")
+    peer, own = min(peer_cpu), min(own_cpu)
+    print(f"decode everything {peer:8.3f} CPU s {1e6 * peer / len(requests):8.1f} us a response")
+    print(f"reward pool       {own:8.3f} CPU s {1e6 * own / len(requests):8.1f} us a response")
+    print(
+        f"ratio {peer / own:.2f}, required {REQUIRED_RATIO:g}; identical:",
+        dict(Counter(s.verdict for s in own_scores)),
+    )
+    sys.exit(peer / own < REQUIRED_RATIO)
 
 
 if __name__ == "__main__":

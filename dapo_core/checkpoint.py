@@ -4,6 +4,7 @@ A checkpoint is a folder `step_000020` with
     .metadata, *.distcp     parameters and optimizer (torch.distributed.checkpoint)
     trainer_state.json      step, position in the data, groups carried to the next step
     huggingface/            config, tokenizer, generation config of the model
+    tensor_names.json       what the tensors in the model's files are called
 It is written as `step_000020.partial` and renamed when all of it is on disk, so a folder without that suffix is
 complete.
 """
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from dapo_core.data import Prompt
 from dapo_core.engines import Response
 from dapo_core.errors import CheckpointError
+from dapo_core.model_folder import weight_names
 from dapo_core.rollout import Group, GroupRequest, Rollout
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 PARTIAL = ".partial"
 STATE_FILE = "trainer_state.json"
 HUGGINGFACE_FOLDER = "huggingface"
+NAMES_FILE = "tensor_names.json"
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
 _COMPLETE = re.compile(r"step_(\d+)")
 
@@ -45,6 +48,7 @@ class TrainerState:
     prompt_position: int  # prompts taken from the stream
     surplus: list[tuple[int, Group]]  # (step that sampled its oldest token, group)
     unfinished: list[tuple[int, GroupRequest]]  # likewise, of groups to be continued
+    kl_coefficient: float  # of KL in the reward
     metrics: dict[str, float]  # of the step, in case the process ends before metrics.jsonl has them
     identity: dict[str, Any]  # settings and data that every attempt at the training must share
 
@@ -77,6 +81,7 @@ def write_checkpoint(
     partial.mkdir(parents=True)
     save(str(partial))
     copy_model_files(model_path, partial / HUGGINGFACE_FOLDER)
+    (partial / NAMES_FILE).write_text(json.dumps(sorted(weight_names(model_path))), encoding="utf-8")
     (partial / STATE_FILE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
     _fsync_tree(partial)
     shutil.rmtree(target, ignore_errors=True)

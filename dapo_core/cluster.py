@@ -18,7 +18,7 @@ from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dapo_core.batch import Batch, split_batch
+from dapo_core.batch import Batch, RankShare, split_batch
 from dapo_core.data import load_tokenizer
 from dapo_core.device import Device, device_for
 from dapo_core.engines import EngineSettings, build_engine
@@ -28,7 +28,9 @@ from dapo_core.policy import Policy, UpdateSums
 from dapo_core.rollout import Group, GroupRequest, Progress, RolloutWorker
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    import numpy as np
+
+    from dapo_core.config import Config, TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
         logger.info(
             "%d policy ranks and %d rollout workers are ready after %.0f s", len(ranks), len(workers), seconds
         )
-        yield Cluster(PolicyGroup(ranks, config.train.micro_batch_tokens), RolloutGroup(workers))
+        yield Cluster(PolicyGroup(ranks, config.train), RolloutGroup(workers))
     finally:
         if workers:  # one that hangs is killed, and its scoring processes end with it
             closing = [worker.close.remote() for worker in workers]
@@ -158,7 +160,7 @@ class _PolicyRank:
         torch.set_num_threads(config.train.threads_per_rank)
         torch.manual_seed(config.run.seed)
         torch.distributed.init_process_group(device.backend, init_method=address, rank=rank, world_size=num_ranks)
-        self.policy = Policy(model_path, config.train, config.algorithm, config.rollout.temperature)
+        self.policy = Policy(model_path, config)
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.policy, method)(*arguments)
@@ -187,10 +189,10 @@ class _RolloutRank:
         """End what the worker started."""
         self.worker.close()
 
-    def load_weights(self, buckets: list[Any], policy_version: int) -> None:
+    def load_weights(self, buckets: list[Any], policy_version: int) -> int:
         """Buckets are object references, fetched one after the other, so that one is held at a time."""
         weights = (pair for bucket in buckets for pair in ray.get(bucket).items())
-        self.worker.load_weights(weights, policy_version)
+        return self.worker.load_weights(weights, policy_version)
 
 
 def engine_settings(config: Config, device: Device) -> EngineSettings:
@@ -220,27 +222,40 @@ def _get(references: Any) -> Any:
 
 
 class PolicyGroup:
-    """All policy ranks, called as one."""
+    """All policy ranks, called as one; train.sequence_parallel consecutive ranks are given the same share."""
 
-    def __init__(self, ranks: Sequence[Any], max_tokens: int) -> None:
+    def __init__(self, ranks: Sequence[Any], train: TrainConfig) -> None:
         self.ranks = ranks
-        self.max_tokens = max_tokens  # per micro-batch, padding included
+        self.num_data_ranks = train.num_data_ranks
+        self.sequence_parallel = train.sequence_parallel
+        self.max_tokens = train.micro_batch_tokens * train.sequence_parallel  # of a micro-batch
+        self.hidden_size: int = _get(ranks[0].call.remote("hidden_size"))
 
     def log_probs(self, batch: Batch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropy at the response tokens: two [B, R] float32, in the batch's order."""
-        shares, indices = split_batch(batch, len(self.ranks), self.max_tokens)
-        log_probs, entropy = torch.zeros(batch.response_mask.shape), torch.zeros(batch.response_mask.shape)
-        parts = self._call_each("log_probs", [(share, temperature) for share in shares])
-        for rows, (part_log_probs, part_entropy) in zip(indices, parts, strict=True):
-            log_probs[rows, : part_log_probs.shape[1]] = part_log_probs[: len(rows)]
-            entropy[rows, : part_entropy.shape[1]] = part_entropy[: len(rows)]
-        return log_probs, entropy
+        shares, indices = self._split(batch)
+        parts = self._call_shares("log_probs", shares, temperature)
+        log_probs, entropy = zip(*parts[:: self.sequence_parallel], strict=True)
+        return _rows(batch, indices, log_probs), _rows(batch, indices, entropy)
 
-    def update(self, mini_batch: Batch) -> UpdateSums:
-        """One optimizer step on the mini-batch; the sums are over all ranks."""
-        totals = LossTotals(mini_batch.num_loss_tokens, mini_batch.num_loss_responses)
-        shares, _ = split_batch(mini_batch, len(self.ranks), self.max_tokens)
-        return UpdateSums.over_ranks(self._call_each("update", [(share, totals) for share in shares]))
+    def ref_log_probs(self, batch: Batch) -> torch.Tensor:
+        """Log-probs of the response tokens under the reference model: [B, R] float32, in the batch's order."""
+        shares, indices = self._split(batch)
+        return _rows(batch, indices, self._call_shares("ref_log_probs", shares)[:: self.sequence_parallel])
+
+    def update(self, mini_batch: Batch) -> tuple[UpdateSums, list[np.ndarray]]:
+        """One optimizer step on the mini-batch: sums over all ranks, and the rows of each data-parallel rank."""
+        totals = LossTotals(mini_batch.num_loss_tokens, mini_batch.num_loss_responses, self.num_data_ranks)
+        shares, indices = self._split(mini_batch)
+        return UpdateSums.over_ranks(self._call_shares("update", shares, totals)), indices
+
+    def onload(self) -> None:
+        """Weights to the devices, where train.offload_parameters keeps them away between phases."""
+        self._call_each("onload", [()] * len(self.ranks))
+
+    def offload(self) -> None:
+        """Weights and optimizer state to the hosts, as far as the train.offload keys say so."""
+        self._call_each("offload", [()] * len(self.ranks))
 
     def weight_sizes(self) -> dict[str, int]:
         """Bytes of each parameter by name."""
@@ -269,9 +284,27 @@ class PolicyGroup:
         ranks = self._call_each("memory_metrics", [()] * len(self.ranks))
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
+    def _split(self, batch: Batch) -> tuple[list[RankShare], list[np.ndarray]]:
+        return split_batch(batch, self.num_data_ranks, self.max_tokens, self.hidden_size)
+
+    def _call_shares(self, method: str, shares: Sequence[RankShare], *others: Any) -> list[Any]:
+        """Results of all ranks; a share travels once for the ranks of its group."""
+        references = [ray.put(share) for share in shares]
+        return self._call_each(
+            method, [(references[rank // self.sequence_parallel], *others) for rank in range(len(self.ranks))]
+        )
+
     def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         calls = zip(self.ranks, arguments, strict=True)
         return _get([rank.call.remote(method, *own) for rank, own in calls])
+
+
+def _rows(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts' rows in the batch's order: [B, R] from [b, R] of each share."""
+    values = torch.zeros(batch.response_mask.shape)
+    for rows, part in zip(indices, parts, strict=True):
+        values[rows, : part.shape[1]] = part[: len(rows)]
+    return values
 
 
 class RolloutGroup:
@@ -328,9 +361,9 @@ class RolloutGroup:
         self._reward_seconds = [0.0] * len(self.workers)
         return most
 
-    def load_weights(self, buckets: list[Any], policy_version: int) -> None:
-        """Load the referenced weights into every engine."""
-        _get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
+    def load_weights(self, buckets: list[Any], policy_version: int) -> list[int]:
+        """Load the referenced weights into every engine; returns the policy version that each then holds."""
+        return _get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         """Each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""

@@ -168,17 +168,6 @@ def update_metrics(updates: Sequence[UpdateSums], kl: KLConfig) -> dict[str, flo
     return metrics
 
 
-def reward_kl_metrics(kl: torch.Tensor, response_mask: torch.Tensor, coefficient: float) -> dict[str, float]:
-    """KL divergence to the reference per response token, mean over responses, and its coefficient in the rewards.
-
-    kl: [B, R], the per-token estimate without the coefficient; response_mask: [B, R].
-    """
-    num_tokens = response_mask.sum(dim=-1)
-    per_response = kl.where(response_mask, 0.0).sum(dim=-1)[num_tokens > 0] / num_tokens[num_tokens > 0]
-    penalty = {"actor/reward_kl_penalty": float(per_response.mean())} if len(per_response) else {}
-    return {**penalty, "actor/reward_kl_penalty_coeff": coefficient}
-
-
 def timing_metrics(
     seconds: Mapping[str, float], num_response_tokens: int, num_tokens: int, num_devices: int
 ) -> dict[str, float]:

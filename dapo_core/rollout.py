@@ -174,9 +174,10 @@ class RolloutWorker:
         dropped = self.suspend()
         return len(dropped), sum(request.num_response_tokens for request in dropped)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Replace the engine's weights; every group begun from here on carries `policy_version`."""
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> int:
+        """Replace the engine's weights; every group begun from here on carries the version it returns."""
         self.engine.load_weights(weights, policy_version)
+        return self.engine.policy_version
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """The engine's log-probs of given (prompt_ids, response_ids) pairs at temperature 1."""

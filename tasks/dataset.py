@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_core.arithmetic import generate_problems, write_parquet
+from dapo_core.arithmetic import DATA_SOURCE, generate_problems, write_parquet
 from dapo_core.config import Config
 from dapo_core.data import read_rows
-from dapo_core.reward import scorer_for
+from dapo_core.reward import require_scorers
 from eval.benchmark import load_items
 from tasks.stages import EVAL_STEM, TRAIN_FILE
 
@@ -18,10 +18,12 @@ from tasks.stages import EVAL_STEM, TRAIN_FILE
 def build_dataset(config: Config, folder: Path) -> Mapping[str, Any]:
     """Write the two files into the folder; returns their row counts.
 
-    Raises DataError or BenchmarkError for unusable rows of the user's files, before anything is written.
+    Raises DataError or BenchmarkError for unusable rows of the user's files, and what require_scorers raises,
+    before anything is written.
     """
     if config.data.source == "path":
-        return _take_files(Path(str(config.data.train_path)), Path(str(config.data.eval_path)), folder)
+        return _take_files(config, Path(str(config.data.train_path)), Path(str(config.data.eval_path)), folder)
+    require_scorers({DATA_SOURCE}, config.reward, config.custom_reward)
     sizes = config.data.arithmetic
     train_rows, eval_rows = generate_problems(sizes.num_train, sizes.num_eval, sizes.max_level, config.run.seed)
     write_parquet(train_rows, folder / TRAIN_FILE)
@@ -29,10 +31,9 @@ def build_dataset(config: Config, folder: Path) -> Mapping[str, Any]:
     return {"train_rows": len(train_rows), "eval_rows": len(eval_rows)}
 
 
-def _take_files(train: Path, held_out: Path, folder: Path) -> Mapping[str, Any]:
+def _take_files(config: Config, train: Path, held_out: Path, folder: Path) -> Mapping[str, Any]:
     rows = read_rows(train)
-    for data_source in {str(row["data_source"]) for row in rows}:
-        scorer_for(data_source)
+    require_scorers({str(row["data_source"]) for row in rows}, config.reward, config.custom_reward)
     counts = {"train_rows": len(rows), "eval_rows": len(load_items(held_out))}
     shutil.copyfile(train, folder / TRAIN_FILE)
     shutil.copyfile(held_out, (folder / EVAL_STEM).with_suffix(held_out.suffix))

@@ -61,7 +61,7 @@ def plan_chain(config: Config) -> list[PlannedStage]:
         plan.waiting("fetch_model", "prepare_data")
     if data and model:
         plan.cached("evaluate_before", EVALUATE_MODEL.key(config, evaluate_model_inputs(data, model)))
-        training = plan.cached("train_policy", TRAIN_POLICY.key(config, train_policy_inputs(data, model)))
+        training = plan.cached("train_policy", TRAIN_POLICY.key(config, train_policy_inputs(config, data, model)))
     else:
         plan.waiting("evaluate_before", "fetch_model")
         plan.waiting("train_policy", "fetch_model")

@@ -12,6 +12,7 @@ from typing import Any
 from dapo_core.config import Config, result_values
 from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
+from dapo_core.reward import require_scorers
 from tasks.artifacts import MANIFEST_NAME, Artifact, StageKey, code_digest, hash_file, package_versions
 
 TRAIN_FILE = "train.parquet"
@@ -68,10 +69,12 @@ TRAIN_POLICY = Stage(
     name="train_policy",
     sections=(
         "run.seed",
+        "run.deterministic",
         "data.max_prompt_tokens",
         "data.shuffle",
         "algorithm",
         "reward",
+        "custom_reward.name",
         "sampler",
         "rollout",
         "train",
@@ -112,9 +115,16 @@ def fetch_model_inputs(config: Config, data: Artifact) -> dict[str, str]:
     return {"model_folder": hashlib.sha256(repr(identity).encode()).hexdigest()}
 
 
-def train_policy_inputs(data: Artifact, model: Artifact) -> dict[str, str]:
-    """The training rows and the model."""
-    return {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
+def train_policy_inputs(config: Config, data: Artifact, model: Artifact) -> dict[str, str]:
+    """The training rows, the model, and the user's scorer if there is one.
+
+    Raises ConfigError for a scorer that is not there, as require_scorers does.
+    """
+    require_scorers((), config.reward, config.custom_reward)
+    inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
+    if config.custom_reward.path is not None:
+        inputs["custom_reward"] = _file_digest("custom_reward.path", config.custom_reward.path)
+    return inputs
 
 
 def merge_checkpoint_inputs(training: Artifact) -> dict[str, str]:

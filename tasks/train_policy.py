@@ -29,7 +29,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact) -> Artifact:
 
     A failed or killed attempt is continued from its last checkpoint by the next one with the same key.
     """
-    key = TRAIN_POLICY.key(run.config, train_policy_inputs(data, model))
+    key = TRAIN_POLICY.key(run.config, train_policy_inputs(run.config, data, model))
 
     def build(folder: Path) -> Mapping[str, Any]:
         paths = ("--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder)

@@ -1,13 +1,14 @@
-"""Whole configurations for tests."""
+"""Whole configurations for tests that need only a part of one."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from dapo_core.config import Config
 
 
-def make_config(**sections: dict[str, Any]) -> Config:
-    """A configuration with these sections; its data and model are paths that nothing is expected at."""
-    data = {"train_path": "train.parquet", "eval_path": "eval.parquet", **sections.pop("data", {})}
-    return Config.model_validate({"data": data, "model": {"path": "model"}, **sections})
+def make_config(model_path: str | Path = "model", **sections: dict[str, Any]) -> Config:
+    """A valid configuration of a model on the CPU with the given keys, by section."""
+    values: dict[str, Any] = {"model": {"path": str(model_path)}, **sections}
+    return Config.model_validate({**values, "data": {"source": "arithmetic", **sections.get("data", {})}})

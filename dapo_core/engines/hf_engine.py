@@ -27,6 +27,8 @@ from dapo_core.engines.base import (
 )
 from dapo_core.engines.sampling import sample
 from dapo_core.errors import ModelError, RolloutError
+from dapo_core.model_folder import weight_names
+from dapo_core.parameter_names import file_views
 
 PREFILL_TOKENS = 8192  # of one wave, padding included
 GROWTH_TOKENS = 64  # columns a cache grows by
@@ -137,7 +139,7 @@ class HuggingFaceEngine:
         self.policy_version = 0
         self.device = torch.device(device)
         self._stop_ids = set(read_eos_ids(model_path))
-        self._model = _load(model_path, settings.dtype, self.device)
+        self._model, self._views = _load(model_path, settings.dtype, self.device)
         if self.device.type == "cpu":
             torch.set_num_threads(settings.threads)
         self._max_rows = min(settings.max_num_seqs, self._rows_that_fit())
@@ -183,11 +185,9 @@ class HuggingFaceEngine:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         self._require_idle("load weights")
         self._is_torn = True
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        unique = {name for name, _ in self._model.named_parameters()}
-        for name, tensor in check_weights(weights, shapes, optional=shapes.keys() - unique):
-            parameters[name].copy_(tensor)
+        shapes = {name: tuple(view.shape) for name, view in self._views.items()}
+        for name, tensor in check_weights(weights, shapes, optional=_copies(self._model)):
+            self._views[name].copy_(tensor)
         self._is_torn = False
         self.policy_version = policy_version
 
@@ -208,6 +208,7 @@ class HuggingFaceEngine:
         self._waiting.clear()
         self._batch = None
         self._model = None
+        self._views = {}
 
     def _admit(self, num_free: int) -> list[Response]:
         """Prefill one wave of waiting requests, sample their first tokens and let them join the batch."""
@@ -356,11 +357,23 @@ def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return torch.cat([functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in (first, second)])
 
 
-def _load(model_path: str | Path, dtype: str, device: torch.device) -> Any:
+def _load(model_path: str | Path, dtype: str, device: torch.device) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The model, and its parameters by the names of the files, tied ones under each of their names."""
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(model_path), dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_path} cannot be loaded as a causal language model: {error}") from error
-    return model.to(device).eval()
+    model.to(device).eval()
+    names = weight_names(model_path) | _copies(model)
+    views: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        views |= file_views(name, parameter.detach(), names)
+    return model, views
+
+
+def _copies(model: Any) -> set[str]:
+    """Names of parameters that are tied to one of another name."""
+    unique = {name for name, _ in model.named_parameters()}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - unique

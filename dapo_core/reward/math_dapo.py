@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from dapo_core.reward.score import Score
@@ -48,6 +49,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=1024)  # siblings share the ground truth, and often the answer
 def normalize_answer(answer: str) -> str:
     """The answer without units, spacing, LaTeX wrappers, dollar signs and thousands separators.
 

@@ -21,7 +21,7 @@ from dapo_core.reward import process
 from dapo_core.reward.process import Call, decode_outcome
 from dapo_core.reward.routing import SCORERS, require_scorers, routes, scorer_name
 from dapo_core.reward.score import Score, failed_score
-from dapo_core.reward.tail import decode_tail
+from dapo_core.reward.tail import TailDecoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,48 +115,50 @@ class _Worker:
 
 
 class RewardPool:
-    """Scores responses in processes of its own: call `submit`, then `finished` until nothing is pending.
+    """Scores responses: call `submit`, then `finished` until nothing is pending.
 
-    The text is decoded here, as little of it as the scorer reads; the processes load neither torch nor the
-    tokenizer. Nothing is handed out or taken back but in `finished`. Not thread-safe, and to be used from the
-    thread that made it: the processes die with that thread.
+    The text is decoded here, as little of it as the scorer reads. Rules that read a bounded tail are run here too:
+    they cannot hang, and take no longer than it takes to hand a call to a process. Others, and the user's file,
+    run in processes, which load neither torch nor the tokenizer; nothing is handed to them or taken back but in
+    `finished`. Not thread-safe, and to be used from the thread that made it: the processes die with that thread.
     """
 
     def __init__(
         self, reward: RewardConfig, custom: CustomRewardConfig, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """Start the processes and wait for them.
+        """Start the processes when there is a user's file, otherwise only once a rule needs them.
 
-        Raises ConfigError as require_scorers does, and RolloutError when a process does not start, for instance
-        because the user's file cannot be loaded.
+        Raises ConfigError as require_scorers does, and RolloutError when the user's file cannot be loaded.
         """
         require_scorers((), reward, custom)
         self.reward = reward
         self.custom = custom
-        self.tokenizer = tokenizer
+        self._decoder = TailDecoder(tokenizer)
         self._routes = routes(reward.scorers)
         self._queue: deque[tuple[str, Call]] = deque()
         self._num_failures_logged = 0
-        self._workers = [_Worker(custom) for _ in range(reward.num_processes)]
-        try:
-            while not all(worker.is_ready for worker in self._workers):
-                self._collect(START_SECONDS)
-        except RolloutError:
-            self.close()
-            raise
+        self._done: list[tuple[str, Score]] = []
+        self._workers: list[_Worker] = []
+        if custom.path is not None:
+            self._start()
 
     @property
     def num_pending(self) -> int:
         """Requests submitted and not yet handed back."""
-        return len(self._queue) + sum(len(worker.in_hand) for worker in self._workers)
+        return len(self._done) + len(self._queue) + sum(len(worker.in_hand) for worker in self._workers)
 
     def submit(self, key: str, request: ScoreRequest) -> None:
-        """Queue a response, whose score comes from `finished` under `key`; DataError for an unknown source."""
+        """Take a response, whose score comes from `finished` under `key`; DataError for an unknown source."""
         name = None if self.custom.path is not None else scorer_name(request.data_source, self._routes)
         window = None if name is None else SCORERS[name].window_characters
-        text = decode_tail(self.tokenizer, request.response_ids, window)
+        text = self._decoder.decode(request.response_ids, window)
+        if name is not None and window is not None:
+            self._done.append((key, SCORERS[name](text, request.ground_truth)))
+            return
         call = Call(name, request.data_source, text, request.ground_truth, request.extra_info)
         self._queue.append((key, call))
+        if not self._workers:
+            self._start()
 
     def finished(self, max_seconds: float = 0.0) -> list[tuple[str, Score]]:
         """Scores that are ready as (key, score), waiting up to `max_seconds` until there is one.
@@ -164,7 +166,8 @@ class RewardPool:
         Raises RolloutError when a process that is to replace an ended one does not start.
         """
         deadline = time.monotonic() + max_seconds
-        scores = self._collect(0.0)
+        scores = self._done + self._collect(0.0)
+        self._done = []
         while True:
             self._hand_out()
             seconds_left = deadline - time.monotonic()
@@ -178,6 +181,16 @@ class RewardPool:
             worker.close()
         self._workers.clear()
         self._queue.clear()
+        self._done.clear()
+
+    def _start(self) -> None:
+        self._workers = [_Worker(self.custom) for _ in range(self.reward.num_processes)]
+        try:
+            while not all(worker.is_ready for worker in self._workers):
+                self._collect(START_SECONDS)
+        except RolloutError:
+            self.close()
+            raise
 
     def _hand_out(self) -> None:
         """Give idle processes calls: many at once from a long queue, one by one at its end."""
@@ -195,7 +208,9 @@ class RewardPool:
         if max_seconds > 0:
             now = time.monotonic()
             limits = [worker.since + self._limit_seconds(worker) for worker in self._workers if worker.is_busy]
-            wait([worker.outcomes_fd for worker in self._workers], max(min([now + max_seconds, *limits]) - now, 0.0))
+            wait(
+                [worker.outcomes_fd for worker in self._workers], max(min([now + max_seconds, *limits]) - now, 0.0)
+            )
         scores: list[tuple[str, Score]] = []
         for position, worker in enumerate(self._workers):
             scores += self._read(worker)
@@ -219,7 +234,7 @@ class RewardPool:
             outcome = decode_outcome(line)
             if outcome.failure is not None:
                 self._log_failure(key, call, f"raised an exception\n{outcome.failure}")
-            is_late = outcome.ended - outcome.started > self.reward.timeout_seconds
+            is_late = outcome.seconds > self.reward.timeout_seconds
             scores.append((key, self._late(key, call) if is_late else outcome.score))
         return scores
 

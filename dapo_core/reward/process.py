@@ -38,11 +38,10 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a call. Times are of the machine's monotonic clock, which all its processes share."""
+    """What came of a call."""
 
     score: Score
-    started: float
-    ended: float
+    seconds: float
     failure: str | None  # traceback of a scorer that raised
 
 
@@ -50,14 +49,14 @@ def encode_outcome(outcome: Outcome) -> bytes:
     """The outcome as a line."""
     score = outcome.score
     answer = None if score.answer is None else score.answer[:MAX_ANSWER_CHARACTERS]
-    fields = (score.value, score.verdict, answer, score.acc, outcome.started, outcome.ended, outcome.failure)
+    fields = (score.value, score.verdict, answer, score.acc, outcome.seconds, outcome.failure)
     return json.dumps(fields).encode() + b"\n"
 
 
 def decode_outcome(line: bytes) -> Outcome:
     """The outcome of a line."""
-    value, verdict, answer, acc, started, ended, failure = json.loads(line)
-    return Outcome(Score(value, verdict, answer, acc), started, ended, failure)
+    value, verdict, answer, acc, seconds, failure = json.loads(line)
+    return Outcome(Score(value, verdict, answer, acc), seconds, failure)
 
 
 class ScoringProcess:
@@ -96,7 +95,7 @@ class ScoringProcess:
                 score = SCORERS[call.scorer](call.text, call.ground_truth)
         except Exception:  # noqa: BLE001 - and so may the scorer, which then is an error, not the pool's end
             score, failure = failed_score("error"), _traceback()
-        return Outcome(score, started, time.monotonic(), failure)
+        return Outcome(score, time.monotonic() - started, failure)
 
     def _write(self, line: bytes) -> None:
         while line:

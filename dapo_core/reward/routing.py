@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scorer:
-    """A rule, and how much of the response it reads: the last characters, or everything (None)."""
+    """A rule, and how much of the response it reads: the last characters, or everything (None).
+
+    A rule with a window is run without a time limit: it must not raise, and its time must be linear.
+    """
 
     rule: Callable[[str, str], Score]
     window_characters: int | None = None

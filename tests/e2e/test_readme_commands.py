@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from dapo_core.batch import Batch, split_batch
-from dapo_core.config import AlgorithmConfig, TrainConfig
 from dapo_core.policy import Policy
 from tests.batches import random_batch
+from tests.configs import make_config
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def trained_log_probs(
     rank: int, model_path: Path, checkpoint: str, batch: Batch
 ) -> tuple[list[int], torch.Tensor]:
     """Rows of the batch that fall to this rank, and their log-probs by the policy as training left it."""
-    policy = Policy(model_path, TrainConfig(), AlgorithmConfig(), temperature=1.0)
+    policy = Policy(model_path, make_config(model_path))
     policy.load(checkpoint)
     shares, rows = split_batch(batch, NUM_RANKS, max_tokens=4096)
     return rows[rank].tolist(), policy.log_probs(shares[rank])[0]

@@ -16,17 +16,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dapo_core.batch import split_batch
 from dapo_core.checkpoint import TrainerState, write_checkpoint
-from dapo_core.config import AlgorithmConfig, TrainConfig
-from dapo_core.engines import EngineSettings, build_engine
+from dapo_core.engines import build_engine
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
 from dapo_core.merge import INDEX_FILE, merge_checkpoint
+from dapo_core.model_folder import weight_names
+from dapo_core.parameter_names import file_views
 from dapo_core.policy import Policy
 from tests.batches import random_batch
+from tests.configs import make_config
 from tests.ranks import run_ranks
-from tests.tiny_models import build_tiny_qwen3
+from tests.tiny_models import ARCHITECTURES, build_tiny, tiny_engine_settings
 
-TRAIN = TrainConfig(train_prompts=4, mini_prompts=4, learning_rate=1e-2, warmup_steps=0)
+TRAIN = {"train_prompts": 4, "mini_prompts": 4, "learning_rate": 1e-2, "warmup_steps": 0}
 MANY_BYTES = 10**9
 PROMPT_IDS, RESPONSE_IDS = [5, 6, 7, 40, 90], [8, 9, 200, 31]
 
@@ -43,6 +45,10 @@ class Trained:
     is_tied: bool
 
 
+def _policy(model_path: Path) -> Policy:
+    return Policy(model_path, make_config(model_path, train=TRAIN))
+
+
 def _update(policy: Policy, rank: int, num_ranks: int) -> None:
     batch = random_batch(num_groups=4, group_size=2)
     batch = batch.with_old_log_probs(torch.full_like(batch.rollout_log_probs, -3.0))
@@ -52,7 +58,7 @@ def _update(policy: Policy, rank: int, num_ranks: int) -> None:
 
 def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -> dict[str, Any]:
     """One update, so that no weight is what the folder had; the shards of all ranks; one more update."""
-    policy = Policy(model_path, TRAIN, AlgorithmConfig(), temperature=1.0)
+    policy = _policy(model_path)
     names = list(policy.weight_sizes())
     _update(policy, rank, num_ranks)
     policy.save(str(folder))
@@ -69,7 +75,7 @@ def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -
 
 
 def _load_and_train(rank: int, model_path: Path, folder: Path, num_ranks: int) -> tuple[int, Any, Any]:
-    policy = Policy(model_path, TRAIN, AlgorithmConfig(), temperature=1.0)
+    policy = _policy(model_path)
     policy.load(str(folder))
     num_optimizer_steps, names = policy.num_optimizer_steps, list(policy.weight_sizes())
     weights = policy.gather_weights(names)
@@ -77,12 +83,7 @@ def _load_and_train(rank: int, model_path: Path, folder: Path, num_ranks: int) -
     return num_optimizer_steps, weights, policy.gather_weights(names)
 
 
-@pytest.fixture(scope="module", params=[(2, True), (3, False)], ids=["2-ranks-tied", "3-ranks-untied"])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    num_ranks, is_tied = request.param
-    folder = tmp_path_factory.mktemp("trained")
-    model_path = build_tiny_qwen3(folder / "model", seed=3, tie_word_embeddings=is_tied)
-    seen: list = []
+def _checkpoint(output: Path, model_path: Path, save: Callable[[str], None]) -> Path:
     state = TrainerState(
         step=7,
         policy_version=7,
@@ -92,18 +93,34 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         metrics={"training/global_step": 7.0},
         identity={},
     )
-    checkpoint = write_checkpoint(
-        folder / "output" / "checkpoints",
-        state,
+    return write_checkpoint(output / "checkpoints", state, model_path, save, keep_last=2)
+
+
+def _trained(checkpoint: Path, ranks: list[dict[str, Any]], is_tied: bool) -> Trained:
+    """What the ranks that wrote the checkpoint returned, put together."""
+    log_probs = torch.zeros(random_batch(num_groups=4, group_size=2).response_mask.shape)
+    for rank in ranks:
+        log_probs[rank["rows"], : rank["log_probs"].shape[1]] = rank["log_probs"]
+    weights, next_weights = ranks[0]["weights"], ranks[0]["next_weights"]
+    return Trained(checkpoint.parents[1], checkpoint, weights, next_weights, log_probs, is_tied)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(2, "qwen3", True), (3, "qwen3", False), (3, "qwen3_moe", False)],
+    ids=["2-ranks-tied", "3-ranks-untied", "3-ranks-experts"],
+)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    num_ranks, architecture, is_tied = request.param
+    folder = tmp_path_factory.mktemp("trained")
+    model_path = build_tiny(folder / "model", architecture, seed=3, tie_word_embeddings=is_tied)
+    seen: list = []
+    checkpoint = _checkpoint(
+        folder / "output",
         model_path,
         lambda shards: seen.extend(run_ranks(num_ranks, _train_and_save, model_path, Path(shards), num_ranks)),
-        keep_last=2,
     )
-    batch = random_batch(num_groups=4, group_size=2)
-    log_probs = torch.zeros(batch.response_mask.shape)
-    for rank in seen:
-        log_probs[rank["rows"], : rank["log_probs"].shape[1]] = rank["log_probs"]
-    return Trained(folder / "output", checkpoint, seen[0]["weights"], seen[0]["next_weights"], log_probs, is_tied)
+    return _trained(checkpoint, seen, is_tied)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -164,19 +181,7 @@ def test_transformers_gives_the_log_probs_of_the_sharded_policy(trained: Trained
 
 
 def test_vllm_gives_the_log_probs_of_transformers(merged: Path) -> None:
-    settings = EngineSettings(
-        dtype="float32",
-        max_model_tokens=64,
-        max_response_tokens=16,
-        max_num_seqs=4,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=-1,
-        memory_bytes=32 * 1024**2,
-        memory_utilization=0.5,
-        threads=1,
-    )
-    engine = build_engine("vllm", merged, settings, seed=0)
+    engine = build_engine("vllm", merged, tiny_engine_settings(), seed=0)
     given = engine.log_probs([(PROMPT_IDS, RESPONSE_IDS)])[0]
     engine.close()
     ids = torch.tensor([PROMPT_IDS + RESPONSE_IDS])
@@ -198,6 +203,14 @@ def test_the_folder_has_what_a_server_needs(trained: Trained, merged: Path) -> N
     assert GenerationConfig.from_pretrained(merged).eos_token_id == tokenizer.eos_token_id
 
 
+def _weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """What transformers loads from the folder, by the names in the folder's files."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    names = weight_names(folder)
+    views = (file_views(name, parameter.detach(), names) for name, parameter in model.named_parameters())
+    return {name: view for part in views for name, view in part.items()}
+
+
 def test_several_output_files_hold_the_same_under_an_index(trained: Trained, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     max_bytes = 60_000
@@ -213,11 +226,15 @@ def test_several_output_files_hold_the_same_under_an_index(trained: Trained, tmp
     for number in range(1, sizes["shards"] + 1):
         name = f"model-{number:05d}-of-{sizes['shards']:05d}.safetensors"
         tensors = load_file(tmp_path / name)
-        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= max_bytes
+        is_one_parameter = (
+            len({key.split(".experts.")[0] for key in tensors}) == 1
+        )  # experts of a layer stay whole
+        assert is_one_parameter or sum(tensor.nbytes for tensor in tensors.values()) <= max_bytes
         assert {key for key, place in index["weight_map"].items() if place == name} == set(tensors)
         for key, tensor in tensors.items():
             assert torch.equal(tensor, trained.weights[key]), key
-    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    loaded = _weights_of(tmp_path)
+    assert loaded.keys() == trained.weights.keys()
     assert all(torch.equal(loaded[key], weight) for key, weight in trained.weights.items())
 
 
@@ -238,6 +255,10 @@ def _truncate_shard(checkpoint: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:1000])
 
 
+def _remove_names(checkpoint: Path) -> None:
+    (checkpoint / "tensor_names.json").write_text('["model.norm.weight"]')
+
+
 def _remove_state(checkpoint: Path) -> None:
     (checkpoint / "trainer_state.json").unlink()
 
@@ -248,6 +269,10 @@ def _remove_state(checkpoint: Path) -> None:
         (_remove_shard, r"shard __1_0\.distcp of [23] in .*/step_000007 is missing; copy it from the node"),
         (_truncate_shard, r"shard __1_0\.distcp of [23] in .* is 1000 bytes long instead of \d{5,6}; copy it"),
         (_remove_state, r"step_000007 lacks trainer_state\.json; it is not a checkpoint of dapo train"),
+        (
+            _remove_names,
+            r"\d+ parameters of .*/step_000007, such as .* have no counterpart among the 1 names in ten",
+        ),
         (lambda checkpoint: (checkpoint / ".metadata").unlink(), r"step_000007 holds no complete checkpoint"),
         (lambda checkpoint: (checkpoint / ".metadata").write_bytes(b"\x80"), r"\.metadata .* cannot be read"),
     ],
@@ -280,3 +305,41 @@ def test_a_target_with_files_is_left_alone(trained: Trained, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="is not empty; merge into a new folder"):
         merge_checkpoint(trained.checkpoint, tmp_path, "keep", MANY_BYTES)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+CASES = [(architecture, is_tied) for architecture in ARCHITECTURES for is_tied in (True, False)]
+
+
+def _train_all(rank: int, folders: list[Path], num_ranks: int) -> list[dict[str, Any]]:
+    return [_train_and_save(rank, folder / "model", folder / "shards", num_ranks) for folder in folders]
+
+
+@pytest.fixture(scope="module")
+def all_trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Trained]:
+    """Every architecture, tied and untied, trained by the same two ranks."""
+    folders = {case: tmp_path_factory.mktemp("case") for case in CASES}
+    for (architecture, is_tied), folder in folders.items():
+        build_tiny(folder / "model", architecture, seed=3, tie_word_embeddings=is_tied)
+    first, second = run_ranks(2, _train_all, list(folders.values()), 2)
+    trained = {}
+    for case, folder, *ranks in zip(CASES, folders.values(), first, second, strict=True):
+        shards = folder / "shards"
+        checkpoint = _checkpoint(
+            folder / "output",
+            folder / "model",
+            lambda target, shards=shards: shutil.copytree(shards, target, dirs_exist_ok=True),
+        )
+        trained[case] = _trained(checkpoint, ranks, is_tied=case[1])
+    return trained
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{'tied' if case[1] else 'untied'}")
+def test_every_architecture_comes_back_under_the_names_of_its_files(
+    all_trained: dict[tuple[str, bool], Trained], case: tuple[str, bool], tmp_path: Path
+) -> None:
+    trained = all_trained[case]
+    merge_checkpoint(trained.output, tmp_path, "keep", MANY_BYTES)
+    assert weight_names(tmp_path) == weight_names(trained.output.parent / "model") == trained.weights.keys()
+    for name, weight in _weights_of(tmp_path).items():
+        assert torch.equal(weight, trained.weights[name]), name
+    test_transformers_gives_the_log_probs_of_the_sharded_policy(trained, tmp_path)

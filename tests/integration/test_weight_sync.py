@@ -1,4 +1,4 @@
-"""Weights from a real policy rank into a real vLLM engine, and the probe that tells when they did not arrive."""
+"""Weights from a real policy rank into real engines, and the probe that tells when they did not arrive."""
 
 from __future__ import annotations
 
@@ -12,29 +12,18 @@ import torch
 
 from dapo_core import weight_sync
 from dapo_core.batch import Batch, split_batch
-from dapo_core.config import AlgorithmConfig, TrainConfig
 from dapo_core.data import load_tokenizer
-from dapo_core.engines import EngineSettings, build_engine
+from dapo_core.engines import build_engine
 from dapo_core.errors import RolloutError
 from dapo_core.policy import Policy
+from dapo_core.policy.model import reshard
 from dapo_core.rollout import RolloutWorker
 from dapo_core.weight_sync import plan_buckets, probe_difference, publish_weights
 from tests.batches import random_batch
 from tests.configs import make_config
-from tests.tiny_models import build_tiny_qwen3
+from tests.ranks import run_ranks
+from tests.tiny_models import ARCHITECTURES, Architecture, build_tiny, tiny_engine_settings
 
-SETTINGS = EngineSettings(
-    dtype="float32",
-    max_model_tokens=96,
-    max_response_tokens=16,
-    max_num_seqs=8,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=-1,
-    memory_bytes=32 * 1024**2,
-    memory_utilization=0.5,
-    threads=1,
-)
 MANY_TOKENS = 4096
 
 
@@ -65,10 +54,11 @@ class InProcessRollouts:
     worker: RolloutWorker
     buckets: list[list[str]]
 
-    def load_weights(self, buckets: list[dict[str, torch.Tensor]], policy_version: int) -> None:
+    def load_weights(self, buckets: list[dict[str, torch.Tensor]], policy_version: int) -> list[int]:
         """All buckets into the engine."""
         self.buckets = [list(bucket) for bucket in buckets]
-        self.worker.load_weights((pair for bucket in buckets for pair in bucket.items()), policy_version)
+        pairs = (pair for bucket in buckets for pair in bucket.items())
+        return [self.worker.load_weights(pairs, policy_version)]
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         """The engine's log-probs, for one engine."""
@@ -83,22 +73,22 @@ class InProcessCluster:
     rollouts: InProcessRollouts
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[("qwen3", True), ("qwen3", False)], ids=["tied", "untied"])
 def shared_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("sync")
-    model_path = build_tiny_qwen3(folder / "model", seed=5, tie_word_embeddings=request.param)
-    cluster = _start(model_path, folder)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    cluster = _start(folder / "model", "vllm", *request.param)
     yield cluster
     cluster.rollouts.worker.close()
-    if torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():  # closing vLLM ends the group
         torch.distributed.destroy_process_group()
 
 
-def _start(model_path: Path, folder: Path) -> InProcessCluster:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    policy = Policy(model_path, TrainConfig(), AlgorithmConfig(), temperature=1.0)
-    engine = build_engine("vllm", model_path, SETTINGS, seed=0)
-    worker = RolloutWorker(engine, load_tokenizer(model_path), make_config())
+def _start(path: Path, engine_name: str, architecture: Architecture, is_tied: bool) -> InProcessCluster:
+    model_path = build_tiny(path, architecture, seed=5, tie_word_embeddings=is_tied)
+    policy = Policy(model_path, make_config(model_path))
+    engine = build_engine(engine_name, model_path, tiny_engine_settings(), seed=0)
+    worker = RolloutWorker(engine, load_tokenizer(model_path), make_config(model_path))
     return InProcessCluster(InProcessPolicy(policy), InProcessRollouts(worker, []))
 
 
@@ -119,8 +109,8 @@ PROBE = random_batch(num_groups=2, group_size=2)
 def _shards(cluster: InProcessCluster) -> dict[str, torch.nn.Parameter]:
     """What the optimizer changes; a forward pass without gradient leaves the root's parameters gathered."""
     model: Any = cluster.policy.rank.model
-    model.reshard()
-    return dict(model.named_parameters())
+    reshard(model)
+    return dict(model.causal_lm.named_parameters())
 
 
 def _multiply(cluster: InProcessCluster, name: str, factor: float) -> None:
@@ -149,6 +139,40 @@ def test_a_changed_weight_changes_the_engine_as_it_changes_the_policy(cluster: A
     assert (after - before).abs().max() > 1e-3
     assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
     assert cluster.rollouts.worker.engine.policy_version == 4
+
+
+def _require_every_weight_arrives(cluster: Any, is_tied: bool) -> None:
+    """Each weight changes by a factor of its own, so that no two could be taken for each other."""
+    for number, name in enumerate(_shards(cluster)):
+        _multiply(cluster, name, 1.02 + 0.01 * number)
+    before = _engine_log_probs(cluster)
+    publish_weights(cluster, 3)
+    after = _engine_log_probs(cluster)
+    expected = cluster.policy.log_probs(PROBE, 1.0)[0][0, : len(after)]
+    torch.testing.assert_close(after, expected, rtol=0, atol=1e-4)
+    assert (after - before).abs().max() > 1e-2
+    assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
+    names = [name for bucket in cluster.rollouts.buckets for name in bucket]
+    assert len(names) == len(set(names))
+    assert ("lm_head.weight" in names) == (not is_tied)
+
+
+@pytest.mark.parametrize("shared_cluster", [("qwen3_moe", True)], indirect=True, ids=["experts"])
+def test_experts_arrive_in_vllm(shared_cluster: Any) -> None:
+    _require_every_weight_arrives(shared_cluster, is_tied=True)
+    assert "model.layers.1.mlp.experts.4.up_proj.weight" in shared_cluster.rollouts.buckets[0]
+
+
+def _sync_into_transformers(rank: int, path: Path, architecture: Architecture, is_tied: bool) -> None:
+    _require_every_weight_arrives(_start(path, "hf", architecture, is_tied), is_tied)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_every_architecture_arrives_in_the_transformers_engine(
+    tmp_path: Path, architecture: Architecture, is_tied: bool
+) -> None:
+    run_ranks(1, _sync_into_transformers, tmp_path, architecture, is_tied)
 
 
 def test_an_engine_with_old_weights_is_noticed(cluster: Any) -> None:

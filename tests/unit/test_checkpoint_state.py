@@ -42,6 +42,7 @@ def _state(step: int) -> TrainerState:
         prompt_position=123,
         surplus=surplus,
         unfinished=unfinished,
+        kl_coefficient=0.001,
         metrics={"critic/score/mean": -1 / 3},
         identity={"run.seed": 3, "train.learning_rate": 1e-6},
     )
@@ -62,6 +63,8 @@ def model_path(tmp_path: Path) -> Path:
     weights = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tf_model.h5", "x.gguf")
     for name in (*kept, *weights, "manifest.json"):
         (folder / name).write_text(name, encoding="utf-8")
+    index = {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder
 
 
@@ -71,6 +74,7 @@ def test_the_state_comes_back_equal_to_the_bit(tmp_path: Path, model_path: Path)
     assert target.name == "step_000020"
     read = read_state(target)
     assert read == state
+    assert json.loads((target / "tensor_names.json").read_text()) == ["lm_head.weight", "model.norm.weight"]
     assert read.surplus[0][1].prompt.prompt_ids == state.surplus[0][1].prompt.prompt_ids
     assert read.unfinished[0][1].prompt == state.unfinished[0][1].prompt
     assert (target / "0_0.distcp").read_text(encoding="utf-8") == "shard"

@@ -20,7 +20,6 @@ from dapo_core.metrics import (
     batch_metrics,
     draw_metrics,
     response_metrics,
-    reward_kl_metrics,
     seqlen_metrics,
     timing_metrics,
     update_metrics,
@@ -106,9 +105,8 @@ def test_only_empty_responses_have_no_score() -> None:
 
 def _two_responses() -> Batch:
     """Of 2 and 1 tokens, with advantages 1 and -2; NaN beyond the second."""
-    return build_batch(
-        [make_group([1.0, 1.0], num_response_tokens=[2, 1])], np.array([1.0, -2.0]), mask_truncated=False
-    )
+    batch = build_batch([make_group([1.0, 1.0], num_response_tokens=[2, 1])], mask_truncated=False)
+    return replace(batch, advantages=torch.tensor([1.0, -2.0]))
 
 
 @pytest.mark.parametrize(
@@ -227,19 +225,6 @@ def test_updates_on_no_token_have_no_shares() -> None:
     }
 
 
-def test_kl_in_the_reward() -> None:
-    nan = float("nan")
-    kl = torch.tensor([[0.1, 0.3, nan], [0.5, nan, nan], [nan, nan, nan]])
-    mask = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
-    assert reward_kl_metrics(kl, mask, 0.02) == pytest.approx(
-        {
-            "actor/reward_kl_penalty": 0.35,  # ((0.1 + 0.3) / 2 + 0.5) / 2: the empty response has none
-            "actor/reward_kl_penalty_coeff": 0.02,
-        }
-    )
-    assert reward_kl_metrics(kl, torch.zeros_like(mask), 0.02) == {"actor/reward_kl_penalty_coeff": 0.02}
-
-
 def test_the_account_of_a_draw() -> None:
     account = TokenAccount(generated_tokens=70, num_right=3, num_finished=12)
     account.add("kept", 2, 30)
@@ -279,7 +264,7 @@ def test_the_published_batch() -> None:
 TABLE = """
 train/num_gen_batches critic/score/{mean,max,min} critic/rewards/{mean,max,min} critic/advantages/{mean,max,min}
 critic/returns/{mean,max,min} actor/{entropy,pg_loss,pg_clipfrac,pg_clipfrac_lower,ppo_kl,kl_loss,kl_coef}
-actor/{reward_kl_penalty,reward_kl_penalty_coeff,grad_norm,skipped_updates,lr} response_length/{mean,max,min}
+actor/{grad_norm,skipped_updates,lr} response_length/{mean,max,min}
 prompt_length/{mean,max,min} response/aborted_ratio response_length_non_aborted/{mean,max,min}
 response_length/clip_ratio prompt_length/clip_ratio global_seqlen/{min,max,minmax_diff}
 global_seqlen/{balanced_min,balanced_max,mean}
@@ -289,7 +274,8 @@ timing_s/{gen,reward,old_log_prob,ref,adv,update_actor,weight_sync,save_checkpoi
 timing_per_token_ms/{gen,old_log_prob,ref,adv,update_actor} perf/{total_num_tokens,generated_tokens,time_per_step}
 perf/throughput perf/mfu/actor perf/max_rss_gb perf/cpu_memory_used_gb
 """
-# Written elsewhere: training/* by the trainer, rollout/* by rollout_correction, device memory as test_flops shows.
+# Written elsewhere: training/* and actor/reward_kl_* by the trainer, rollout/* by rollout_correction, the
+# memory of accelerators by device.
 OURS_TOO = {
     "sampler/accuracy",
     "sampler/carried_out_groups",
@@ -322,7 +308,6 @@ def test_every_metric_of_the_table_is_written_as_a_plain_number() -> None:
         **batch_metrics(batch, torch.ones(2, 2), torch.ones(2, 2)),
         **seqlen_metrics(lengths, [np.array([0]), np.array([1])]),
         **update_metrics([_sums(0.2, 10, 1.0)], KL_IN_LOSS),
-        **reward_kl_metrics(torch.ones(2, 2), batch.response_mask, 0.5),
         **timing_metrics(dict.fromkeys(phases, 1.5), 3, 11, 1),
         **meter.metrics(lengths, 3, 1.5),
         **device_for("cpu").memory_metrics(),

@@ -108,6 +108,7 @@ def _through_a_checkpoint(sampler: Sampler, folder: Path) -> tuple[int, list, li
         prompt_position=sampler.stream.position,
         surplus=sampler.surplus,
         unfinished=sampler.unfinished,
+        kl_coefficient=0.001,
         metrics={},
         identity={},
     )

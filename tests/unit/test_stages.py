@@ -47,6 +47,7 @@ STAGES = (PREPARE_DATA, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, MERGE_CHECKPO
 # Who must be built again when a key of the section changes; sections without a reader are not listed.
 READERS: dict[str, set[str]] = {
     "run.seed": {"prepare_data", "fetch_model", "train_policy"},
+    "run.deterministic": {"train_policy"},
     "data.source": {"prepare_data"},
     "data.arithmetic.": {"prepare_data"},
     "data.max_prompt_tokens": {"train_policy"},
@@ -55,6 +56,7 @@ READERS: dict[str, set[str]] = {
     "model.recipe.": {"fetch_model"},
     "algorithm.": {"train_policy"},
     "reward.": {"train_policy"},
+    "custom_reward.": {"train_policy"},
     "sampler.": {"train_policy"},
     "rollout.": {"train_policy"},
     "train.": {"train_policy"},
@@ -62,7 +64,12 @@ READERS: dict[str, set[str]] = {
     "serve.": {"evaluate_model"},
     "evaluate.": {"evaluate_model"},
 }
-BY_CONTENT = {"data.train_path", "data.eval_path", "model.path"}  # the files count, not their place
+BY_CONTENT = {
+    "data.train_path",
+    "data.eval_path",
+    "model.path",
+    "custom_reward.path",
+}  # not the place
 
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, bool | None]]:
@@ -183,13 +190,13 @@ def test_a_changed_training_row_trains_again_but_is_not_evaluated_again(tmp_path
     second = prepared(config)
     assert first.key != second.key
     model = replace(first, digest="m")
-    assert train_policy_inputs(first, model) != train_policy_inputs(second, model)
+    assert train_policy_inputs(config, first, model) != train_policy_inputs(config, second, model)
     assert fetch_model_inputs(config, first) != fetch_model_inputs(config, second)
     assert evaluate_model_inputs(first, model) == evaluate_model_inputs(second, model)
     math500_file(held_out, (2, 4, 7))
     third = prepared(config)
     assert evaluate_model_inputs(second, model) != evaluate_model_inputs(third, model)
-    assert train_policy_inputs(second, model) == train_policy_inputs(third, model)
+    assert train_policy_inputs(config, second, model) == train_policy_inputs(config, third, model)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -215,6 +222,32 @@ def test_own_data_that_cannot_be_used_is_refused_and_named(tmp_path: Path) -> No
         prepared(files_config(tmp_path, math500_file(held_out)))
 
 
+def test_a_changed_scorer_of_the_user_trains_again(tmp_path: Path) -> None:
+    scorer = tmp_path / "mine.py"
+    scorer.write_text("def compute_score(**_):\n    return 1\n")
+    own = load_config(CONFIG, [*SMALL, f"store.path={tmp_path / 'store'}", f"custom_reward.path={scorer}"])
+    data = prepared(own)
+    model = replace(data, digest="m")
+    first = train_policy_inputs(own, data, model)
+    without = train_policy_inputs(load_config(CONFIG), data, model)
+    assert without.items() < first.items()
+    scorer.write_text("def compute_score(**_):\n    return 2\n")
+    assert train_policy_inputs(own, data, model) != first
+    scorer.write_text("def score(**_):\n    return 1\n")
+    with pytest.raises(ConfigError, match=r"custom_reward\.name=compute_score is not .* which has score"):
+        train_policy_inputs(own, data, model)
+
+
+def test_data_without_a_scorer_is_refused_unless_the_configuration_names_one(tmp_path: Path) -> None:
+    rows = [{**row, "data_source": "mine"} for row in generate_problems(16, 4, 2, 0)[0]]
+    write_parquet(rows, tmp_path / "train.parquet")
+    held_out = math500_file(tmp_path / "eval.jsonl")
+    with pytest.raises(DataError, match="data_source 'mine' has no scorer"):
+        prepared(files_config(tmp_path, held_out))
+    config = files_config(tmp_path, held_out, "reward.scorers=[mine=math_dapo]")
+    assert prepared(config).manifest()["metrics"]["train_rows"] == 16
+
+
 def test_before_and_after_share_the_evaluation_of_an_unchanged_model(config: Config) -> None:
     data = prepared(config)
     model = artifact(config, FETCH_MODEL, fetch_model_inputs(config, data), "weights")
@@ -229,7 +262,7 @@ def test_plan_knows_what_can_be_known(config: Config) -> None:
     assert not Path(config.store.path).exists()
     data = prepared(config)
     model = artifact(config, FETCH_MODEL, fetch_model_inputs(config, data), "weights")
-    train_key = TRAIN_POLICY.key(config, train_policy_inputs(data, model))
+    train_key = TRAIN_POLICY.key(config, train_policy_inputs(config, data, model))
     ArtifactStore(config.store.path).working_directory(train_key.stage, train_key.key).mkdir(parents=True)
     plan = plan_chain(config)
     assert [stage.state for stage in plan] == ["cached", "cached", "runs", "resumes", "runs", "runs"]

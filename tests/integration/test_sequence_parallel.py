@@ -1,0 +1,103 @@
+"""Ulysses over gloo: ranks with a slice of each row give the log-probs and gradients of one with the whole row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dapo_core.batch import Batch
+from dapo_core.policy.log_probs import TokenLogProbs
+from dapo_core.policy.packing import pack
+from dapo_core.policy.sequence_parallel import heads_to_tokens, sequence_group, tokens_to_heads
+from tests.batches import random_batch
+from tests.ranks import run_ranks
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+
+
+def _model(family: str, num_key_heads: int) -> TokenLogProbs:
+    torch.manual_seed(7)
+    window = {"sliding_window": 5} if family == "mistral" else {}
+    config = AutoConfig.for_model(family, **SIZES, **window, num_key_value_heads=num_key_heads)
+    return TokenLogProbs(AutoModelForCausalLM.from_config(config, dtype=torch.float32), chunk_tokens=8)
+
+
+def _slice(rank: int, family: str, num_key_heads: int, batch: Batch, sequence_parallel: int) -> dict[str, Any]:
+    """This rank's log-probs and their cells, and the gradients summed over ranks."""
+    model = _model(family, num_key_heads)
+    if sequence_parallel > 1:
+        model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    row = pack(batch, torch.device("cpu"), sequence_group(sequence_parallel))
+    log_probs, entropy = model.train()(row, 0.7, True)
+    weights = batch.old_log_probs.flatten()[row.cells]
+    (weights * log_probs + entropy).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.causal_lm.named_parameters()}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return {
+        "log_probs": log_probs.detach(),
+        "cells": row.cells,
+        "num_tokens": row.token_ids.numel(),
+        "gradients": gradients,
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "num_key_heads", "sequence_parallel"),
+    [
+        ("qwen2", 2, 2),  # a key head for each rank
+        ("qwen2", 1, 2),  # fewer key heads than ranks
+        ("llama", 2, 4),
+        ("mistral", 4, 4),  # with a window of 5 tokens
+    ],
+)
+def test_slices_give_the_log_probs_and_gradients_of_the_whole_row(
+    family: str, num_key_heads: int, sequence_parallel: int
+) -> None:
+    batch = random_batch(num_groups=3, group_size=3, seed=5)
+    weights = torch.linspace(-1, 2, batch.old_log_probs.numel()).view_as(batch.old_log_probs)
+    batch = batch.with_old_log_probs(weights)
+    assert batch.lengths.sum() % sequence_parallel  # so the row is padded
+    (whole,) = run_ranks(1, _slice, family, num_key_heads, batch, 1)
+    ranks = run_ranks(sequence_parallel, _slice, family, num_key_heads, batch, sequence_parallel)
+    assert {rank["num_tokens"] for rank in ranks} == {-(-whole["num_tokens"] // sequence_parallel)}
+    assert torch.equal(torch.cat([rank["cells"] for rank in ranks]), whole["cells"])
+    log_probs = torch.cat([rank["log_probs"] for rank in ranks])
+    torch.testing.assert_close(log_probs, whole["log_probs"], rtol=1e-5, atol=1e-5)
+    for name, gradient in whole["gradients"].items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(ranks[0]["gradients"][name], gradient, rtol=1e-4, atol=1e-5 * scale)
+
+
+def _exchange(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    group = sequence_group(2)
+    assert group is not None
+    # token t, head h of width 1 is 10 t + h; rank r holds tokens 2r and 2r + 1 with heads 0 to 3
+    tokens = torch.tensor([2 * rank, 2 * rank + 1])
+    states = (10.0 * tokens.unsqueeze(1) + torch.arange(4)).unsqueeze(-1).requires_grad_()
+    heads = tokens_to_heads(states, group)
+    back = heads_to_tokens(heads, group)
+    (heads * (rank + 1)).sum().backward()
+    return heads.detach()[..., 0], back.detach() - states.detach(), states.grad[..., 0]  # type: ignore[index]
+
+
+def test_exchange_by_hand() -> None:
+    first, second = run_ranks(2, _exchange)
+    assert first[0].tolist() == [[0, 1], [10, 11], [20, 21], [30, 31]]
+    assert second[0].tolist() == [[2, 3], [12, 13], [22, 23], [32, 33]]
+    for _, difference, gradient in (first, second):
+        assert not difference.any()
+        # heads 0 and 1 were weighed by rank 0 with 1, heads 2 and 3 by rank 1 with 2
+        assert gradient.tolist() == [[1, 1, 2, 2], [1, 1, 2, 2]]

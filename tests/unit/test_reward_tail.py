@@ -1,0 +1,103 @@
+"""Decoding only the end of a response gives exactly the end of the decoded response."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from dapo_core.reward.tail import TailDecoder
+from tests.tiny_models import MAX_VOCABULARY, tiny_tokenizer
+
+
+@cache
+def byte_level() -> Any:
+    return tiny_tokenizer()
+
+
+@cache
+def byte_fallback() -> Any:
+    """As Llama 2 has it: words with a mark for the space before them, and a token for each byte beside."""
+    words = ["<s>", "</s>", "▁the", "▁", "a", "b", "▁sum", "19", ":", "é", "和", "."]
+    vocabulary = {token: i for i, token in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def whole(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, MAX_VOCABULARY - 1), max_size=120), num_characters=st.integers(1, 40))
+def test_byte_level_tokens_at_random(ids: list[int], num_characters: int) -> None:
+    ids = [token_id for token_id in ids if token_id < len(byte_level())]
+    assert TailDecoder(byte_level()).decode(ids, num_characters) == whole(byte_level(), ids)[-num_characters:]
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 267), max_size=120), num_characters=st.integers(1, 40))
+@example(ids=[2] * 40 + [12 + byte for byte in "和".encode() * 40], num_characters=20)  # one valid run of bytes
+@example(ids=[12 + 0xE5, *[12 + byte for byte in "和".encode() * 20], 1, *[4] * 30], num_characters=30)
+def test_byte_fallback_tokens_at_random(ids: list[int], num_characters: int) -> None:
+    tail = TailDecoder(byte_fallback()).decode(ids, num_characters)
+    assert tail == whole(byte_fallback(), ids)[-num_characters:]
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=200), end=st.text(max_size=20), repeats=st.integers(1, 20))
+def test_any_text(text: str, end: str, repeats: int) -> None:
+    ids = byte_level()(text * repeats + end, add_special_tokens=False).input_ids
+    assert TailDecoder(byte_level()).decode(ids, 30) == whole(byte_level(), ids)[-30:]
+
+
+@pytest.mark.parametrize("character", ["a", "é", "和", "😀"])
+def test_every_cut_through_a_character(character: str) -> None:
+    decoder = TailDecoder(byte_level())
+    for num_leading in range(8):
+        ids = byte_level()("x" * num_leading + character * 400, add_special_tokens=False).input_ids
+        for num_characters in (1, 50, 51, 52, 53, 300):
+            assert decoder.decode(ids, num_characters) == character * num_characters
+
+
+def test_a_tail_of_special_tokens_grows_until_there_is_text() -> None:
+    tokenizer = byte_level()
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    ids = [*tokenizer("x" * 500 + "Answer: 19").input_ids, *[end] * 2000]
+    assert TailDecoder(tokenizer).decode(ids, 300) == "x" * 290 + "Answer: 19"
+    assert TailDecoder(tokenizer).decode([end] * 700, 300) == ""
+
+
+class CountingTokenizer:
+    """The tiny tokenizer, with the number of tokens it was asked to decode."""
+
+    def __init__(self) -> None:
+        self.num_decoded = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(byte_level(), name)
+
+    def decode(self, ids: list[int], **options: Any) -> Any:
+        self.num_decoded += len(ids)
+        return byte_level().decode(ids, **options)
+
+
+def test_a_long_response_is_hardly_decoded() -> None:
+    tokenizer = CountingTokenizer()
+    decoder = TailDecoder(tokenizer)  # type: ignore[arg-type]
+    ids = byte_level()("What is 12 + 7? " * 2000, add_special_tokens=False).input_ids
+    assert len(ids) > 10_000
+    for _ in range(10):
+        decoder.decode(ids, 300)
+    # 316 characters at one per token, the worst here, and 15% to spare are 364 tokens; the first response more.
+    assert tokenizer.num_decoded < 10 * 364 + 1000
+    decoder.decode(ids, None)
+    assert tokenizer.num_decoded > len(ids)
