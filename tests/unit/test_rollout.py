@@ -98,7 +98,7 @@ def _tokens(groups: Sequence[Group]) -> list[list[list[int]]]:
 
 
 def test_groups_hold_what_the_engine_sampled_and_what_the_scorer_said(
-    whole: dict[int, Group], model_path: Path
+    whole: dict[int, Group], worker: RolloutWorker, model_path: Path
 ) -> None:
     assert sorted(whole) == [request.group_id for request in REQUESTS]
     tokenizer = load_tokenizer(model_path)
