@@ -2,31 +2,67 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from dapo_core.config import AlgorithmConfig
 
 STD_FLOOR = 1e-6
 
 
-def group_advantages(rewards: np.ndarray, group_ids: np.ndarray, normalize_by_std: bool = True) -> np.ndarray:
+def group_advantages(rewards: np.ndarray, group_ids: np.ndarray, algorithm: AlgorithmConfig) -> np.ndarray:
     """Advantage of each response against the siblings of its prompt: float32 [B].
 
-    A_i = (R_i - mean) / (std + 1e-6) with the unbiased std (N - 1), or R_i - mean without the division
-    (DAPO, arXiv:2503.14476, eq. 9). A group whose rewards are all equal, also a group of one, gets exactly 0:
-    equality is tested as min == max, because the std of equal rewards is not exactly 0 in floating point.
-    Mean and std are taken in float64, the division in float32, as the loss uses it.
+    Baseline group-mean: A_i = R_i - mean. Leave-one-out: A_i = R_i - mean of the others = N / (N - 1) * (R_i -
+    mean) (RLOO, arXiv:2402.14740). With `normalize_by_std` either is divided by std + 1e-6, std unbiased (N - 1);
+    with group-mean that is DAPO, arXiv:2503.14476, eq. 9.
 
-    rewards: [B]; group_ids: [B], any hashable integers. Raises ValueError for a reward that is not finite.
+    A group whose rewards are all equal, also a group of one, gets exactly 0: equality is tested as min == max,
+    because the std of equal rewards is not exactly 0 in floating point. Mean and std are taken in float64, the
+    division in float32, as the loss uses it. compat=verl computes as verl does, in float32 and without that test.
+
+    rewards: [B]; group_ids: [B] integers. Raises ValueError for a reward that is not finite.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
     if not np.isfinite(rewards).all():
         raise ValueError(f"{int((~np.isfinite(rewards)).sum())} of {rewards.size} rewards are not finite")
-    advantages = np.zeros(rewards.shape, dtype=np.float32)
-    for group in np.unique(group_ids):
-        members = group_ids == group
-        group_rewards = rewards[members]
-        if group_rewards.min() == group_rewards.max():
-            continue
-        centred = (group_rewards - group_rewards.mean()).astype(np.float32)
-        scale = np.float32(group_rewards.std(ddof=1)) + np.float32(STD_FLOOR)
-        advantages[members] = centred / scale if normalize_by_std else centred
+    if algorithm.compat == "verl":
+        return _verl_advantages(rewards, group_ids, algorithm)
+    _, group, sizes = np.unique(group_ids, return_inverse=True, return_counts=True)
+    centred = rewards - (np.bincount(group, rewards) / sizes)[group]
+    num_others = np.maximum(sizes - 1, 1)
+    advantages = centred if algorithm.baseline == "group-mean" else centred * (sizes / num_others)[group]
+    advantages = advantages.astype(np.float32)
+    if algorithm.normalize_by_std:
+        std = np.sqrt(np.bincount(group, centred**2) / num_others)
+        advantages /= (std.astype(np.float32) + np.float32(STD_FLOOR))[group]
+    lowest, highest = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
+    np.minimum.at(lowest, group, rewards)
+    np.maximum.at(highest, group, rewards)
+    return np.where((lowest < highest)[group], advantages, np.float32(0))
+
+
+def _verl_advantages(rewards: np.ndarray, group_ids: np.ndarray, algorithm: AlgorithmConfig) -> np.ndarray:
+    """Float32 advantages as compute_grpo_outcome_advantage and compute_rloo_outcome_advantage of verl give them.
+
+    Equal rewards keep float noise: eight of -1.3 have std 1.3e-7 and get 0.1057. A group of one has mean 0 and
+    std 1, so its advantage is the reward itself.
+    """
+    order = np.argsort(group_ids, kind="stable")
+    sizes = np.unique(group_ids, return_counts=True)[1]
+    scores = torch.from_numpy(rewards[order].astype(np.float32))
+    parts = []
+    for group in scores.split(sizes.tolist()):
+        num = len(group)
+        mean, std = (group.mean(), group.std()) if num > 1 else (torch.tensor(0.0), torch.tensor(1.0))
+        if algorithm.baseline == "leave-one-out" and num > 1:
+            part = group * num / (num - 1) - mean * num / (num - 1)
+        else:
+            part = group - mean
+        parts.append(part / (std + STD_FLOOR) if algorithm.normalize_by_std else part)
+    advantages = np.empty(len(rewards), dtype=np.float32)
+    advantages[order] = torch.cat(parts).numpy()
     return advantages

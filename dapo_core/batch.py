@@ -5,12 +5,15 @@ P prompts, G responses per prompt, B = P*G responses, R response tokens, T promp
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from dapo_core.errors import DataError
 from dapo_core.rollout import Group
 
 
@@ -28,13 +31,18 @@ class Batch:
     response_mask: torch.Tensor  # [B, R] bool: tokens we train
     rollout_log_probs: torch.Tensor  # [B, R] float32, 0 beyond the response
     old_log_probs: torch.Tensor  # [B, R] float32; NaN until the policy computed them
-    advantages: torch.Tensor  # [B] float32
+    advantages: torch.Tensor  # [B] float32; NaN until the rewards were weighed
     ref_log_probs: torch.Tensor | None = None  # [B, R] float32, of the reference model; None without KL
     importance_weights: torch.Tensor | None = None  # [B, R] float32, truncated policy/engine ratios; None when off
 
     @property
     def num_responses(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts and responses."""
+        return int(self.prompt_lengths.sum() + self.response_lengths.sum())
 
     @property
     def num_loss_tokens(self) -> int:
@@ -48,42 +56,45 @@ class Batch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row, at least one for the response: [B] int64."""
-        return (self.prompt_lengths + self.response_lengths.clamp(min=1)).numpy()
+        """Tokens of each row, prompt and response: [B] int64."""
+        return (self.prompt_lengths + self.response_lengths).numpy()
 
     def select(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """The given responses in the given order, padded no wider than they need."""
         rows = torch.from_numpy(np.array(indices, dtype=np.int64))
         width = int(self.lengths[rows].max())
         num_response_tokens = max(int(self.response_lengths[rows].max()), 1)
-        return Batch(
-            token_ids=self.token_ids[rows, :width],
-            prompt_lengths=self.prompt_lengths[rows],
-            response_lengths=self.response_lengths[rows],
-            response_mask=self.response_mask[rows, :num_response_tokens],
-            rollout_log_probs=self.rollout_log_probs[rows, :num_response_tokens],
-            old_log_probs=self.old_log_probs[rows, :num_response_tokens],
-            advantages=self.advantages[rows],
-            ref_log_probs=None if self.ref_log_probs is None else self.ref_log_probs[rows, :num_response_tokens],
-            importance_weights=(
-                None if self.importance_weights is None else self.importance_weights[rows, :num_response_tokens]
-            ),
-        )
+        columns = {"token_ids": width, **dict.fromkeys(_PER_RESPONSE_TOKEN, num_response_tokens)}
+        chosen: dict[str, Any] = {}
+        for name in (field.name for field in fields(self)):
+            values = getattr(self, name)
+            whole = None if values is None else values[rows]
+            chosen[name] = whole if whole is None or name not in columns else whole[:, : columns[name]]
+        return Batch(**chosen)
 
     def with_old_log_probs(self, old_log_probs: torch.Tensor) -> Batch:
         """The batch anchored to a policy: old_log_probs [B, R]."""
         return replace(self, old_log_probs=old_log_probs)
 
 
-def build_batch(groups: Sequence[Group], advantages: np.ndarray, mask_truncated: bool) -> Batch:
+_PER_RESPONSE_TOKEN = (
+    "response_mask",
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "importance_weights",
+)
+
+
+def build_batch(groups: Sequence[Group], mask_truncated: bool) -> Batch:
     """The groups' responses as one batch, in the order of groups and of siblings.
 
-    advantages: [B] in that order. With `mask_truncated`, responses cut by the length limit train no token.
+    With `mask_truncated`, responses cut by the length limit train no token. Old log-probs and advantages are NaN.
     """
     pairs = [(group.prompt.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
     prompt_lengths = [len(prompt_ids) for prompt_ids, _ in pairs]
     response_lengths = [len(rollout.response_ids) for _, rollout in pairs]
-    width = max(p + max(r, 1) for p, r in zip(prompt_lengths, response_lengths, strict=True))
+    width = max(p + r for p, r in zip(prompt_lengths, response_lengths, strict=True))
     num_response_tokens = max(*response_lengths, 1)
     token_ids = torch.zeros(len(pairs), width, dtype=torch.int64)
     mask = torch.zeros(len(pairs), num_response_tokens, dtype=torch.bool)
@@ -100,44 +111,68 @@ def build_batch(groups: Sequence[Group], advantages: np.ndarray, mask_truncated:
         response_mask=mask,
         rollout_log_probs=rollout_log_probs,
         old_log_probs=torch.full((len(pairs), num_response_tokens), float("nan")),
-        advantages=torch.as_tensor(advantages, dtype=torch.float32),
+        advantages=torch.full((len(pairs),), float("nan")),
     )
 
 
-def balance_over_ranks(lengths: np.ndarray, num_ranks: int) -> list[np.ndarray]:
-    """Indices for each rank with nearly equal token sums: longest first, each to the lightest rank."""
-    loads = np.zeros(num_ranks, dtype=np.int64)
-    members: list[list[int]] = [[] for _ in range(num_ranks)]
-    for index in np.argsort(-lengths, kind="stable"):
-        rank = int(np.argmin(loads))
-        members[rank].append(int(index))
-        loads[rank] += lengths[index]
-    return [np.array(sorted(rank_members), dtype=np.int64) for rank_members in members]
+def workload(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
+    """What training on a sequence of T tokens costs, in units of one pair of tokens that attend: float64 as given.
 
-
-def micro_batches(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
-    """Index sets whose padded size, rows times longest, is at most `max_tokens`; similar lengths together.
-
-    Raises ValueError naming a sequence that alone is longer than `max_tokens`.
+    A decoder layer of width H does about 24 H^2 T operations in its matrices (12 H^2 weights) and 2 H T^2 in
+    causal attention, so 12 H T + T^2 up to a factor. verl counts the upper half of attention too and takes 7B's
+    H = 4096 for every model: 6 * 4096 T + T^2.
     """
-    sets: list[list[int]] = []
-    longest = 0
-    for index in np.argsort(-lengths, kind="stable"):
-        if lengths[index] > max_tokens:
-            raise ValueError(
-                f"response {index} has {lengths[index]} tokens with its prompt, above "
-                f"train.micro_batch_tokens={max_tokens}; raise train.micro_batch_tokens"
-            )
-        if not sets or (len(sets[-1]) + 1) * longest > max_tokens:
-            sets.append([])
-            longest = int(lengths[index])
-        sets[-1].append(int(index))
-    return [np.array(indices, dtype=np.int64) for indices in sets]
+    tokens = lengths.astype(np.float64)
+    return 12 * hidden_size * tokens + tokens**2
+
+
+def balance_over_ranks(costs: np.ndarray, num_ranks: int) -> list[np.ndarray]:
+    """Indices for each rank with nearly equal sums of costs: longest first, each to the lightest rank."""
+    loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap
+    rank_of = np.empty(len(costs), dtype=np.int64)
+    order = np.argsort(-costs, kind="stable")
+    for index, cost in zip(order.tolist(), costs[order].tolist(), strict=True):
+        load, rank = loads[0]
+        rank_of[index] = rank
+        heapq.heapreplace(loads, (load + cost, rank))
+    return [np.flatnonzero(rank_of == rank) for rank in range(num_ranks)]
+
+
+def micro_batches(lengths: np.ndarray, costs: np.ndarray, max_tokens: int, at_least: int = 1) -> list[np.ndarray]:
+    """Index sets of at most `max_tokens` tokens, the costliest first; sequences must fit one by one.
+
+    As few sets as best fit finds, with equal costs where so few leave room for that; then empty ones, up to
+    `at_least`.
+    """
+    longest_first = np.argsort(-lengths, kind="stable")
+    fullest = _fill(longest_first, lengths, -lengths, max_tokens, len(lengths))
+    assert fullest is not None
+    count = max(int(fullest.max(initial=-1)) + 1, at_least)
+    set_of = _fill(longest_first, lengths, costs, max_tokens, count)
+    numbers = fullest if set_of is None else set_of
+    sums = np.bincount(numbers, weights=costs, minlength=count)
+    return [np.flatnonzero(numbers == number) for number in np.argsort(-sums, kind="stable")]
+
+
+def _fill(
+    order: np.ndarray, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, count: int
+) -> np.ndarray | None:
+    """Each sequence's set: the one of least cost that has room; None when there comes to be no room."""
+    numbers = np.zeros(len(lengths), dtype=np.int64)
+    tokens, loads = np.zeros(count, dtype=np.int64), np.zeros(count)
+    for index in order:
+        room = tokens + lengths[index] <= max_tokens
+        if not room.any():
+            return None
+        number = numbers[index] = int(np.where(room, loads, np.inf).argmin())
+        tokens[number] += lengths[index]
+        loads[number] += costs[index]
+    return numbers
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's part of a batch, already cut into micro-batches.
+    """One data-parallel rank's part of a batch, already cut into micro-batches.
 
     `micro_batches` has the same length on every rank, because each is a collective forward pass under FSDP; a
     rank with less work, or none, repeats a response with an empty mask.
@@ -147,15 +182,27 @@ class RankShare:
     micro_batches: list[np.ndarray]  # indices into `batch`; the last ones may be empty
 
 
-def split_batch(batch: Batch, num_ranks: int, max_tokens: int) -> tuple[list[RankShare], list[np.ndarray]]:
-    """Balanced shares for each rank, and for each rank the indices into `batch` that its rows came from."""
-    indices = balance_over_ranks(batch.lengths, num_ranks)
-    parts = [batch.select(rank_indices if len(rank_indices) else [0]) for rank_indices in indices]
-    cuts = [
-        micro_batches(part.lengths, max_tokens) if len(rank_indices) else []
-        for part, rank_indices in zip(parts, indices, strict=True)
-    ]
-    most = max(len(cut) for cut in cuts)
-    empty = np.empty(0, dtype=np.int64)
-    shares = [RankShare(part, cut + [empty] * (most - len(cut))) for part, cut in zip(parts, cuts, strict=True)]
+def split_batch(
+    batch: Batch, num_data_ranks: int, max_tokens: int, hidden_size: int = 4096
+) -> tuple[list[RankShare], list[np.ndarray]]:
+    """Balanced shares for each data-parallel rank, and for each the indices into `batch` that its rows came from.
+
+    max_tokens: of one micro-batch, train.micro_batch_tokens times the ranks that share it. Raises DataError
+    naming a sequence that alone is longer.
+    """
+    lengths = batch.lengths
+    longest = int(lengths.argmax())
+    if lengths[longest] > max_tokens:
+        raise DataError(
+            f"response {longest} of the batch has {lengths[longest]} tokens with its prompt, more than the "
+            f"{max_tokens} of a micro-batch (train.micro_batch_tokens x train.sequence_parallel); raise "
+            "train.micro_batch_tokens"
+        )
+    costs = workload(lengths, hidden_size)
+    indices = balance_over_ranks(costs, num_data_ranks)
+    most = max(len(micro_batches(lengths[rows], costs[rows], max_tokens)) for rows in indices)
+    shares = []
+    for rows in indices:
+        part = batch.select(rows if len(rows) else [0])
+        shares.append(RankShare(part, micro_batches(lengths[rows], costs[rows], max_tokens, most)))
     return shares, indices

@@ -2,8 +2,9 @@
 
 A checkpoint is a folder `step_000020` with
     .metadata, *.distcp     parameters and optimizer (torch.distributed.checkpoint)
-    trainer_state.json      step, position in the data, surplus groups
+    trainer_state.json      step, position in the data, groups carried to the next step
     huggingface/            config, tokenizer, generation config of the model
+    tensor_names.json       what the tensors in the model's files are called
 It is written as `step_000020.partial` and renamed when all of it is on disk, so a folder without that suffix is
 complete.
 """
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.data import Prompt
+from dapo_core.engines import Response
 from dapo_core.errors import CheckpointError
-from dapo_core.rollout import Group, Rollout
+from dapo_core.model_folder import weight_names
+from dapo_core.rollout import Group, GroupRequest, Rollout
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 PARTIAL = ".partial"
 STATE_FILE = "trainer_state.json"
 HUGGINGFACE_FOLDER = "huggingface"
+NAMES_FILE = "tensor_names.json"
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
 _COMPLETE = re.compile(r"step_(\d+)")
 
@@ -42,7 +46,9 @@ class TrainerState:
     step: int  # training steps done
     policy_version: int
     prompt_position: int  # prompts taken from the stream
-    surplus: list[tuple[int, Group]]  # (step that generated it, group)
+    surplus: list[tuple[int, Group]]  # (step that sampled its oldest token, group)
+    unfinished: list[tuple[int, GroupRequest]]  # likewise, of groups to be continued
+    kl_coefficient: float  # of KL in the reward
     metrics: dict[str, float]  # of the step, in case the process ends before metrics.jsonl has them
     identity: dict[str, Any]  # settings and data that every attempt at the training must share
 
@@ -75,6 +81,7 @@ def write_checkpoint(
     partial.mkdir(parents=True)
     save(str(partial))
     copy_model_files(model_path, partial / HUGGINGFACE_FOLDER)
+    (partial / NAMES_FILE).write_text(json.dumps(sorted(weight_names(model_path))), encoding="utf-8")
     (partial / STATE_FILE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
     _fsync_tree(partial)
     shutil.rmtree(target, ignore_errors=True)
@@ -90,7 +97,8 @@ def read_state(checkpoint: Path) -> TrainerState:
     try:
         values = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         surplus = [(born, _group(group)) for born, group in values.pop("surplus")]
-        return TrainerState(surplus=surplus, **values)
+        unfinished = [(born, _group_request(request)) for born, request in values.pop("unfinished")]
+        return TrainerState(surplus=surplus, unfinished=unfinished, **values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{checkpoint / STATE_FILE} cannot be read ({error!r}); remove the folder {checkpoint.name} "
@@ -113,11 +121,17 @@ def refuse_other_training(checkpoint: Path, before: Mapping[str, Any], now: Mapp
 
 
 def _group(values: dict[str, Any]) -> Group:
-    prompt = dict(values["prompt"])
-    prompt["prompt_ids"] = tuple(prompt["prompt_ids"])
-    return Group(
-        Prompt(**prompt), [Rollout(**rollout) for rollout in values["rollouts"]], values["policy_version"]
-    )
+    rollouts = [Rollout(**rollout) for rollout in values["rollouts"]]
+    return Group(**{**values, "prompt": _prompt(values["prompt"]), "rollouts": rollouts})
+
+
+def _group_request(values: dict[str, Any]) -> GroupRequest:
+    responses = [Response(**response) for response in values["responses"]]
+    return GroupRequest(**{**values, "prompt": _prompt(values["prompt"]), "responses": responses})
+
+
+def _prompt(values: dict[str, Any]) -> Prompt:
+    return Prompt(**{**values, "prompt_ids": tuple(values["prompt_ids"])})
 
 
 def copy_model_files(source: Path, target: Path) -> None:

@@ -18,22 +18,26 @@ from ray.exceptions import RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dapo_core.batch import Batch, split_batch
-from dapo_core.data import Prompt, load_tokenizer
+from dapo_core.batch import Batch, RankShare, split_batch
+from dapo_core.data import load_tokenizer
 from dapo_core.device import Device, device_for
 from dapo_core.engines import EngineSettings, build_engine
 from dapo_core.errors import ConfigError, DapoError
 from dapo_core.loss import LossTotals
 from dapo_core.policy import Policy, UpdateSums
-from dapo_core.rollout import Group, RolloutWorker
+from dapo_core.rollout import Group, GroupRequest, Progress, RolloutWorker
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    import numpy as np
+
+    from dapo_core.config import Config, TrainConfig
 
 logger = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 300.0
-POLL_SECONDS = 0.25
+POLL_SECONDS = 0.25  # after which a worker says how far it is
+SILENCE_SECONDS = 1.0  # after which the trainer looks at the clock though no worker has answered
+CLOSE_SECONDS = 10.0
 # Of the whole job, so that the workers which Ray starts in advance have it and are used.
 WORKER_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns; spinning threads would starve each other
@@ -61,6 +65,7 @@ def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
     logger.info("Ray is up after %.0f s", time.monotonic() - started)
     groups: list[PlacementGroup] = []
     actors: list[Any] = []
+    workers: list[Any] = []
     try:
         device = device_for(config.train.device)
         ranks = _place(_PolicyRank, config.train.num_ranks, config.train.threads_per_rank, device, groups)
@@ -80,8 +85,11 @@ def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
         logger.info(
             "%d policy ranks and %d rollout workers are ready after %.0f s", len(ranks), len(workers), seconds
         )
-        yield Cluster(PolicyGroup(ranks, config.train.micro_batch_tokens), RolloutGroup(workers))
+        yield Cluster(PolicyGroup(ranks, config.train), RolloutGroup(workers))
     finally:
+        if workers:  # one that hangs is killed, and its scoring processes end with it
+            closing = [worker.close.remote() for worker in workers]
+            ray.wait(closing, num_returns=len(workers), timeout=CLOSE_SECONDS)
         for actor in actors:
             ray.kill(actor)
         for group in groups:
@@ -152,7 +160,7 @@ class _PolicyRank:
         torch.set_num_threads(config.train.threads_per_rank)
         torch.manual_seed(config.run.seed)
         torch.distributed.init_process_group(device.backend, init_method=address, rank=rank, world_size=num_ranks)
-        self.policy = Policy(model_path, config.train, config.algorithm, config.rollout.temperature)
+        self.policy = Policy(model_path, config)
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.policy, method)(*arguments)
@@ -172,22 +180,19 @@ class _RolloutRank:
             seed=config.run.seed,
             device=str(device.torch_device()),
         )
-        self.worker = RolloutWorker(
-            engine,
-            load_tokenizer(model_path),
-            config.reward,
-            config.rollout.group_size,
-            config.rollout.max_response_tokens,
-            config.run.seed,
-        )
+        self.worker = RolloutWorker(engine, load_tokenizer(model_path), config)
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.worker, method)(*arguments)
 
-    def load_weights(self, buckets: list[Any], policy_version: int) -> None:
+    def close(self) -> None:
+        """End what the worker started."""
+        self.worker.close()
+
+    def load_weights(self, buckets: list[Any], policy_version: int) -> int:
         """Buckets are object references, fetched one after the other, so that one is held at a time."""
         weights = (pair for bucket in buckets for pair in ray.get(bucket).items())
-        self.worker.load_weights(weights, policy_version)
+        return self.worker.load_weights(weights, policy_version)
 
 
 def engine_settings(config: Config, device: Device) -> EngineSettings:
@@ -217,27 +222,40 @@ def _get(references: Any) -> Any:
 
 
 class PolicyGroup:
-    """All policy ranks, called as one."""
+    """All policy ranks, called as one; train.sequence_parallel consecutive ranks are given the same share."""
 
-    def __init__(self, ranks: Sequence[Any], max_tokens: int) -> None:
+    def __init__(self, ranks: Sequence[Any], train: TrainConfig) -> None:
         self.ranks = ranks
-        self.max_tokens = max_tokens  # per micro-batch, padding included
+        self.num_data_ranks = train.num_data_ranks
+        self.sequence_parallel = train.sequence_parallel
+        self.max_tokens = train.micro_batch_tokens * train.sequence_parallel  # of a micro-batch
+        self.hidden_size: int = _get(ranks[0].call.remote("hidden_size"))
 
     def log_probs(self, batch: Batch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropy at the response tokens: two [B, R] float32, in the batch's order."""
-        shares, indices = split_batch(batch, len(self.ranks), self.max_tokens)
-        log_probs, entropy = torch.zeros(batch.response_mask.shape), torch.zeros(batch.response_mask.shape)
-        parts = self._call_each("log_probs", [(share, temperature) for share in shares])
-        for rows, (part_log_probs, part_entropy) in zip(indices, parts, strict=True):
-            log_probs[rows, : part_log_probs.shape[1]] = part_log_probs[: len(rows)]
-            entropy[rows, : part_entropy.shape[1]] = part_entropy[: len(rows)]
-        return log_probs, entropy
+        shares, indices = self._split(batch)
+        parts = self._call_shares("log_probs", shares, temperature)
+        log_probs, entropy = zip(*parts[:: self.sequence_parallel], strict=True)
+        return _rows(batch, indices, log_probs), _rows(batch, indices, entropy)
 
-    def update(self, mini_batch: Batch) -> UpdateSums:
-        """One optimizer step on the mini-batch; the sums are over all ranks."""
-        totals = LossTotals(mini_batch.num_loss_tokens, mini_batch.num_loss_responses)
-        shares, _ = split_batch(mini_batch, len(self.ranks), self.max_tokens)
-        return UpdateSums.over_ranks(self._call_each("update", [(share, totals) for share in shares]))
+    def ref_log_probs(self, batch: Batch) -> torch.Tensor:
+        """Log-probs of the response tokens under the reference model: [B, R] float32, in the batch's order."""
+        shares, indices = self._split(batch)
+        return _rows(batch, indices, self._call_shares("ref_log_probs", shares)[:: self.sequence_parallel])
+
+    def update(self, mini_batch: Batch) -> tuple[UpdateSums, list[np.ndarray]]:
+        """One optimizer step on the mini-batch: sums over all ranks, and the rows of each data-parallel rank."""
+        totals = LossTotals(mini_batch.num_loss_tokens, mini_batch.num_loss_responses, self.num_data_ranks)
+        shares, indices = self._split(mini_batch)
+        return UpdateSums.over_ranks(self._call_shares("update", shares, totals)), indices
+
+    def onload(self) -> None:
+        """Weights to the devices, where train.offload_parameters keeps them away between phases."""
+        self._call_each("onload", [()] * len(self.ranks))
+
+    def offload(self) -> None:
+        """Weights and optimizer state to the hosts, as far as the train.offload keys say so."""
+        self._call_each("offload", [()] * len(self.ranks))
 
     def weight_sizes(self) -> dict[str, int]:
         """Bytes of each parameter by name."""
@@ -257,14 +275,36 @@ class PolicyGroup:
         """Continue from the shards in the folder, written by any number of ranks."""
         self._call_each("load", [(folder,)] * len(self.ranks))
 
+    def device_name(self) -> str:
+        """What the vendor calls the first rank's device."""
+        return _get(self.ranks[0].call.remote("device_name"))
+
     def memory_metrics(self) -> dict[str, float]:
-        """Peak memory in GiB by metric name, the largest over ranks."""
+        """Memory in GiB by metric name, the largest over ranks."""
         ranks = self._call_each("memory_metrics", [()] * len(self.ranks))
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+    def _split(self, batch: Batch) -> tuple[list[RankShare], list[np.ndarray]]:
+        return split_batch(batch, self.num_data_ranks, self.max_tokens, self.hidden_size)
+
+    def _call_shares(self, method: str, shares: Sequence[RankShare], *others: Any) -> list[Any]:
+        """Results of all ranks; a share travels once for the ranks of its group."""
+        references = [ray.put(share) for share in shares]
+        return self._call_each(
+            method, [(references[rank // self.sequence_parallel], *others) for rank in range(len(self.ranks))]
+        )
 
     def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         calls = zip(self.ranks, arguments, strict=True)
         return _get([rank.call.remote(method, *own) for rank, own in calls])
+
+
+def _rows(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts' rows in the batch's order: [B, R] from [b, R] of each share."""
+    values = torch.zeros(batch.response_mask.shape)
+    for rows, part in zip(indices, parts, strict=True):
+        values[rows, : part.shape[1]] = part[: len(rows)]
+    return values
 
 
 class RolloutGroup:
@@ -272,53 +312,76 @@ class RolloutGroup:
 
     def __init__(self, workers: Sequence[Any]) -> None:
         self.workers = workers
-        self._in_flight = [0] * len(workers)
+        self._in_flight = [0] * len(workers)  # groups
+        self._tokens = [0] * len(workers)  # of these, as of the last poll
+        self._reward_seconds = [0.0] * len(workers)
         self._polls: dict[Any, int] = {}  # reference of a running poll -> worker number
 
     @property
     def num_in_flight(self) -> int:
         return sum(self._in_flight)
 
-    def submit(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
+    @property
+    def num_tokens_in_flight(self) -> int:
+        return sum(self._tokens)
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Give each group to the worker that has the fewest."""
-        shares: list[list[tuple[str, Prompt]]] = [[] for _ in self.workers]
-        for prompt in prompts:
+        shares: list[list[GroupRequest]] = [[] for _ in self.workers]
+        for request in requests:
             number = self._in_flight.index(min(self._in_flight))
-            shares[number].append(prompt)
+            shares[number].append(request)
             self._in_flight[number] += 1
         calls = zip(self.workers, shares, strict=True)
         _get([worker.call.remote("submit", share) for worker, share in calls if share])
 
-    def finished(self) -> list[Group]:
-        """Wait until a worker has finished groups and return them; empty only when nothing is in flight."""
-        while self.num_in_flight:
-            for number, worker in enumerate(self.workers):
-                if self._in_flight[number] and number not in self._polls.values():
-                    self._polls[worker.call.remote("poll", POLL_SECONDS)] = number
-            ready, _ = ray.wait(list(self._polls), num_returns=1)
-            groups = [group for reference in ready for group in self._take(reference)]
-            if groups:
-                return groups
-        return []
+    def finished(self) -> list[tuple[int, Group]]:
+        """Groups that a worker finished; empty when none did within about a second."""
+        for number, worker in enumerate(self.workers):
+            if self._in_flight[number] and number not in self._polls.values():
+                self._polls[worker.call.remote("poll", POLL_SECONDS)] = number
+        if not self._polls:
+            return []
+        ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=SILENCE_SECONDS)
+        return [finished for reference in ready for finished in self._take(reference)]
 
-    def abort(self) -> tuple[list[Group], int, int]:
+    def abort(self) -> tuple[list[tuple[int, Group]], int, int]:
         """Groups that finished meanwhile, and the number of groups and response tokens dropped."""
-        late = [group for reference in list(self._polls) for group in self._take(reference)]
-        busy = [worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count]
-        dropped = _get([worker.call.remote("abort") for worker in busy])
-        self._in_flight = [0] * len(self.workers)
+        late, dropped = self._stop("abort")
         return late, sum(groups for groups, _ in dropped), sum(tokens for _, tokens in dropped)
 
-    def load_weights(self, buckets: list[Any], policy_version: int) -> None:
-        """Load the referenced weights into every engine."""
-        _get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
+    def suspend(self) -> tuple[list[tuple[int, Group]], list[GroupRequest]]:
+        """Groups that finished meanwhile, and the requests that continue those which did not, oldest first."""
+        late, requests = self._stop("suspend")
+        return late, sorted((request for own in requests for request in own), key=lambda own: own.group_id)
+
+    def take_reward_seconds(self) -> float:
+        """Seconds since the last call in which a worker waited for scores alone, of the worker with the most."""
+        most = max(self._reward_seconds)
+        self._reward_seconds = [0.0] * len(self.workers)
+        return most
+
+    def load_weights(self, buckets: list[Any], policy_version: int) -> list[int]:
+        """Load the referenced weights into every engine; returns the policy version that each then holds."""
+        return _get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         """Each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
         return _get([worker.call.remote("log_probs", sequences) for worker in self.workers])
 
-    def _take(self, reference: Any) -> list[Group]:
+    def _stop(self, method: str) -> tuple[list[tuple[int, Group]], list[Any]]:
+        """What the polls under way bring, then what `method` gives on each worker that has groups left."""
+        late = [finished for reference in list(self._polls) for finished in self._take(reference)]
+        busy = [worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count]
+        results = _get([worker.call.remote(method) for worker in busy])
+        self._in_flight = [0] * len(self.workers)
+        self._tokens = [0] * len(self.workers)
+        return late, results
+
+    def _take(self, reference: Any) -> list[tuple[int, Group]]:
         number = self._polls.pop(reference)
-        groups = _get(reference)
-        self._in_flight[number] -= len(groups)
-        return groups
+        progress: Progress = _get(reference)
+        self._in_flight[number] -= len(progress.groups)
+        self._tokens[number] = progress.num_open_tokens
+        self._reward_seconds[number] += progress.reward_seconds
+        return progress.groups

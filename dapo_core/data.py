@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ class Prompt:
     prompt_ids: tuple[int, ...]
     data_source: str
     ground_truth: str
+    extra_info: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the row's, in JSON types
 
 
 def require_columns(path: str | Path) -> None:
@@ -52,7 +54,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a training or evaluation parquet, every one checked.
 
     Raises DataError for an unreadable file, missing columns, no rows, and rows without a prompt or a ground
-    truth (with their count and first row numbers; nothing is dropped).
+    truth or with extra_info that is no JSON object (with their count and first row numbers; nothing is dropped).
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -68,6 +70,12 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         path, rows, "an empty prompt or one that is not chat messages", [not _has_prompt(row) for row in rows]
     )
     _refuse_rows(path, rows, "no reward_model.ground_truth", [not _has_ground_truth(row) for row in rows])
+    _refuse_rows(
+        path,
+        rows,
+        "an extra_info that is not a struct of what JSON knows, which checkpoints are written in",
+        [not _is_json_object(row.get("extra_info")) for row in rows],
+    )
     return rows
 
 
@@ -82,6 +90,16 @@ def _has_ground_truth(row: dict[str, Any]) -> bool:
     reward_model = row["reward_model"]
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     return truth is not None and str(truth).strip() != ""
+
+
+def _is_json_object(extra_info: Any) -> bool:
+    if extra_info is None:
+        return True
+    try:
+        json.dumps(extra_info)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(extra_info, dict)
 
 
 def _refuse_rows(path: str | Path, rows: Sequence[Any], what: str, is_bad: list[bool]) -> None:
@@ -124,6 +142,7 @@ def tokenize_prompts(
                 prompt_ids=tuple(prompt_ids),
                 data_source=str(row["data_source"]),
                 ground_truth=str(row["reward_model"]["ground_truth"]),
+                extra_info=json.loads(json.dumps(row.get("extra_info") or {})),
             )
         )
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
@@ -151,7 +170,7 @@ class PromptStream:
 
     @property
     def digest(self) -> str:
-        """sha256 over the prompts as tokens and their ground truths."""
+        """sha256 over everything that is known of the prompts, in the file's order."""
         return hashlib.sha256(repr(self.prompts).encode()).hexdigest()
 
     @property

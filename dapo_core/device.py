@@ -45,17 +45,29 @@ class Device:
                 "set train.device=cpu or run on a node that has one"
             )
 
+    def name(self) -> str:
+        """What the vendor calls the process's device, such as `NVIDIA H100 80GB HBM3` or `Ascend910B3`."""
+        if self.kind == "cpu":
+            return "cpu"
+        import torch
+
+        return str(getattr(torch, self.kind).get_device_name(0))
+
     def memory_metrics(self) -> dict[str, float]:
-        """Peak memory of this process, in GiB, under the field's metric names."""
+        """Memory in use on the node and peak memory of this process, in GiB, under the field's metric names."""
+        import psutil
+
+        node = {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / 1024**3}
         if self.kind == "cpu":
             import resource
 
             peak_kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            return {"perf/max_rss_gb": peak_kilobytes / 1024**2}
+            return {**node, "perf/max_rss_gb": peak_kilobytes / 1024**2}
         import torch
 
         module = getattr(torch, self.kind)
         return {
+            **node,
             "perf/max_memory_allocated_gb": module.max_memory_allocated() / 1024**3,
             "perf/max_memory_reserved_gb": module.max_memory_reserved() / 1024**3,
         }
@@ -66,6 +78,51 @@ _DEVICES = {
     "cuda": Device("cuda", "nccl", "GPU", "bfloat16"),
     "npu": Device("npu", "hccl", "NPU", "bfloat16"),
 }
+
+# FLOP/s of dense bfloat16 matrix products by the name torch gives; half of what data sheets print "with sparsity".
+_NVIDIA_PEAKS = {
+    # NVIDIA A100 Tensor Core GPU data sheet: BFLOAT16 312 TFLOPS
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    # NVIDIA H100 Tensor Core GPU Architecture, white paper, table 2: SXM5 989.4, PCIe 756
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H100 PCIe": 756e12,
+    # NVIDIA H200 data sheet: SXM 1,979 with sparsity; its compute is the H100's
+    "NVIDIA H200": 989.4e12,
+    # NVIDIA L40S data sheet: BFLOAT16 362.05
+    "NVIDIA L40S": 362.05e12,
+    # NVIDIA HGX B200 data sheet: 36 PFLOPS with sparsity for 8
+    "NVIDIA B200": 2250e12,
+}
+# (cube cores, MHz) of what torch sees as one device, on Atlas A3 a die: cube_core_cnt and cube_freq of Huawei's
+# CANN, src/platform/platform_config in github.com/hicann/runtime. A core does 16 x 16 x 16 multiply-adds a cycle.
+_ASCEND_CUBES = {
+    "Ascend910B1": (24, 1850),
+    "Ascend910B2": (24, 1800),
+    "Ascend910B2C": (24, 1800),
+    "Ascend910B3": (20, 1800),
+    "Ascend910B4": (20, 1500),
+    "Ascend910B4-1": (20, 1500),
+    "Ascend910_9391": (24, 1850),
+    "Ascend910_9392": (24, 1850),
+    "Ascend910_9381": (24, 1800),
+    "Ascend910_9382": (24, 1800),
+    "Ascend910_9372": (20, 1800),
+    "Ascend910_9362": (20, 1500),
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """FLOP/s of dense bfloat16 matrix products at most; None for a device that is not in the vendors' tables.
+
+    Names count whole: a MIG slice or a custom part called almost like a known device has another peak.
+    """
+    if device_name in _ASCEND_CUBES:
+        cores, megahertz = _ASCEND_CUBES[device_name]
+        return 2.0 * 16**3 * cores * megahertz * 1e6
+    return _NVIDIA_PEAKS.get(device_name)
 
 
 def device_for(kind: str) -> Device:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dapo_core.kl import MAX_LOG_RATIO, kl_estimate
+
 if TYPE_CHECKING:
     from dapo_core.config import AlgorithmConfig
-
-MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -23,29 +23,59 @@ class LossTotals:
 
     num_tokens: int  # response tokens under the mask
     num_responses: int  # responses with at least one token under the mask
+    num_data_ranks: int = 1  # ranks that hold different responses
 
-    def token_weights(self, response_mask: torch.Tensor, aggregation: str) -> torch.Tensor:
+    def token_weights(
+        self, response_mask: torch.Tensor, algorithm: AlgorithmConfig, num_share_responses: int | None = None
+    ) -> torch.Tensor:
         """Weight of each token's loss, 0 outside the mask: [b, R] float32.
 
-        token-mean: 1 / tokens of the mini-batch (DAPO eq. 12). seq-mean-token-sum: 1 / responses.
-        seq-mean-token-mean: 1 / (responses * tokens of the response) (GRPO).
+        With T tokens and N responses in the mini-batch, and t tokens in the token's own response: token-mean 1 / T
+        (DAPO, arXiv:2503.14476, eq. 12); seq-mean-token-sum 1 / N; seq-mean-token-mean 1 / (N t) (GRPO,
+        arXiv:2402.03300, eq. 3); seq-mean-token-sum-norm 1 / (N loss_norm_tokens) (Dr. GRPO, arXiv:2503.20783).
+
+        num_share_responses: responses of this rank's share of the mini-batch, None when the mask is the whole
+        mini-batch's. Only token-mean with compat=verl reads it: older verl averages the tokens of each
+        micro-batch, weighs that by responses of the micro-batch / of the share, and averages over data ranks.
         """
         mask = response_mask.to(torch.float32)
+        aggregation = algorithm.loss_aggregation
         if aggregation == "token-mean":
-            return mask / max(self.num_tokens, 1)
+            if algorithm.compat == "none" or num_share_responses is None:
+                return mask / max(self.num_tokens, 1)
+            share = len(mask) / (max(num_share_responses, 1) * self.num_data_ranks)
+            return mask * share / response_mask.sum().clamp(min=1)
         per_response = mask / max(self.num_responses, 1)
         if aggregation == "seq-mean-token-sum":
             return per_response
         if aggregation == "seq-mean-token-mean":
-            return per_response / mask.sum(dim=-1, keepdim=True).clamp(min=1)
-        raise ValueError(f"unknown algorithm.loss_aggregation {aggregation!r}")
+            return per_response / response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
+        assert algorithm.loss_norm_tokens is not None, "AlgorithmConfig requires it with seq-mean-token-sum-norm"
+        return per_response / algorithm.loss_norm_tokens
+
+
+@dataclass(frozen=True)
+class LossTokens:
+    """What the loss knows of each token: tensors of one shape, padded [b, R] or packed [N].
+
+    Outside the mask any value may stand, NaN too.
+    """
+
+    old_log_probs: torch.Tensor
+    advantages: torch.Tensor  # each response's advantage at each of its tokens
+    response_mask: torch.Tensor  # bool
+    weights: torch.Tensor  # LossTotals.token_weights
+    importance_weights: torch.Tensor | None = None  # truncated policy/engine ratios; None when off
+    ref_log_probs: torch.Tensor | None = None  # of the reference model; needed with KL in the loss
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """A part's contribution to the mini-batch: `loss` to differentiate, the rest sums over the part's tokens."""
 
-    loss: torch.Tensor  # scalar
+    loss: torch.Tensor  # scalar: policy loss - entropy_coefficient * entropy + kl.coefficient * KL
+    pg_loss: float  # the policy loss alone
+    kl_loss: float  # KL to the reference without its coefficient; 0 without KL in the loss
     num_tokens: float
     clipped: float  # tokens whose ratio was clipped
     clipped_dual: float  # tokens with A < 0 where the dual clip bound
@@ -53,38 +83,54 @@ class PolicyLoss:
 
 
 def policy_loss(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    totals: LossTotals,
-    algorithm: AlgorithmConfig,
+    log_probs: torch.Tensor, entropy: torch.Tensor | None, tokens: LossTokens, algorithm: AlgorithmConfig
 ) -> PolicyLoss:
-    """This part's share of the clipped policy loss (DAPO, arXiv:2503.14476, eq. 8; dual clip arXiv:1912.09729).
+    """This part's share of the loss: clipped policy loss, entropy bonus, and KL to the reference.
 
-    r = exp(clamp(log_probs - old_log_probs, -20, 20)); L = max(-A r, -A clamp(r, 1 - low, 1 + high)), and for
-    A < 0 no more than -A c. Values outside the mask, NaN too, change neither the loss nor its gradient.
+    With r = exp(clamp(log_probs - old_log_probs, -20, 20)) a token's policy loss is
+    max(-A r, -A clamp(r, 1 - low, 1 + high)), for A < 0 no more than -A c (DAPO, arXiv:2503.14476, eq. 8; dual
+    clip arXiv:1912.09729), times its importance weight. Values outside the mask, NaN too, change neither the loss
+    nor a gradient.
 
-    log_probs, old_log_probs, response_mask: [b, R]; advantages: [b], one per response.
+    log_probs: of the tokens' shape; entropy: likewise, may be None without an entropy bonus.
     """
-    zeros = torch.zeros_like(log_probs)
-    log_ratio = torch.where(response_mask, log_probs, zeros) - torch.where(response_mask, old_log_probs, zeros)
-    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    advantage = advantages.to(log_probs.dtype).unsqueeze(-1)  # [b, 1]
-    unclipped = -advantage * ratio
-    clipped = -advantage * ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
+    mask = tokens.response_mask
+
+    def masked(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask, values, 0.0)
+
+    log_probs, weights = masked(log_probs), masked(tokens.weights)
+    log_ratio = (log_probs - masked(tokens.old_log_probs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    advantages = masked(tokens.advantages).to(log_probs.dtype)
+    token_loss, is_clipped, is_dual = _clipped_loss(log_ratio.exp(), advantages, algorithm)
+    if tokens.importance_weights is not None:
+        token_loss = token_loss * masked(tokens.importance_weights).detach()
+    pg_loss = (weights * token_loss).sum()
+    loss, kl_loss = pg_loss, torch.zeros_like(pg_loss)
+    if algorithm.entropy_coefficient:
+        if entropy is None:
+            raise ValueError(f"algorithm.entropy_coefficient={algorithm.entropy_coefficient} needs the entropy")
+        loss = loss - algorithm.entropy_coefficient * (weights * masked(entropy)).sum()
+    if algorithm.kl.place == "loss":
+        if tokens.ref_log_probs is None:
+            raise ValueError("algorithm.kl.place=loss needs the log-probs of the reference model")
+        kl = kl_estimate(log_probs, masked(tokens.ref_log_probs), algorithm.kl.estimator)
+        kl_loss = (weights * kl).sum()
+        loss = loss + algorithm.kl.coefficient * kl_loss
+    sums = [pg_loss, kl_loss, mask.sum(), (is_clipped & mask).sum(), (is_dual & mask).sum(), -log_ratio.sum()]
+    # one copy from the device instead of six
+    numbers = torch.stack([part.detach().to(pg_loss.dtype) for part in sums]).tolist()
+    return PolicyLoss(loss, *numbers)
+
+
+def _clipped_loss(
+    ratio: torch.Tensor, advantages: torch.Tensor, algorithm: AlgorithmConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each token's loss, whether its ratio was clipped, and whether the dual clip bound."""
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
     single = torch.maximum(unclipped, clipped)
-    bound = -advantage * algorithm.clip_ratio_dual
-    is_negative = advantage < 0
+    bound = -advantages * algorithm.clip_ratio_dual
+    is_negative = advantages < 0
     token_loss = torch.where(is_negative, torch.minimum(bound, single), single)
-    weights = totals.token_weights(response_mask, algorithm.loss_aggregation)
-    is_clipped = (clipped > unclipped) & response_mask
-    is_dual = is_negative & (bound < single) & response_mask
-    return PolicyLoss(
-        loss=(weights * token_loss).sum(),
-        num_tokens=float(response_mask.sum()),
-        clipped=float(is_clipped.sum()),
-        clipped_dual=float(is_dual.sum()),
-        neg_log_ratio=float(-log_ratio.detach().sum()),
-    )
+    return token_loss, clipped > unclipped, is_negative & (bound < single)

@@ -1,4 +1,4 @@
-"""From FSDP shards to a Hugging Face folder, streaming: at most one output shard in memory."""
+"""From FSDP shards to a Hugging Face folder, streaming: at most one output file in memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_core.checkpoint import HUGGINGFACE_FOLDER, STATE_FILE, latest_checkpoint
+from dapo_core.checkpoint import HUGGINGFACE_FOLDER, NAMES_FILE, STATE_FILE, latest_checkpoint
 from dapo_core.errors import CheckpointError
+from dapo_core.model_folder import INDEX_FILE
+from dapo_core.parameter_names import FilePiece, file_pieces
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +23,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODEL_PREFIX = "model."
-INDEX_FILE = "model.safetensors.index.json"
 OnShard = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A tensor of the merged folder."""
+
+    place: str  # its file
+    shape: tuple[int, ...]
+    digest: str
 
 
 def merge_checkpoint(
@@ -39,28 +50,31 @@ def merge_checkpoint(
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty; merge into a new folder")
     metadata = _read_metadata(checkpoint)
-    tensors = {name: size for name, size in _tensors(metadata).items() if name not in _tied(checkpoint, metadata)}
+    tied = _tied(checkpoint, metadata)
+    parameters = {name: stored for name, stored in _parameters(metadata).items() if name not in tied}
+    pieces = _pieces(checkpoint, parameters)
     _require_shards(checkpoint, metadata)
     target.mkdir(parents=True, exist_ok=True)
-    plan = list(_plan_shards(tensors, dtype, max_shard_bytes))
-    total = sum(_num_bytes(tensors[name], dtype) for name in tensors)
-    digests: dict[str, str] = {}
+    plan = list(_plan_shards(parameters, dtype, max_shard_bytes))
+    total = sum(_num_bytes(stored, dtype) for stored in parameters.values())
+    written: dict[str, _Written] = {}
     done = 0
     for number, names in enumerate(plan, start=1):
-        part = _load(checkpoint, {name: tensors[name] for name in names}, dtype)
-        file_name = shard_name(number, len(plan))
-        _save(target / file_name, part)
-        digests |= {name: _digest(tensor) for name, tensor in part.items()}
+        wholes = _load(checkpoint, {name: parameters[name] for name in names}, dtype)
+        part = {piece.file_name: piece.view(wholes[name]) for name in names for piece in pieces[name]}
+        place = shard_name(number, len(plan))
+        _save(target / place, part)
+        written |= {name: _Written(place, tuple(tensor.shape), _digest(tensor)) for name, tensor in part.items()}
         done += sum(tensor.nbytes for tensor in part.values())
         if on_shard is not None:
             on_shard(done, total)
     if len(plan) > 1:
-        _write_index(target, plan, total)
+        _write_index(target, written, total)
     shutil.copytree(checkpoint / HUGGINGFACE_FOLDER, target, dirs_exist_ok=True)
-    _record_dtype(target, tensors, dtype)
-    _verify(target, tensors, digests)
-    num_parameters = sum(size.size.numel() for size in tensors.values())
-    return {"tensors": len(tensors), "parameters": num_parameters, "bytes": total, "shards": len(plan)}
+    _record_dtype(target, parameters, dtype)
+    _verify(target, written)
+    num_parameters = sum(stored.size.numel() for stored in parameters.values())
+    return {"tensors": len(written), "parameters": num_parameters, "bytes": total, "shards": len(plan)}
 
 
 def find_checkpoint(source: Path) -> Path:
@@ -78,7 +92,8 @@ def find_checkpoint(source: Path) -> Path:
 def _require_complete(checkpoint: Path) -> None:
     if checkpoint.suffix == ".partial":
         raise CheckpointError(f"{checkpoint} was not written to its end; use the checkpoint before it")
-    missing = [name for name in (STATE_FILE, HUGGINGFACE_FOLDER) if not (checkpoint / name).exists()]
+    needed = (STATE_FILE, HUGGINGFACE_FOLDER, NAMES_FILE)
+    missing = [name for name in needed if not (checkpoint / name).exists()]
     if missing:
         raise CheckpointError(f"{checkpoint} lacks {' and '.join(missing)}; it is not a checkpoint of dapo train")
 
@@ -95,8 +110,8 @@ def _read_metadata(checkpoint: Path) -> Any:
         ) from error
 
 
-def _tensors(metadata: Any) -> dict[str, Any]:
-    """Shape and dtype of each model tensor by Hugging Face name."""
+def _parameters(metadata: Any) -> dict[str, Any]:
+    """Shape and dtype of each parameter by its name in transformers."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     return {
@@ -104,6 +119,19 @@ def _tensors(metadata: Any) -> dict[str, Any]:
         for name, value in metadata.state_dict_metadata.items()
         if name.startswith(MODEL_PREFIX) and isinstance(value, TensorStorageMetadata)
     }
+
+
+def _pieces(checkpoint: Path, parameters: Mapping[str, Any]) -> dict[str, list[FilePiece]]:
+    """What each parameter becomes under the names that the trained model's files had."""
+    names = set(json.loads((checkpoint / NAMES_FILE).read_text(encoding="utf-8")))
+    pieces = {name: file_pieces(name, stored.size, names) for name, stored in parameters.items()}
+    unknown = sorted(name for name in pieces if not pieces[name])
+    if unknown:
+        raise CheckpointError(
+            f"{len(unknown)} parameters of {checkpoint}, such as {unknown[0]}, have no counterpart among the "
+            f"{len(names)} names in {NAMES_FILE}; was the file changed? Merge another checkpoint"
+        )
+    return pieces
 
 
 def _tied(checkpoint: Path, metadata: Any) -> set[str]:
@@ -141,11 +169,11 @@ def _num_bytes(tensor: Any, dtype: str) -> int:
     return tensor.size.numel() * _target_dtype(tensor.properties.dtype, dtype).itemsize
 
 
-def _plan_shards(tensors: Mapping[str, Any], dtype: str, max_shard_bytes: int) -> Iterator[list[str]]:
+def _plan_shards(parameters: Mapping[str, Any], dtype: str, max_shard_bytes: int) -> Iterator[list[str]]:
     names: list[str] = []
     filled = 0
-    for name, tensor in tensors.items():
-        size = _num_bytes(tensor, dtype)
+    for name, stored in parameters.items():
+        size = _num_bytes(stored, dtype)
         if names and filled + size > max_shard_bytes:
             yield names
             names, filled = [], 0
@@ -183,8 +211,8 @@ def shard_name(number: int, num_shards: int) -> str:
     return "model.safetensors" if num_shards == 1 else f"model-{number:05d}-of-{num_shards:05d}.safetensors"
 
 
-def _write_index(target: Path, plan: list[list[str]], total: int) -> None:
-    places = {name: shard_name(number, len(plan)) for number, names in enumerate(plan, start=1) for name in names}
+def _write_index(target: Path, written: Mapping[str, _Written], total: int) -> None:
+    places = {name: tensor.place for name, tensor in written.items()}
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (target / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
 
@@ -207,8 +235,8 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def _verify(target: Path, tensors: Mapping[str, Any], digests: Mapping[str, str]) -> None:
-    """Read the folder back and compare names, shapes and values with what the checkpoint gave."""
+def _verify(target: Path, written: Mapping[str, _Written]) -> None:
+    """Read the folder back and compare names, shapes and values' digests with what was written."""
     from safetensors import safe_open
 
     seen: set[str] = set()
@@ -217,9 +245,9 @@ def _verify(target: Path, tensors: Mapping[str, Any], digests: Mapping[str, str]
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 tensor = file.get_tensor(name)
                 seen.add(name)
-                if tuple(tensor.shape) != tuple(tensors[name].size) or _digest(tensor) != digests[name]:
+                if _Written(path.name, tuple(tensor.shape), _digest(tensor)) != written[name]:
                     raise CheckpointError(
                         f"{path.name}: {name} read back differs from the checkpoint; is the disk sound?"
                     )
-    if seen != set(tensors):
-        raise CheckpointError(f"{target} lacks the tensors {sorted(set(tensors) - seen)[:5]} after the merge")
+    if seen != set(written):
+        raise CheckpointError(f"{target} lacks the tensors {sorted(set(written) - seen)[:5]} after the merge")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     import torch
 
     from dapo_core.batch import Batch
-    from dapo_core.loss import LossTotals
+    from dapo_core.config.training import KLConfig
     from dapo_core.policy import UpdateSums
     from dapo_core.rollout import Group
 
 METRICS_FILE = "metrics.jsonl"
+PHASES_PER_TOKEN = ("old_log_prob", "ref", "adv", "update_actor")  # whose work is with every token of the batch
 
 
 class PhaseTimer:
-    """Wall seconds of a step's phases, as timing_s/PHASE."""
+    """Wall seconds of a step's phases."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -42,10 +43,15 @@ class PhaseTimer:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def metrics(self) -> dict[str, float]:
-        """timing_s/ of every phase, and of the whole step so far."""
-        phases = {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
-        return {**phases, "timing_s/step": time.perf_counter() - self.started}
+    def attribute(self, seconds: float, source: str, target: str) -> None:
+        """Count that much of phase `source`, at most all of it, as phase `target`; their sum stays."""
+        seconds = min(seconds, self.seconds[source])
+        self.seconds[source] -= seconds
+        self.seconds[target] = self.seconds.get(target, 0.0) + seconds
+
+    def read(self) -> dict[str, float]:
+        """Seconds of every phase so far, and of the whole `step`."""
+        return {**self.seconds, "step": time.perf_counter() - self.started}
 
 
 def draw_metrics(draw: Draw) -> dict[str, float]:
@@ -62,10 +68,12 @@ def draw_metrics(draw: Draw) -> dict[str, float]:
     }
 
 
-def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Scores, rewards, lengths and verdicts of the responses trained on.
+def response_metrics(groups: Sequence[Group], rewards: np.ndarray, max_prompt_tokens: int) -> dict[str, float]:
+    """Scores, rewards, lengths and verdicts of the responses in the batch.
 
-    Scores and rewards leave out empty responses, which the engine aborted.
+    rewards: [B], what the advantages are made of, in the order of groups and of siblings. Scores and rewards leave
+    out empty responses, which the engine aborted. perf/total_num_tokens counts every token of the batch: all go
+    through the policy, also those that reward.mask_truncated keeps out of the loss.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     response_lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
@@ -74,83 +82,105 @@ def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
     answered = response_lengths > 0
     return {
         **_summary("critic/score", np.array([rollout.score for rollout in rollouts])[answered]),
-        **_summary("critic/rewards", np.array([rollout.reward for rollout in rollouts])[answered]),
+        **_summary("critic/rewards", rewards[answered]),
         **_summary("response_length", response_lengths),
         **_summary("response_length_non_aborted", response_lengths[answered]),
         "response/aborted_ratio": float(1 - answered.mean()),
-        **_summary("prompt_length", prompt_lengths),
         "response_length/clip_ratio": float(np.mean([rollout.is_truncated for rollout in rollouts])),
+        **_summary("prompt_length", prompt_lengths),
+        "prompt_length/clip_ratio": float((prompt_lengths >= max_prompt_tokens).mean()),
         "reward/overlong_ratio": float(np.mean([rollout.overlong_penalty < 0 for rollout in rollouts])),
-        "perf/trained_response_tokens": float(response_lengths.sum()),
-        "perf/total_num_tokens": float(response_lengths.sum() + prompt_lengths.sum()),
         **{f"reward/{name}_ratio": verdicts.count(name) / len(verdicts) for name in get_args(Verdict)},
+        "perf/total_num_tokens": float(response_lengths.sum() + prompt_lengths.sum()),
     }
 
 
-def batch_metrics(batch: Batch, entropy: torch.Tensor, totals: LossTotals, aggregation: str) -> dict[str, float]:
-    """Advantages, entropy, and how far the engine's log-probs are from the policy's on the same tokens.
+def batch_metrics(batch: Batch, entropy: torch.Tensor, token_weights: torch.Tensor) -> dict[str, float]:
+    """Advantages and entropy over the tokens under the mask; of a batch that trains no token, only their number.
 
-    entropy: [B, R]. With r = exp(old_log_probs - rollout_log_probs) over the tokens under the mask: rollout/kl is
-    the mean of -log r (k1), rollout/k3_kl the mean of r - 1 - log r, rollout/ess = (sum r)^2 / (tokens * sum r^2),
-    and rollout/ppl_ratio the mean over responses of the policy's perplexity over the engine's.
+    entropy: [B, R], of the policy before the update. token_weights: [B, R], the loss's over the whole batch
+    (LossTotals.token_weights), so that the entropy is aggregated as the loss is.
     """
     mask = batch.response_mask
-    num_tokens = mask.sum(dim=-1)
-    advantages = np.repeat(batch.advantages.double().numpy(), num_tokens.numpy())
-    weights = totals.token_weights(mask, aggregation)
-    log_ratio = (batch.old_log_probs - batch.rollout_log_probs)[mask].double()
-    ratio = log_ratio.exp()
-    probs_diff = (batch.old_log_probs[mask].exp() - batch.rollout_log_probs[mask].exp()).abs()
-    if not len(log_ratio):
-        return {}
-    per_response = log_ratio.split(num_tokens[num_tokens > 0].tolist())
-    ppl_ratios = [float((-part.mean()).exp()) for part in per_response]
+    num_tokens = mask.sum(dim=-1).numpy()  # [B]
+    trained = {"perf/trained_response_tokens": float(num_tokens.sum())}
+    if not num_tokens.sum():
+        return trained
+    advantages = np.repeat(batch.advantages.double().numpy(), num_tokens)
     return {
         **_summary("critic/advantages", advantages),
         **_summary("critic/returns", advantages),
-        "actor/entropy": float((weights * entropy)[mask].sum()),
-        "rollout/probs_diff_mean": float(probs_diff.mean()),
-        "rollout/probs_diff_max": float(probs_diff.max()),
-        "rollout/kl": float(-log_ratio.mean()),
-        "rollout/k3_kl": float((ratio - 1 - log_ratio).mean()),
-        "rollout/ess": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
-        "rollout/ppl_ratio": float(np.mean(ppl_ratios)),
+        "actor/entropy": float((token_weights * entropy)[mask].sum()),
+        **trained,
     }
 
 
-def update_metrics(updates: Sequence[UpdateSums]) -> dict[str, float]:
+def seqlen_metrics(lengths: np.ndarray, rank_rows: Sequence[np.ndarray]) -> dict[str, float]:
+    """How evenly the batch's tokens lie on the D data-parallel ranks, before and after balancing.
+
+    lengths: [B], prompt and response tokens. rank_rows: for each rank the rows it trained on, over all
+    mini-batches. Before balancing, each rank would have had a contiguous chunk of B / D rows.
+    """
+    chunks = [chunk.sum() for chunk in np.array_split(lengths, len(rank_rows))]
+    balanced = [lengths[rows].sum() for rows in rank_rows]
+    return {
+        "global_seqlen/min": float(min(chunks)),
+        "global_seqlen/max": float(max(chunks)),
+        "global_seqlen/minmax_diff": float(max(chunks) - min(chunks)),
+        "global_seqlen/balanced_min": float(min(balanced)),
+        "global_seqlen/balanced_max": float(max(balanced)),
+        "global_seqlen/mean": float(lengths.sum() / len(rank_rows)),
+    }
+
+
+def update_metrics(updates: Sequence[UpdateSums], kl: KLConfig) -> dict[str, float]:
     """Loss, clip shares and norms over the step's optimizer steps; shares are weighted by tokens.
 
-    The gradient norm is that of the updates that took place; without any it is left out.
+    What would be a mean over nothing is left out: the gradient norm without an update that took place, losses and
+    shares without a mini-batch whose numbers are finite, shares without a token.
     """
-    num_tokens = max(sum(update.num_tokens for update in updates), 1.0)
     norms = [update.grad_norm for update in updates if not update.is_skipped]
-    return {
-        "actor/pg_loss": float(np.mean([update.loss for update in updates])),
-        "actor/pg_clipfrac": sum(update.clipped for update in updates) / num_tokens,
-        "actor/pg_clipfrac_lower": sum(update.clipped_dual for update in updates) / num_tokens,
-        "actor/ppo_kl": sum(update.neg_log_ratio for update in updates) / num_tokens,
+    metrics = {
         **({"actor/grad_norm": float(np.mean(norms))} if norms else {}),
         "actor/skipped_updates": float(sum(update.is_skipped for update in updates)),
         "actor/lr": updates[-1].learning_rate,
     }
+    if kl.place == "loss":
+        metrics["actor/kl_coef"] = kl.coefficient
+    # A skipped update may hold NaN, which would hide the other mini-batches.
+    finite = [update for update in updates if math.isfinite(update.loss + update.kl_loss + update.neg_log_ratio)]
+    if not finite:
+        return metrics
+    metrics["actor/pg_loss"] = float(np.mean([update.loss for update in finite]))
+    if kl.place == "loss":
+        metrics["actor/kl_loss"] = float(np.mean([update.kl_loss for update in finite]))
+    num_tokens = sum(update.num_tokens for update in finite)
+    if num_tokens:
+        metrics["actor/pg_clipfrac"] = sum(update.clipped for update in finite) / num_tokens
+        metrics["actor/pg_clipfrac_lower"] = sum(update.clipped_dual for update in finite) / num_tokens
+        metrics["actor/ppo_kl"] = sum(update.neg_log_ratio for update in finite) / num_tokens
+    return metrics
 
 
-def speed_metrics(metrics: dict[str, float], num_devices: int) -> dict[str, float]:
-    """Times per token and throughput per device, from the step's other metrics.
+def timing_metrics(
+    seconds: Mapping[str, float], num_response_tokens: int, num_tokens: int, num_devices: int
+) -> dict[str, float]:
+    """Seconds of phases (PhaseTimer.read), milliseconds per token of the batch, and throughput per device.
 
-    timing_per_token_ms/gen is per response token trained on, so what dynamic sampling threw away shows in it.
+    num_tokens: prompt and response tokens of the batch, 0 when the step trained on nothing. Milliseconds of `gen`
+    are per response token of the batch, so what dynamic sampling threw away shows in it.
     """
-    seconds, tokens = metrics["timing_s/step"], metrics.get("perf/total_num_tokens", 0.0)
-    speeds = {"perf/time_per_step": seconds, "perf/throughput": tokens / (seconds * num_devices)}
-    if metrics.get("perf/trained_response_tokens"):
-        speeds["timing_per_token_ms/gen"] = (
-            metrics["timing_s/gen"] * 1000 / metrics["perf/trained_response_tokens"]
-        )
-    for phase in ("old_log_prob", "adv", "update_actor"):
-        if tokens and f"timing_s/{phase}" in metrics:
-            speeds[f"timing_per_token_ms/{phase}"] = metrics[f"timing_s/{phase}"] * 1000 / tokens
-    return speeds
+    per_token = {"gen": num_response_tokens, **dict.fromkeys(PHASES_PER_TOKEN, num_tokens)}
+    return {
+        **{f"timing_s/{name}": value for name, value in seconds.items()},
+        **{
+            f"timing_per_token_ms/{name}": seconds[name] * 1000 / count
+            for name, count in per_token.items()
+            if count and name in seconds
+        },
+        "perf/time_per_step": seconds["step"],
+        "perf/throughput": num_tokens / (seconds["step"] * num_devices),
+    }
 
 
 def format_step(step: int, metrics: dict[str, float]) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from dapo_core.errors import ModelError
 
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 _PARTS = (
     ("config.json", ("config.json",)),
     ("weights (*.safetensors)", ("*.safetensors",)),
@@ -26,12 +29,41 @@ def require_model_folder(model_path: str | Path) -> None:
         )
 
 
+def weight_files(model_path: str | Path) -> dict[str, Path]:
+    """The safetensors file of each tensor, by the tensor's name; only the index or the headers are read.
+
+    Raises ModelError when the index cannot be read or names files that are not there.
+    """
+    folder = Path(model_path)
+    index = folder / INDEX_FILE
+    if index.is_file():
+        places = _read_index(index)
+        lacking = sorted({file for file in places.values() if not (folder / file).is_file()})
+        if lacking:
+            raise ModelError(
+                f"{folder} lacks {len(lacking)} of the {len(set(places.values()))} files that {INDEX_FILE} names, "
+                f"such as {lacking[0]}; fetch the model again, or set model.path to a complete folder"
+            )
+        return {name: folder / file for name, file in places.items()}
+    single = folder / SINGLE_FILE
+    paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    return {name: path for path in paths for name in _names_in(path)}
+
+
 def weight_names(model_path: str | Path) -> set[str]:
-    """Names of the tensors in the folder's safetensors files; only their headers are read."""
+    """Names of the tensors in the folder's safetensors files."""
+    return set(weight_files(model_path))
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"{index} is no index of weights ({error!r}); fetch the model again") from error
+
+
+def _names_in(path: Path) -> list[str]:
     from safetensors import safe_open
 
-    names: set[str] = set()
-    for path in Path(model_path).glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    return names
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())

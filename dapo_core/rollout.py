@@ -1,4 +1,4 @@
-"""Groups of scored responses, and the worker that produces them on one engine."""
+"""Groups of scored responses, and the worker that produces them on one engine and its scoring processes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from dapo_core.data import Prompt
 from dapo_core.engines import Engine, FinishReason, GenerationRequest, Response
-from dapo_core.reward import Verdict, overlong_penalty, scorer_for
+from dapo_core.reward import RewardPool, Score, ScoreRequest, Verdict, overlong_penalty
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from dapo_core.config import RewardConfig
+    from dapo_core.config import Config
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Group:
 
     prompt: Prompt
     rollouts: list[Rollout]
-    policy_version: int  # of the weights the engine held when the group was submitted
+    policy_version: int  # of the weights that sampled its oldest token
 
     @property
     def num_response_tokens(self) -> int:
         return sum(len(rollout.response_ids) for rollout in self.rollouts)
 
     def metric(self, name: str) -> list[float]:
-        """The filter metric of each rollout: `acc`, `score`, or `seq_reward` and `seq_final_reward` (the reward)."""
+        """The filter metric of each rollout: `acc`, `score`, or the reward as `seq_reward`, `seq_final_reward`."""
         if name == "acc":
             return [rollout.acc for rollout in self.rollouts]
         if name == "score":
@@ -64,115 +64,199 @@ class Group:
         return [rollout.reward for rollout in self.rollouts]
 
 
+@dataclass(frozen=True)
+class GroupRequest:
+    """One group to sample: a fresh one, or one to continue from what an earlier step left unfinished."""
+
+    group_id: int  # position of its prompt in the stream
+    prompt: Prompt
+    responses: list[Response] = field(default_factory=list)  # [G]; to go on where the finish reason is `abort`
+    policy_version: int | None = None  # of the weights that sampled its oldest token; None without tokens
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens that were sampled already."""
+        return sum(len(response.response_ids) for response in self.responses)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a rollout worker did during a poll."""
+
+    groups: list[tuple[int, Group]]  # (group id, group) that finished
+    num_open_tokens: int  # response tokens that the unfinished groups have so far
+    reward_seconds: float  # spent waiting for scores alone, the engine having nothing left
+
+
 @dataclass
 class _OpenGroup:
     prompt: Prompt
     policy_version: int
-    responses: dict[int, Response] = field(default_factory=dict)
+    responses: dict[int, Response] = field(default_factory=dict)  # finished ones by sample
+    scores: dict[int, Score] = field(default_factory=dict)
 
 
 class RolloutWorker:
-    """One engine and the reward: takes prompts, hands back groups as they finish."""
+    """One engine and its scoring processes: takes prompts, hands back groups as they finish.
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
-        reward: RewardConfig,
-        group_size: int,
-        max_response_tokens: int,
-        seed: int,
-    ) -> None:
+    A response is scored while the engine goes on with others; a group is finished when all siblings have scores.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
         self.engine = engine
-        self.tokenizer = tokenizer
-        self.reward = reward
-        self.group_size = group_size
-        self.max_response_tokens = max_response_tokens
-        self.seed = seed
-        self._open: dict[str, _OpenGroup] = {}
+        self.config = config
+        self.group_size = config.rollout.group_size
+        self.pool = RewardPool(config.reward, config.custom_reward, tokenizer)
+        self._open: dict[int, _OpenGroup] = {}
+        self._num_scored = 0
+        self._scoring: dict[str, tuple[int, int]] = {}  # the pool's key -> (group id, sample), of open groups
 
-    def submit(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
-        """Queue groups of responses, one for each (group id, prompt).
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Queue groups of responses.
 
         A response's seed derives from (run seed, group id, sample), so it does not depend on history.
         """
-        for group_id, prompt in prompts:
-            self._open[group_id] = _OpenGroup(prompt, self.engine.policy_version)
-            self.engine.submit(
-                [
-                    GenerationRequest(
-                        f"{group_id}/{sample}", prompt.prompt_ids, sample_seed(self.seed, group_id, sample)
-                    )
-                    for sample in range(self.group_size)
-                ]
-            )
+        for request in requests:
+            version = request.policy_version
+            group = _OpenGroup(request.prompt, self.engine.policy_version if version is None else version)
+            self._open[request.group_id] = group
+            unfinished = []
+            for sample in range(self.group_size):
+                so_far = request.responses[sample] if request.responses else Response("", [], [], "abort")
+                if so_far.finish_reason == "abort":
+                    unfinished.append(self._generation_request(request, sample, so_far))
+                else:
+                    self._collect(so_far)
+            self.engine.submit(unfinished)
 
-    def poll(self, max_seconds: float) -> list[Group]:
-        """Groups that finished: runs the engine until at least one did, all is done, or the time is over."""
+    def poll(self, max_seconds: float) -> Progress:
+        """Run the engine and score until a group finished, all is done, or the time is over."""
         deadline = time.monotonic() + max_seconds
-        finished: list[Group] = []
-        while self._open and not finished and time.monotonic() < deadline:
-            for response in self.engine.step():
-                group = self._collect(response)
-                if group is not None:
-                    finished.append(group)
-        return finished
+        finished: list[tuple[int, Group]] = []
+        reward_seconds = 0.0
+        while self._open and not finished and (now := time.monotonic()) < deadline:
+            if self.engine.num_unfinished():
+                for response in self.engine.step():
+                    self._collect(response)
+                finished = self._take_scores(0.0)
+            else:
+                finished = self._take_scores(deadline - now)
+                reward_seconds += time.monotonic() - now
+        return Progress(finished, self._num_open_tokens(), reward_seconds)
 
-    def abort(self) -> tuple[int, int]:
-        """Drop every unfinished group; returns their number and the response tokens they had produced."""
-        num_groups = len(self._open)
-        num_tokens = sum(
-            len(response.response_ids) for group in self._open.values() for response in group.responses.values()
-        )
+    def suspend(self) -> list[GroupRequest]:
+        """Stop every unfinished group; returns the requests that continue them, here or on another worker.
+
+        A finished response whose score is outstanding is scored anew then.
+        """
         unfinished = [
-            f"{group_id}/{sample}"
+            _request_id(group_id, sample)
             for group_id, group in self._open.items()
             for sample in range(self.group_size)
             if sample not in group.responses
         ]
-        num_tokens += self.engine.abort(unfinished)
+        stopped = {response.request_id: response for response in self.engine.abort(unfinished)}
+        requests = []
+        for group_id, group in self._open.items():
+            responses = [
+                group.responses.get(sample) or stopped[_request_id(group_id, sample)]
+                for sample in range(self.group_size)
+            ]
+            begun = GroupRequest(group_id, group.prompt, responses, group.policy_version)
+            # Without a token, the weights that will sample the first one count.
+            requests.append(begun if begun.num_response_tokens else GroupRequest(group_id, group.prompt))
         self._open.clear()
-        return num_groups, num_tokens
+        self._scoring.clear()
+        return requests
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Replace the engine's weights; everything submitted from here on carries `policy_version`."""
+    def abort(self) -> tuple[int, int]:
+        """Drop every unfinished group; returns their number and the response tokens they have."""
+        dropped = self.suspend()
+        return len(dropped), sum(request.num_response_tokens for request in dropped)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> int:
+        """Replace the engine's weights; every group begun from here on carries the version it returns."""
         self.engine.load_weights(weights, policy_version)
+        return self.engine.policy_version
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """The engine's log-probs of given (prompt_ids, response_ids) pairs at temperature 1."""
         return self.engine.log_probs(sequences)
 
     def close(self) -> None:
-        """Free the engine."""
+        """End the scoring processes and free the engine."""
+        self.pool.close()
         self.engine.close()
 
-    def _collect(self, response: Response) -> Group | None:
-        group_id, _, sample = response.request_id.rpartition("/")
-        group = self._open[group_id]
-        group.responses[int(sample)] = response
-        if len(group.responses) < self.group_size:
-            return None
-        del self._open[group_id]
-        rollouts = [self._score(group.prompt, group.responses[sample]) for sample in range(self.group_size)]
-        return Group(group.prompt, rollouts, group.policy_version)
+    def _generation_request(self, request: GroupRequest, sample: int, so_far: Response) -> GenerationRequest:
+        return GenerationRequest(
+            _request_id(request.group_id, sample),
+            request.prompt.prompt_ids,
+            sample_seed(self.config.run.seed, request.group_id, sample),
+            so_far.response_ids,
+            so_far.rollout_log_probs,
+        )
 
-    def _score(self, prompt: Prompt, response: Response) -> Rollout:
-        text = str(self.tokenizer.decode(response.response_ids, skip_special_tokens=True))
-        score = scorer_for(prompt.data_source)(text, prompt.ground_truth)
+    def _num_open_tokens(self) -> int:
+        responses = (response for group in self._open.values() for response in group.responses.values())
+        return self.engine.num_unfinished_tokens() + sum(len(response.response_ids) for response in responses)
+
+    def _collect(self, response: Response) -> None:
+        """Note a finished response and have it scored."""
+        group_id, sample = _parse_request_id(response.request_id)
+        group = self._open[group_id]
+        group.responses[sample] = response
+        prompt = group.prompt
+        self._num_scored += 1
+        key = f"{response.request_id}#{self._num_scored}"  # a response that was stopped may come a second time
+        self._scoring[key] = (group_id, sample)
+        self.pool.submit(
+            key, ScoreRequest(prompt.data_source, response.response_ids, prompt.ground_truth, prompt.extra_info)
+        )
+
+    def _take_scores(self, max_seconds: float) -> list[tuple[int, Group]]:
+        """Wait for scores at most so long; returns the groups that this finished."""
+        finished = []
+        for key, score in self.pool.finished(max_seconds):
+            if key not in self._scoring:  # its group was stopped since
+                continue
+            group_id, sample = self._scoring.pop(key)
+            group = self._open[group_id]
+            group.scores[sample] = score
+            if len(group.scores) == self.group_size:
+                del self._open[group_id]
+                rollouts = [self._rollout(group, sample) for sample in range(self.group_size)]
+                finished.append((group_id, Group(group.prompt, rollouts, group.policy_version)))
+        return finished
+
+    def _rollout(self, group: _OpenGroup, sample: int) -> Rollout:
+        response, score = group.responses[sample], group.scores[sample]
         return Rollout(
             response_ids=response.response_ids,
             rollout_log_probs=response.rollout_log_probs,
             finish_reason=response.finish_reason,
             score=score.value,
             overlong_penalty=overlong_penalty(
-                len(response.response_ids), self.max_response_tokens, self.reward.overlong
+                len(response.response_ids),
+                self.config.rollout.max_response_tokens,
+                self.config.reward.overlong,
+                is_clamped=self.config.algorithm.compat != "verl",
             ),
             verdict=score.verdict,
             acc=score.acc,
         )
 
 
-def sample_seed(run_seed: int, group_id: str, sample: int) -> int:
+def _request_id(group_id: int, sample: int) -> str:
+    return f"{group_id}/{sample}"
+
+
+def _parse_request_id(request_id: str) -> tuple[int, int]:
+    group_id, _, sample = request_id.partition("/")
+    return int(group_id), int(sample)
+
+
+def sample_seed(run_seed: int, group_id: int, sample: int) -> int:
     """A seed in [0, 2**31) for one response, from the run's seed, its group and its number alone."""
     digest = hashlib.sha256(f"{run_seed}/{group_id}/{sample}".encode()).digest()
     return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF

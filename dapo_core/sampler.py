@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from dapo_core.data import Prompt, PromptStream
-from dapo_core.errors import NotEnoughSignal
-from dapo_core.rollout import Group
+import numpy as np
+
+from dapo_core.data import PromptStream
+from dapo_core.errors import NotEnoughSignal, RolloutError
+from dapo_core.rollout import Group, GroupRequest
 
 if TYPE_CHECKING:
     from dapo_core.config import SamplerConfig
@@ -22,32 +25,52 @@ WASTED: tuple[Fate, ...] = ("all_right", "all_wrong", "stale", "aborted")
 
 
 class GroupSource(Protocol):
-    """Rollout workers seen as one: groups go in by prompt and come out scored, in the order they finish."""
+    """Rollout workers seen as one: requests go in, and groups come out scored, in the order they finish.
+
+    Finished groups come as (group id, group).
+    """
 
     @property
     def num_in_flight(self) -> int:
-        """Groups submitted and neither returned nor aborted."""
+        """Groups submitted and neither returned nor stopped."""
 
-    def submit(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
-        """Queue one group for each (group id, prompt)."""
+    @property
+    def num_tokens_in_flight(self) -> int:
+        """Response tokens that these have, as far as is known."""
 
-    def finished(self) -> list[Group]:
-        """Wait until at least one group finished and return all that did."""
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Queue one group for each request."""
 
-    def abort(self) -> tuple[list[Group], int, int]:
+    def finished(self) -> list[tuple[int, Group]]:
+        """Wait until a group finished, but no longer than about a second; returns all that did."""
+
+    def abort(self) -> tuple[list[tuple[int, Group]], int, int]:
         """Drop what is in flight: groups that finished meanwhile, then groups and response tokens dropped."""
+
+    def suspend(self) -> tuple[list[tuple[int, Group]], list[GroupRequest]]:
+        """Stop what is in flight: groups that finished meanwhile, then the requests that continue the others."""
+
+    def take_reward_seconds(self) -> float:
+        """Seconds since the last call in which a worker waited for scores alone, of the worker with the most."""
 
 
 @dataclass
 class TokenAccount:
     """Where a step's groups and response tokens went.
 
-    Over a step: generated + carried in = kept + all_right + all_wrong + surplus + stale + aborted.
+    Over a step, of tokens: generated + carried in = kept + all_right + all_wrong + surplus + stale + aborted +
+    carried out; of groups the same with those drawn in place of generated. What is carried in is the surplus and
+    the carried-out part of the step before.
     """
 
     groups: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
     tokens: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
-    generated_tokens: int = 0  # by the engines in this step, whatever became of them
+    carried_in_groups: int = 0  # surplus and unfinished groups that waited for this step
+    carried_in_tokens: int = 0
+    carried_out_groups: int = 0  # unfinished, to be continued in the next step
+    carried_out_tokens: int = 0  # all they have, of whichever step
+    generated_tokens: int = 0  # sampled by the engines in this step, whatever became of them
+    finished_groups: int = 0  # in this step
     num_right: int = 0  # responses, among the groups that finished in this step
     num_finished: int = 0  # responses
     reward_seconds: float = 0.0  # the step's sampling waited for scores alone, the engines having nothing left
@@ -77,94 +100,175 @@ class Draw:
     account: TokenAccount
 
 
+@dataclass
+class _Filling:
+    """A step on its way to P groups."""
+
+    step: int
+    account: TokenAccount
+    last_kept: float  # when, by the sampler's clock
+    kept: list[Group] = field(default_factory=list)
+    unjudged: dict[int, Group] = field(default_factory=dict)  # by group id
+    num_gen_batches: int = 0
+    finished_since_kept: int = 0  # groups
+
+
 class Sampler:
-    """Fills training steps with groups that carry signal. Groups are judged as they finish."""
+    """Fills training steps with groups that carry signal. Groups are judged as they finish.
+
+    With `is_deterministic` they are judged in prompt order once all of a draw have finished, so that speed
+    decides nothing. `compat` verl lets its standard deviation tell which groups have signal.
+    """
 
     def __init__(
-        self, source: GroupSource, stream: PromptStream, train_prompts: int, settings: SamplerConfig
+        self,
+        source: GroupSource,
+        stream: PromptStream,
+        train_prompts: int,
+        settings: SamplerConfig,
+        compat: Literal["none", "verl"] = "none",
+        is_deterministic: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.source = source
         self.stream = stream
         self.train_prompts = train_prompts
         self.settings = settings
-        self.surplus: list[tuple[int, Group]] = []  # (step that generated it, group)
+        self.compat = compat
+        self.is_deterministic = is_deterministic
+        self.clock = clock
+        self.surplus: list[tuple[int, Group]] = []  # (step that sampled its oldest token, group)
+        self.unfinished: list[tuple[int, GroupRequest]] = []  # likewise
+        self._submitted: dict[
+            int, tuple[int, int]
+        ] = {}  # in flight: group id -> (step of its oldest token, tokens)
 
     def draw(self, step: int) -> Draw:
-        """The groups of training step `step`: surplus of earlier steps first, then fresh ones.
+        """The groups of training step `step`: surplus of earlier steps first, then those that finish.
 
-        Fresh prompts are drawn `gen_prompts` at a time, whenever the groups in flight could not fill the step.
-        Once the step is full, finished groups become surplus and unfinished ones are aborted. Raises
-        NotEnoughSignal when the bound on draws is reached under `on_exhausted: raise`.
+        Unfinished groups of the step before go on first. Fresh prompts are drawn `gen_prompts` at a time, whenever
+        the groups in flight could not fill the step. Once the step is full, finished groups become surplus, and
+        unfinished ones are aborted or carried over. Raises NotEnoughSignal when the bound on draws is reached
+        under `on_exhausted: raise`, or on time without a kept group; RolloutError when that long nothing finished.
         """
-        account = TokenAccount()
-        kept = self._take_surplus(step, account)
-        num_gen_batches = 0
-        while len(kept) < self.train_prompts:
-            if len(kept) + self.source.num_in_flight < self.train_prompts:
-                if num_gen_batches < self.settings.max_num_gen_batches:
-                    self._submit()
-                    num_gen_batches += 1
+        filling = _Filling(step, TokenAccount(), self.clock())
+        self._carry_in(filling)
+        while len(filling.kept) < self.train_prompts:
+            if len(filling.kept) + len(filling.unjudged) + self.source.num_in_flight < self.train_prompts:
+                if filling.num_gen_batches < self.settings.max_num_gen_batches:
+                    self._submit_fresh(filling)
                 elif not self.source.num_in_flight:
-                    kept = self._exhausted(kept, account, num_gen_batches)
+                    self._give_up(filling)
                     break
-            for group in self.source.finished():
-                self._judge(group, kept, step, account)
-        self._abort(kept, step, account)
-        for group in kept:
-            account.add_group("kept", group)
-        return Draw(kept, num_gen_batches, account)
+            self._note(self.source.finished(), filling)
+            self._judge(filling)
+            self._refuse_silence(filling)
+        self._stop(filling)
+        for group in filling.kept:
+            filling.account.add_group("kept", group)
+        filling.account.reward_seconds = self.source.take_reward_seconds()
+        return Draw(filling.kept, filling.num_gen_batches, filling.account)
 
-    def _take_surplus(self, step: int, account: TokenAccount) -> list[Group]:
-        kept: list[Group] = []
-        waiting, self.surplus = self.surplus, []
+    def _carry_in(self, filling: _Filling) -> None:
+        account, waiting, unfinished = filling.account, self.surplus, self.unfinished
+        self.surplus, self.unfinished = [], []
+        account.carried_in_groups = len(waiting) + len(unfinished)
+        account.carried_in_tokens = sum(group.num_response_tokens for _, group in waiting)
+        account.carried_in_tokens += sum(request.num_response_tokens for _, request in unfinished)
+        oldest = filling.step - self.settings.max_staleness
         for born, group in waiting:
-            if step - born > self.settings.max_staleness:
+            if born < oldest:
                 account.add_group("stale", group)
-            elif len(kept) < self.train_prompts:
-                kept.append(group)
+            elif len(filling.kept) < self.train_prompts:
+                filling.kept.append(group)
             else:
                 self._set_aside(born, group, account)
-        return kept
+        for born, request in unfinished:
+            if born < oldest and request.num_response_tokens:
+                account.add("stale", 1, request.num_response_tokens)
+            else:
+                self.unfinished.append((born, request))
+        if len(filling.kept) < self.train_prompts:
+            self._submit_unfinished(filling.step)
 
-    def _submit(self) -> None:
+    def _submit_unfinished(self, step: int) -> None:
+        continued, self.unfinished = self.unfinished, []
+        for born, request in continued:
+            num_tokens = request.num_response_tokens
+            self._submitted[request.group_id] = (born if num_tokens else step, num_tokens)
+        self.source.submit([request for _, request in continued])
+
+    def _submit_fresh(self, filling: _Filling) -> None:
         first = self.stream.position
         prompts = self.stream.take(self.settings.gen_prompts)
-        self.source.submit([(str(first + offset), prompt) for offset, prompt in enumerate(prompts)])
+        requests = [GroupRequest(first + offset, prompt) for offset, prompt in enumerate(prompts)]
+        self._submitted |= {request.group_id: (filling.step, 0) for request in requests}
+        self.source.submit(requests)
+        filling.num_gen_batches += 1
 
-    def _judge(self, group: Group, kept: list[Group], step: int, account: TokenAccount) -> None:
-        right = group.metric("acc")
-        account.generated_tokens += group.num_response_tokens
-        account.num_right += int(sum(right))
-        account.num_finished += len(right)
+    def _note(self, finished: Sequence[tuple[int, Group]], filling: _Filling) -> None:
+        account = filling.account
+        for group_id, group in finished:
+            account.generated_tokens += group.num_response_tokens - self._submitted[group_id][1]
+            account.finished_groups += 1
+            account.num_right += sum(rollout.verdict == "right" for rollout in group.rollouts)
+            account.num_finished += len(group.rollouts)
+            filling.unjudged[group_id] = group
+            filling.finished_since_kept += 1
+
+    def _judge(self, filling: _Filling) -> None:
+        """Decide what becomes of the groups that finished; under `is_deterministic` once none is in flight."""
+        if self.is_deterministic and self.source.num_in_flight:
+            return
+        account, groups = filling.account, filling.unjudged
+        filling.unjudged = {}
+        for group_id in sorted(groups) if self.is_deterministic else groups:
+            group = groups[group_id]
+            born, _ = self._submitted.pop(group_id)
+            if not self._has_signal(group):
+                account.add_group("all_right" if min(group.metric("acc")) == 1.0 else "all_wrong", group)
+            elif len(filling.kept) < self.train_prompts:
+                filling.kept.append(group)
+                filling.last_kept, filling.finished_since_kept = self.clock(), 0
+            else:
+                self._set_aside(born, group, account)
+
+    def _has_signal(self, group: Group) -> bool:
+        if not self.settings.dynamic:
+            return True
         values = group.metric(self.settings.metric)
-        if self.settings.dynamic and min(values) == max(values):
-            account.add_group("all_right" if min(right) == 1.0 else "all_wrong", group)
-        elif len(kept) < self.train_prompts:
-            kept.append(group)
-        else:
-            self._set_aside(step, group, account)
+        if self.compat == "verl":  # rounding gives [0.1] * 3 a deviation of 1.4e-17
+            return len(values) == 1 or bool(np.std(values) > 0)
+        return min(values) != max(values)
 
     def _set_aside(self, born: int, group: Group, account: TokenAccount) -> None:
         self.surplus.append((born, group))
         account.add_group("surplus", group)
 
-    def _abort(self, kept: list[Group], step: int, account: TokenAccount) -> None:
-        late, num_groups, num_tokens = self.source.abort()
-        for group in late:
-            self._judge(group, kept, step, account)
-        account.generated_tokens += num_tokens
-        account.add("aborted", num_groups, num_tokens)
+    def _stop(self, filling: _Filling) -> None:
+        """The step is over: abort what is in flight, or keep it for the next step."""
+        account = filling.account
+        if self.settings.in_flight == "abort":
+            late, num_groups, num_tokens = self.source.abort()
+            self._note(late, filling)
+            self._judge(filling)
+            account.generated_tokens += num_tokens
+            account.add("aborted", num_groups, num_tokens)
+        else:
+            late, requests = self.source.suspend()
+            self._note(late, filling)
+            self._judge(filling)
+            for request in requests:
+                born, num_tokens = self._submitted[request.group_id]
+                account.generated_tokens += request.num_response_tokens - num_tokens
+                self.unfinished.append((born, request))
+            account.carried_out_groups = len(self.unfinished)
+            account.carried_out_tokens = sum(request.num_response_tokens for _, request in self.unfinished)
+        self._submitted.clear()
 
-    def _exhausted(self, kept: list[Group], account: TokenAccount, num_gen_batches: int) -> list[Group]:
-        num_groups = num_gen_batches * self.settings.gen_prompts
-        num_even = account.groups["all_right"] + account.groups["all_wrong"]
-        accuracy = account.num_right / max(account.num_finished, 1)
-        message = (
-            f"{num_gen_batches} draws of {self.settings.gen_prompts} prompts gave {len(kept)} groups with signal, "
-            f"{self.train_prompts} are needed: of {num_groups} groups {account.groups['all_right']} were all "
-            f"right and {account.groups['all_wrong']} all wrong, {1 - num_even / num_groups:.1%} were kept (mean "
-            f"accuracy {accuracy:.1%}). "
-        )
+    def _give_up(self, filling: _Filling) -> None:
+        """Draws are used up and nothing is in flight: what `on_exhausted` says."""
+        message = f"{self._seen(filling)} "
         if self.settings.on_exhausted == "raise":
             raise NotEnoughSignal(
                 message + "Use prompts nearer to the model's ability, raise rollout.group_size or "
@@ -173,8 +277,38 @@ class Sampler:
             )
         if self.settings.on_exhausted == "train_partial":
             logger.warning("%sTraining on these (sampler.on_exhausted=train_partial)", message)
-            return kept
+            return
         logger.warning("%sSkipping the step (sampler.on_exhausted=skip_step)", message)
-        for group in kept:
-            account.add_group("stale", group)
-        return []
+        for group in filling.kept:
+            filling.account.add_group("stale", group)
+        filling.kept = []
+
+    def _refuse_silence(self, filling: _Filling) -> None:
+        """Raise when no group was kept for too long, with what was seen."""
+        seconds = self.clock() - filling.last_kept
+        if len(filling.kept) >= self.train_prompts or seconds <= self.settings.max_seconds_without_kept:
+            return
+        message = f"no group was kept for {seconds:.0f} s of training step {filling.step}. {self._seen(filling)} "
+        if not filling.finished_since_kept:
+            raise RolloutError(
+                message + "In this time no group finished: when the tokens in flight do not grow, the engines "
+                "hang, and rollout.engine=hf shows whether it is the engine; when they do, raise "
+                "sampler.max_seconds_without_kept, or lower rollout.max_response_tokens or sampler.gen_prompts"
+            )
+        raise NotEnoughSignal(
+            message + "Use prompts nearer to the model's ability, raise rollout.group_size, or raise "
+            "sampler.max_seconds_without_kept"
+        )
+
+    def _seen(self, filling: _Filling) -> str:
+        account = filling.account
+        num_judged = account.finished_groups - len(filling.unjudged)
+        num_even = account.groups["all_right"] + account.groups["all_wrong"]
+        return (
+            f"{filling.num_gen_batches} draws of {self.settings.gen_prompts} prompts gave {len(filling.kept)} "
+            f"groups with signal, {self.train_prompts} are needed: of {num_judged} finished groups "
+            f"{account.groups['all_right']} were all right and {account.groups['all_wrong']} all wrong, "
+            f"{1 - num_even / max(num_judged, 1):.1%} were kept (mean accuracy "
+            f"{account.num_right / max(account.num_finished, 1):.1%}); {self.source.num_in_flight} groups with "
+            f"{self.source.num_tokens_in_flight} response tokens are in flight."
+        )

@@ -1,14 +1,16 @@
-"""DAPO training: draw -> weigh -> pack -> anchor -> learn -> publish -> tell -> keep, once a step."""
+"""DAPO training: draw -> pack -> anchor -> weigh -> learn -> publish -> tell -> keep, once a step."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from dapo_core import metrics as measure
 from dapo_core.advantage import group_advantages
@@ -24,11 +26,14 @@ from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.config import result_values
 from dapo_core.data import PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
+from dapo_core.flops import ActorUtilization
+from dapo_core.kl import KLController, reward_penalties
 from dapo_core.loss import LossTotals
 from dapo_core.model_folder import require_model_folder
-from dapo_core.policy import UpdateSums
-from dapo_core.reward import scorer_for
-from dapo_core.sampler import Draw, Sampler
+from dapo_core.policy import UpdateSums, read_model_config, require_trainable
+from dapo_core.reward import require_scorers
+from dapo_core.rollout_correction import correct_rollouts, mismatch_metrics
+from dapo_core.sampler import Sampler
 from dapo_core.weight_sync import probe_difference, publish_weights
 
 if TYPE_CHECKING:
@@ -58,9 +63,9 @@ def train(
     training step. Input is checked before any worker starts.
     """
     require_model_folder(model_path)
+    require_trainable(read_model_config(model_path), config.train.sequence_parallel)
     prompts = tokenize_prompts(read_rows(train_path), load_tokenizer(model_path), config.data.max_prompt_tokens)
-    for data_source in {prompt.data_source for prompt in prompts}:
-        scorer_for(data_source)
+    require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
     stream = PromptStream(prompts, config.run.seed, config.data.shuffle)
     output_dir.mkdir(parents=True, exist_ok=True)
     with start_cluster(config, model_path) as cluster:
@@ -75,6 +80,20 @@ def train(
     return TrainResult(checkpoint, trainer.step, trainer.policy_version)
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """What a step learned from, and how."""
+
+    groups: list[Group]
+    batch: Batch
+    entropy: torch.Tensor  # [B, R], of the policy before the update
+    rewards: np.ndarray  # [B], what the advantages are made of
+    noted: dict[str, float]  # metrics on the way: engine against policy, KL in the reward
+    updates: list[UpdateSums]
+    rank_rows: list[np.ndarray]  # rows of the batch that each data-parallel rank trained on
+    probe_difference: float  # nats per token between policy and engines after the update
+
+
 class Trainer:
     """The state of a training run and its step."""
 
@@ -84,10 +103,23 @@ class Trainer:
         self.config = config
         self.cluster = cluster
         self.stream = stream
-        self.sampler = Sampler(cluster.rollouts, stream, config.train.train_prompts, config.sampler)
+        self.sampler = Sampler(
+            cluster.rollouts,
+            stream,
+            config.train.train_prompts,
+            config.sampler,
+            config.algorithm.compat,
+            config.run.deterministic,
+        )
+        self.kl_controller = KLController(config.algorithm.kl)
         self.model_path = model_path
         self.output_dir = output_dir
         self.checkpoint_dir = output_dir / "checkpoints"
+        device = device_for(config.train.device)
+        self.dtypes = [device.resolve_dtype(section.dtype) for section in (config.train, config.rollout)]
+        self.utilization = ActorUtilization(
+            read_model_config(model_path), cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
+        )
         self.step = 0  # training steps done
         self.policy_version = 0  # optimizer steps behind the engines' weights
 
@@ -100,7 +132,9 @@ class Trainer:
         state = read_state(checkpoint)
         refuse_other_training(checkpoint, state.identity, self._identity())
         self.step, self.policy_version = state.step, state.policy_version
-        self.stream.position, self.sampler.surplus = state.prompt_position, state.surplus
+        self.stream.position = state.prompt_position
+        self.sampler.surplus, self.sampler.unfinished = state.surplus, state.unfinished
+        self.kl_controller.coefficient = state.kl_coefficient
         self.cluster.policy.load(str(checkpoint))
         publish_weights(self.cluster, self.policy_version)
         self.log = measure.MetricsLog(self.output_dir, self.step)
@@ -114,54 +148,111 @@ class Trainer:
         timer = measure.PhaseTimer()
         with timer.phase("gen"):
             draw = self.sampler.draw(self.step + 1)
+        timer.attribute(draw.account.reward_seconds, "gen", "reward")
         metrics = measure.draw_metrics(draw)
+        num_tokens = (0, 0)  # of responses; of prompts and responses
         if draw.groups:
-            metrics |= self._learn_from(draw, timer)
+            lesson = self._learn_from(draw.groups, timer)
+            metrics |= self._measure(lesson, timer.read()["update_actor"])
+            num_tokens = (int(lesson.batch.response_lengths.sum()), lesson.batch.num_tokens)
         self.step += 1
+        metrics |= self._standing()
+        num_devices = self.config.train.num_ranks
         with timer.phase("save_checkpoint"):
-            self._keep(self._complete(metrics, timer))
-        return self._tell(self._complete(metrics, timer))
+            self._keep(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
+        return self._tell(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
 
-    def _learn_from(self, draw: Draw, timer: measure.PhaseTimer) -> dict[str, float]:
-        with timer.phase("adv"):
-            advantages = self._weigh(draw.groups)
-            batch = build_batch(draw.groups, advantages, self.config.reward.mask_truncated)
+    def _learn_from(self, groups: list[Group], timer: measure.PhaseTimer) -> Lesson:
+        policy = self.cluster.policy
+        batch = build_batch(groups, self.config.reward.mask_truncated)
         with timer.phase("old_log_prob"):
-            old_log_probs, entropy = self.cluster.policy.log_probs(batch)
-            batch = batch.with_old_log_probs(old_log_probs)
+            policy.onload()
+            old_log_probs, entropy = policy.log_probs(batch)
+            batch = replace(batch, old_log_probs=old_log_probs)
+        if self.config.algorithm.kl.place != "off":
+            with timer.phase("ref"):
+                batch = replace(batch, ref_log_probs=policy.ref_log_probs(batch))
+        with timer.phase("adv"):
+            noted = mismatch_metrics(batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
+            rewards, kl = self._rewards(groups, batch)
+            batch = self._weigh(batch, rewards)
         with timer.phase("update_actor"):
-            updates = self._learn(batch)
+            updates, rank_rows = self._learn(batch)
         with timer.phase("weight_sync"):
             self.policy_version += len(updates)
             probe = self._publish(batch)
-        totals = LossTotals(batch.num_loss_tokens, batch.num_loss_responses)
-        aggregation = self.config.algorithm.loss_aggregation
-        return {
-            **measure.response_metrics(draw.groups),
-            **measure.batch_metrics(batch, entropy, totals, aggregation),
-            **measure.update_metrics(updates),
-            "weight_sync/probe_difference": probe,
-        }
+            policy.offload()
+        return Lesson(groups, batch, entropy, rewards, noted | kl, updates, rank_rows, probe)
 
-    def _weigh(self, groups: list[Group]) -> np.ndarray:
+    def _rewards(self, groups: list[Group], batch: Batch) -> tuple[np.ndarray, dict[str, float]]:
+        """What each response is worth, less its KL where that counts in the reward: [B]; and the KL's metrics."""
         rewards = np.array([rollout.reward for group in groups for rollout in group.rollouts])
-        group_ids = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
-        return group_advantages(rewards, group_ids, self.config.algorithm.normalize_by_std)
+        kl = self.config.algorithm.kl
+        if kl.place != "reward":
+            return rewards, {}
+        assert batch.ref_log_probs is not None
+        penalties, mean = reward_penalties(batch.old_log_probs, batch.ref_log_probs, batch.response_mask, kl)
+        coefficient = self.kl_controller.coefficient
+        self.kl_controller.update(mean, batch.num_responses)
+        told = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
+        return rewards - coefficient * penalties, told
 
-    def _learn(self, batch: Batch) -> list[UpdateSums]:
-        """Optimizer steps over consecutive mini-batches of whole groups."""
+    def _weigh(self, batch: Batch, rewards: np.ndarray) -> Batch:
+        """The batch with advantages, and corrected for what the engine sampled from."""
+        group_ids = np.arange(batch.num_responses) // self.config.rollout.group_size
+        advantages = group_advantages(rewards, group_ids, self.config.algorithm)
+        weights, mask = correct_rollouts(
+            batch.old_log_probs,
+            batch.rollout_log_probs,
+            batch.response_mask,
+            self.config.algorithm.rollout_correction,
+        )
+        return replace(
+            batch,
+            advantages=torch.as_tensor(advantages),
+            importance_weights=weights,
+            response_mask=mask,
+        )
+
+    def _learn(self, batch: Batch) -> tuple[list[UpdateSums], list[np.ndarray]]:
+        """Optimizer steps over consecutive mini-batches of whole groups, and the rows each rank trained on."""
         size = self.config.train.mini_prompts * self.config.rollout.group_size
-        starts = range(0, batch.num_responses, size)
-        rows = np.arange(batch.num_responses)
-        return [self.cluster.policy.update(batch.select(rows[start : start + size])) for start in starts]
+        updates, rank_rows = [], []
+        for start in range(0, batch.num_responses, size):
+            rows = np.arange(start, min(start + size, batch.num_responses))
+            sums, indices = self.cluster.policy.update(batch.select(rows))
+            updates.append(sums)
+            rank_rows.append([rows[of_rank] for of_rank in indices])
+        return updates, [np.concatenate(parts) for parts in zip(*rank_rows, strict=True)]
 
     def _publish(self, batch: Batch) -> float:
         """New weights into the engines, proven on one response of the batch; returns the difference in nats."""
         publish_weights(self.cluster, self.policy_version)
-        device = device_for(self.config.train.device)
-        dtypes = [device.resolve_dtype(section.dtype) for section in (self.config.train, self.config.rollout)]
-        names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
         return probe_difference(self.cluster, batch.select([0]), names)
+
+    def _measure(self, lesson: Lesson, update_seconds: float) -> dict[str, float]:
+        """The step's metrics of what was learned."""
+        batch, algorithm = lesson.batch, self.config.algorithm
+        totals = LossTotals(batch.num_loss_tokens, batch.num_loss_responses)
+        lengths = (batch.prompt_lengths + batch.response_lengths).numpy()
+        return {
+            **measure.response_metrics(lesson.groups, lesson.rewards, self.config.data.max_prompt_tokens),
+            **measure.batch_metrics(batch, lesson.entropy, totals.token_weights(batch.response_mask, algorithm)),
+            **measure.seqlen_metrics(lengths, lesson.rank_rows),
+            **measure.update_metrics(lesson.updates, algorithm.kl),
+            **lesson.noted,
+            **self.utilization.metrics(lengths, int(batch.response_lengths.sum()), update_seconds),
+            "weight_sync/probe_difference": lesson.probe_difference,
+        }
+
+    def _standing(self) -> dict[str, float]:
+        """Where training stands, and the memory it takes."""
+        return {
+            "training/global_step": float(self.step),
+            "training/epoch": self.stream.epoch,
+            **self.cluster.policy.memory_metrics(),
+        }
 
     def _keep(self, metrics: dict[str, float]) -> None:
         is_last = self.step == self.config.train.total_steps
@@ -172,6 +263,8 @@ class Trainer:
             policy_version=self.policy_version,
             prompt_position=self.stream.position,
             surplus=self.sampler.surplus,
+            unfinished=self.sampler.unfinished,
+            kl_coefficient=self.kl_controller.coefficient,
             metrics=metrics,
             identity=self._identity(),
         )
@@ -188,17 +281,8 @@ class Trainer:
             for name, value in result_values(getattr(self.config, section)).items()
         }
         del values["train.total_steps"]
-        return {"run.seed": self.config.run.seed, **values, "prompts": self.stream.digest}
-
-    def _complete(self, metrics: dict[str, float], timer: measure.PhaseTimer) -> dict[str, float]:
-        metrics = {
-            "training/global_step": float(self.step),
-            "training/epoch": self.stream.epoch,
-            **metrics,
-            **timer.metrics(),
-            **self.cluster.policy.memory_metrics(),
-        }
-        return metrics | measure.speed_metrics(metrics, self.config.train.num_ranks)
+        identity = {"run.seed": self.config.run.seed, **values, "prompts": self.stream.digest}
+        return json.loads(json.dumps(identity))  # as a checkpoint gives it back
 
     def _tell(self, metrics: dict[str, float]) -> dict[str, float]:
         self.log.append(self.step, self.policy_version, metrics)

@@ -30,10 +30,20 @@ def plan_buckets(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
 
 
 def publish_weights(cluster: Cluster, policy_version: int) -> None:
-    """Load the policy's weights into every engine, which drop their cached prefixes and take the version."""
+    """Load the policy's weights into every engine, which drop their cached prefixes and take the version.
+
+    Raises RolloutError when an engine says afterwards that it holds another version.
+    """
     plan = plan_buckets(cluster.policy.weight_sizes(), BUCKET_BYTES)
     buckets = [cluster.policy.gather_weights(names) for names in plan]
-    cluster.rollouts.load_weights(buckets, policy_version)
+    versions = cluster.rollouts.load_weights(buckets, policy_version)
+    others = [version for version in versions if version != policy_version]
+    if others:
+        raise RolloutError(
+            f"{len(others)} of {len(versions)} engines hold policy versions {sorted(set(others))} after version "
+            f"{policy_version} was published: their rollouts would come from old weights; start the training "
+            "again, which continues from the last checkpoint"
+        )
 
 
 def probe_difference(cluster: Cluster, probe: Batch, dtypes: Collection[str]) -> float:

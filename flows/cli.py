@@ -93,12 +93,20 @@ def runs(store: Annotated[Path, typer.Option(help="Artifact store.")] = Path(".d
     print_runs(list(read_runs(store)))
 
 
-@config_app.command("show", epilog="Example: dapo config show configs/arith_cpu.yaml --set train.total_steps=10")
+@config_app.command("show", epilog="Example: dapo config show configs/arith_cpu.yaml --set run.seed=2 > mine.yaml")
 def config_show(config: ConfigArgument, overrides: SetOption = None) -> None:
-    """Print the resolved configuration: defaults < file < --set."""
-    from dapo_core.config import dump_config, load_config
+    """Print the resolved configuration, defaults < file < --set, as YAML that can be a recipe again.
 
-    typer.echo(dump_config(load_config(config, overrides or ())), nl=False)
+    On standard error follows what it means in numbers: prompts, responses and tokens of a training step,
+    optimizer steps, tokens on a device, devices. Without it: 2> /dev/null.
+    """
+    from dapo_core.config import dump_config, load_config
+    from dapo_core.config.derived import derive
+    from flows.tables import print_derived
+
+    settings = load_config(config, overrides or ())
+    typer.echo(dump_config(settings), nl=False)
+    print_derived(derive(settings))
 
 
 @app.command("prepare-data", epilog="Example: dapo prepare-data configs/arith_cpu.yaml --output data")

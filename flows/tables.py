@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from dapo_core.config.derived import Derived
     from tasks.plan import PlannedStage
 
 SHORT_KEY = 16
+WIDTH = 200  # where no terminal says how wide it is
 
 
 def print_plan(stages: Sequence[PlannedStage]) -> None:
@@ -45,6 +47,16 @@ def print_runs(records: Sequence[dict[str, Any]]) -> None:
     Console(width=_width()).print(table)
 
 
+def print_derived(derived: Derived) -> None:
+    """What a configuration means in numbers, to standard error: standard output holds the configuration itself."""
+    table = Table("of", "", "unit", "from", title="What follows from it", title_justify="left")
+    table.columns[1].justify = "right"
+    for what, number, unit, formula in derived.rows():
+        table.add_row(what, f"{number:,}", unit, formula)
+    is_terminal = Console(stderr=True).is_terminal
+    Console(stderr=True, width=None if is_terminal else WIDTH).print(table)
+
+
 def _result(report: dict[str, Any]) -> list[str]:
     return [
         f"{100 * report['before']:.1f}",
@@ -57,4 +69,4 @@ def _result(report: dict[str, Any]) -> list[str]:
 
 def _width() -> int | None:
     """Wide enough for whole paths where no terminal bounds the line."""
-    return None if Console().is_terminal else 200
+    return None if Console().is_terminal else WIDTH

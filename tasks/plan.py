@@ -30,7 +30,6 @@ class PlannedStage:
     key: str | None  # None while an input is not built
     waits_for: str | None  # the stage whose output the key needs
     seconds: float | None  # what building the cached artifact took
-    path: str | None
 
 
 class _Planner:
@@ -44,11 +43,11 @@ class _Planner:
         started = self.store.working_directory(key.stage, key.key).exists()
         state = "cached" if artifact else "resumes" if started else "runs"
         seconds = artifact.manifest()["seconds"] if artifact else None
-        self.stages.append(PlannedStage(label, state, key.key, None, seconds, artifact.path if artifact else None))
+        self.stages.append(PlannedStage(label, state, key.key, None, seconds))
         return artifact
 
     def waiting(self, label: str, waits_for: str) -> None:
-        self.stages.append(PlannedStage(label, "runs", None, waits_for, None, None))
+        self.stages.append(PlannedStage(label, "runs", None, waits_for, None))
 
 
 def plan_chain(config: Config) -> list[PlannedStage]:

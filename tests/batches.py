@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 
 from dapo_core.batch import Batch, build_batch
 from dapo_core.data import Prompt
@@ -53,4 +55,4 @@ def random_batch(num_groups: int, group_size: int, seed: int = 0) -> Batch:
         for index in range(num_groups)
     ]
     advantages = np.array([draw.uniform(-2, 2) for _ in range(num_groups * group_size)])
-    return build_batch(groups, advantages, mask_truncated=False)
+    return replace(build_batch(groups, mask_truncated=False), advantages=torch.as_tensor(advantages).float())

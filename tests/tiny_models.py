@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -23,24 +23,43 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tiny_qwen3(path: str | Path, seed: int = 0, tie_word_embeddings: bool = True) -> Path:
-    """The folder `path`, filled with a random two-layer float32 Qwen3 model that transformers and vLLM load.
+Architecture = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
+ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
+_SIZES: dict[str, dict[str, int]] = {  # beside what all four have in common
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "decoder_sparse_step": 1,
+    },
+    "llama": {},
+}
 
-    Its byte-level tokenizer gives any text back unchanged. `<|end|>` ends a response.
+
+def build_tiny(
+    path: str | Path, architecture: Architecture, seed: int = 0, tie_word_embeddings: bool = True
+) -> Path:
+    """The folder `path`, filled with a random two-layer float32 model that transformers and vLLM load.
+
+    Its byte-level tokenizer gives any text back unchanged. `<|end|>` ends a response. Experts have the names of
+    published files: one tensor for each matrix of each expert.
     """
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     folder = Path(path)
     tokenizer = tiny_tokenizer()
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        architecture,
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=tie_word_embeddings,
         initializer_range=0.1,  # far enough from uniform that a wrong weight shows in the log-probs
@@ -48,6 +67,7 @@ def build_tiny_qwen3(path: str | Path, seed: int = 0, tie_word_embeddings: bool 
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         dtype="float32",
+        **_SIZES[architecture],
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -58,6 +78,11 @@ def build_tiny_qwen3(path: str | Path, seed: int = 0, tie_word_embeddings: bool 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def build_tiny_qwen3(path: str | Path, seed: int = 0, tie_word_embeddings: bool = True) -> Path:
+    """The folder `path`, filled with a random Qwen3 model; see build_tiny."""
+    return build_tiny(path, "qwen3", seed, tie_word_embeddings)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -18,19 +18,25 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to sample. `seed` alone decides its randomness, not what else is in the engine's batch."""
+    """One response to sample. `seed` alone decides its randomness, not what else is in the engine's batch.
+
+    A response that was aborted is continued from the tokens that it has.
+    """
 
     request_id: str
     prompt_ids: Sequence[int]
     seed: int
+    response_ids: Sequence[int] = ()  # sampled already, possibly under older weights
+    rollout_log_probs: Sequence[float] = ()  # of response_ids, from the weights that sampled them
 
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response.
+    """One sampled response, whole or as far as an abort let it come.
 
-    `response_ids` includes the end-of-sequence token when the model emitted it. `rollout_log_probs[t]` is the
-    log-probability of `response_ids[t]` under the distribution that was sampled from (after temperature).
+    `response_ids` begins with those of its request and includes the end-of-sequence token when the model emitted
+    it. `rollout_log_probs[t]` is the log-probability of `response_ids[t]` under the distribution that was sampled
+    from (after temperature).
     """
 
     request_id: str
@@ -66,8 +72,8 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; nothing is computed until `step`.
 
-        Raises RolloutError for a request id already unfinished, or a prompt that is empty or leaves no room for
-        a whole response.
+        Raises RolloutError for a request id already unfinished, a prompt that is empty or leaves no room for a
+        whole response, and a response to continue that is whole already or lacks log-probs.
         """
 
     def step(self) -> list[Response]:
@@ -76,8 +82,14 @@ class Engine(Protocol):
     def num_unfinished(self) -> int:
         """Requests submitted and neither returned nor aborted."""
 
-    def abort(self, request_ids: Sequence[str]) -> int:
-        """Drop unfinished requests; returns the number of response tokens they had already produced."""
+    def num_unfinished_tokens(self) -> int:
+        """Response tokens that the unfinished requests have so far, those they came with included."""
+
+    def abort(self, request_ids: Sequence[str]) -> list[Response]:
+        """Stop unfinished requests; returns what they have so far, with finish reason `abort`.
+
+        Ids that are not unfinished are passed over.
+        """
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Replace all weights (Hugging Face names, full tensors) and drop every cached prefix.
@@ -115,6 +127,17 @@ def check_requests(
                 f"request {request.request_id} has {num_prompt_tokens} prompt tokens, which leave no room for "
                 f"rollout.max_response_tokens={settings.max_response_tokens} within {settings.max_model_tokens}; "
                 "raise data.max_prompt_tokens or drop longer prompts"
+            )
+        num_response_tokens = len(request.response_ids)
+        if num_response_tokens != len(request.rollout_log_probs):
+            raise RolloutError(
+                f"request {request.request_id} continues {num_response_tokens} response tokens with "
+                f"{len(request.rollout_log_probs)} log-probs; each token needs its own"
+            )
+        if num_response_tokens >= settings.max_response_tokens:
+            raise RolloutError(
+                f"request {request.request_id} comes with {num_response_tokens} response tokens, and "
+                f"rollout.max_response_tokens={settings.max_response_tokens} leaves nothing to sample"
             )
 
 

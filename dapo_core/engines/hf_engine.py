@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,10 @@ from dapo_core.engines.base import (
     check_weights,
     read_eos_ids,
 )
+from dapo_core.engines.sampling import sample
 from dapo_core.errors import ModelError, RolloutError
+from dapo_core.model_folder import weight_names
+from dapo_core.parameter_names import file_views
 
 PREFILL_TOKENS = 8192  # of one wave, padding included
 GROWTH_TOKENS = 64  # columns a cache grows by
@@ -78,8 +81,17 @@ class _GrowingCache(Cache):
 @dataclass
 class _Row:
     request: GenerationRequest
-    response_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    response_ids: list[int]
+    log_probs: list[float]
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> _Row:
+        """The row of a request, with the tokens it comes with."""
+        return cls(request, list(request.response_ids), list(request.rollout_log_probs))
+
+    def response(self, reason: FinishReason) -> Response:
+        """What the row holds."""
+        return Response(self.request.request_id, self.response_ids, self.log_probs, reason)
 
 
 @dataclass
@@ -127,7 +139,7 @@ class HuggingFaceEngine:
         self.policy_version = 0
         self.device = torch.device(device)
         self._stop_ids = set(read_eos_ids(model_path))
-        self._model = _load(model_path, settings.dtype, self.device)
+        self._model, self._views = _load(model_path, settings.dtype, self.device)
         if self.device.type == "cpu":
             torch.set_num_threads(settings.threads)
         self._max_rows = min(settings.max_num_seqs, self._rows_that_fit())
@@ -150,27 +162,32 @@ class HuggingFaceEngine:
     def num_unfinished(self) -> int:
         return len(self._waiting) + (self._batch.num_live() if self._batch else 0)
 
-    def abort(self, request_ids: Sequence[str]) -> int:
-        dropped = set(request_ids)
-        self._waiting = deque(request for request in self._waiting if request.request_id not in dropped)
-        num_tokens = 0
+    def num_unfinished_tokens(self) -> int:
+        rows = self._batch.rows if self._batch else []
+        num_running = sum(len(row.response_ids) for row in rows if row is not None)
+        return num_running + sum(len(request.response_ids) for request in self._waiting)
+
+    def abort(self, request_ids: Sequence[str]) -> list[Response]:
+        stopped = set(request_ids)
+        partial = [
+            _Row.of(request).response("abort") for request in self._waiting if request.request_id in stopped
+        ]
+        self._waiting = deque(request for request in self._waiting if request.request_id not in stopped)
         rows = self._batch.rows if self._batch else []
         for index, row in enumerate(rows):
-            if row is not None and row.request.request_id in dropped:
-                num_tokens += len(row.response_ids)
+            if row is not None and row.request.request_id in stopped:
+                partial.append(row.response("abort"))
                 rows[index] = None
         self._shrink()
-        return num_tokens
+        return partial
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         self._require_idle("load weights")
         self._is_torn = True
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        unique = {name for name, _ in self._model.named_parameters()}
-        for name, tensor in check_weights(weights, shapes, optional=shapes.keys() - unique):
-            parameters[name].copy_(tensor)
+        shapes = {name: tuple(view.shape) for name, view in self._views.items()}
+        for name, tensor in check_weights(weights, shapes, optional=_copies(self._model)):
+            self._views[name].copy_(tensor)
         self._is_torn = False
         self.policy_version = policy_version
 
@@ -191,11 +208,12 @@ class HuggingFaceEngine:
         self._waiting.clear()
         self._batch = None
         self._model = None
+        self._views = {}
 
     def _admit(self, num_free: int) -> list[Response]:
         """Prefill one wave of waiting requests, sample their first tokens and let them join the batch."""
         requests, prompts = self._next_wave(num_free)
-        numbers = torch.tensor([prompts[tuple(request.prompt_ids)] for request in requests], device=self.device)
+        numbers = torch.tensor([prompts[_tokens_so_far(request)] for request in requests], device=self.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         longest = max(len(prompt) for prompt in prompts)
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
@@ -211,9 +229,12 @@ class HuggingFaceEngine:
         for layer in cache.layers:
             layer.replace(layer.keys.index_select(0, numbers), layer.values.index_select(0, numbers))
         uniforms = torch.stack([self._uniforms(request) for request in requests]).to(self.device)
-        ids, log_probs = sample(logits[numbers], uniforms[:, 0], self.settings)
-        lengths = lengths[numbers]
-        wave = _Batch([_Row(request) for request in requests], cache, ids, lengths.clone(), lengths, uniforms)
+        newest = lengths[numbers]  # the position of each row's token to sample
+        prompt_lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=self.device)
+        chances = uniforms.gather(1, (newest - prompt_lengths).unsqueeze(-1)).squeeze(-1)
+        ids, log_probs = sample(logits[numbers], chances, self.settings)
+        rows: list[_Row | None] = [_Row.of(request) for request in requests]
+        wave = _Batch(rows, cache, ids, newest, prompt_lengths, uniforms)
         finished = self._collect(wave, log_probs)
         if self._batch is None:
             self._batch = wave
@@ -224,12 +245,15 @@ class HuggingFaceEngine:
         return finished
 
     def _next_wave(self, num_free: int) -> tuple[list[GenerationRequest], dict[tuple[int, ...], int]]:
-        """Requests from the queue's head and their distinct prompts, numbered: as many as one prefill may hold."""
+        """Requests from the queue's head and their distinct prompts, numbered: as many as one prefill may hold.
+
+        To the prompt of a response that is continued belong the tokens it has.
+        """
         requests: list[GenerationRequest] = []
         prompts: dict[tuple[int, ...], int] = {}
         longest = 0
         while self._waiting and len(requests) < num_free:
-            prompt = tuple(self._waiting[0].prompt_ids)
+            prompt = _tokens_so_far(self._waiting[0])
             longest = max(longest, len(prompt))
             if prompts and prompt not in prompts and (len(prompts) + 1) * longest > PREFILL_TOKENS:
                 break
@@ -252,8 +276,8 @@ class HuggingFaceEngine:
         live = torch.tensor([row is not None for row in batch.rows], device=self.device)
         batch.positions = batch.positions + live
         numbers = (batch.positions - batch.prompt_lengths).clamp(max=self.settings.max_response_tokens - 1)
-        uniforms = batch.uniforms.gather(1, numbers.unsqueeze(-1)).squeeze(-1)
-        batch.ids, log_probs = sample(logits, uniforms, self.settings)
+        chances = batch.uniforms.gather(1, numbers.unsqueeze(-1)).squeeze(-1)
+        batch.ids, log_probs = sample(logits, chances, self.settings)
         finished = self._collect(batch, log_probs)
         self._shrink()
         return finished
@@ -269,7 +293,7 @@ class HuggingFaceEngine:
             row.log_probs.append(log_prob)
             reason: FinishReason = "stop" if token in self._stop_ids else "length"
             if reason == "stop" or len(row.response_ids) == self.settings.max_response_tokens:
-                finished.append(Response(row.request.request_id, row.response_ids, row.log_probs, reason))
+                finished.append(row.response(reason))
                 batch.rows[index] = None
         return finished
 
@@ -323,42 +347,8 @@ class HuggingFaceEngine:
             raise RolloutError("the last load_weights failed half-way; load a whole set of weights first")
 
 
-def sample(
-    logits: torch.Tensor, uniforms: torch.Tensor, settings: EngineSettings
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [N] and their log-probs [N] under the distribution sampled from.
-
-    Inverts the distribution's CDF at `uniforms` [N], float64 in [0, 1); `logits` [N, V].
-    Temperature 0 takes the likeliest token, at temperature 1.
-    """
-    logits = logits.float()
-    if settings.temperature == 0:
-        ids = logits.argmax(dim=-1)
-        return ids, _chosen(logits.log_softmax(dim=-1), ids)
-    logits = _keep_likeliest(logits / settings.temperature, settings.top_k, settings.top_p)
-    log_probs = logits.log_softmax(dim=-1)
-    cumulative = log_probs.double().exp().cumsum(dim=-1)
-    # Rounding must not carry the target to the total itself, which no token's interval contains.
-    targets = uniforms * cumulative[:, -1] * (1 - 2**-52)
-    ids = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
-    return ids, _chosen(log_probs, ids)
-
-
-def _keep_likeliest(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Logits with -inf outside the `top_k` likeliest tokens, then outside the smallest set of mass `top_p`."""
-    if 0 < top_k < logits.shape[-1]:
-        lowest = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < lowest, -torch.inf)
-    if top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        probs = ordered.softmax(dim=-1)
-        is_beyond = probs.cumsum(dim=-1) - probs >= top_p
-        logits = logits.masked_fill(is_beyond.scatter(1, order, is_beyond), -torch.inf)
-    return logits
-
-
-def _chosen(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return log_probs.gather(1, ids.unsqueeze(-1)).squeeze(-1)
+def _tokens_so_far(request: GenerationRequest) -> tuple[int, ...]:
+    return (*request.prompt_ids, *request.response_ids)
 
 
 def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -367,11 +357,23 @@ def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return torch.cat([functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in (first, second)])
 
 
-def _load(model_path: str | Path, dtype: str, device: torch.device) -> Any:
+def _load(model_path: str | Path, dtype: str, device: torch.device) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The model, and its parameters by the names of the files, tied ones under each of their names."""
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(model_path), dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_path} cannot be loaded as a causal language model: {error}") from error
-    return model.to(device).eval()
+    model.to(device).eval()
+    names = weight_names(model_path) | _copies(model)
+    views: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        views |= file_views(name, parameter.detach(), names)
+    return model, views
+
+
+def _copies(model: Any) -> set[str]:
+    """Names of parameters that are tied to one of another name."""
+    unique = {name for name, _ in model.named_parameters()}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - unique

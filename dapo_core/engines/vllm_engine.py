@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from safetensors import safe_open
 
 from dapo_core.engines.base import (
     EngineSettings,
+    FinishReason,
     GenerationRequest,
     Response,
     check_requests,
@@ -44,7 +46,7 @@ class VllmEngine:
         self._optional = {"lm_head.weight"} if _is_tied(model_path) else set()
         if self._optional:
             self._shapes.setdefault("lm_head.weight", self._shapes.get("model.embed_tokens.weight", ()))
-        self._internal_ids: dict[str, str] = {}
+        self._running: dict[str, tuple[str, GenerationRequest]] = {}  # request id -> vLLM's own id, request
         self._is_torn = False
         self._max_tokens = settings.max_model_tokens
         if settings.max_model_tokens != _max_positions(model_path):
@@ -53,38 +55,52 @@ class VllmEngine:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._require_whole_weights()
-        check_requests(requests, self._internal_ids, self.settings)
+        check_requests(requests, self._running, self.settings)
         for request in requests:
             parameters = self._parameters(
-                seed=request.seed,
+                seed=_seed(request),
                 temperature=self.settings.temperature,
                 top_p=self.settings.top_p,
                 top_k=self.settings.top_k,
-                max_tokens=self.settings.max_response_tokens,
+                max_tokens=self.settings.max_response_tokens - len(request.response_ids),
                 stop_token_ids=self._stop_ids,
                 logprobs=0,
             )
-            self._internal_ids[request.request_id] = self._add(request.request_id, request.prompt_ids, parameters)
+            token_ids = [*request.prompt_ids, *request.response_ids]
+            internal_id = self._add(request.request_id, token_ids, parameters)
+            self._running[request.request_id] = (internal_id, request)
 
     def step(self) -> list[Response]:
-        if not self._internal_ids:
+        if not self._running:
             return []
-        responses = [_response(output) for output in self._engine.step() if output.finished]
-        for response in responses:
-            del self._internal_ids[response.request_id]
+        responses = []
+        for output in self._engine.step():
+            if output.finished:
+                _, request = self._running.pop(output.request_id)
+                sample = output.outputs[0]
+                reason: FinishReason = "length" if sample.finish_reason == "length" else "stop"
+                responses.append(_response(request, sample.token_ids, sample.logprobs, reason))
         return responses
 
     def num_unfinished(self) -> int:
-        return len(self._internal_ids)
+        return len(self._running)
 
-    def abort(self, request_ids: Sequence[str]) -> int:
-        internal_ids = [
-            self._internal_ids.pop(request_id) for request_id in request_ids if request_id in self._internal_ids
-        ]
+    def num_unfinished_tokens(self) -> int:
         states = self._engine.output_processor.request_states
-        num_tokens = sum(states[internal_id].detokenizer.num_output_tokens() for internal_id in internal_ids)
-        self._engine.abort_request(internal_ids, internal=True)
-        return num_tokens
+        return sum(
+            len(request.response_ids) + states[internal_id].detokenizer.num_output_tokens()
+            for internal_id, request in self._running.values()
+        )
+
+    def abort(self, request_ids: Sequence[str]) -> list[Response]:
+        stopped = [self._running.pop(request_id) for request_id in request_ids if request_id in self._running]
+        partial = []
+        for internal_id, request in stopped:
+            state = self._engine.output_processor.request_states[internal_id]
+            sampled, log_probs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+            partial.append(_response(request, sampled, log_probs, "abort"))
+        self._engine.abort_request([internal_id for internal_id, _ in stopped], internal=True)
+        return partial
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         self._require_idle("load weights")
@@ -124,7 +140,7 @@ class VllmEngine:
             return
         self._engine.engine_core.shutdown()
         self._engine = None
-        self._internal_ids.clear()
+        self._running.clear()
         from vllm.distributed import cleanup_dist_env_and_memory
 
         with contextlib.suppress(AssertionError):  # vLLM asserts that its groups still exist
@@ -149,7 +165,7 @@ class VllmEngine:
             raise RolloutError(f"vLLM refuses request {request_id}: {error}") from error
 
     def _require_idle(self, what: str) -> None:
-        if self._internal_ids:
+        if self._running:
             raise RolloutError(
                 f"cannot {what} while {self.num_unfinished()} requests are unfinished; finish or abort them first"
             )
@@ -219,14 +235,24 @@ def _repack_head(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _response(output: RequestOutput) -> Response:
-    sample = output.outputs[0]
-    token_ids = list(sample.token_ids)
-    assert sample.logprobs is not None
-    positions: Any = zip(sample.logprobs, token_ids, strict=True)
-    log_probs = [position[token].logprob for position, token in positions]
+def _seed(request: GenerationRequest) -> int:
+    """The request's seed, and another one to continue: vLLM would begin the same randomness anew."""
+    if not request.response_ids:
+        return request.seed
+    digest = hashlib.sha256(f"{request.seed}/{len(request.response_ids)}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
+
+
+def _response(
+    request: GenerationRequest, sampled: Sequence[int], positions: Any, reason: FinishReason
+) -> Response:
+    """The tokens that the request came with, then the sampled ones with their log-probs."""
+    log_probs = [position[token].logprob for position, token in zip(positions, sampled, strict=True)]
     return Response(
-        output.request_id, token_ids, log_probs, "length" if sample.finish_reason == "length" else "stop"
+        request.request_id,
+        [*request.response_ids, *sampled],
+        [*request.rollout_log_probs, *log_probs],
+        reason,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +16,20 @@ from dapo_core.batch import Batch, RankShare
 from dapo_core.checkpoint import load_shards, save_shards
 from dapo_core.device import Device, device_for
 from dapo_core.errors import ModelError
-from dapo_core.loss import LossTotals, policy_loss
+from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 from dapo_core.model_folder import require_model_folder, weight_names
+from dapo_core.parameter_names import file_pieces
+from dapo_core.policy.log_probs import TokenLogProbs
+from dapo_core.policy.model import load_sharded, reshard
+from dapo_core.policy.offload import offload_model, offload_optimizer, onload_model, onload_optimizer
+from dapo_core.policy.packing import pack, probe_row
+from dapo_core.policy.requirements import read_model_config, require_trainable
+from dapo_core.policy.sequence_parallel import sequence_group
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from dapo_core.config import AlgorithmConfig, TrainConfig
+    from dapo_core.config import Config
 
 
 @dataclass(frozen=True)
@@ -53,23 +61,36 @@ class UpdateSums:
 
 
 class Policy:
-    """One rank of the sharded model, with its optimizer.
+    """One rank of the sharded model, with its optimizer, and of the reference model where KL asks for one.
 
-    Collective: every rank calls the same method at the same time.
+    Collective: every rank calls the same method at the same time. Ranks r * sp to r * sp + sp - 1, where sp is
+    train.sequence_parallel, are given the same share and work on a slice each of its rows.
     """
 
-    def __init__(
-        self, model_path: str | Path, train: TrainConfig, algorithm: AlgorithmConfig, temperature: float
-    ) -> None:
-        self.train = train
-        self.algorithm = algorithm
-        self.temperature = temperature
-        self.device: Device = device_for(train.device)
+    def __init__(self, model_path: str | Path, config: Config) -> None:
+        require_model_folder(model_path)
+        self.train = config.train
+        self.algorithm = config.algorithm
+        self.temperature = config.rollout.temperature
+        self.device: Device = device_for(self.train.device)
         self.num_optimizer_steps = 0
-        self.model = _shard(load_causal_lm(model_path), self.device, train.dtype)
-        self.model.train()
+        if config.run.deterministic:
+            _be_deterministic()
+        self.group = sequence_group(self.train.sequence_parallel)
+        self.model_config = read_model_config(model_path)
+        require_trainable(self.model_config, self.train.sequence_parallel)
+        self.model = self._load(model_path, is_trainable=True)
+        files = weight_names(model_path)
+        self.pieces = {
+            name: file_pieces(name, parameter.shape, files)
+            for name, parameter in self._causal_lm().named_parameters()
+        }
+        self.reference = None if self.algorithm.kl.place == "off" else self._load(model_path, is_trainable=False)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=train.learning_rate, weight_decay=train.weight_decay, foreach=True
+            self.model.parameters(),
+            lr=self.train.learning_rate,
+            weight_decay=self.train.weight_decay,
+            foreach=True,
         )
 
     def log_probs(self, share: RankShare, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,20 +98,12 @@ class Policy:
 
         At the sampling temperature unless another is given; 0 beyond each response.
         """
-        log_probs = torch.zeros(share.batch.response_mask.shape)
-        entropy = torch.zeros(share.batch.response_mask.shape)
-        with torch.no_grad():
-            for indices in share.micro_batches:
-                micro = _micro_batch(share.batch, indices)
-                micro_log_probs, micro_entropy = self._forward(
-                    micro, temperature or self.temperature, with_entropy=True
-                )
-                assert micro_entropy is not None
-                width, rows = micro.response_mask.shape[1], indices.tolist()
-                log_probs[rows, :width] = micro_log_probs[: len(rows)].float().cpu()
-                entropy[rows, :width] = micro_entropy[: len(rows)].float().cpu()
-        self.model.reshard()  # type: ignore[operator]  # without a backward pass the root stays whole
-        return log_probs, entropy
+        return self._score(self.model, share, temperature or self.temperature, with_entropy=True)
+
+    def ref_log_probs(self, share: RankShare) -> torch.Tensor:
+        """Log-probs of the share's response tokens under the reference model: [b, R] float32."""
+        assert self.reference is not None, "algorithm.kl.place is off, so no reference model was loaded"
+        return self._score(self.reference, share, self.temperature, with_entropy=False)[0]
 
     def update(self, share: RankShare, totals: LossTotals) -> UpdateSums:
         """One optimizer step on a mini-batch of which `share` is this rank's part.
@@ -98,88 +111,163 @@ class Policy:
         Gradients are summed, not averaged, over ranks and micro-batches: `totals` already holds the denominator.
         A gradient norm that is not finite leaves weights and optimizer state unchanged.
         """
+        if self.train.offload_optimizer:
+            onload_optimizer(self.optimizer, self.device.torch_device())
         learning_rate = self._set_learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
-        loss = num_tokens = clipped = clipped_dual = neg_log_ratio = 0.0
+        self.model.train()
+        parts = []
         for number, indices in enumerate(share.micro_batches):
-            self._sync_gradients(number == len(share.micro_batches) - 1)
-            micro = _micro_batch(share.batch, indices)
-            log_probs, _ = self._forward(micro, self.temperature, with_entropy=False)
-            place = log_probs.device
-            part = policy_loss(
-                log_probs,
-                micro.old_log_probs.to(place),
-                micro.advantages.to(place),
-                micro.response_mask.to(place),
-                totals,
-                self.algorithm,
-            )
-            (part.loss * self._num_ranks()).backward()  # FSDP2 averages over ranks
-            loss += float(part.loss.detach())
-            num_tokens += part.num_tokens
-            clipped += part.clipped
-            clipped_dual += part.clipped_dual
-            neg_log_ratio += part.neg_log_ratio
+            is_last = number == len(share.micro_batches) - 1
+            self.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+            part = self._micro_loss(_micro_batch(share.batch, indices), totals, share.batch.num_responses)
+            (part.loss * torch.distributed.get_world_size()).backward()  # FSDP2 averages over ranks
+            parts.append(part)
         grad_norm = _full(nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)).item()
         is_skipped = not math.isfinite(grad_norm)
         if not is_skipped:
             self.optimizer.step()
         self.num_optimizer_steps += 1
         return UpdateSums(
-            loss, 0.0, num_tokens, clipped, clipped_dual, neg_log_ratio, grad_norm, is_skipped, learning_rate
+            loss=sum(part.pg_loss for part in parts),
+            kl_loss=sum(part.kl_loss for part in parts),
+            num_tokens=sum(part.num_tokens for part in parts),
+            clipped=sum(part.clipped for part in parts),
+            clipped_dual=sum(part.clipped_dual for part in parts),
+            neg_log_ratio=sum(part.neg_log_ratio for part in parts),
+            grad_norm=grad_norm,
+            is_skipped=is_skipped,
+            learning_rate=learning_rate,
         )
 
     def save(self, folder: str) -> None:
         """Write this rank's shards of parameters and optimizer into the folder. Collective."""
-        save_shards(folder, self.model, self.optimizer, self.num_optimizer_steps)
+        save_shards(folder, self._causal_lm(), self.optimizer, self.num_optimizer_steps)
 
     def load(self, folder: str) -> None:
         """Continue from shards that any number of ranks wrote. Collective."""
-        self.num_optimizer_steps = load_shards(folder, self.model, self.optimizer)
+        self.num_optimizer_steps = load_shards(folder, self._causal_lm(), self.optimizer)
 
     def weight_sizes(self) -> dict[str, int]:
-        """Bytes of each parameter in float32, by Hugging Face name; tied parameters once."""
-        return {name: parameter.numel() * 4 for name, parameter in self.model.named_parameters()}
+        """Bytes of each tensor in float32, by its name in the model's files; tied parameters once."""
+        return {
+            piece.file_name: piece.view(torch.empty(parameter.shape, device="meta")).numel() * 4
+            for name, parameter in self._causal_lm().named_parameters()
+            for piece in self.pieces[name]
+        }
 
     def gather_weights(self, names: list[str]) -> dict[str, torch.Tensor] | None:
-        """Whole parameters on the CPU: a dict on rank 0, None elsewhere. Collective."""
-        parameters = dict(self.model.named_parameters())
-        gathered = {}
-        for name in names:
-            whole = _full(parameters[name].detach())
-            if torch.distributed.get_rank() == 0:
-                gathered[name] = whole.to("cpu", copy=True)
-        return gathered if torch.distributed.get_rank() == 0 else None
+        """Whole tensors of the model's files on the CPU: a dict on rank 0, None elsewhere. Collective."""
+        wanted = set(names)
+        gathered: dict[str, torch.Tensor] = {}
+        is_first = torch.distributed.get_rank() == 0
+        for name, parameter in self._causal_lm().named_parameters():
+            pieces = [piece for piece in self.pieces[name] if piece.file_name in wanted]
+            whole = _full(parameter.detach()) if pieces else None
+            if whole is not None and is_first:
+                gathered |= {piece.file_name: piece.view(whole).to("cpu", copy=True) for piece in pieces}
+        return gathered if is_first else None
+
+    def onload(self) -> None:
+        """Weights to the device, where train.offload_parameters keeps them away between phases."""
+        if self.train.offload_parameters:
+            for model in self._models():
+                onload_model(model, self.device.torch_device())
+
+    def offload(self) -> None:
+        """Weights and optimizer state to the host, as far as the train.offload keys say so."""
+        if self.train.offload_optimizer:
+            offload_optimizer(self.optimizer)
+        if self.train.offload_parameters:
+            for model in self._models():
+                offload_model(model)
+
+    def device_name(self) -> str:
+        """What the vendor calls this rank's device."""
+        return self.device.name()
 
     def memory_metrics(self) -> dict[str, float]:
-        """Peak memory of this rank in GiB, by metric name."""
+        """Memory of this rank and of its node in GiB, by metric name."""
         return self.device.memory_metrics()
 
-    def _forward(
-        self, micro: Batch, temperature: float, with_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        device = self.device.torch_device()
-        token_ids = micro.token_ids.to(device)
-        lengths = (micro.prompt_lengths + micro.response_lengths).to(device)
-        positions = torch.arange(token_ids.shape[1], device=device)
-        first = int(micro.prompt_lengths.min()) - 1  # its logits give the earliest response token
-        logits = self.model(
-            input_ids=token_ids,
-            attention_mask=(positions < lengths.unsqueeze(-1)).long(),
-            logits_to_keep=positions[first:-1],
-            use_cache=False,
-        ).logits
-        logits = logits.float() / temperature  # [b, T - 1 - first, V]
-        normalizer = logits.logsumexp(dim=-1)
-        chosen = logits.gather(2, token_ids[:, first + 1 :].unsqueeze(-1)).squeeze(-1)
-        log_probs = _response_tokens(chosen - normalizer, micro, first)
-        if not with_entropy:
-            return log_probs, None
-        entropy = normalizer - (logits.softmax(dim=-1) * logits).sum(dim=-1)
-        return log_probs, _response_tokens(entropy, micro, first)
+    def hidden_size(self) -> int:
+        """Width of the residual stream, which a sequence's cost depends on."""
+        return self.model_config.get_text_config().hidden_size
 
-    def _num_ranks(self) -> int:
-        return torch.distributed.get_world_size()
+    def _load(self, model_path: str | Path, is_trainable: bool) -> nn.Module:
+        """The model as it gives log-probs; two short sequences show that every layer can pack."""
+        model = load_sharded(
+            model_path,
+            self.train,
+            self.device,
+            lambda causal_lm: TokenLogProbs(causal_lm, self.train.logits_chunk_tokens),
+            is_trainable,
+        )
+        row = probe_row(self.device.torch_device(), self.group)
+        with torch.no_grad():
+            model(row, 1.0, False)
+        reshard(model)
+        num_layers = self.model_config.get_text_config().num_hidden_layers
+        if len(row.packing.layers) != num_layers:
+            raise ModelError(
+                f"only {len(row.packing.layers)} of the {num_layers} layers of {self.model_config.model_type} "
+                "keep the sequences of a packed row apart; set model.path to an architecture such as Qwen2, "
+                "Qwen3, Qwen3-MoE or Llama"
+            )
+        return model
+
+    def _models(self) -> list[nn.Module]:
+        return [self.model] if self.reference is None else [self.model, self.reference]
+
+    def _causal_lm(self) -> nn.Module:
+        """The model inside the FSDP2 root; its parameters have the names that checkpoints use."""
+        return self.model.causal_lm  # type: ignore[return-value]
+
+    def _score(
+        self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and, if asked for, entropy of the whole share, without gradient: [b, R] float32, else 0."""
+        device = self.device.torch_device()
+        scores = torch.zeros(2, *share.batch.response_mask.shape)
+        model.eval()
+        with torch.no_grad():
+            for indices in share.micro_batches:
+                micro = _micro_batch(share.batch, indices)
+                row = pack(micro, device, self.group)
+                part = torch.zeros(2, micro.response_mask.numel())
+                for field, values in zip(part, model(row, temperature, with_entropy), strict=True):
+                    field[row.cells[: len(values)]] = values.cpu()  # entropy not asked for has no values
+                part = part.unflatten(1, micro.response_mask.shape)[:, : len(indices)]
+                scores[:, torch.from_numpy(indices), : part.shape[2]] = part
+        reshard(model)  # without a backward pass the root stays whole
+        if self.group is not None:  # each rank of the group has its slices of the rows, and 0 elsewhere
+            scores = scores.to(device)
+            torch.distributed.all_reduce(scores, group=self.group)
+        log_probs, entropy = scores.cpu()
+        return log_probs, entropy
+
+    def _micro_loss(self, micro: Batch, totals: LossTotals, num_share_responses: int) -> PolicyLoss:
+        """The loss of this rank's slice of a micro-batch."""
+        device = self.device.torch_device()
+        row = pack(micro, device, self.group)
+
+        def at_tokens(values: torch.Tensor) -> torch.Tensor:
+            """Values [b, R] at the row's targets: [M]."""
+            return values.flatten()[row.cells].to(device)
+
+        mask, optional = micro.response_mask, (micro.importance_weights, micro.ref_log_probs)
+        importance_weights, ref_log_probs = (None if values is None else at_tokens(values) for values in optional)
+        tokens = LossTokens(
+            old_log_probs=at_tokens(micro.old_log_probs),
+            advantages=at_tokens(micro.advantages.unsqueeze(-1).expand(mask.shape)),
+            response_mask=at_tokens(mask),
+            weights=at_tokens(totals.token_weights(mask, self.algorithm, num_share_responses)),
+            importance_weights=importance_weights,
+            ref_log_probs=ref_log_probs,
+        )
+        has_bonus = self.algorithm.entropy_coefficient > 0
+        log_probs, entropy = self.model(row, self.temperature, has_bonus)
+        return policy_loss(log_probs, entropy if has_bonus else None, tokens, self.algorithm)
 
     def _set_learning_rate(self) -> float:
         """Linear warm-up over `warmup_steps` optimizer steps, then constant."""
@@ -188,53 +276,6 @@ class Policy:
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = self.train.learning_rate * share
         return self.train.learning_rate * share
-
-    def _sync_gradients(self, is_last: bool) -> None:
-        """Reduce gradients over ranks only after the last micro-batch."""
-        self.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-
-
-def load_causal_lm(model_path: str | Path) -> nn.Module:
-    """The model of a Hugging Face folder in float32, on the CPU; raises ModelError when it is incomplete."""
-    from transformers import AutoModelForCausalLM
-
-    require_model_folder(model_path)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(model_path), dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{model_path} cannot be loaded as a causal language model: {error}") from error
-    unknown = {name for name, _ in model.named_parameters()} - weight_names(model_path)
-    if unknown:
-        raise ModelError(
-            f"{len(unknown)} parameters of {model_path} have other names in transformers than in its files (such "
-            f"as {min(unknown)}); engines and a merged folder need the names of the files, so this architecture, "
-            "most often a mixture of experts, cannot be trained yet: set model.path to a dense model"
-        )
-    return model
-
-
-def _shard(model: nn.Module, device: Device, dtype_name: str) -> nn.Module:
-    """The model under FSDP2: each decoder layer a unit, float32 master weights, compute in the given dtype."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    dtype = device.resolve_dtype(dtype_name)
-    mesh = init_device_mesh(device.kind, (torch.distributed.get_world_size(),), mesh_dim_names=("fsdp",))
-    precision = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
-    )
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
-    return model
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks: modules of the classes the model says must not be split."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _micro_batch(batch: Batch, indices: np.ndarray) -> Batch:
@@ -245,16 +286,12 @@ def _micro_batch(batch: Batch, indices: np.ndarray) -> Batch:
     return replace(row, response_mask=torch.zeros_like(row.response_mask))
 
 
-def _response_tokens(values: torch.Tensor, micro: Batch, first: int) -> torch.Tensor:
-    """Values of response tokens, 0 beyond each response: [b, R] from [b, S]; [:, s] is of token first + 1 + s."""
-    device = values.device
-    offsets = torch.arange(micro.response_mask.shape[1], device=device)
-    columns = offsets + (micro.prompt_lengths.to(device) - first - 1).unsqueeze(-1)
-    aligned = values.gather(1, columns.clamp(max=values.shape[1] - 1))
-    is_response = offsets < micro.response_lengths.to(device).unsqueeze(-1)
-    return torch.where(is_response, aligned, torch.zeros_like(aligned))
-
-
 def _full(tensor: Any) -> torch.Tensor:
     """The whole tensor of a DTensor (collective); any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _be_deterministic() -> None:
+    """The same kernels in the same order every time, in this process; an operation without such a kernel fails."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.use_deterministic_algorithms(True)

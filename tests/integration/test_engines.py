@@ -74,11 +74,16 @@ def make_requests(num_requests: int = NUM_REQUESTS) -> list[GenerationRequest]:
     ]
 
 
-def run(engine: Engine, requests: list[GenerationRequest]) -> dict[str, Response]:
-    engine.submit(requests)
-    responses = {}
+def finish(engine: Engine) -> dict[str, Response]:
+    responses: dict[str, Response] = {}
     while engine.num_unfinished():
         responses.update({response.request_id: response for response in engine.step()})
+    return responses
+
+
+def run(engine: Engine, requests: list[GenerationRequest]) -> dict[str, Response]:
+    engine.submit(requests)
+    responses = finish(engine)
     assert set(responses) == {request.request_id for request in requests}
     return responses
 
@@ -207,23 +212,59 @@ def test_new_weights_show_in_log_probs_and_past_the_prefix_cache(engine, model_p
         assert largest_difference(given, reference_log_probs(model, prompt_ids, response_ids)) < 1e-4
 
 
-def test_abort_counts_what_was_produced_and_leaves_the_rest(engine):
+def test_abort_gives_what_was_sampled_and_leaves_the_rest(engine):
     requests = make_requests(4)
     undisturbed = run(engine, requests)
     engine.submit(requests)
     for _ in range(3):
         assert engine.step() == []
-    assert engine.abort(["0", "1", "not there"]) == 2 * 3  # two rows of three steps
+    assert engine.num_unfinished_tokens() == 4 * 3  # four rows of three steps
+    partial = {response.request_id: response for response in engine.abort(["0", "1", "not there"])}
+    assert set(partial) == {"0", "1"}
+    for name, response in partial.items():
+        assert response.finish_reason == "abort"
+        assert response.response_ids == undisturbed[name].response_ids[:3]
+        assert response.rollout_log_probs == pytest.approx(undisturbed[name].rollout_log_probs[:3], abs=1e-4)
     assert engine.num_unfinished() == 2
-    rest = {}
-    while engine.num_unfinished():
-        rest.update({response.request_id: response for response in engine.step()})
+    rest = finish(engine)
     assert {name: rest[name].response_ids for name in rest} == {
         name: undisturbed[name].response_ids for name in ("2", "3")
     }
     engine.submit(requests[:1])
-    assert engine.abort(["0"]) == 0  # nothing was computed for it yet
+    assert engine.abort(["0"]) == [Response("0", [], [], "abort")]  # nothing was computed for it yet
     assert engine.step() == []
+
+
+def test_an_aborted_response_goes_on_where_it_was(engine, model_path):
+    """Under other weights: a token's log-prob is that of the weights which sampled it; one length limit holds."""
+    old_model, new_model = load_model(model_path), end_bias(load_model(model_path))
+    requests = make_requests(8)
+    engine.submit(requests)
+    for _ in range(5):
+        engine.step()
+    partial = {response.request_id: response for response in engine.abort([str(number) for number in range(8)])}
+    engine.load_weights(new_model.named_parameters(), policy_version=1)
+    continued = [
+        replace(
+            request,
+            response_ids=partial[request.request_id].response_ids,
+            rollout_log_probs=partial[request.request_id].rollout_log_probs,
+        )
+        for request in requests
+    ]
+    engine.submit(continued)
+    assert engine.num_unfinished_tokens() == 8 * 5
+    responses = finish(engine)
+    assert {response.finish_reason for response in responses.values()} == {"stop", "length"}
+    for request in requests:
+        response = responses[request.request_id]
+        assert response.response_ids[:5] == partial[request.request_id].response_ids
+        old = reference_log_probs(old_model, request.prompt_ids, response.response_ids)
+        new = reference_log_probs(new_model, request.prompt_ids, response.response_ids)
+        assert largest_difference(response.rollout_log_probs, torch.cat([old[:5], new[5:]])) < 1e-4
+        assert len(response.response_ids) <= MAX_RESPONSE_TOKENS
+        if response.finish_reason == "length":
+            assert len(response.response_ids) == MAX_RESPONSE_TOKENS
 
 
 def test_more_requests_than_rows_all_finish(engine, model_path):
@@ -279,6 +320,10 @@ def test_requests_that_cannot_be_served_are_refused(engine):
         RolloutError, match=r"73 prompt tokens, which leave no room for rollout.max_response_tokens=24"
     ):
         engine.submit([GenerationRequest("a", [5] * 73, 0)])
+    with pytest.raises(RolloutError, match="request a continues 2 response tokens with 1 log-probs"):
+        engine.submit([GenerationRequest("a", [5], 0, [6, 7], [-1.0])])
+    with pytest.raises(RolloutError, match=r"comes with 24 response tokens, and rollout.max_response_tokens=24"):
+        engine.submit([GenerationRequest("a", [5], 0, [6] * 24, [-1.0] * 24)])
     engine.submit(make_requests(1))
     with pytest.raises(RolloutError, match="request 0 was submitted twice"):
         engine.submit(make_requests(1))
@@ -301,6 +346,24 @@ def test_an_untied_head_is_a_weight_of_its_own(kind, tmp_path):
     engine.load_weights(model.named_parameters(), 2)
     expected = reference_log_probs(model, [5, 6, 7], [8, 9])
     assert largest_difference(engine.log_probs([([5, 6, 7], [8, 9])])[0], expected) < 1e-4
+    engine.close()
+
+
+def test_hf_continues_with_the_randomness_of_the_uninterrupted_response(model_path):
+    engine = build_engine("hf", model_path, replace(SETTINGS, max_num_seqs=3), seed=0)
+    requests = make_requests(6)
+    uninterrupted = run(engine, requests)
+    for num_steps in (0, 1, 7, 30):  # before the first token, after it, midway, and in the second wave
+        engine.submit(requests)
+        responses = {response.request_id: response for _ in range(num_steps) for response in engine.step()}
+        for partial in engine.abort([request.request_id for request in requests]):
+            request = requests[int(partial.request_id)]
+            so_far = (partial.response_ids, partial.rollout_log_probs)
+            engine.submit([replace(request, response_ids=so_far[0], rollout_log_probs=so_far[1])])
+        responses |= finish(engine)
+        assert {name: responses[name].response_ids for name in uninterrupted} == {
+            name: response.response_ids for name, response in uninterrupted.items()
+        }
     engine.close()
 
 

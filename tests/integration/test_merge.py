@@ -88,6 +88,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         policy_version=7,
         prompt_position=28,
         surplus=[],
+        unfinished=[],
         metrics={"training/global_step": 7.0},
         identity={},
     )

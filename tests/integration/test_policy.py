@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,88 +11,117 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dapo_core.batch import Batch, split_batch
-from dapo_core.config import AlgorithmConfig, TrainConfig
+from dapo_core.config import Config
 from dapo_core.errors import ModelError
-from dapo_core.loss import LossTotals, policy_loss
-from dapo_core.policy import Policy, load_causal_lm
+from dapo_core.loss import LossTokens, LossTotals, policy_loss
+from dapo_core.policy import Policy
 from tests.batches import random_batch
+from tests.configs import make_config
 from tests.ranks import run_ranks
-from tests.tiny_models import build_tiny_qwen3
+from tests.tiny_models import build_tiny
 
-TRAIN = TrainConfig(train_prompts=6, mini_prompts=6, learning_rate=1e-2, warmup_steps=0, weight_decay=0.0)
+TRAIN = {
+    "train_prompts": 6,
+    "mini_prompts": 6,
+    "learning_rate": 1e-2,
+    "warmup_steps": 0,
+    "weight_decay": 0.0,
+    "logits_chunk_tokens": 9,  # cuts most micro-batches into several chunks
+}
 TEMPERATURE = 0.8
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    build_tiny_qwen3(folder, seed=3, tie_word_embeddings=request.param)
-    return folder
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders by architecture; those of `untied` have an output head of their own."""
+    folder = tmp_path_factory.mktemp("models")
+    paths = {name: build_tiny(folder / name, name, seed=3) for name in ("qwen3", "qwen3_moe")}
+    for name in ("llama", "qwen2"):
+        paths[name] = build_tiny(folder / name, name, seed=3, tie_word_embeddings=False)
+    return paths
 
 
-def _update(rank: int, model_path: Path, batch: Batch, num_ranks: int, max_tokens: int) -> dict[str, Any]:
+def _config(model_path: Path, train: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    sections = {"rollout": {"temperature": TEMPERATURE, "group_size": 4}, **sections}
+    return make_config(model_path, train=TRAIN | (train or {}), **sections)
+
+
+def _batch() -> Batch:
+    """18 responses, one of them empty and one outside the loss, with old and reference log-probs."""
+    batch = random_batch(num_groups=6, group_size=3, seed=1)
+    batch.response_lengths[4] = 0
+    batch.response_mask[4], batch.response_mask[7] = False, False
+    draw = torch.Generator().manual_seed(0)
+    old = torch.rand(batch.response_mask.shape, generator=draw) * 0.4 - 5.5
+    old[~batch.response_mask] = float("nan")  # padding must not matter
+    return replace(batch, old_log_probs=old, ref_log_probs=old + 0.3)
+
+
+def _update(rank: int, config: Config, batch: Batch, max_tokens: int) -> dict[str, Any]:
     """Anchor, then one update: log-probs before, sums, norm, and weights after."""
-    policy = Policy(model_path, TRAIN, AlgorithmConfig(), TEMPERATURE)
-    shares, indices = split_batch(batch, num_ranks, max_tokens)
-    log_probs, entropy = policy.log_probs(shares[rank])
-    totals = LossTotals(batch.num_loss_tokens, batch.num_loss_responses)
-    sums = policy.update(shares[rank], totals)
-    names = list(policy.weight_sizes())
+    policy = Policy(config.model.path or "", config)
+    shares, indices = split_batch(batch, config.train.num_data_ranks, max_tokens, policy.hidden_size())
+    number = rank // config.train.sequence_parallel
+    log_probs, entropy = policy.log_probs(shares[number])
+    totals = LossTotals(batch.num_loss_tokens, batch.num_loss_responses, config.train.num_data_ranks)
+    sums = policy.update(shares[number], totals)
     return {
-        "indices": indices[rank],
-        "log_probs": log_probs,
-        "entropy": entropy,
+        "indices": indices[number],
+        "log_probs": log_probs[: len(indices[number])],
+        "entropy": entropy[: len(indices[number])],
         "sums": sums,
-        "weights": policy.gather_weights(names),
+        "weights": policy.gather_weights(list(policy.weight_sizes())),
     }
 
 
-def _reference(model_path: Path, batch: Batch) -> dict[str, Any]:
-    """The same update written plainly: one process, one sequence at a time, no FSDP."""
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=TRAIN.learning_rate, weight_decay=0.0)
-    log_probs = torch.zeros(batch.response_mask.shape)
-    entropy = torch.zeros(batch.response_mask.shape)
+def _expected(config: Config, batch: Batch) -> dict[str, Any]:
+    """The same update written plainly: one process, one sequence at a time, whole logits, no FSDP."""
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, weight_decay=0.0)
+    log_probs, entropy = (torch.zeros(batch.response_mask.shape) for _ in range(2))
     for row in range(batch.num_responses):
         start, count = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
         ids = batch.token_ids[row, : start + count]
         logits = model(input_ids=ids.unsqueeze(0)).logits[0, start - 1 : -1] / TEMPERATURE
-        rows = torch.nn.functional.pad(
-            logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1),
-            (0, batch.response_mask.shape[1] - count),
-        )
-        log_probs[row] = rows
-        entropy[row, :count] = torch.distributions.Categorical(logits=logits).entropy().detach()
+        log_probs[row, :count] = logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1)
+        entropy[row, :count] = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
     totals = LossTotals(batch.num_loss_tokens, batch.num_loss_responses)
-    anchored = batch.old_log_probs
-    loss = policy_loss(log_probs, anchored, batch.advantages, batch.response_mask, totals, AlgorithmConfig()).loss
-    loss.backward()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), TRAIN.max_grad_norm)
+    tokens = LossTokens(
+        old_log_probs=batch.old_log_probs,
+        advantages=batch.advantages.unsqueeze(-1).expand(batch.response_mask.shape),
+        response_mask=batch.response_mask,
+        weights=totals.token_weights(batch.response_mask, config.algorithm),
+        ref_log_probs=batch.ref_log_probs,
+    )
+    part = policy_loss(log_probs, entropy, tokens, config.algorithm)
+    part.loss.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
     optimizer.step()
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    model.save_pretrained(Path(config.model.path or "") / "expected")
     return {
         "log_probs": log_probs.detach(),
-        "entropy": entropy,
-        "loss": loss.item(),
+        "entropy": entropy.detach(),
+        "pg_loss": part.pg_loss,
+        "kl_loss": part.kl_loss,
         "norm": grad_norm.item(),
-        "weights": weights,
+        "weights": _file_weights(Path(config.model.path or "") / "expected"),
     }
 
 
-@pytest.mark.parametrize(("num_ranks", "max_tokens"), [(1, 4096), (1, 24), (2, 64), (3, 30)])
-def test_update_equals_the_plain_single_process_update(model_path: Path, num_ranks: int, max_tokens: int) -> None:
-    batch = random_batch(num_groups=6, group_size=3, seed=1)
-    old = torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(0)) * 0.4 - 5.5
-    old[~batch.response_mask] = float("nan")  # padding must not matter
-    batch = batch.with_old_log_probs(old)
-    expected = _reference(model_path, batch)
-    ranks = run_ranks(num_ranks, _update, model_path, batch, num_ranks, max_tokens)
+def _file_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
+
+
+def _require_equal(ranks: list[dict[str, Any]], expected: dict[str, Any], batch: Batch) -> None:
     for rank in ranks:
         width = rank["log_probs"].shape[1]
         for name in ("log_probs", "entropy"):
             torch.testing.assert_close(rank[name], expected[name][rank["indices"], :width], rtol=1e-5, atol=1e-5)
         assert rank["sums"].grad_norm == pytest.approx(expected["norm"], rel=1e-4)
-    assert sum(rank["sums"].loss for rank in ranks) == pytest.approx(expected["loss"], rel=1e-5)
+    assert sum(rank["sums"].loss for rank in ranks) == pytest.approx(expected["pg_loss"], rel=1e-5)
+    assert sum(rank["sums"].kl_loss for rank in ranks) == pytest.approx(expected["kl_loss"], rel=1e-5)
     assert sum(rank["sums"].num_tokens for rank in ranks) == batch.num_loss_tokens
     weights = ranks[0]["weights"]
     assert set(weights) == set(expected["weights"])
@@ -102,28 +132,99 @@ def test_update_equals_the_plain_single_process_update(model_path: Path, num_ran
     assert all(rank["weights"] is None for rank in ranks[1:])
 
 
-def _infinite_loss(rank: int, model_path: Path, batch: Batch, num_ranks: int) -> Any:
-    policy = Policy(model_path, TRAIN, AlgorithmConfig(), TEMPERATURE)
+@pytest.mark.parametrize(
+    ("architecture", "num_ranks", "sequence_parallel", "max_tokens"),
+    [
+        ("qwen3", 1, 1, 4096),
+        ("qwen3", 1, 1, 24),
+        ("qwen3", 3, 1, 30),
+        ("qwen3", 2, 2, 4096),
+        ("qwen3", 4, 2, 45),
+        ("qwen3_moe", 2, 1, 64),
+        ("qwen3_moe", 2, 2, 64),
+        ("llama", 2, 1, 64),
+        ("llama", 2, 2, 64),
+        ("qwen2", 2, 2, 64),
+    ],
+)
+def test_update_equals_the_plain_single_process_update(
+    models: dict[str, Path], architecture: str, num_ranks: int, sequence_parallel: int, max_tokens: int
+) -> None:
+    batch = _batch()
+    config = _config(models[architecture], {"num_ranks": num_ranks, "sequence_parallel": sequence_parallel})
+    ranks = run_ranks(num_ranks, _update, config, batch, max_tokens)
+    _require_equal(ranks, _expected(config, batch), batch)
+
+
+def test_kl_and_entropy_bonus_are_in_the_gradient(models: dict[str, Path]) -> None:
+    algorithm = {"kl": {"place": "loss", "coefficient": 0.5}, "entropy_coefficient": 0.2}
+    config = _config(models["qwen3"], {"num_ranks": 2}, algorithm=algorithm)
+    batch = _batch()
+    expected = _expected(config, batch)
+    assert expected["kl_loss"] > 0.01
+    _require_equal(run_ranks(2, _update, config, batch, 64), expected, batch)
+
+
+def _reference_before_and_after(rank: int, config: Config, batch: Batch) -> list[torch.Tensor]:
+    policy = Policy(config.model.path or "", config)
+    shares, _ = split_batch(batch, 1, 64, policy.hidden_size())
+    before = policy.ref_log_probs(shares[0])
+    same = policy.log_probs(shares[0])[0]
+    policy.update(shares[0], LossTotals(batch.num_loss_tokens, batch.num_loss_responses))
+    return [before, same, policy.ref_log_probs(shares[0]), policy.log_probs(shares[0])[0]]
+
+
+def test_the_reference_stays_the_model_before_training(models: dict[str, Path]) -> None:
+    config = _config(
+        models["llama"], {"num_ranks": 2, "sequence_parallel": 2}, algorithm={"kl": {"place": "loss"}}
+    )
+    for before, same, after, moved in run_ranks(2, _reference_before_and_after, config, _batch()):
+        assert torch.equal(before, after)
+        torch.testing.assert_close(before, same, rtol=1e-6, atol=1e-6)
+        assert (moved - same).abs().max() > 0.1
+
+
+def _infinite_loss(rank: int, config: Config, batch: Batch) -> Any:
+    policy = Policy(config.model.path or "", config)
     names = list(policy.weight_sizes())
     before = policy.gather_weights(names)
-    shares, _ = split_batch(batch, num_ranks, 4096)
+    shares, _ = split_batch(batch, 2, 4096, policy.hidden_size())
     sums = policy.update(shares[rank], LossTotals(batch.num_loss_tokens, batch.num_loss_responses))
     return before, policy.gather_weights(names), sums
 
 
-def test_a_norm_that_is_not_finite_changes_nothing_and_is_counted(model_path: Path) -> None:
+def test_a_norm_that_is_not_finite_changes_nothing_and_is_counted(models: dict[str, Path]) -> None:
     batch = random_batch(num_groups=2, group_size=2)
     batch = batch.with_old_log_probs(torch.full_like(batch.rollout_log_probs, -2.0))
     batch.advantages[1] = float("inf")
-    before, after, sums = run_ranks(2, _infinite_loss, model_path, batch, 2)[0]
+    before, after, sums = run_ranks(2, _infinite_loss, _config(models["qwen3"], {"num_ranks": 2}), batch)[0]
     assert sums.is_skipped
     for name, weight in before.items():
         assert torch.equal(weight, after[name]), name
 
 
-def test_an_incomplete_model_folder_is_named(model_path: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((model_path / "config.json").read_bytes())
-    with pytest.raises(ModelError, match=r"lacks weights \(\*\.safetensors\) and a tokenizer"):
-        load_causal_lm(tmp_path)
-    with pytest.raises(ModelError, match=r"does not exist; set model\.path"):
-        load_causal_lm(tmp_path / "nowhere")
+def _deterministic(rank: int, config: Config, batch: Batch) -> tuple[bool, list[Any]]:
+    results = [_update(rank, config, batch, 64) for _ in range(2)]
+    return torch.are_deterministic_algorithms_enabled(), [result["weights"] for result in results]
+
+
+def test_deterministic_runs_give_the_same_bits(models: dict[str, Path]) -> None:
+    config = _config(models["qwen3_moe"], run={"deterministic": True})
+    is_enabled, (first, second) = run_ranks(1, _deterministic, config, _batch())[0]
+    assert is_enabled
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _load(rank: int, config: Config) -> str:
+    with pytest.raises(ModelError) as raised:
+        Policy(config.model.path or "", config)
+    return str(raised.value)
+
+
+def test_what_cannot_be_trained_is_named_before_work_starts(models: dict[str, Path], tmp_path: Path) -> None:
+    message = run_ranks(4, _load, _config(models["qwen3"], {"num_ranks": 4, "sequence_parallel": 4}))[0]
+    assert "qwen3 has 2 attention heads" in message
+    assert "train.sequence_parallel=4" in message
+    (tmp_path / "config.json").write_bytes((models["qwen3"] / "config.json").read_bytes())
+    assert "lacks weights (*.safetensors) and a tokenizer" in run_ranks(1, _load, _config(tmp_path))[0]
+    assert "does not exist; set model.path" in run_ranks(1, _load, _config(tmp_path / "nowhere"))[0]

@@ -12,7 +12,7 @@ import torch
 
 from dapo_core import weight_sync
 from dapo_core.batch import Batch, split_batch
-from dapo_core.config import AlgorithmConfig, RewardConfig, TrainConfig
+from dapo_core.config import AlgorithmConfig, TrainConfig
 from dapo_core.data import load_tokenizer
 from dapo_core.engines import EngineSettings, build_engine
 from dapo_core.errors import RolloutError
@@ -20,6 +20,7 @@ from dapo_core.policy import Policy
 from dapo_core.rollout import RolloutWorker
 from dapo_core.weight_sync import plan_buckets, probe_difference, publish_weights
 from tests.batches import random_batch
+from tests.configs import make_config
 from tests.tiny_models import build_tiny_qwen3
 
 SETTINGS = EngineSettings(
@@ -97,7 +98,7 @@ def _start(model_path: Path, folder: Path) -> InProcessCluster:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     policy = Policy(model_path, TrainConfig(), AlgorithmConfig(), temperature=1.0)
     engine = build_engine("vllm", model_path, SETTINGS, seed=0)
-    worker = RolloutWorker(engine, load_tokenizer(model_path), RewardConfig(), 2, 16, seed=0)
+    worker = RolloutWorker(engine, load_tokenizer(model_path), make_config())
     return InProcessCluster(InProcessPolicy(policy), InProcessRollouts(worker, []))
 
 

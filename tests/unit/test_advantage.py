@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from dapo_core.advantage import group_advantages
+from dapo_core.config import AlgorithmConfig
+
+DAPO = AlgorithmConfig()
+
+
+def _algorithm(**values: Any) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(values)
 
 
 def _one_group(rewards: list[float] | np.ndarray) -> np.ndarray:
@@ -16,7 +25,7 @@ def test_one_right_of_sixteen() -> None:
     # mean (1 - 15) / 16 = -0.875; deviations 1.875 and -0.125; unbiased variance (1.875^2 + 15 * 0.125^2) / 15
     # = 3.75 / 15 = 0.25; std 0.5; in float32 0.5 + 1e-6 = 0.500001013, 1.875 / that = 3.7499923706
     rewards = np.array([1.0] + [-1.0] * 15)
-    advantages = group_advantages(rewards, _one_group(rewards))
+    advantages = group_advantages(rewards, _one_group(rewards), DAPO)
     assert float(advantages[0]) == pytest.approx(3.7499923706, abs=1e-10)
     assert advantages[1:].tolist() == pytest.approx([-0.2499994934] * 15, abs=1e-10)
 
@@ -27,36 +36,83 @@ def test_one_right_of_sixteen() -> None:
     ids=["eight float32 -1.3", "three 0.1", "all right", "group of one"],
 )
 @pytest.mark.parametrize("normalize_by_std", [True, False])
-def test_a_group_without_two_rewards_gets_exactly_zero(rewards: np.ndarray, normalize_by_std: bool) -> None:
-    assert group_advantages(rewards, _one_group(rewards), normalize_by_std).tolist() == [0.0] * len(rewards)
+@pytest.mark.parametrize("baseline", ["group-mean", "leave-one-out"])
+def test_a_group_without_two_rewards_gets_exactly_zero(
+    rewards: np.ndarray, normalize_by_std: bool, baseline: str
+) -> None:
+    algorithm = _algorithm(normalize_by_std=normalize_by_std, baseline=baseline)
+    assert group_advantages(rewards, _one_group(rewards), algorithm).tolist() == [0.0] * len(rewards)
 
 
-def test_without_the_std_the_advantage_is_the_distance_from_the_mean() -> None:
-    # mean (1 + 0 - 1 - 2) / 4 = -0.5
+# rewards 1, 0, -1, -2: mean -0.5, deviations 1.5, 0.5, -0.5, -1.5; leave-one-out 4 / 3 of them, for the first
+# 1 - (0 - 1 - 2) / 3 = 2; variance (2.25 + 0.25 + 0.25 + 2.25) / 3 = 5 / 3, std 1.2909944, 1.5 / std = 1.1618941
+@pytest.mark.parametrize("compat", ["none", "verl"])
+@pytest.mark.parametrize(
+    ("baseline", "normalize_by_std", "expected"),
+    [
+        ("group-mean", False, [1.5, 0.5, -0.5, -1.5]),
+        ("leave-one-out", False, [2.0, 2 / 3, -2 / 3, -2.0]),
+        ("group-mean", True, [1.1618941, 0.3872980, -0.3872980, -1.1618941]),
+        ("leave-one-out", True, [1.5491921, 0.5163974, -0.5163974, -1.5491921]),
+    ],
+)
+def test_baselines_with_and_without_the_std(
+    baseline: str, normalize_by_std: bool, expected: list[float], compat: str
+) -> None:
     rewards = np.array([1.0, 0.0, -1.0, -2.0])
-    assert group_advantages(rewards, _one_group(rewards), normalize_by_std=False).tolist() == [
-        1.5,
-        0.5,
-        -0.5,
-        -1.5,
-    ]
+    algorithm = _algorithm(baseline=baseline, normalize_by_std=normalize_by_std, compat=compat)
+    advantages = group_advantages(rewards, _one_group(rewards), algorithm)
+    assert advantages.dtype == np.float32
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_group_of_two_left_out_is_the_difference() -> None:
+    # sibling's reward is the baseline: 3 - 1 and 1 - 3; the third response has no sibling
+    algorithm = _algorithm(baseline="leave-one-out", normalize_by_std=False)
+    advantages = group_advantages(np.array([3.0, 1.0, 5.0]), np.array([0, 0, 1]), algorithm)
+    assert advantages.tolist() == [2.0, -2.0, 0.0]
+
+
+def test_compat_verl_keeps_the_float_noise_of_equal_rewards() -> None:
+    # float32: the mean of eight -1.3 is -1.3000001, so the deviation is 2^-23 = 1.1920929e-7 and
+    # the std 1.2744e-7 = 2^-23 * sqrt(8 / 7): 1.1920929e-7 / (1.2744e-7 + 1e-6) = 0.1057
+    rewards = np.full(8, -1.3, dtype=np.float32)
+    advantages = group_advantages(rewards, _one_group(rewards), _algorithm(compat="verl"))
+    assert advantages.tolist() == pytest.approx([0.10573447] * 8, rel=1e-6)
+
+
+@pytest.mark.parametrize("baseline", ["group-mean", "leave-one-out"])
+def test_compat_verl_gives_a_group_of_one_its_reward(baseline: str) -> None:
+    rewards, group_ids = np.array([2.0, 0.7, 1.0]), np.array([5, 3, 5])
+    algorithm = _algorithm(compat="verl", baseline=baseline)
+    advantages = group_advantages(rewards, group_ids, algorithm)
+    assert float(advantages[1]) == pytest.approx(0.7 / (1 + 1e-6), abs=1e-7)  # mean 0, std 1
+    raw = group_advantages(rewards, group_ids, algorithm.model_copy(update={"normalize_by_std": False}))
+    assert float(raw[1]) == pytest.approx(0.7, abs=1e-7)
+
+
+def test_compat_verl_differs_by_no_more_than_noise_where_rewards_do() -> None:
+    draw = np.random.default_rng(1)
+    rewards, group_ids = draw.normal(size=48), draw.permutation(np.repeat(np.arange(6), 8))
+    ours, verl = (group_advantages(rewards, group_ids, _algorithm(compat=name)) for name in ("none", "verl"))
+    np.testing.assert_allclose(verl, ours, rtol=1e-4, atol=1e-6)
 
 
 def test_each_group_is_measured_against_itself_wherever_its_members_stand() -> None:
     # group 3: 1, -1 -> mean 0, std sqrt(2); group 7: 5, 3 -> mean 4, std sqrt(2): 1 / 1.4142146 = 0.7071063
     rewards, group_ids = np.array([1.0, 5.0, -1.0, 3.0]), np.array([3, 7, 3, 7])
-    advantages = group_advantages(rewards, group_ids)
+    advantages = group_advantages(rewards, group_ids, DAPO)
     assert advantages.tolist() == pytest.approx([0.7071063, 0.7071063, -0.7071063, -0.7071063], abs=1e-7)
     order = np.array([2, 3, 0, 1])
-    assert group_advantages(rewards[order], group_ids[order]).tolist() == advantages[order].tolist()
+    assert group_advantages(rewards[order], group_ids[order], DAPO).tolist() == advantages[order].tolist()
 
 
 def test_the_order_of_groups_does_not_matter() -> None:
     draw = np.random.default_rng(0)
     rewards, group_ids = draw.normal(size=40), np.repeat(np.arange(5), 8)
-    advantages = group_advantages(rewards, group_ids).reshape(5, 8)
+    advantages = group_advantages(rewards, group_ids, DAPO).reshape(5, 8)
     order = np.array([3, 0, 4, 1, 2])
-    moved = group_advantages(rewards.reshape(5, 8)[order].ravel(), group_ids).reshape(5, 8)
+    moved = group_advantages(rewards.reshape(5, 8)[order].ravel(), group_ids, DAPO).reshape(5, 8)
     assert moved.tolist() == advantages[order].tolist()
 
 
@@ -64,4 +120,4 @@ def test_the_order_of_groups_does_not_matter() -> None:
 def test_a_reward_that_is_not_finite_is_refused_and_counted(bad: float) -> None:
     rewards = np.array([1.0, bad, bad, -1.0])
     with pytest.raises(ValueError, match="2 of 4 rewards are not finite"):
-        group_advantages(rewards, _one_group(rewards))
+        group_advantages(rewards, _one_group(rewards), DAPO)

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.batch import balance_over_ranks, build_batch, micro_batches, split_batch
+from dapo_core.batch import balance_over_ranks, build_batch, micro_batches, split_batch, workload
 from dapo_core.data import Prompt
 from dapo_core.engines import FinishReason
+from dapo_core.errors import DataError
 from dapo_core.rollout import Group, Rollout
 from tests.batches import make_group, random_batch
 
@@ -32,7 +33,7 @@ def _groups() -> list[Group]:
 
 
 def test_layout() -> None:
-    batch = build_batch(_groups(), np.array([1.0, -1.0, 0.5, -0.5]), mask_truncated=False)
+    batch = replace(build_batch(_groups(), mask_truncated=False), advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]))
     # the widest row is 2 + 4 = 6 tokens, the longest response 4
     assert batch.token_ids.tolist() == [
         [5, 6, 7, 8, 2, 0],
@@ -52,17 +53,17 @@ def test_layout() -> None:
     assert batch.old_log_probs.isnan().all()
     assert batch.advantages.tolist() == [1.0, -1.0, 0.5, -0.5]
     assert (batch.num_responses, batch.num_loss_tokens, batch.num_loss_responses) == (4, 8, 3)
-    assert batch.lengths.tolist() == [5, 6, 4, 4]  # the empty response still takes one column
+    assert batch.lengths.tolist() == [5, 6, 4, 3]
 
 
 def test_truncated_responses_can_be_left_out_of_the_loss() -> None:
-    batch = build_batch(_groups(), np.zeros(4), mask_truncated=True)
+    batch = build_batch(_groups(), mask_truncated=True)
     assert batch.response_mask.int().tolist() == [[1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert (batch.num_loss_tokens, batch.num_loss_responses) == (4, 2)
 
 
 def test_select_orders_and_trims() -> None:
-    batch = build_batch(_groups(), np.array([1.0, -1.0, 0.5, -0.5]), mask_truncated=False)
+    batch = replace(build_batch(_groups(), mask_truncated=False), advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]))
     chosen = batch.with_old_log_probs(batch.rollout_log_probs * 2).select([2, 0])
     assert chosen.token_ids.tolist() == [[3, 3, 3, 4, 0], [5, 6, 7, 8, 2]]
     assert chosen.response_mask.int().tolist() == [[1, 0, 0], [1, 1, 1]]
@@ -70,52 +71,89 @@ def test_select_orders_and_trims() -> None:
     assert chosen.old_log_probs.tolist() == [[-1.0, 0.0, 0.0], [-1.0, -2.0, -3.0]]
     assert chosen.advantages.tolist() == [0.5, 1.0]
     empty = batch.select([3])
-    assert (empty.token_ids.tolist(), empty.response_mask.tolist()) == ([[3, 3, 3, 0]], [[False]])
+    assert (empty.token_ids.tolist(), empty.response_mask.tolist()) == ([[3, 3, 3]], [[False]])
+    assert (empty.ref_log_probs, empty.importance_weights) == (None, None)
+
+
+def test_select_takes_what_later_phases_add_along() -> None:
+    batch = build_batch(_groups(), mask_truncated=False)
+    values = torch.arange(16.0).view(4, 4)
+    chosen = replace(batch, ref_log_probs=values, importance_weights=values + 100).select([2, 0])
+    assert chosen.ref_log_probs is not None
+    assert chosen.importance_weights is not None
+    assert chosen.ref_log_probs.tolist() == [[8.0, 9.0, 10.0], [0.0, 1.0, 2.0]]
+    assert chosen.importance_weights.tolist() == [[108.0, 109.0, 110.0], [100.0, 101.0, 102.0]]
+
+
+def test_workload_counts_matrices_and_causal_attention() -> None:
+    # H = 4: 12 * 4 = 48 per token; 48 * 10 + 10^2 = 580, 48 * 100 + 100^2 = 14,800
+    assert workload(np.array([0, 10, 100]), 4).tolist() == [0.0, 580.0, 14_800.0]
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 3000), max_size=60), st.integers(1, 9))
-def test_balance_gives_every_index_to_exactly_one_rank(lengths: list[int], num_ranks: int) -> None:
-    parts = balance_over_ranks(np.array(lengths, dtype=np.int64), num_ranks)
+def test_balance_gives_every_index_to_exactly_one_rank(costs: list[int], num_ranks: int) -> None:
+    parts = balance_over_ranks(np.array(costs, dtype=np.float64), num_ranks)
     assert len(parts) == num_ranks
-    assert sorted(index for part in parts for index in part.tolist()) == list(range(len(lengths)))
-    loads = [sum(lengths[index] for index in part) for part in parts]
+    assert sorted(index for part in parts for index in part.tolist()) == list(range(len(costs)))
+    loads = [sum(costs[index] for index in part) for part in parts]
     # the heaviest rank got its last sequence while it was the lightest
-    assert max(loads) - min(loads) <= max(lengths, default=0)
+    assert max(loads) - min(loads) <= max(costs, default=0)
 
 
-def test_balance_is_close_to_even_on_uneven_lengths() -> None:
-    lengths = np.random.default_rng(1).integers(50, 20_000, size=512)
-    loads = np.array([lengths[part].sum() for part in balance_over_ranks(lengths, 8)])
-    assert loads.max() / loads.mean() < 1.005
+@pytest.mark.parametrize("shape", ["uniform", "lognormal", "one in ten at the limit"])
+def test_balance_is_even_for_a_large_batch(shape: str) -> None:
+    draw = np.random.default_rng(1)
+    lengths = {
+        "uniform": draw.integers(50, 20_000, size=16_384),
+        "lognormal": draw.lognormal(7.5, 1.0, size=16_384).clip(20, 22_528).astype(np.int64),
+        "one in ten at the limit": np.where(draw.random(16_384) < 0.1, 20_480, draw.integers(200, 3000, 16_384)),
+    }[shape]
+    costs = workload(lengths, 4096)
+    loads = np.array([costs[part].sum() for part in balance_over_ranks(costs, 64)])
+    assert loads.max() / loads.mean() <= 1.001
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 300))
-def test_micro_batches_hold_everything_once_within_the_cap(lengths: list[int], max_tokens: int) -> None:
-    parts = micro_batches(np.array(lengths), max_tokens)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 300), st.integers(1, 9))
+def test_micro_batches_hold_everything_once_within_the_cap(
+    lengths: list[int], max_tokens: int, at_least: int
+) -> None:
+    tokens = np.array(lengths)
+    parts = micro_batches(tokens, workload(tokens, 1), max_tokens, at_least)
     assert sorted(index for part in parts for index in part.tolist()) == list(range(len(lengths)))
-    for part in parts:
-        assert len(part) * max(lengths[index] for index in part) <= max_tokens
+    assert all(tokens[part].sum() <= max_tokens for part in parts)
+    assert len(parts) >= at_least
+    # best fit leaves no two sets that would fit into one, so all but one are more than half full
+    assert len(parts) <= max(at_least, 2 * tokens.sum() / max_tokens + 1)
 
 
-def test_micro_batches_put_similar_lengths_together() -> None:
-    # longest first: 9 alone (2 x 9 > 16), 8 and 7 as 2 x 8 = 16, 2 and 2 and 1 as 3 x 2 = 6
-    parts = micro_batches(np.array([2, 9, 7, 2, 8, 1]), 16)
-    assert [part.tolist() for part in parts] == [[1], [4, 2], [0, 3, 5]]
+def test_micro_batches_are_few_and_then_even() -> None:
+    lengths = np.array([2, 9, 7, 2, 8, 1])
+    costs = workload(lengths, 1)  # T^2 + 12 T: [28, 189, 133, 28, 160, 13]
+    # 29 tokens fill two sets of 16. Longest first to the cheaper: 9 | 8, then 7 to 8 (15 tokens, cost 293), both
+    # 2s (13, 245) and 1 (14, 258) to 9; the costlier set comes first
+    assert [part.tolist() for part in micro_batches(lengths, costs, 16)] == [[2, 4], [0, 1, 3, 5]]
+    # another rank needs three: 9 | 8 | 7 (133), 2 to 7 (161), 2 to 8 (188), 1 to the one of 7 (174)
+    three = micro_batches(lengths, costs, 16, at_least=3)
+    assert [part.tolist() for part in three] == [[1], [3, 4], [0, 2, 5]]
+
+
+def test_few_micro_batches_come_before_even_ones() -> None:
+    lengths = np.array([6, 4, 4, 3, 3])
+    # 20 tokens fit two sets of 10: best fit 6 + 4 | 4 + 3 + 3. To the cheaper they would not: 6 | 4 + 4, then 3 to
+    # 6 (9 tokens), and no set has room for the last 3
+    parts = micro_batches(lengths, workload(lengths, 1), 10)
+    assert [part.tolist() for part in parts] == [[0, 1], [2, 3, 4]]
 
 
 def test_a_sequence_that_fits_no_micro_batch_is_named_with_the_key() -> None:
-    with pytest.raises(ValueError, match=r"response 1 has 17 tokens .* raise train\.micro_batch_tokens"):
-        micro_batches(np.array([3, 17, 5]), 16)
-
-
-def test_the_cap_counts_the_column_of_empty_responses() -> None:
-    group = make_group([1.0] * 4, num_response_tokens=0, num_prompt_tokens=10)
-    batch = build_batch([group], np.zeros(4), mask_truncated=False)
-    (share,), _ = split_batch(batch, 1, max_tokens=20)
-    sizes = [share.batch.select(rows).token_ids.numel() for rows in share.micro_batches]
-    assert max(sizes) <= 20, sizes  # rows are 11 wide, so one each
+    group = make_group([1.0] * 3, num_response_tokens=[2, 13, 1], num_prompt_tokens=4)
+    batch = build_batch([group], mask_truncated=False)
+    with pytest.raises(
+        DataError, match=r"response 1 of the batch has 17 tokens .* raise train\.micro_batch_tokens"
+    ):
+        split_batch(batch, 1, max_tokens=16)
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,7 +173,7 @@ def test_every_rank_gets_as_many_micro_batches_and_each_response_once(
             length = batch.lengths[row]
             assert share.batch.token_ids[local, :length].tolist() == batch.token_ids[row, :length].tolist()
         for part in (part for part in share.micro_batches if len(part)):
-            assert share.batch.select(part).token_ids.numel() <= max_tokens
+            assert share.batch.lengths[part].sum() <= max_tokens
 
 
 def test_more_ranks_than_responses() -> None:

@@ -19,7 +19,10 @@ from dapo_core.checkpoint import (
     refuse_other_training,
     write_checkpoint,
 )
+from dapo_core.data import Prompt
+from dapo_core.engines import Response
 from dapo_core.errors import CheckpointError
+from dapo_core.rollout import GroupRequest
 from tests.batches import make_group
 
 
@@ -27,11 +30,18 @@ def _state(step: int) -> TrainerState:
     groups = [make_group([1.0, -1.0], index, [3, 0], policy_version=index) for index in (4, 9)]
     awkward = [replace(groups[0].rollouts[0], rollout_log_probs=[-0.1, -1 / 3, -5e-324], overlong_penalty=-0.3)]
     surplus = [(step, replace(groups[0], rollouts=awkward)), (step - 1, groups[1])]
+    prompt = Prompt(7, (3, 4), "arithmetic", "1", {"level": 3, "answers": [1.5, None]})
+    responses = [Response("12/0", [5, 6], [-0.1, -1 / 3], "stop"), Response("12/1", [5], [-2.5], "abort")]
+    unfinished = [
+        (step, GroupRequest(12, prompt, responses, policy_version=8)),
+        (step, GroupRequest(13, replace(prompt, index=8))),
+    ]
     return TrainerState(
         step=step,
         policy_version=step * 16,
         prompt_position=123,
         surplus=surplus,
+        unfinished=unfinished,
         metrics={"critic/score/mean": -1 / 3},
         identity={"run.seed": 3, "train.learning_rate": 1e-6},
     )
@@ -52,6 +62,8 @@ def model_path(tmp_path: Path) -> Path:
     weights = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tf_model.h5", "x.gguf")
     for name in (*kept, *weights, "manifest.json"):
         (folder / name).write_text(name, encoding="utf-8")
+    index = {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder
 
 
@@ -61,7 +73,9 @@ def test_the_state_comes_back_equal_to_the_bit(tmp_path: Path, model_path: Path)
     assert target.name == "step_000020"
     read = read_state(target)
     assert read == state
+    assert json.loads((target / "tensor_names.json").read_text()) == ["lm_head.weight", "model.norm.weight"]
     assert read.surplus[0][1].prompt.prompt_ids == state.surplus[0][1].prompt.prompt_ids
+    assert read.unfinished[0][1].prompt == state.unfinished[0][1].prompt
     assert (target / "0_0.distcp").read_text(encoding="utf-8") == "shard"
 
 
@@ -116,7 +130,9 @@ def test_a_step_written_again_replaces_the_older_one(tmp_path: Path, model_path:
     assert (target / "0_0.distcp").read_text(encoding="utf-8") == "second"
 
 
-@pytest.mark.parametrize("damage", ["", '{"step": 5', "[]", '"text"', "lacking", "unknown", "surplus"])
+@pytest.mark.parametrize(
+    "damage", ["", '{"step": 5', "[]", '"text"', "lacking", "unknown", "surplus", "unfinished"]
+)
 def test_a_state_that_cannot_be_read_names_the_way_out(tmp_path: Path, model_path: Path, damage: str) -> None:
     target = write_checkpoint(tmp_path / "c", _state(5), model_path, _save(), keep_last=1)
     values = json.loads((target / STATE_FILE).read_text(encoding="utf-8"))
@@ -126,7 +142,9 @@ def test_a_state_that_cannot_be_read_names_the_way_out(tmp_path: Path, model_pat
         values["surprise"] = 1
     elif damage == "surplus":
         values["surplus"][0][1]["rollouts"][0]["surprise"] = 1
-    text = json.dumps(values) if damage in {"lacking", "unknown", "surplus"} else damage
+    elif damage == "unfinished":
+        del values["unfinished"][0][1]["responses"][0]["finish_reason"]
+    text = json.dumps(values) if damage in {"lacking", "unknown", "surplus", "unfinished"} else damage
     (target / STATE_FILE).write_text(text, encoding="utf-8")
     with pytest.raises(
         CheckpointError, match=r"trainer_state\.json cannot be read .* remove the folder step_000005"

@@ -324,11 +324,11 @@ def test_importing_the_configuration_loads_nothing_heavy() -> None:
 
 
 def _names_read() -> set[str]:
-    """Names read as attributes anywhere in the sources but the declarations."""
+    """Names read as attributes anywhere in the sources but the declarations, their checks and derived numbers."""
     names = set()
     for package in ("dapo_core", "tasks", "flows", "eval"):
         for path in (ROOT / package).rglob("*.py"):
-            if path.relative_to(ROOT).as_posix() == "dapo_core/config/sections.py":
+            if path.parent == ROOT / "dapo_core" / "config":
                 continue
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):

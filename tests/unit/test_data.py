@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,22 @@ def test_rows_without_ground_truth_are_counted_and_refused(tmp_path: Path) -> No
 def test_a_prompt_that_is_not_chat_messages_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"1 of 1 rows have an empty prompt or one that is not chat messages"):
         read_rows(_write(tmp_path, [{**_row(), "prompt": "What is 1 + 1?"}]))
+
+
+@pytest.mark.parametrize("extra_info", [{"when": datetime(2026, 1, 1)}, {"image": b"x"}, "text", [1]])
+def test_extra_info_that_no_checkpoint_could_hold_is_refused(tmp_path: Path, extra_info: Any) -> None:
+    rows = [{**_row(), "extra_info": None}, {**_row(), "extra_info": extra_info}]
+    with pytest.raises(DataError, match=r"1 of 2 rows have an extra_info that is not a struct .* \(rows 1\)"):
+        read_rows(_write(tmp_path, rows))
+
+
+def test_extra_info_goes_with_the_prompt(tmp_path: Path) -> None:
+    info = {"index": 7, "split": "train", "answers": [1.5, None], "more": {"level": 3}}
+    rows = read_rows(_write(tmp_path, [{**_row(), "extra_info": info}, {**_row(), "extra_info": None}]))
+    with_info, without = tokenize_prompts(rows, tiny_tokenizer(), 100)
+    assert with_info.extra_info == info
+    assert without.extra_info == tokenize_prompts([_row()], tiny_tokenizer(), 100)[0].extra_info == {}
+    assert PromptStream([with_info], 0, False).digest != PromptStream([without], 0, False).digest
 
 
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:

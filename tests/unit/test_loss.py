@@ -1,42 +1,47 @@
-"""The policy loss: worked by hand, blind to masked values, and the same however a mini-batch is split."""
+"""The policy loss worked by hand: clips, aggregations, entropy bonus, KL, importance weights, and the mask."""
 
 from __future__ import annotations
 
 import math
-from random import Random
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dapo_core.config import AlgorithmConfig
-from dapo_core.loss import LossTotals, PolicyLoss, policy_loss
+from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 
 DAPO = AlgorithmConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_dual=10.0)
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-NAN = float("nan")
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+NAN, INF = float("nan"), float("inf")
 
 
-def _algorithm(aggregation: str) -> AlgorithmConfig:
-    return AlgorithmConfig.model_validate({"loss_aggregation": aggregation})
+def _algorithm(aggregation: str = "token-mean", **values: Any) -> AlgorithmConfig:
+    norm = {"loss_norm_tokens": 10} if aggregation == "seq-mean-token-sum-norm" else {}
+    return AlgorithmConfig.model_validate({"loss_aggregation": aggregation, **norm, **values})
 
 
 def _totals(mask: torch.Tensor) -> LossTotals:
     return LossTotals(int(mask.sum()), int(mask.any(dim=-1).sum()))
 
 
-def _single_token(ratio: float, advantage: float) -> tuple[PolicyLoss, float]:
-    """The loss of one token and its derivative by the log-prob."""
-    log_probs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    loss = policy_loss(
-        log_probs,
-        torch.zeros(1, 1, dtype=torch.float64),
-        torch.tensor([advantage], dtype=torch.float64),
-        torch.ones(1, 1, dtype=torch.bool),
-        LossTotals(1, 1),
-        DAPO,
-    )
+def _tokens(
+    old_log_probs: torch.Tensor, advantages: list[float], mask: torch.Tensor, weights: torch.Tensor, **more: Any
+) -> LossTokens:
+    """`advantages` holds one number per response."""
+    per_token = torch.tensor(advantages, dtype=old_log_probs.dtype).unsqueeze(-1).expand_as(old_log_probs)
+    return LossTokens(old_log_probs, per_token, mask, weights, **more)
+
+
+def _one_token(
+    log_ratio: float, advantage: float, algorithm: AlgorithmConfig = DAPO, **more: Any
+) -> tuple[PolicyLoss, float]:
+    """The loss of one token whose old log-prob is 0, and its derivative by the log-prob."""
+    log_probs = torch.tensor([[log_ratio]], dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    weights = LossTotals(1, 1).token_weights(mask, algorithm)
+    tokens = _tokens(torch.zeros(1, 1, dtype=torch.float64), [advantage], mask, weights, **more)
+    loss = policy_loss(log_probs, None, tokens, algorithm)
     (gradient,) = torch.autograd.grad(loss.loss, log_probs)
     return loss, gradient.item()
 
@@ -63,11 +68,13 @@ def _single_token(ratio: float, advantage: float) -> tuple[PolicyLoss, float]:
 def test_one_token(
     ratio: float, advantage: float, value: float, gradient: float, is_clipped: bool, is_dual: bool
 ) -> None:
-    loss, slope = _single_token(ratio, advantage)
+    loss, slope = _one_token(math.log(ratio), advantage)
     assert loss.loss.item() == pytest.approx(value, abs=1e-12)
+    assert loss.pg_loss == loss.loss.item()
     assert slope == pytest.approx(gradient, abs=1e-12)
     assert (loss.clipped, loss.clipped_dual, loss.num_tokens) == (float(is_clipped), float(is_dual), 1.0)
     assert loss.neg_log_ratio == pytest.approx(-math.log(ratio), abs=1e-12)
+    assert loss.kl_loss == 0.0
 
 
 @pytest.mark.parametrize(
@@ -75,14 +82,26 @@ def test_one_token(
     [(50.0, 1.0, -1.28), (50.0, -1.0, 10.0), (-50.0, 1.0, -math.exp(-20)), (-50.0, -1.0, 0.8)],
 )
 def test_a_log_ratio_of_fifty_is_clamped_to_twenty(log_ratio: float, advantage: float, value: float) -> None:
-    log_probs = torch.tensor([[log_ratio]], requires_grad=True)
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    loss = policy_loss(log_probs, torch.zeros(1, 1), torch.tensor([advantage]), mask, LossTotals(1, 1), DAPO)
+    loss, slope = _one_token(log_ratio, advantage)
     assert loss.loss.item() == pytest.approx(value, rel=1e-6)
     assert loss.neg_log_ratio == -math.copysign(20.0, log_ratio)
-    loss.loss.backward()
-    assert log_probs.grad is not None
-    assert log_probs.grad.tolist() == [[0.0]]  # constant beyond the clamp
+    assert slope == 0.0  # constant beyond the clamp
+
+
+# Responses of 2, 1 and 0 tokens, N = 2 responses and T = 3 tokens: the empty one is no response of the mean.
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [
+        ("token-mean", [[1 / 3, 1 / 3], [1 / 3, 0], [0, 0]]),
+        ("seq-mean-token-sum", [[1 / 2, 1 / 2], [1 / 2, 0], [0, 0]]),
+        ("seq-mean-token-mean", [[1 / 4, 1 / 4], [1 / 2, 0], [0, 0]]),  # 1 / (2 * 2) and 1 / (2 * 1)
+        ("seq-mean-token-sum-norm", [[1 / 20, 1 / 20], [1 / 20, 0], [0, 0]]),  # 1 / (2 * 10)
+    ],
+)
+def test_token_weights(aggregation: str, weights: list[list[float]]) -> None:
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    found = _totals(mask).token_weights(mask, _algorithm(aggregation))
+    torch.testing.assert_close(found, torch.tensor(weights))
 
 
 # Two responses, ratios all 1, so that a token's loss is -A: A = -4 on 2 tokens, A = -10 on 1 token.
@@ -92,135 +111,167 @@ def test_a_log_ratio_of_fifty_is_clamped_to_twenty(log_ratio: float, advantage: 
         ("token-mean", 6.0),  # (4 + 4 + 10) / 3
         ("seq-mean-token-sum", 9.0),  # (8 + 10) / 2
         ("seq-mean-token-mean", 7.0),  # (4 + 10) / 2
+        ("seq-mean-token-sum-norm", 0.9),  # (8 / 10 + 10 / 10) / 2
     ],
 )
 def test_aggregations(aggregation: str, expected: float) -> None:
     mask = torch.tensor([[True, True], [True, False]])
-    values = torch.zeros(2, 2)
-    loss = policy_loss(values, values, torch.tensor([-4.0, -10.0]), mask, _totals(mask), _algorithm(aggregation))
+    algorithm = _algorithm(aggregation)
+    tokens = _tokens(torch.zeros(2, 2), [-4.0, -10.0], mask, _totals(mask).token_weights(mask, algorithm))
+    loss = policy_loss(torch.zeros(2, 2), None, tokens, algorithm)
     assert loss.loss.item() == pytest.approx(expected)
 
 
-def test_token_mean_is_of_the_mini_batch_not_a_mean_over_micro_batches() -> None:
-    # responses of 1, 2 and 9 tokens with losses 10.1, 9.7 and 7.5 per token: over all tokens
-    # (10.1 + 2 * 9.7 + 9 * 7.5) / 12 = 97 / 12 = 8.083; a mean over micro-batches would be 27.3 / 3 = 9.100
-    lengths, losses = [1, 2, 9], [10.1, 9.7, 7.5]
-    mask = torch.arange(9) < torch.tensor(lengths).unsqueeze(-1)
-    values, advantages = torch.zeros(3, 9), -torch.tensor(losses)
-    totals = _totals(mask)
-    parts = [
-        policy_loss(values[row], values[row], advantages[row], mask[row], totals, DAPO).loss.item()
-        for row in ([0], [1], [2])
-    ]
-    assert sum(parts) == pytest.approx(97 / 12, rel=1e-6)
+# Responses of 1, 2 and 9 tokens with losses 10.1, 9.7 and 7.5 per token: over all tokens
+# (10.1 + 2 * 9.7 + 9 * 7.5) / 12 = 97 / 12 = 8.083, however they are split.
+# Older verl, one rank, micro-batches of one response: (10.1 + 9.7 + 7.5) / 3 = 9.100; micro-batches {1, 2} and
+# {9}: 29.5 / 3 * 2 / 3 + 7.5 / 3 = 9.0556; ranks with {1, 2} and {9}: (29.5 / 3 + 7.5) / 2 = 8.6667; all in one
+# micro-batch: 8.083.
+@pytest.mark.parametrize(
+    ("ranks", "verl"),
+    [
+        ([[[0], [1], [2]]], 9.1),
+        ([[[0, 1], [2]]], 9.0555556),
+        ([[[0, 1]], [[2]]], 8.6666667),
+        ([[[0, 1, 2]]], 97 / 12),
+    ],
+)
+@pytest.mark.parametrize("compat", ["none", "verl"])
+def test_token_mean_is_of_the_mini_batch_and_with_compat_verl_of_micro_batches(
+    compat: str, ranks: list[list[list[int]]], verl: float
+) -> None:
+    mask = torch.arange(9) < torch.tensor([1, 2, 9]).unsqueeze(-1)
+    losses, algorithm = torch.tensor([10.1, 9.7, 7.5]), _algorithm(compat=compat)
+    totals = LossTotals(12, 3, num_data_ranks=len(ranks))
+    value = 0.0
+    for share in ranks:
+        num_responses = sum(len(rows) for rows in share)
+        for rows in share:
+            weights = totals.token_weights(mask[rows], algorithm, num_responses)
+            tokens = _tokens(torch.zeros(len(rows), 9), (-losses[rows]).tolist(), mask[rows], weights)
+            value += policy_loss(torch.zeros(len(rows), 9), None, tokens, algorithm).pg_loss
+    assert value == pytest.approx(verl if compat == "verl" else 97 / 12, rel=1e-6)
 
 
+def test_compat_verl_weighs_a_whole_mini_batch_by_its_tokens() -> None:
+    mask = torch.tensor([[True, True], [True, False]])
+    weights = LossTotals(3, 2, num_data_ranks=4).token_weights(mask, _algorithm(compat="verl"))
+    torch.testing.assert_close(weights, torch.tensor([[1 / 3, 1 / 3], [1 / 3, 0.0]]))
+
+
+@pytest.mark.parametrize("compat", ["none", "verl"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_what_stands_under_the_mask_changes_neither_value_nor_gradient(aggregation: str) -> None:
+def test_what_stands_under_the_mask_changes_neither_value_nor_gradient(aggregation: str, compat: str) -> None:
     mask = torch.tensor([[True, True, False, False], [True, False, False, False], [False] * 4])
     clean = torch.tensor([[-1.0, -2.0, 0.0, 0.0], [-0.5, 0.0, 0.0, 0.0], [0.0] * 4])
     old = torch.tensor([[-1.2, -1.7, 0.0, 0.0], [-0.4, 0.0, 0.0, 0.0], [0.0] * 4])
-    advantages = torch.tensor([1.5, -0.5, 2.0])
+    algorithm = _algorithm(
+        aggregation, compat=compat, entropy_coefficient=0.1, kl={"place": "loss", "coefficient": 0.5}
+    )
+    weights = _totals(mask).token_weights(mask, algorithm, 3)
     results = []
-    for masked, masked_old in ((0.0, 0.0), (NAN, NAN), (float("inf"), NAN), (7.0, -float("inf"))):
-        log_probs = torch.where(mask, clean, torch.tensor(masked)).requires_grad_()
-        old_log_probs = torch.where(mask, old, torch.tensor(masked_old))
-        loss = policy_loss(log_probs, old_log_probs, advantages, mask, _totals(mask), _algorithm(aggregation))
+    for junk in (0.0, NAN, INF, -INF, 7.0):
+        filler = torch.tensor(junk)
+        log_probs = torch.where(mask, clean, filler).requires_grad_()
+        entropy = torch.where(mask, clean.square(), filler).requires_grad_()
+        tokens = LossTokens(
+            old_log_probs=torch.where(mask, old, filler),
+            advantages=torch.where(mask, torch.tensor([[1.5], [-0.5], [2.0]]), filler),
+            response_mask=mask,
+            weights=weights,
+            importance_weights=torch.where(mask, 0.5 - old, filler),
+            ref_log_probs=torch.where(mask, old * 2, filler),
+        )
+        loss = policy_loss(log_probs, entropy, tokens, algorithm)
         loss.loss.backward()
         assert log_probs.grad is not None
-        results.append((loss.loss.item(), log_probs.grad.tolist(), loss.neg_log_ratio, loss.clipped))
-    assert math.isfinite(results[0][0])
-    assert results[0][1][0][0] != 0.0
-    assert results[0][1][2] == [0.0] * 4
+        assert entropy.grad is not None
+        numbers = (loss.loss.item(), loss.pg_loss, loss.kl_loss, loss.neg_log_ratio, loss.clipped)
+        results.append((numbers, log_probs.grad.tolist(), entropy.grad.tolist()))
+    numbers, gradient, entropy_gradient = results[0]
+    assert all(math.isfinite(number) for number in numbers)
+    assert gradient[0][0] != 0.0
+    assert [gradient[0][2:], gradient[1][1:], gradient[2]] == [[0.0] * 2, [0.0] * 3, [0.0] * 4]
+    assert [entropy_gradient[0][2:], entropy_gradient[2]] == [[0.0] * 2, [0.0] * 4]
     assert all(result == results[0] for result in results[1:])
 
 
+@pytest.mark.parametrize("compat", ["none", "verl"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_part_without_trained_tokens_adds_nothing(aggregation: str) -> None:
+@pytest.mark.parametrize("totals", [LossTotals(10, 2), LossTotals(0, 0)])
+def test_a_part_without_trained_tokens_adds_nothing(aggregation: str, compat: str, totals: LossTotals) -> None:
     log_probs = torch.full((2, 3), NAN, requires_grad=True)
     mask = torch.zeros(2, 3, dtype=torch.bool)
-    old = torch.full((2, 3), NAN)
-    for totals in (LossTotals(10, 2), LossTotals(0, 0)):
-        log_probs.grad = None
-        loss = policy_loss(log_probs, old, torch.ones(2), mask, totals, _algorithm(aggregation))
-        loss.loss.backward()
-        assert (loss.loss.item(), loss.num_tokens, loss.clipped, loss.neg_log_ratio) == (0.0, 0.0, 0.0, 0.0)
-        assert log_probs.grad is not None
-        assert log_probs.grad.tolist() == [[0.0] * 3] * 2
+    algorithm = _algorithm(aggregation, compat=compat)
+    weights = totals.token_weights(mask, algorithm, 0)
+    loss = policy_loss(log_probs, None, _tokens(torch.full((2, 3), NAN), [1.0, 1.0], mask, weights), algorithm)
+    loss.loss.backward()
+    assert (loss.loss.item(), loss.num_tokens, loss.clipped, loss.neg_log_ratio) == (0.0, 0.0, 0.0, 0.0)
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == [[0.0] * 3] * 2
 
 
-def test_an_unknown_aggregation_is_named() -> None:
-    with pytest.raises(ValueError, match=r"unknown algorithm\.loss_aggregation 'mean'"):
-        LossTotals(1, 1).token_weights(torch.ones(1, 1, dtype=torch.bool), "mean")
+def test_the_entropy_bonus_lowers_the_loss_by_the_mean_entropy() -> None:
+    # ratios 1, A = -1 and -3: policy loss (1 + 3) / 2 = 2; entropy (0.4 + 0.8) / 2 = 0.6; 2 - 0.05 * 0.6 = 1.97
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    entropy = torch.tensor([[0.4], [0.8]], requires_grad=True)
+    algorithm = _algorithm(entropy_coefficient=0.05)
+    tokens = _tokens(torch.zeros(2, 1), [-1.0, -3.0], mask, LossTotals(2, 2).token_weights(mask, algorithm))
+    loss = policy_loss(torch.zeros(2, 1), entropy, tokens, algorithm)
+    loss.loss.backward()
+    assert loss.loss.item() == pytest.approx(1.97)
+    assert loss.pg_loss == pytest.approx(2.0)
+    assert entropy.grad is not None
+    torch.testing.assert_close(entropy.grad, torch.full((2, 1), -0.025))  # -0.05 / 2 tokens
 
 
-@st.composite
-def _mini_batches(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log_probs, old_log_probs, advantages, mask) of a few responses, values outside the mask NaN."""
-    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
-    shape = (len(lengths), max(*lengths, 1))
-    mask = torch.arange(shape[1]) < torch.tensor(lengths).unsqueeze(-1)
-    old = -torch.rand(shape, generator=generator, dtype=torch.float64) * 3
-    log_probs = old + torch.randn(shape, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64) * 2
-    nan = torch.tensor(NAN, dtype=torch.float64)
-    return torch.where(mask, log_probs, nan), torch.where(mask, old, nan), advantages, mask
+def test_the_entropy_bonus_asks_for_the_entropy() -> None:
+    with pytest.raises(ValueError, match=r"entropy_coefficient=0\.05 needs the entropy"):
+        _one_token(0.0, 1.0, _algorithm(entropy_coefficient=0.05))
 
 
-def _loss_and_gradient(
-    mini_batch: tuple[torch.Tensor, ...], parts: list[list[int]], aggregation: str, width: int | None = None
-) -> tuple[float, torch.Tensor, float]:
-    """Sum of the parts' losses, gradient by all log-probs, clipped tokens; micro-batches of the given rows."""
-    log_probs, old, advantages, mask = mini_batch
-    leaf = log_probs.clone().requires_grad_()
-    totals = _totals(mask)
-    value = clipped = 0.0
-    for rows in parts:
-        loss = policy_loss(
-            leaf[rows, :width],
-            old[rows, :width],
-            advantages[rows],
-            mask[rows, :width],
-            totals,
-            _algorithm(aggregation),
-        )
-        loss.loss.backward()
-        value, clipped = value + loss.loss.item(), clipped + loss.clipped
-    assert leaf.grad is not None
-    return value, leaf.grad, clipped
+def test_kl_in_the_loss_adds_its_coefficient_times_the_mean() -> None:
+    # log_probs -0.5, -1.5, reference -1, -1: d = 0.5, -0.5; low_var_kl e^-0.5 - 1 + 0.5 = 0.1065307 and
+    # e^0.5 - 1 - 0.5 = 0.1487213, mean 0.1276260; A = 0, so the loss is 2 * 0.1276260.
+    # gradient 2 / 2 * (1 - e^-d): 1 - 0.6065307 = 0.3934693 and 1 - 1.6487213 = -0.6487213
+    log_probs = torch.tensor([[-0.5, -1.5]], requires_grad=True)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    algorithm = _algorithm(kl={"place": "loss", "coefficient": 2.0, "estimator": "low_var_kl"})
+    weights = LossTotals(2, 1).token_weights(mask, algorithm)
+    tokens = _tokens(log_probs.detach(), [0.0], mask, weights, ref_log_probs=torch.full((1, 2), -1.0))
+    loss = policy_loss(log_probs, None, tokens, algorithm)
+    loss.loss.backward()
+    assert loss.kl_loss == pytest.approx(0.1276260, abs=1e-6)
+    assert (loss.loss.item(), loss.pg_loss) == (pytest.approx(0.2552520, abs=1e-6), 0.0)
+    assert log_probs.grad is not None
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[0.3934693, -0.6487213]]))
 
 
-@settings(max_examples=60, deadline=None)
-@given(_mini_batches(), st.sampled_from(AGGREGATIONS), st.randoms(use_true_random=False))
-def test_micro_batches_in_any_order_give_the_same_value_and_gradient(
-    mini_batch: tuple[torch.Tensor, ...], aggregation: str, shuffler: Random
-) -> None:
-    rows = list(range(len(mini_batch[0])))
-    value, gradient, clipped = _loss_and_gradient(mini_batch, [rows], aggregation)
-    shuffler.shuffle(rows)
-    cut = shuffler.randint(0, len(rows))
-    parts = [part for part in (rows[:cut], rows[cut:]) if part]
-    for split in (parts, [[row] for row in rows]):
-        split_value, split_gradient, split_clipped = _loss_and_gradient(mini_batch, split, aggregation)
-        assert split_value == pytest.approx(value, rel=1e-6, abs=1e-9)
-        torch.testing.assert_close(split_gradient, gradient, rtol=1e-6, atol=1e-12)
-        assert split_clipped == clipped
+def test_kl_in_the_loss_asks_for_the_reference() -> None:
+    with pytest.raises(ValueError, match=r"kl\.place=loss needs the log-probs of the reference"):
+        _one_token(0.0, 1.0, _algorithm(kl={"place": "loss"}))
 
 
-@settings(max_examples=30, deadline=None)
-@given(_mini_batches(), st.sampled_from(AGGREGATIONS), st.integers(1, 5))
-def test_padding_width_does_not_matter(mini_batch: tuple[torch.Tensor, ...], aggregation: str, extra: int) -> None:
-    log_probs, old, advantages, mask = mini_batch
-    rows, width = list(range(len(log_probs))), log_probs.shape[1]
-    value, gradient, _ = _loss_and_gradient(mini_batch, [rows], aggregation)
-    wider = (
-        torch.nn.functional.pad(log_probs, (0, extra), value=NAN),
-        torch.nn.functional.pad(old, (0, extra), value=NAN),
-        advantages,
-        torch.nn.functional.pad(mask, (0, extra), value=False),
-    )
-    wide_value, wide_gradient, _ = _loss_and_gradient(wider, [rows], aggregation)
-    assert wide_value == pytest.approx(value, rel=1e-6, abs=1e-9)
-    torch.testing.assert_close(wide_gradient[:, :width], gradient, rtol=1e-6, atol=1e-12)
-    assert wide_gradient[:, width:].tolist() == [[0.0] * extra for _ in rows]
+@pytest.mark.parametrize("place", ["off", "reward"])
+def test_kl_elsewhere_is_no_part_of_the_loss(place: str) -> None:
+    algorithm = _algorithm(kl={"place": place, "coefficient": 2.0})
+    loss, slope = _one_token(0.0, 3.0, algorithm, ref_log_probs=torch.full((1, 1), -5.0, dtype=torch.float64))
+    assert (loss.loss.item(), loss.kl_loss, slope) == (-3.0, 0.0, -3.0)
+
+
+def test_an_importance_weight_multiplies_the_policy_loss_alone_and_takes_no_gradient() -> None:
+    # A = -2, r = 1.1, weight 0.5: policy loss 0.5 * 2.2 = 1.1 with the same derivative;
+    # entropy 0.7 * -0.1 and KL 0.3 * (0.5 * ln(1.1)^2) = 0.3 * 0.00454201 stay as they are: loss 1.0313626
+    importance = torch.full((1, 1), 0.5, dtype=torch.float64, requires_grad=True)
+    log_probs = torch.tensor([[math.log(1.1)]], dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    algorithm = _algorithm(entropy_coefficient=0.1, kl={"place": "loss", "coefficient": 0.3, "estimator": "mse"})
+    zeros = torch.zeros(1, 1, dtype=torch.float64)
+    tokens = _tokens(zeros, [-2.0], mask, torch.ones(1, 1), importance_weights=importance, ref_log_probs=zeros)
+    loss = policy_loss(log_probs, torch.full((1, 1), 0.7, dtype=torch.float64), tokens, algorithm)
+    loss.loss.backward()
+    assert loss.pg_loss == pytest.approx(1.1, abs=1e-12)
+    assert loss.loss.item() == pytest.approx(1.0313626, abs=1e-7)
+    assert log_probs.grad is not None
+    assert log_probs.grad.item() == pytest.approx(1.1 + 0.3 * math.log(1.1), abs=1e-12)
+    assert importance.grad is None

@@ -1,80 +1,34 @@
-"""Dynamic sampling against a scripted source: what is kept, carried over, refused, and booked."""
+"""Dynamic sampling against a scripted source: what is kept, surplus, refused, and booked."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Sequence
+import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.config import SamplerConfig
-from dapo_core.data import Prompt, PromptStream
 from dapo_core.errors import NotEnoughSignal
-from dapo_core.rollout import Group
-from dapo_core.sampler import FATES, Draw, Sampler
-from tests.batches import make_group
-
-RIGHT, WRONG, MIXED = [1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]
-TOKENS_PER_GROUP = 6  # two responses of three tokens
-PROMPTS = [Prompt(index, (index + 5,), "arithmetic", "1") for index in range(7)]
-
-
-class ScriptedSource:
-    """Groups whose rewards come from a script in submission order, handed out `burst` at a time.
-
-    At an abort, up to `num_late` groups in flight turn out to be finished; each of the others had produced
-    `partial_tokens` response tokens.
-    """
-
-    def __init__(
-        self, script: Sequence[list[float]], burst: int, num_late: int = 0, partial_tokens: int = 0
-    ) -> None:
-        self.script = itertools.cycle(script)
-        self.burst = burst
-        self.num_late = num_late
-        self.partial_tokens = partial_tokens
-        self.in_flight: list[Group] = []
-        self.submitted: list[str] = []
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self.in_flight)
-
-    def submit(self, prompts: Sequence[tuple[str, Prompt]]) -> None:
-        for group_id, prompt in prompts:
-            self.submitted.append(group_id)
-            self.in_flight.append(make_group(next(self.script), prompt.index))
-
-    def finished(self) -> list[Group]:
-        done, self.in_flight = self.in_flight[: self.burst], self.in_flight[self.burst :]
-        return done
-
-    def abort(self) -> tuple[list[Group], int, int]:
-        late, dropped = self.in_flight[: self.num_late], self.in_flight[self.num_late :]
-        self.in_flight = []
-        return late, len(dropped), self.partial_tokens * len(dropped)
-
-
-def _sampler(source: ScriptedSource, train_prompts: int, **settings: object) -> Sampler:
-    values = {"gen_prompts": 4, "max_num_gen_batches": 5, **settings}
-    stream = PromptStream(PROMPTS, seed=0, shuffle=False)
-    return Sampler(source, stream, train_prompts, SamplerConfig.model_validate(values))
-
-
-def _booked(draw: Draw) -> dict[str, int]:
-    return {fate: count for fate, count in draw.account.groups.items() if count}
+from dapo_core.sampler import FATES
+from tests.sources import (
+    MIXED,
+    RIGHT,
+    TOKENS_PER_GROUP,
+    WRONG,
+    ScriptedSource,
+    booked,
+    make_sampler,
+)
 
 
 def test_only_mixed_groups_are_kept_and_the_rest_is_booked() -> None:
     source = ScriptedSource([RIGHT, MIXED, WRONG, MIXED], burst=4)
-    draw = _sampler(source, train_prompts=4).draw(step=1)
+    draw = make_sampler(source, train_prompts=4).draw(step=1)
     # two draws of four give 4 mixed, 2 all right, 2 all wrong: 4 right + 4 * 1 right of 16 responses
     assert [group.metric("acc") for group in draw.groups] == [[1.0, 0.0]] * 4
     assert draw.num_gen_batches == 2
-    assert _booked(draw) == {"kept": 4, "all_right": 2, "all_wrong": 2}
+    assert booked(draw) == {"kept": 4, "all_right": 2, "all_wrong": 2}
     assert (draw.account.num_right, draw.account.num_finished) == (8, 16)
     assert draw.account.generated_tokens == 8 * TOKENS_PER_GROUP
     assert draw.account.tokens["kept"] == 4 * TOKENS_PER_GROUP
@@ -83,9 +37,9 @@ def test_only_mixed_groups_are_kept_and_the_rest_is_booked() -> None:
 
 def test_the_draw_ends_as_soon_as_the_step_is_full() -> None:
     source = ScriptedSource([MIXED], burst=1, partial_tokens=2)
-    draw = _sampler(source, train_prompts=2, gen_prompts=6).draw(step=1)
+    draw = make_sampler(source, train_prompts=2, gen_prompts=6).draw(step=1)
     assert [group.prompt.index for group in draw.groups] == [0, 1]
-    assert _booked(draw) == {"kept": 2, "aborted": 4}
+    assert booked(draw) == {"kept": 2, "aborted": 4}
     assert draw.account.tokens["aborted"] == 4 * 2
     assert draw.account.generated_tokens == 2 * TOKENS_PER_GROUP + 4 * 2
     assert source.num_in_flight == 0
@@ -102,33 +56,33 @@ def test_fresh_prompts_are_drawn_only_when_those_in_flight_cannot_fill_the_step(
     script: list[list[float]], num_gen_batches: int
 ) -> None:
     source = ScriptedSource(script, burst=1)
-    sampler = _sampler(source, train_prompts=3)
+    sampler = make_sampler(source, train_prompts=3)
     assert sampler.draw(step=1).num_gen_batches == num_gen_batches
     assert sampler.stream.position == 4 * num_gen_batches
-    assert source.submitted == [str(number) for number in range(4 * num_gen_batches)]
+    assert source.fresh == list(range(4 * num_gen_batches))
 
 
 def test_surplus_is_carried_to_the_next_step_before_fresh_groups() -> None:
     source = ScriptedSource([MIXED], burst=4)
-    sampler = _sampler(source, train_prompts=3)
+    sampler = make_sampler(source, train_prompts=3)
     first = sampler.draw(step=1)
-    assert _booked(first) == {"kept": 3, "surplus": 1}
+    assert booked(first) == {"kept": 3, "surplus": 1}
     assert [(born, group.prompt.index) for born, group in sampler.surplus] == [(1, 3)]
     second = sampler.draw(step=2)
     assert [group.prompt.index for group in second.groups] == [3, 4, 5]
-    assert _booked(second) == {"kept": 3, "surplus": 2}
+    assert booked(second) == {"kept": 3, "surplus": 2}
     assert second.account.generated_tokens == 4 * TOKENS_PER_GROUP  # the carried one was generated in step 1
 
 
 def test_a_step_filled_by_surplus_generates_nothing() -> None:
     source = ScriptedSource([MIXED], burst=8)
-    sampler = _sampler(source, train_prompts=2, gen_prompts=6, max_staleness=2)
+    sampler = make_sampler(source, train_prompts=2, gen_prompts=6, max_staleness=2)
     sampler.draw(step=1)
     second = sampler.draw(step=2)
     assert second.num_gen_batches == 0
     assert second.account.generated_tokens == 0
-    assert _booked(second) == {"kept": 2, "surplus": 2}
-    assert len(source.submitted) == 6
+    assert booked(second) == {"kept": 2, "surplus": 2}
+    assert len(source.fresh) == 6
 
 
 @pytest.mark.parametrize(("max_staleness", "num_stale", "num_left"), [(0, 4, 0), (1, 0, 2)])
@@ -136,7 +90,7 @@ def test_surplus_beyond_the_staleness_bound_is_dropped_and_counted(
     max_staleness: int, num_stale: int, num_left: int
 ) -> None:
     source = ScriptedSource([MIXED] * 6 + [WRONG] * 6, burst=8)
-    sampler = _sampler(
+    sampler = make_sampler(
         source, train_prompts=2, gen_prompts=6, max_staleness=max_staleness, on_exhausted="train_partial"
     )
     sampler.draw(step=1)
@@ -148,7 +102,7 @@ def test_surplus_beyond_the_staleness_bound_is_dropped_and_counted(
 
 def test_staleness_counts_from_the_step_that_generated_the_group() -> None:
     source = ScriptedSource([MIXED], burst=8)
-    sampler = _sampler(source, train_prompts=2, gen_prompts=8, max_staleness=2)
+    sampler = make_sampler(source, train_prompts=2, gen_prompts=8, max_staleness=2)
     # 6 left after step 1, 4 after step 2, 2 after step 3, which are 3 steps old in step 4
     draws = [sampler.draw(step) for step in (1, 2, 3, 4)]
     assert [draw.account.groups["stale"] for draw in draws] == [0, 0, 0, 2]
@@ -157,21 +111,23 @@ def test_staleness_counts_from_the_step_that_generated_the_group() -> None:
 
 def test_groups_that_finish_during_the_abort_become_surplus() -> None:
     source = ScriptedSource([MIXED, MIXED, MIXED, RIGHT, MIXED, MIXED], burst=2, num_late=2, partial_tokens=1)
-    sampler = _sampler(source, train_prompts=2, gen_prompts=6)
+    sampler = make_sampler(source, train_prompts=2, gen_prompts=6)
     draw = sampler.draw(step=1)
     # in flight at the abort: mixed and all right finished meanwhile, two more dropped
-    assert _booked(draw) == {"kept": 2, "surplus": 1, "all_right": 1, "aborted": 2}
+    assert booked(draw) == {"kept": 2, "surplus": 1, "all_right": 1, "aborted": 2}
     assert [group.prompt.index for _, group in sampler.surplus] == [2]
 
 
 def test_exhausted_raises_with_counts_accuracy_and_keys() -> None:
     source = ScriptedSource([RIGHT, WRONG, WRONG, MIXED], burst=4)
     with pytest.raises(NotEnoughSignal) as caught:
-        _sampler(source, train_prompts=3, max_num_gen_batches=2).draw(step=1)
+        make_sampler(source, train_prompts=3, max_num_gen_batches=2).draw(step=1)
     message = str(caught.value)
     # two draws: 2 all right, 4 all wrong, 2 mixed: 4 + 2 of 16 responses are right
     assert "2 draws of 4 prompts gave 2 groups with signal, 3 are needed" in message
-    assert "of 8 groups 2 were all right and 4 all wrong, 25.0% were kept (mean accuracy 37.5%)" in message
+    assert (
+        "of 8 finished groups 2 were all right and 4 all wrong, 25.0% were kept (mean accuracy 37.5%)" in message
+    )
     for key in (
         "sampler.max_num_gen_batches",
         "rollout.group_size",
@@ -184,36 +140,79 @@ def test_exhausted_raises_with_counts_accuracy_and_keys() -> None:
 def test_exhausted_can_train_on_what_there_is(caplog: pytest.LogCaptureFixture) -> None:
     source = ScriptedSource([WRONG, MIXED], burst=4)
     with caplog.at_level(logging.WARNING):
-        draw = _sampler(source, 5, max_num_gen_batches=2, on_exhausted="train_partial").draw(step=1)
+        draw = make_sampler(source, 5, max_num_gen_batches=2, on_exhausted="train_partial").draw(step=1)
     assert [group.prompt.index for group in draw.groups] == [1, 3, 5, 0]
-    assert _booked(draw) == {"kept": 4, "all_wrong": 4}
+    assert booked(draw) == {"kept": 4, "all_wrong": 4}
     assert "gave 4 groups with signal, 5 are needed" in caplog.text
 
 
 def test_exhausted_can_skip_the_step(caplog: pytest.LogCaptureFixture) -> None:
     source = ScriptedSource([WRONG, MIXED], burst=4)
     with caplog.at_level(logging.WARNING):
-        draw = _sampler(source, 5, max_num_gen_batches=2, on_exhausted="skip_step").draw(step=1)
+        draw = make_sampler(source, 5, max_num_gen_batches=2, on_exhausted="skip_step").draw(step=1)
     assert draw.groups == []
-    assert _booked(draw) == {"all_wrong": 4, "stale": 4}
+    assert booked(draw) == {"all_wrong": 4, "stale": 4}
     assert draw.account.waste_ratio == 1.0
     assert "Skipping the step" in caplog.text
 
 
 def test_without_dynamic_sampling_every_group_is_kept() -> None:
     source = ScriptedSource([RIGHT, WRONG, MIXED, RIGHT], burst=3)
-    draw = _sampler(source, train_prompts=4, dynamic=False).draw(step=1)
+    draw = make_sampler(source, train_prompts=4, dynamic=False).draw(step=1)
     assert [group.prompt.index for group in draw.groups] == [0, 1, 2, 3]
-    assert _booked(draw) == {"kept": 4}
+    assert booked(draw) == {"kept": 4}
 
 
 @pytest.mark.parametrize(("metric", "num_kept"), [("acc", 0), ("score", 2)])
 def test_the_metric_decides_what_differs(metric: str, num_kept: int) -> None:
     source = ScriptedSource([[-1.0, -0.5]], burst=4)  # both wrong, scored differently
-    draw = _sampler(
+    draw = make_sampler(
         source, 2, gen_prompts=2, max_num_gen_batches=1, metric=metric, on_exhausted="train_partial"
     ).draw(step=1)
     assert len(draw.groups) == num_kept
+
+
+def test_groups_of_float_noise_have_signal_for_verl_only() -> None:
+    # [0.1] * 3 has a numpy standard deviation of 1.4e-17
+    source = ScriptedSource([[0.1] * 3, [1.0] * 3], burst=4)
+    ours = make_sampler(source, 2, metric="score", max_num_gen_batches=1, on_exhausted="train_partial").draw(1)
+    assert booked(ours) == {"all_right": 4}
+    theirs = make_sampler(source, 2, compat="verl", metric="score", max_num_gen_batches=1).draw(1)
+    assert booked(theirs) == {"kept": 2, "all_right": 2}
+
+
+def test_a_group_of_one_has_signal_for_verl_only() -> None:
+    source = ScriptedSource([[1.0]], burst=4)
+    assert booked(make_sampler(source, 1, max_num_gen_batches=1, on_exhausted="skip_step").draw(1)) == {
+        "all_right": 4
+    }
+    assert booked(make_sampler(source, 4, compat="verl").draw(1)) == {"kept": 4}
+
+
+def test_the_wait_for_scores_alone_is_told() -> None:
+    source = ScriptedSource([MIXED], burst=4)
+    assert make_sampler(source, 2).draw(step=1).account.reward_seconds == 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    script=st.lists(st.sampled_from([RIGHT, WRONG, MIXED]), min_size=1, max_size=9),
+    burst=st.integers(1, 9),
+    seed=st.integers(0, 1000),
+    in_flight=st.sampled_from(["abort", "carry_over"]),
+)
+def test_under_deterministic_the_order_of_finishing_decides_nothing(
+    script: list[list[float]], burst: int, seed: int, in_flight: str
+) -> None:
+    values = {"gen_prompts": 5, "on_exhausted": "train_partial", "in_flight": in_flight}
+    steady = make_sampler(ScriptedSource(script, burst=1), 3, is_deterministic=True, **values)
+    shuffled_source = ScriptedSource(script, burst, num_late=1, partial_tokens=1, order=random.Random(seed))
+    shuffled = make_sampler(shuffled_source, 3, is_deterministic=True, **values)
+    for step in range(1, 5):
+        expected = steady.draw(step)
+        assert shuffled.draw(step) == expected
+        assert expected.account.groups["aborted"] == expected.account.carried_out_groups == 0
+    assert shuffled.surplus == steady.surplus
 
 
 @settings(max_examples=150, deadline=None)
@@ -226,6 +225,7 @@ def test_the_metric_decides_what_differs(metric: str, num_kept: int) -> None:
     max_staleness=st.integers(0, 3),
     on_exhausted=st.sampled_from(["train_partial", "skip_step"]),
     dynamic=st.booleans(),
+    in_flight=st.sampled_from(["abort", "carry_over"]),
 )
 def test_the_account_balances_in_every_step(
     script: list[list[float]],
@@ -236,9 +236,10 @@ def test_the_account_balances_in_every_step(
     max_staleness: int,
     on_exhausted: str,
     dynamic: bool,
+    in_flight: str,
 ) -> None:
     source = ScriptedSource(script, burst, num_late, partial_tokens=2)
-    sampler = _sampler(
+    sampler = make_sampler(
         source,
         train_prompts,
         gen_prompts=gen_prompts,
@@ -246,18 +247,30 @@ def test_the_account_balances_in_every_step(
         max_staleness=max_staleness,
         on_exhausted=on_exhausted,
         dynamic=dynamic,
+        in_flight=in_flight,
     )
     for step in range(1, 7):
-        carried, before = len(sampler.surplus), len(source.submitted)
+        waiting, before = [*sampler.surplus, *sampler.unfinished], sampler.stream.position
         draw = sampler.draw(step)
         groups, tokens = draw.account.groups, draw.account.tokens
-        num_generated = len(source.submitted) - before
-        assert num_generated == gen_prompts * draw.num_gen_batches
-        assert num_generated + carried == sum(groups[fate] for fate in FATES)
-        assert draw.account.generated_tokens + carried * TOKENS_PER_GROUP == sum(tokens[fate] for fate in FATES)
-        assert draw.account.generated_tokens == (
-            (num_generated - groups["aborted"]) * TOKENS_PER_GROUP + 2 * groups["aborted"]
+        num_drawn = sampler.stream.position - before
+        assert num_drawn == gen_prompts * draw.num_gen_batches
+        assert draw.account.carried_in_groups == len(waiting)
+        assert draw.account.carried_in_tokens == sum(item.num_response_tokens for _, item in waiting)
+        assert draw.account.carried_out_groups == len(sampler.unfinished)
+        assert draw.account.carried_out_tokens == sum(item.num_response_tokens for _, item in sampler.unfinished)
+        assert num_drawn + len(waiting) == sum(groups[fate] for fate in FATES) + len(sampler.unfinished)
+        assert draw.account.generated_tokens + draw.account.carried_in_tokens == (
+            sum(tokens[fate] for fate in FATES) + draw.account.carried_out_tokens
         )
+        assert draw.account.generated_tokens >= 0
+        if in_flight == "abort":
+            assert draw.account.generated_tokens == (
+                (num_drawn - groups["aborted"]) * TOKENS_PER_GROUP + 2 * groups["aborted"]
+            )
+            assert not sampler.unfinished
+        else:
+            assert groups["aborted"] == 0
         assert groups["kept"] == len(draw.groups) <= train_prompts
         assert groups["surplus"] == len(sampler.surplus)
         assert draw.num_gen_batches <= 3

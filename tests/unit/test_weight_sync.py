@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -46,13 +45,15 @@ class FixedEngines:
     rows: list[list[list[float]]]  # of each engine, of each response
     sequences: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
     loaded: list[tuple[list[Any], int]] = field(default_factory=list)
+    late: int = 0  # versions that the second engine stays behind
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         self.sequences += sequences
         return self.rows
 
-    def load_weights(self, buckets: list[Any], policy_version: int) -> None:
+    def load_weights(self, buckets: list[Any], policy_version: int) -> list[int]:
         self.loaded.append((buckets, policy_version))
+        return [policy_version, policy_version - self.late]
 
 
 @dataclass
@@ -70,7 +71,7 @@ def _cluster(policy: FixedPolicy, engines: FixedEngines) -> Cluster:
 def _probe(engines: list[list[list[float]]], dtype: str = "float32") -> float:
     """The difference for responses of 2 and 1 tokens whose policy log-probs are -1, -2 and -3."""
     group = make_group([1.0, 1.0], num_response_tokens=[2, 1], num_prompt_tokens=3)
-    batch = build_batch([group], np.zeros(2), mask_truncated=False)
+    batch = build_batch([group], mask_truncated=False)
     policy, rollouts = FixedPolicy(torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])), FixedEngines(engines)
     difference = probe_difference(_cluster(policy, rollouts), batch, ["float32", dtype])
     prompt_ids = list(group.prompt.prompt_ids)
@@ -98,6 +99,12 @@ def test_the_worst_engine_counts() -> None:
     # first engine: (0 + 0 + 0.0003) / 3 = 0.0001; second: (0.0003 + 0.0006 + 0) / 3 = 0.0003
     engines = [[[-1.0, -2.0], [-3.0003]], [[-1.0003, -1.9994], [-3.0]]]
     assert _probe(engines) == pytest.approx(3e-4, rel=1e-3)
+
+
+def test_an_engine_that_stays_at_another_version_is_refused() -> None:
+    cluster = _cluster(FixedPolicy(torch.zeros(1, 1)), FixedEngines([], late=2))
+    with pytest.raises(RolloutError, match=r"1 of 2 engines hold policy versions \[5\] after version 7"):
+        publish_weights(cluster, policy_version=7)
 
 
 def test_an_engine_with_other_weights_is_refused_by_its_precision() -> None:

@@ -1,0 +1,81 @@
+"""Arithmetic of an update: the floating-point operations it takes, and how much of the devices' peak that is."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dapo_core.device import peak_flops
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+def training_flops(config: PretrainedConfig, lengths: np.ndarray, num_logits: int) -> float | None:
+    """Operations of a forward and a backward pass over sequences of `lengths` tokens [B]: 3 x the forward pass.
+
+    Counted are matrix products, two operations for each multiply-add: projections, the MLP or the router and the
+    experts that a token visits, attention to a token itself and those before it, and the output head at
+    `num_logits` positions. What gradient checkpointing computes again does not count (model FLOPs, PaLM,
+    arXiv:2204.02311, appendix B). None when the architecture's products are not known to be these.
+    """
+    if config.model_type not in MODEL_TYPES or getattr(config, "use_sliding_window", False):
+        return None
+    lengths = np.asarray(lengths, dtype=np.float64)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    projections = config.hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
+    weights = sum(projections + _mlp_weights(config, layer) for layer in range(config.num_hidden_layers))
+    attended = (lengths * (lengths + 1) / 2).sum()  # (query, key) pairs
+    width = 2 * num_heads * head_dim  # multiply-adds of a pair: its score, and its share of the value
+    attention = config.num_hidden_layers * width * attended
+    head = config.vocab_size * config.hidden_size * num_logits
+    return float(3 * 2 * (weights * lengths.sum() + attention + head))
+
+
+def _mlp_weights(config: PretrainedConfig, layer: int) -> int:
+    """Weights that a token is multiplied with in the layer's gated MLP, or in its router and chosen experts."""
+    if not _is_sparse(config, layer):
+        return 3 * config.hidden_size * config.intermediate_size
+    experts = config.num_experts_per_tok * 3 * config.hidden_size * config.moe_intermediate_size
+    return config.hidden_size * config.num_experts + experts
+
+
+def _is_sparse(config: PretrainedConfig, layer: int) -> bool:
+    if not getattr(config, "num_experts", 0) or layer in config.mlp_only_layers:
+        return False
+    return (layer + 1) % config.decoder_sparse_step == 0
+
+
+class ActorUtilization:
+    """perf/mfu/actor of a run's updates, or one note in the log of why it is left out."""
+
+    def __init__(self, config: PretrainedConfig, device_name: str, dtype: torch.dtype, num_devices: int) -> None:
+        self.config = config
+        self.peak: float | None = None  # FLOP/s of all devices
+        peak = peak_flops(device_name)
+        if peak is None:
+            missing = f"unknown device {device_name}"
+        elif dtype != torch.bfloat16:
+            missing = f"peaks are known for torch.bfloat16 and the policy computes in {dtype}"
+        elif training_flops(config, np.ones(1), 1) is None:
+            missing = f"operations of the architecture {config.model_type} as configured are unknown"
+        else:
+            self.peak = peak * num_devices
+            return
+        logger.info("%s: perf/mfu/actor is left out", missing)
+
+    def metrics(self, lengths: np.ndarray, num_logits: int, seconds: float) -> dict[str, float]:
+        """perf/mfu/actor of updates on sequences of `lengths` tokens [B] that took `seconds`; {} when unknown."""
+        if self.peak is None:
+            return {}
+        flops = training_flops(self.config, lengths, num_logits)
+        assert flops is not None, "the constructor refuses such an architecture"
+        return {"perf/mfu/actor": flops / (seconds * self.peak)}

@@ -1,0 +1,137 @@
+"""Attention over a packed row: each sequence attends to itself alone, and no mask of all pairs exists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from dapo_core.errors import ModelError
+from dapo_core.policy.sequence_parallel import heads_to_tokens, repeats_of_key_heads, tokens_to_heads
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+PACKED_ATTENTION = "packed"  # name in transformers' registry; having no mask function, it is given no mask
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Sequences of similar length that attend as one padded tensor."""
+
+    num_sequences: int
+    num_tokens: int  # of the longest
+    tokens: torch.Tensor  # [num_sequences * num_tokens]: positions in the row; padding repeats token 0
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the sequences of a packed row of N tokens lie; handed to every attention layer."""
+
+    lanes: list[Lane]
+    places: torch.Tensor  # [N]: where each token of the row is in the lanes, laid end to end
+    group: ProcessGroup | None = None  # ranks that hold a slice of the row each; None: the row is whole
+    layers: set[int] = field(default_factory=set)  # numbers of the layers that attended so far
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device, group: ProcessGroup | None = None) -> Packing:
+        """The packing of a row of sequences with the given lengths, one after the other.
+
+        Longest first, a lane begins where a sequence is shorter than half of the lane's longest, so that less
+        than half of a lane is padding.
+        """
+        counts = np.asarray(lengths, dtype=np.int64)
+        starts = np.cumsum(counts) - counts
+        places = np.empty(counts.sum(), dtype=np.int64)
+        lanes: list[Lane] = []
+        order = np.argsort(-counts, kind="stable")
+        filled = 0
+        while len(order):
+            longest = int(counts[order[0]])
+            members, order = order[2 * counts[order] >= longest], order[2 * counts[order] < longest]
+            offsets = np.arange(longest)
+            is_token = offsets < counts[members, None]
+            tokens = np.where(is_token, starts[members, None] + offsets, 0)
+            places[tokens[is_token]] = filled + np.flatnonzero(is_token)
+            filled += tokens.size
+            lanes.append(Lane(len(members), longest, torch.from_numpy(tokens.ravel()).to(device)))
+        return cls(lanes, torch.from_numpy(places).to(device), group)
+
+
+@torch.compiler.disable
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sequence: [1, n, H, D] from queries, keys and values [1, H, n, D].
+
+    Right padding makes the causal kernel exact without a mask: no token looks to its right. Raises ModelError for
+    what the architecture adds to the scores.
+    """
+    packing, scale, window = (options.get(name) for name in ("packing", "scaling", "sliding_window"))
+    if packing is None or any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise _cannot_pack(module)
+    packing.layers.add(getattr(module, "layer_idx", -1))
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [n, H, D]
+    if packing.group is not None:
+        repeats = repeats_of_key_heads(key.shape[1], packing.group.size())
+        key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
+        query, key, value = (tokens_to_heads(states, packing.group) for states in (query, key, value))
+    attended = torch.cat([_attend(lane, (query, key, value), scale, window, dropout) for lane in packing.lanes])
+    attended = attended.index_select(0, packing.places)
+    if packing.group is not None:
+        attended = heads_to_tokens(attended, packing.group)
+    return attended.unsqueeze(0), None
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def _attend(
+    lane: Lane, states: Sequence[torch.Tensor], scale: float | None, window: int | None, dropout: float
+) -> torch.Tensor:
+    """[num_sequences * num_tokens, H, D] from [N, H, D] of the row."""
+    shape = (lane.num_sequences, lane.num_tokens)
+    query, key, value = (part.index_select(0, lane.tokens).unflatten(0, shape).transpose(1, 2) for part in states)
+    # Only the half-precision kernels of CUDA share key heads; others would fall back to all pairs of scores.
+    has_shared_heads = query.is_cuda and query.dtype != torch.float32
+    if not has_shared_heads:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+    mask = _band(lane.num_tokens, window, query.device) if window and window < lane.num_tokens else None
+    attended = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=has_shared_heads,
+    )
+    return attended.transpose(1, 2).flatten(0, 1)
+
+
+def _band(num_tokens: int, window: int, device: torch.device) -> torch.Tensor:
+    """Each token sees itself and the `window` - 1 before it: [num_tokens, num_tokens]."""
+    distance = torch.arange(num_tokens, device=device).unsqueeze(1) - torch.arange(num_tokens, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def _cannot_pack(module: nn.Module) -> ModelError:
+    return ModelError(
+        f"{type(module).__name__} changes attention scores (soft cap, sinks or a bias) or does not hand its "
+        "arguments on to the attention function, so sequences cannot be packed; set model.path to a model of "
+        "another architecture"
+    )

@@ -1,0 +1,59 @@
+"""What a model must be like to be trained on packed rows; checked from its configuration, before work starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo_core.errors import ModelError
+from dapo_core.policy.sequence_parallel import require_sequence_parallel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_AFTER_HEAD = (  # what architectures call a change of the logits after the output head
+    "final_logit_softcapping",
+    "output_logit_soft_cap",
+    "logits_soft_cap",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+)
+
+
+def read_model_config(model_path: str | Path) -> PretrainedConfig:
+    """The architecture of a Hugging Face model folder."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(str(model_path), local_files_only=True)
+
+
+def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) -> None:
+    """Raise ModelError, naming the architecture, unless the policy can train such a model.
+
+    That takes attention which can be replaced, in every layer, logits which are the output head's, and heads
+    which divide over the sequence-parallel ranks.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text_config = model_config.get_text_config()
+    name = model_config.model_type
+    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{name} is no causal language model of transformers; set model.path to one")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    others = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
+    if others or not model_class._supports_attention_backend:
+        why = f"has layers of type {', '.join(sorted(others))}" if others else "does not let attention be replaced"
+        raise ModelError(
+            f"{name} {why}, so its sequences cannot be packed into one row; set model.path to an architecture "
+            "such as Qwen2, Qwen3, Qwen3-MoE or Llama"
+        )
+    changes = {key: value for key in _AFTER_HEAD if (value := getattr(text_config, key, None)) not in (None, 1)}
+    if changes:
+        raise ModelError(
+            f"{name} changes logits after the output head ({', '.join(f'{k}={v}' for k, v in changes.items())}), "
+            "which log-probs in chunks leave out; set model.path to an architecture such as Qwen2, Qwen3, "
+            "Qwen3-MoE or Llama"
+        )
+    require_sequence_parallel(model_config, sequence_parallel)

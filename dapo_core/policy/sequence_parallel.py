@@ -1,0 +1,72 @@
+"""Ulysses sequence parallelism (arXiv:2309.14509): ranks hold slices of a row, and heads while they attend."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from dapo_core.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from transformers import PretrainedConfig
+
+
+def require_sequence_parallel(model_config: PretrainedConfig, sequence_parallel: int) -> None:
+    """Raise ModelError unless the attention heads divide over `sequence_parallel` ranks."""
+    num_heads = model_config.get_text_config().num_attention_heads
+    if num_heads % sequence_parallel:
+        raise ModelError(
+            f"{model_config.model_type} has {num_heads} attention heads, which do not divide over "
+            f"train.sequence_parallel={sequence_parallel} ranks; lower train.sequence_parallel"
+        )
+
+
+def sequence_group(sequence_parallel: int) -> ProcessGroup | None:
+    """The group of `sequence_parallel` consecutive ranks that this one is in; None for 1. Collective."""
+    if sequence_parallel == 1:
+        return None
+    group, _ = dist.new_subgroups(group_size=sequence_parallel)
+    return group
+
+
+def repeats_of_key_heads(num_key_heads: int, num_ranks: int) -> int:
+    """How often each key head must be repeated, so that they divide over the ranks."""
+    return num_ranks // math.gcd(num_key_heads, num_ranks)
+
+
+def tokens_to_heads(states: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """All tokens of this rank's heads, [N, H / sp, D], from all heads of its tokens, [N / sp, H, D]."""
+    num_ranks = dist.get_world_size(group)
+    blocks = states.unflatten(1, (num_ranks, -1)).transpose(0, 1)  # [sp, N / sp, H / sp, D]
+    return _exchange(blocks, group).flatten(0, 1)
+
+
+def heads_to_tokens(states: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """All heads of this rank's tokens, [N / sp, H, D], from all tokens of its heads, [N, H / sp, D]."""
+    num_ranks = dist.get_world_size(group)
+    blocks = _exchange(states.unflatten(0, (num_ranks, -1)), group)  # [sp, N / sp, H / sp, D]
+    return blocks.transpose(0, 1).flatten(1, 2)
+
+
+def _exchange(blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    return _AllToAll.apply(blocks, group)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Block i goes to rank i of the group, whose own block takes its place; the gradients go back the same way."""
+
+    @staticmethod
+    def forward(context: Any, blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        context.group = group
+        blocks = blocks.contiguous()
+        received = torch.empty_like(blocks)
+        dist.all_to_all_single(received, blocks, group=group)
+        return received
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchange(gradients[0], context.group), None

@@ -1,0 +1,14 @@
+"""Whole configurations for tests that need only a part of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dapo_core.config import Config
+
+
+def make_config(model_path: str | Path = "model", **sections: dict[str, Any]) -> Config:
+    """A valid configuration of a model on the CPU with the given keys, by section."""
+    values: dict[str, Any] = {"model": {"path": str(model_path)}, **sections}
+    return Config.model_validate({**values, "data": {"source": "arithmetic", **sections.get("data", {})}})

@@ -1,0 +1,190 @@
+"""Operations of a training step against those that PyTorch counts, peaks of devices, and utilisation."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from dapo_core.device import Device, device_for, peak_flops
+from dapo_core.flops import ActorUtilization, training_flops
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+# Of three layers the middle one is sparse: a router, and 2 of 6 experts for each token.
+EXPERTS: dict[str, Any] = {
+    "head_dim": 8,
+    "moe_intermediate_size": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0, 2],
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),  # head_dim 24 / 4 = 6
+    "llama, one key per query": LlamaConfig(**SIZES | {"num_key_value_heads": None}),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=10),  # heads wider than the model
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS),
+    "qwen3_moe, every second layer": Qwen3MoeConfig(
+        **SIZES, **EXPERTS | {"mlp_only_layers": [], "decoder_sparse_step": 2}
+    ),
+}
+each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def tiny(config: PretrainedConfig) -> torch.nn.Module:
+    """Random weights, with attention and experts as plain matrix products, which the counter sees."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
+
+
+def flops(config: PretrainedConfig, lengths: list[int], num_logits: int) -> float:
+    number = training_flops(config, np.array(lengths), num_logits)
+    assert number is not None
+    return number
+
+
+def test_by_hand() -> None:
+    # Qwen3, weights a token meets: 3 x (q 24 x 40 + k, v 2 x 24 x 20 + out 40 x 24 + MLP 3 x 24 x 40) = 17,280
+    # pairs of lengths 2 and 3: 3 + 6 = 9, each 3 layers x 4 heads x 10 wide x 2 products = 240: 2,160
+    # head of 4 positions: 4 x 24 x 50 = 4,800; 3 passes x 2 x (17,280 x 5 + 2,160 + 4,800) = 560,160
+    assert flops(CONFIGS["qwen3"], [2, 3], 4) == 560_160
+    # The sparse layer: router 24 x 6 + 2 experts x 3 x 24 x 12 = 1,872 instead of an MLP of 2,880
+    # projections 24 x 8 x (2 x 4 + 2 x 2) = 2,304; 3 x 2,304 + 2 x 2,880 + 1,872 = 14,544; 6 x 14,544 = 87,264
+    # one token: itself, 3 layers x 4 x 8 x 2 = 192; 6 x 192 = 1,152; no head
+    assert flops(CONFIGS["qwen3_moe"], [1], 0) == 87_264 + 1_152
+
+
+@each_config
+def test_a_token_at_a_time_costs_a_third(config: PretrainedConfig) -> None:
+    """With a cache, each token's forward pass multiplies what causal attention needs and nothing else."""
+    model, length = tiny(config), 7
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        cache = None
+        for token in range(length):
+            cache = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).past_key_values
+    assert 3 * counter.get_total_flops() == flops(config, [length], length)
+
+
+@each_config
+def test_a_backward_pass_costs_two_forward_passes(config: PretrainedConfig) -> None:
+    model, length = tiny(config), 7
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(length)[None], use_cache=False).logits.logsumexp(-1).sum().backward()
+    attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]  # alone has batches of matrices
+    # eager attention multiplies all 7 x 7 pairs, of which causal attention needs 7 x 8 / 2
+    needed = counter.get_total_flops() - attention * 3 / 7
+    assert needed == flops(config, [length], length)
+
+
+def test_sequences_add_up_and_logits_are_counted_where_they_are_needed() -> None:
+    config = CONFIGS["qwen3"]
+    both = flops(config, [5, 9], 6)
+    assert both == flops(config, [5], 2) + flops(config, [9], 4)
+    assert flops(config, [5, 9], 7) - both == 3 * 2 * 24 * 50
+    assert flops(config, [14], 6) > both  # one long sequence attends to more pairs
+
+
+def test_an_architecture_of_other_products_has_no_number() -> None:
+    assert training_flops(GPT2Config(), np.array([4]), 4) is None
+    window = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=2)
+    assert training_flops(window, np.array([4]), 4) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989.4e12),
+        ("Ascend910B2", 353.8944e12),  # 24 cores x 8,192 operations x 1.8 GHz
+        ("Ascend910B3", 294.912e12),  # 20 x 8,192 x 1.8 GHz
+        ("Ascend910_9392", 363.7248e12),  # 24 x 8,192 x 1.85 GHz
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA A100-SXM-64GB", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("cpu", None),
+    ],
+)
+def test_peaks(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == (None if peak is None else pytest.approx(peak, rel=1e-12))
+
+
+def test_utilisation(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        meter = ActorUtilization(CONFIGS["qwen3"], "NVIDIA A100-SXM4-80GB", torch.bfloat16, num_devices=4)
+    assert caplog.messages == []
+    # 560,160 operations in 1 us on 4 x 312e12 FLOP/s: 560,160 / 1.248e9
+    metrics = meter.metrics(np.array([2, 3]), 4, 1e-6)
+    assert metrics == {"perf/mfu/actor": pytest.approx(4.4885e-4, rel=1e-4)}
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "dtype", "reason"),
+    [
+        (CONFIGS["qwen3"], "Abacus 9", torch.bfloat16, "unknown device Abacus 9"),
+        (
+            CONFIGS["qwen3"],
+            "NVIDIA H200",
+            torch.float32,
+            "peaks are known for torch.bfloat16 and the policy computes in torch.float32",
+        ),
+        (
+            GPT2Config(),
+            "NVIDIA H200",
+            torch.bfloat16,
+            "operations of the architecture gpt2 as configured are unknown",
+        ),
+    ],
+)
+def test_what_is_unknown_is_said_once_and_left_out(
+    config: PretrainedConfig, device: str, dtype: torch.dtype, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        meter = ActorUtilization(config, device, dtype, num_devices=2)
+        found = [meter.metrics(np.array([2, 3]), 4, 1.0) for _ in range(3)]
+    assert found == [{}, {}, {}]
+    assert caplog.messages == [f"{reason}: perf/mfu/actor is left out"]
+
+
+def test_names_and_memory_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = device_for("cpu").memory_metrics()
+    assert set(memory) == {"perf/cpu_memory_used_gb", "perf/max_rss_gb"}
+    assert 0.05 < memory["perf/max_rss_gb"] < 64  # Python with torch, in GiB
+    assert 0.05 < memory["perf/cpu_memory_used_gb"] < 65_536
+    assert device_for("cpu").name() == "cpu"
+    vendor = SimpleNamespace(
+        get_device_name=lambda index: f"Ascend910B{3 + index}",
+        max_memory_allocated=lambda: 3 * 1024**3,
+        max_memory_reserved=lambda: 4 * 1024**3,
+    )
+    monkeypatch.setattr(torch, "npu", vendor, raising=False)  # no such device is here; its API is what is asked
+    npu: Device = device_for("npu")
+    assert npu.name() == "Ascend910B3"
+    memory = npu.memory_metrics()
+    assert (memory["perf/max_memory_allocated_gb"], memory["perf/max_memory_reserved_gb"]) == (3.0, 4.0)
+    assert "perf/cpu_memory_used_gb" in memory

@@ -1,0 +1,145 @@
+"""KL to the reference: estimators and their gradients, the penalty of the reward, and the adaptive coefficient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dapo_core.config import KLConfig
+from dapo_core.errors import ConfigError
+from dapo_core.kl import KLController, kl_estimate, reward_penalties
+
+LN2, NAN = math.log(2), float("nan")
+ESTIMATORS = ("kl", "abs", "mse", "low_var_kl")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "difference", "value", "gradient"),
+    [
+        ("kl", LN2, LN2, 1.0),
+        ("kl", -LN2, -LN2, 1.0),
+        ("kl", 50.0, 50.0, 1.0),
+        ("abs", LN2, LN2, 1.0),
+        ("abs", -LN2, LN2, -1.0),
+        ("mse", LN2, LN2**2 / 2, LN2),  # d^2 / 2, derivative d
+        ("mse", -LN2, LN2**2 / 2, -LN2),
+        ("low_var_kl", 0.0, 0.0, 0.0),
+        ("low_var_kl", LN2, LN2 - 0.5, 0.5),  # 1/2 - 1 + ln 2, derivative 1 - 1/2
+        ("low_var_kl", -LN2, 1 - LN2, -1.0),  # 2 - 1 - ln 2, derivative 1 - 2
+        ("low_var_kl", -3.0, 10.0, 0.0),  # e^3 - 1 - 3 = 16.09, above 10
+        ("low_var_kl", 50.0, 10.0, 0.0),  # e^-20 - 1 + 20 = 19, above 10
+        ("low_var_kl", -50.0, 10.0, 0.0),  # finite, though e^50 is 5e21
+    ],
+)
+def test_estimators(estimator: str, difference: float, value: float, gradient: float) -> None:
+    for suffix, slope in (("", gradient), ("+", difference)):  # k2's derivative is d
+        log_probs = torch.tensor(difference - 1.0, dtype=torch.float64, requires_grad=True)
+        estimate = kl_estimate(log_probs, torch.tensor(-1.0, dtype=torch.float64), estimator + suffix)
+        estimate.backward()
+        assert log_probs.grad is not None
+        assert estimate.item() == pytest.approx(value, abs=1e-12)
+        assert log_probs.grad.item() == pytest.approx(slope, abs=1e-12)
+
+
+def test_an_unknown_estimator_is_named() -> None:
+    with pytest.raises(ValueError, match=r"unknown algorithm\.kl\.estimator 'k9'"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k9+")
+
+
+LOGITS, REFERENCE = (0.3, -0.2, 1.1), (0.5, 0.3, 0.2)
+
+
+def _mean_gradient(estimator: str | None) -> torch.Tensor:
+    """Gradient by the logits of a three-token policy, exact in expectation; of the KL itself for None."""
+    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+    log_probs = logits.log_softmax(0)
+    ref_log_probs = torch.tensor(REFERENCE, dtype=torch.float64).log()
+    if estimator is None:
+        mean = (log_probs.exp() * (log_probs - ref_log_probs)).sum()
+    else:
+        mean = (log_probs.exp().detach() * kl_estimate(log_probs, ref_log_probs, estimator)).sum()
+    (gradient,) = torch.autograd.grad(mean, logits)
+    return gradient
+
+
+@pytest.mark.parametrize("estimator", ["mse", *(f"{name}+" for name in ESTIMATORS)])
+def test_the_mean_gradient_of_k2_and_of_the_plus_forms_is_that_of_the_kl(estimator: str) -> None:
+    torch.testing.assert_close(_mean_gradient(estimator), _mean_gradient(None))
+
+
+def test_the_mean_gradient_of_k1_is_nothing_and_of_k3_that_of_the_kl_the_other_way_round() -> None:
+    # sum p dlog p = d sum p = 0; and the gradient of KL(reference || policy) by the logits is p - reference
+    policy = torch.tensor(LOGITS, dtype=torch.float64).softmax(0)
+    torch.testing.assert_close(_mean_gradient("kl"), torch.zeros_like(policy))
+    torch.testing.assert_close(_mean_gradient("low_var_kl"), policy - torch.tensor(REFERENCE, dtype=torch.float64))
+
+
+def test_reward_penalties() -> None:
+    # d: 0.5, -0.1, 0.2 | 1.0 | none. Sums 0.6, 1.0, 0; token means 0.2 and 1.0, mean over the two 0.6
+    mask = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
+    old = torch.tensor([[-0.5, -1.1, -0.8], [-1.0, NAN, NAN], [NAN, NAN, NAN]])
+    ref = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, NAN, 0.0], [NAN, 0.0, float("-inf")]])
+    sums, mean = reward_penalties(old, ref, mask, KLConfig(place="reward", estimator="kl"))
+    assert sums.dtype == "float64"
+    assert sums.tolist() == pytest.approx([0.6, 1.0, 0.0], abs=1e-6)
+    assert mean == pytest.approx(0.6, abs=1e-6)
+
+
+def test_reward_penalties_follow_the_estimator_and_a_plus_changes_no_value() -> None:
+    # low_var_kl at ln 2: ln 2 - 1/2, twice
+    old, ref, mask = torch.zeros(1, 2), torch.full((1, 2), -LN2), torch.ones(1, 2, dtype=torch.bool)
+    for estimator in ("low_var_kl", "low_var_kl+"):
+        sums, mean = reward_penalties(old, ref, mask, KLConfig.model_validate({"estimator": estimator}))
+        assert sums.tolist() == pytest.approx([2 * LN2 - 1], abs=1e-6)
+        assert mean == pytest.approx(LN2 - 0.5, abs=1e-6)
+
+
+def test_without_a_token_there_is_no_penalty() -> None:
+    nothing = torch.full((2, 3), NAN)
+    sums, mean = reward_penalties(nothing, nothing, torch.zeros(2, 3, dtype=torch.bool), KLConfig())
+    assert (sums.tolist(), mean) == ([0.0, 0.0], 0.0)
+
+
+def _adaptive() -> KLController:
+    kl = {"place": "reward", "controller": "adaptive", "coefficient": 0.01, "target": 0.1, "horizon": 10_000}
+    return KLController(KLConfig.model_validate(kl))
+
+
+@pytest.mark.parametrize(
+    ("kl_per_token", "num_responses", "factor"),
+    [
+        (0.1, 1000, 1.0),  # on target
+        (0.11, 1000, 1.01),  # 1 + 0.1 * 1000 / 10000
+        (0.095, 2000, 0.99),  # 1 - 0.05 * 0.2
+        (0.5, 1000, 1.02),  # the error 4 is clipped to 0.2
+        (0.0, 1000, 0.98),  # the error -1 is clipped to -0.2
+        (-0.3, 1000, 0.98),  # k1 can be negative
+        (0.5, 40_000, 1.8),  # a step of four horizons
+    ],
+)
+def test_the_adaptive_coefficient(kl_per_token: float, num_responses: int, factor: float) -> None:
+    controller = _adaptive()
+    controller.update(kl_per_token, num_responses)
+    assert controller.coefficient == pytest.approx(0.01 * factor, rel=1e-12)
+
+
+def test_the_coefficient_compounds_and_continues_from_where_it_was_set() -> None:
+    first, second = _adaptive(), _adaptive()
+    first.update(0.5, 1000)
+    second.coefficient = first.coefficient
+    for controller in (first, second):
+        controller.update(0.5, 1000)
+        assert controller.coefficient == pytest.approx(0.01 * 1.02**2, rel=1e-12)
+
+
+def test_a_fixed_coefficient_stays() -> None:
+    controller = KLController(KLConfig(place="reward", coefficient=0.01))
+    controller.update(5.0, 100_000)
+    assert controller.coefficient == 0.01
+
+
+def test_a_step_of_five_horizons_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"50000 responses is 5\.0 times algorithm\.kl\.horizon=10000.*200000"):
+        _adaptive().update(0.1, 50_000)

@@ -1,0 +1,230 @@
+"""The loss of a mini-batch is the same however it is split, ordered, padded or packed: values and gradients.
+
+Every property runs in float32 with the entropy bonus, KL in the loss and importance weights on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapo_core.config import AlgorithmConfig
+from dapo_core.loss import LossTokens, LossTotals, policy_loss
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+ESTIMATORS = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+")
+COUNTS = ("num_tokens", "clipped", "clipped_dual")
+SUMS = ("pg_loss", "kl_loss", "neg_log_ratio")
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """Responses whose values outside the mask are NaN, all [B, R] but the first field."""
+
+    lengths: list[int]
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
+    old_log_probs: torch.Tensor
+    advantages: torch.Tensor
+    importance_weights: torch.Tensor
+    ref_log_probs: torch.Tensor
+    mask: torch.Tensor
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor], lengths: list[int] | None = None) -> MiniBatch:
+        """The mini-batch with every tensor changed."""
+        changed = {field.name: change(getattr(self, field.name)) for field in fields(self)[1:]}
+        return MiniBatch(lengths=self.lengths if lengths is None else lengths, **changed)
+
+    def select(self, rows: Sequence[int]) -> MiniBatch:
+        return self.map(lambda values: values[list(rows)], [self.lengths[row] for row in rows])
+
+
+@dataclass(frozen=True)
+class Result:
+    """A mini-batch's loss, its derivatives [B, R] by log_probs and entropy, and its other numbers."""
+
+    loss: float
+    gradients: tuple[torch.Tensor, torch.Tensor]
+    sums: dict[str, float]
+    counts: dict[str, float]
+
+
+@st.composite
+def _mini_batches(draw: st.DrawFn) -> MiniBatch:
+    """Responses of 0 to 6 tokens of which some are masked out, sometimes all."""
+    lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    shape = (len(lengths), max(*lengths, 1))
+
+    def normal(scale: float) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    is_response = torch.arange(shape[1]) < torch.tensor(lengths).unsqueeze(-1)
+    keeps = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.7, 1.0]))
+    old = -normal(2.0).abs()
+    batch = MiniBatch(
+        lengths=lengths,
+        log_probs=old + normal(1.0),
+        entropy=normal(1.0).abs(),
+        old_log_probs=old,
+        advantages=normal(2.0)[:, :1].expand(shape).contiguous(),
+        importance_weights=normal(1.0).exp().clamp(max=2.0),
+        ref_log_probs=old + normal(1.0),
+        mask=is_response & keeps,
+    )
+    hidden = batch.map(lambda values: torch.where(batch.mask, values, float("nan")))
+    return replace(hidden, mask=batch.mask)
+
+
+@st.composite
+def _algorithms(draw: st.DrawFn) -> AlgorithmConfig:
+    aggregation = draw(st.sampled_from(AGGREGATIONS))
+    values: dict[str, Any] = {
+        "loss_aggregation": aggregation,
+        "entropy_coefficient": 0.3,
+        "kl": {"place": "loss", "coefficient": 0.7, "estimator": draw(st.sampled_from(ESTIMATORS))},
+    }
+    if aggregation == "seq-mean-token-sum-norm":
+        values["loss_norm_tokens"] = 5
+    return AlgorithmConfig.model_validate(values)
+
+
+def _evaluate(
+    batch: MiniBatch, algorithm: AlgorithmConfig, ranks: list[list[list[int]]], is_packed: bool = False
+) -> Result:
+    """Sum over ranks of micro-batches of row numbers; packed: the rows' tokens one behind the other, [N]."""
+    num_responses = int(batch.mask.any(dim=-1).sum())
+    totals = LossTotals(int(batch.mask.sum()), num_responses, num_data_ranks=len(ranks))
+    leaves = batch.log_probs.clone().requires_grad_(), batch.entropy.clone().requires_grad_()
+    tracked = replace(batch, log_probs=leaves[0], entropy=leaves[1])
+    numbers = dict.fromkeys(("loss", *SUMS, *COUNTS), 0.0)
+    for share in ranks:
+        num_share_responses = sum(len(rows) for rows in share)
+        for rows in share:
+            part = tracked.select(rows)
+            weights = totals.token_weights(part.mask, algorithm, num_share_responses)
+            if is_packed:
+                is_response = torch.arange(weights.shape[1]) < torch.tensor(part.lengths).unsqueeze(-1)
+                part, weights = part.map(lambda values, chosen=is_response: values[chosen]), weights[is_response]
+            tokens = LossTokens(
+                old_log_probs=part.old_log_probs,
+                advantages=part.advantages,
+                response_mask=part.mask,
+                weights=weights,
+                importance_weights=part.importance_weights,
+                ref_log_probs=part.ref_log_probs,
+            )
+            loss = policy_loss(part.log_probs, part.entropy, tokens, algorithm)
+            loss.loss.backward()
+            for name in numbers:
+                numbers[name] += float(torch.as_tensor(getattr(loss, name)).detach())
+    gradients = tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
+    return Result(
+        numbers["loss"],
+        (gradients[0], gradients[1]),
+        {name: numbers[name] for name in SUMS},
+        {name: numbers[name] for name in COUNTS},
+    )
+
+
+def _whole(batch: MiniBatch, algorithm: AlgorithmConfig) -> Result:
+    return _evaluate(batch, algorithm, [[list(range(len(batch.lengths)))]])
+
+
+def _assert_same(found: Result, expected: Result) -> None:
+    # absolute 1e-5: up to 36 float32 terms of size 1 to 10 may cancel
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-5)
+    assert found.sums == pytest.approx(expected.sums, rel=1e-5, abs=1e-5)
+    assert found.counts == expected.counts
+    for gradient, wanted in zip(found.gradients, expected.gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7)
+
+
+def _cut(rows: list[int], num_parts: int, shuffler: Random) -> list[list[int]]:
+    """The rows in consecutive parts, of which some may be empty."""
+    cuts = [0, *sorted(shuffler.randint(0, len(rows)) for _ in range(num_parts - 1)), len(rows)]
+    return [rows[start:end] for start, end in pairwise(cuts)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(_mini_batches(), _algorithms(), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_split_into_micro_batches(
+    batch: MiniBatch, algorithm: AlgorithmConfig, num_parts: int, shuffler: Random
+) -> None:
+    rows = list(range(len(batch.lengths)))
+    expected = _whole(batch, algorithm)
+    _assert_same(_evaluate(batch, algorithm, [_cut(rows, num_parts, shuffler)]), expected)
+    _assert_same(_evaluate(batch, algorithm, [[[row] for row in rows]]), expected)
+
+
+@settings(max_examples=80, deadline=None)
+@given(_mini_batches(), _algorithms(), st.sampled_from([1, 2, 3]), st.randoms(use_true_random=False))
+def test_split_over_ranks(batch: MiniBatch, algorithm: AlgorithmConfig, num_ranks: int, shuffler: Random) -> None:
+    rows = list(range(len(batch.lengths)))
+    shuffler.shuffle(rows)
+    ranks = [_cut(share, 2, shuffler) for share in _cut(rows, num_ranks, shuffler)]
+    _assert_same(_evaluate(batch, algorithm, ranks), _whole(batch, algorithm))
+
+
+@settings(max_examples=60, deadline=None)
+@given(_mini_batches(), _algorithms(), st.randoms(use_true_random=False))
+def test_order_of_responses(batch: MiniBatch, algorithm: AlgorithmConfig, shuffler: Random) -> None:
+    rows = list(range(len(batch.lengths)))
+    shuffler.shuffle(rows)
+    expected = _whole(batch, algorithm)
+    gradients = expected.gradients[0][rows], expected.gradients[1][rows]
+    _assert_same(_whole(batch.select(rows), algorithm), replace(expected, gradients=gradients))
+
+
+@settings(max_examples=60, deadline=None)
+@given(_mini_batches(), _algorithms(), st.integers(1, 5))
+def test_padding_width(batch: MiniBatch, algorithm: AlgorithmConfig, extra: int) -> None:
+    def widen(values: torch.Tensor) -> torch.Tensor:
+        filler = False if values.dtype == torch.bool else float("nan")
+        return torch.nn.functional.pad(values, (0, extra), value=filler)
+
+    width = batch.mask.shape[1]
+    wide = _whole(batch.map(widen), algorithm)
+    for gradient in wide.gradients:
+        assert gradient[:, width:].count_nonzero() == 0
+    narrow = wide.gradients[0][:, :width], wide.gradients[1][:, :width]
+    _assert_same(replace(wide, gradients=narrow), _whole(batch, algorithm))
+
+
+@settings(max_examples=80, deadline=None)
+@given(_mini_batches(), _algorithms(), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_packed_and_padded(batch: MiniBatch, algorithm: AlgorithmConfig, num_parts: int, shuffler: Random) -> None:
+    parts = _cut(list(range(len(batch.lengths))), num_parts, shuffler)
+    packed = _evaluate(batch, algorithm, [parts], is_packed=True)
+    _assert_same(packed, _evaluate(batch, algorithm, [parts]))
+    _assert_same(packed, _whole(batch, algorithm))
+
+
+def _example() -> MiniBatch:
+    """Responses of 1 and 3 tokens, ratios 1, A = -1 and -2."""
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    advantages = torch.tensor([[-1.0], [-2.0]]).expand(2, 3)
+    ones, zeros = torch.ones(2, 3), torch.zeros(2, 3)
+    return MiniBatch([1, 3], zeros, zeros, zeros, advantages, ones, zeros, mask)
+
+
+def test_compat_verl_is_not_invariant() -> None:
+    # all at once: (1 + 3 * 2) / 4 = 1.75, each token's gradient A / 4;
+    # one response per micro-batch, or per rank: (1 + 2) / 2 = 1.5, gradients 1 / 2 and 2 / 3 / 2
+    algorithm = AlgorithmConfig(compat="verl")
+    whole = _whole(_example(), algorithm)
+    assert whole.loss == pytest.approx(1.75)
+    assert whole.gradients[0].tolist() == [[0.25, 0.0, 0.0], [0.5] * 3]
+    for split in ([[[0], [1]]], [[[0]], [[1]]]):
+        parts = _evaluate(_example(), algorithm, split)
+        assert parts.loss == pytest.approx(1.5)
+        torch.testing.assert_close(parts.gradients[0], torch.tensor([[0.5, 0.0, 0.0], [1 / 3] * 3]))
+        _assert_same(_evaluate(_example(), AlgorithmConfig(), split), _whole(_example(), AlgorithmConfig()))

@@ -1,0 +1,135 @@
+"""Phases and speeds of a step, the console line, and metrics.jsonl across a resume."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from dapo_core.metrics import MetricsLog, PhaseTimer, format_step, read_metrics, timing_metrics
+
+# One pattern for a name and its number, in our line and in the field's; `step` has no `/`.
+NAME_VALUE = re.compile(r"(?:^| - )([\w/]+):(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)(?= - |$)")
+EXAMPLE_LINE = (
+    "step:1 - global_seqlen/min:33676 - global_seqlen/max:326471 - global_seqlen/minmax_diff:292795"
+    " - global_seqlen/balanced_min:120597 - global_seqlen/balanced_max:120614 - global_seqlen/mean:120608.5"
+    " - actor/entropy:0.31534484028816223 - actor/pg_loss:0.06752552084314327"
+    " - actor/pg_clipfrac:9.875712657958502e-05 - actor/ppo_kl:-3.158243763815941e-05"
+    " - actor/pg_clipfrac_lower:0.0 - actor/grad_norm:0.04106094129383564 - actor/lr:0.0"
+    " - critic/score/mean:-0.4141845703125 - response_length/mean:7385.140625"
+    " - response_length/clip_ratio:0.0390625 - timing_s/gen:1315.2451746799998"
+    " - timing_s/step:1738.0274970199998 - perf/total_num_tokens:7718944"
+    " - perf/throughput:69.3938963605546 - train/num_gen_batches:1"
+)
+
+
+def test_the_published_step() -> None:
+    # 1024 responses on 64 devices: (7385.140625 + 152.890625) * 1024 = 7718944 tokens
+    num_response_tokens, num_tokens = int(7385.140625 * 1024), int((7385.140625 + 152.890625) * 1024)
+    assert num_tokens == 7718944
+    seconds = {"gen": 1315.2451746799998, "ref": 77.18944, "adv": 7.718944, "update_actor": 303.9206}
+    speeds = timing_metrics({**seconds, "step": 1738.0274970199998}, num_response_tokens, num_tokens, 64)
+    assert speeds == pytest.approx(
+        {
+            **{f"timing_s/{name}": value for name, value in seconds.items()},
+            "timing_s/step": 1738.0274970199998,
+            "timing_per_token_ms/gen": 0.173919,  # 1315245.17 / (7385.140625 * 1024)
+            "timing_per_token_ms/ref": 0.01,
+            "timing_per_token_ms/adv": 0.001,
+            "timing_per_token_ms/update_actor": 0.0393733,  # 303920.6 / 7718944
+            "perf/time_per_step": 1738.0274970199998,
+            "perf/throughput": 69.3938963605546,  # 7718944 / (1738.0275 * 64)
+        },
+        rel=3e-6,
+    )
+
+
+def test_a_skipped_step_has_a_throughput_of_zero() -> None:
+    assert timing_metrics({"gen": 1.0, "step": 2.0}, 0, 0, 1) == {
+        "timing_s/gen": 1.0,
+        "timing_s/step": 2.0,
+        "perf/time_per_step": 2.0,
+        "perf/throughput": 0.0,
+    }
+
+
+def _fail_after(seconds: float) -> None:
+    time.sleep(seconds)
+    time.sleep(-1)
+
+
+def test_phases_add_up_to_the_step() -> None:
+    timer = PhaseTimer()
+    for _ in range(2):
+        with timer.phase("gen"):
+            time.sleep(0.02)
+    with pytest.raises(ValueError, match="sleep length"), timer.phase("adv"):  # booked all the same
+        _fail_after(0.02)
+    seconds = timer.read()
+    assert list(seconds) == ["gen", "adv", "step"]
+    assert seconds["gen"] >= 0.04
+    assert seconds["adv"] >= 0.02
+    parts = seconds["gen"] + seconds["adv"]
+    assert parts <= seconds["step"]
+    assert seconds["step"] - parts < 0.02  # nothing happens outside the phases
+
+
+def test_scoring_takes_its_seconds_from_generation() -> None:
+    timer = PhaseTimer()
+    timer.seconds = {"gen": 4.0, "adv": 1.0}
+    timer.attribute(1.5, "gen", "reward")
+    assert timer.seconds == {"gen": 2.5, "adv": 1.0, "reward": 1.5}
+    timer.attribute(9.0, "gen", "reward")  # clocks may differ by a little: never below zero
+    assert timer.seconds == {"gen": 0.0, "adv": 1.0, "reward": 4.0}
+
+
+def test_one_pattern_reads_our_line_and_the_fields() -> None:
+    fields = dict(NAME_VALUE.findall(EXAMPLE_LINE))
+    assert len(fields) == EXAMPLE_LINE.count(" - ") + 1 == 22
+    assert (fields["step"], fields["actor/ppo_kl"]) == ("1", "-3.158243763815941e-05")
+    values = {
+        "actor/ppo_kl": -3.1e-05,
+        "perf/total_num_tokens": 7718944.0,
+        "response_length/clip_ratio": 0.0,
+        "timing_s/gen": 0.125,
+        "actor/lr": 1e-6,
+    }
+    line = format_step(12, values)
+    assert line.startswith("step:12 - actor/ppo_kl:-3.1e-05 - ")
+    assert {name: float(value) for name, value in NAME_VALUE.findall(line)} == {"step": 12.0, **values}
+
+
+def test_the_log_forgets_later_steps_and_a_torn_line_on_resume(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, last_step=0)
+    for step in (1, 2, 3):
+        log.append(step, step * 2, {"timing_s/step": 0.5 + step})
+    with log.path.open("a", encoding="utf-8") as file:
+        file.write('{"step": 4, "wall_ti')
+    assert [line["step"] for line in read_metrics(log.path)] == [1, 2, 3]
+    resumed = MetricsLog(tmp_path, last_step=2)
+    resumed.append(3, 6, {"timing_s/step": 9.0})
+    lines = [json.loads(line) for line in resumed.path.read_text(encoding="utf-8").splitlines()]
+    assert [(line["step"], line["policy_version"]) for line in lines] == [(1, 2), (2, 4), (3, 6)]
+    assert [line["timing_s/step"] for line in lines] == [1.5, 2.5, 9.0]
+    assert time.time() - 60 < lines[0]["wall_time"] <= lines[-1]["wall_time"] <= time.time()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_new_run_begins_with_an_empty_log(tmp_path: Path) -> None:
+    MetricsLog(tmp_path, 0).append(1, 1, {"timing_s/step": 1.0})
+    assert read_metrics(MetricsLog(tmp_path, 0).path) == []
+    assert read_metrics(tmp_path / "absent.jsonl") == []
+
+
+def test_numbers_that_are_not_finite_stay_readable_as_json(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0)
+    log.append(1, 1, {"actor/pg_loss": float("nan"), "rollout/ess": float("inf"), "actor/lr": 0.5})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = json.loads(log.path.read_text(encoding="utf-8"), parse_constant=refuse)
+    assert (line["actor/pg_loss"], line["rollout/ess"], line["actor/lr"]) == (None, None, 0.5)

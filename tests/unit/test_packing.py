@@ -1,0 +1,187 @@
+"""Packed rows: the layout by hand, and log-probs that do not depend on what else is in the row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from dapo_core.batch import Batch
+from dapo_core.errors import ModelError
+from dapo_core.policy import require_trainable
+from dapo_core.policy.attention import Packing, packed_attention
+from dapo_core.policy.log_probs import TokenLogProbs
+from dapo_core.policy.packing import pack
+from tests.batches import random_batch
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,  # far enough from uniform that a wrong neighbour shows in the log-probs
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"head_dim": 8},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "llama": {},
+    "mistral": {"sliding_window": 5},  # most sequences of random_batch are longer
+}
+
+
+def _config(family: str, is_tied: bool = True) -> PretrainedConfig:
+    return AutoConfig.for_model(family, **(SIZES | FAMILIES[family]), tie_word_embeddings=is_tied)
+
+
+def _model(family: str, is_tied: bool = True) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return AutoModelForCausalLM.from_config(_config(family, is_tied), dtype=torch.float32)
+
+
+def _alone(model: Any, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropy of the response tokens, one sequence at a time by transformers' own forward: [M]."""
+    log_probs, entropy = [], []
+    for row in range(batch.num_responses):
+        start, end = int(batch.prompt_lengths[row]), int(batch.lengths[row])
+        ids = batch.token_ids[row, :end]
+        logits = model(input_ids=ids.unsqueeze(0)).logits[0, start - 1 : -1] / temperature
+        log_probs.append(logits.log_softmax(-1).gather(1, ids[start:].unsqueeze(-1)).squeeze(-1))
+        entropy.append(torch.distributions.Categorical(logits=logits).entropy())
+    return torch.cat(log_probs), torch.cat(entropy)
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_layout() -> None:
+    """The example of PackedRow, with an empty response between."""
+    zeros = torch.zeros(3, 2)
+    batch = Batch(
+        token_ids=torch.tensor([[5, 6, 7, 8], [9, 9, 9, 0], [3, 4, 0, 0]]),
+        prompt_lengths=torch.tensor([2, 3, 1]),
+        response_lengths=torch.tensor([2, 0, 1]),
+        response_mask=zeros.bool(),
+        rollout_log_probs=zeros,
+        old_log_probs=zeros,
+        advantages=torch.zeros(3),
+    )
+    row = pack(batch, CPU)
+    assert row.token_ids.tolist() == [[5, 6, 7, 8, 9, 9, 9, 3, 4]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1]]
+    # response tokens are at 2, 3 and 8 of the row
+    assert row.predictors.tolist() == [1, 2, 7]
+    assert row.targets.tolist() == [7, 8, 4]
+    assert row.cells.tolist() == [0, 1, 4]  # of [3, 2]: row 0 both, row 2 the first
+
+
+def test_lanes_hold_sequences_at_least_half_as_long_as_their_first() -> None:
+    packing = Packing.of([3, 7, 1, 4], CPU)
+    # 7 and 4 (2 * 4 >= 7) share a lane, 3 (6 < 7) begins the next, 1 (2 < 3) a third
+    assert [(lane.num_sequences, lane.num_tokens) for lane in packing.lanes] == [(2, 7), (1, 3), (1, 1)]
+    assert packing.lanes[0].tokens.tolist() == [3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 0, 0, 0]
+    assert packing.lanes[1].tokens.tolist() == [0, 1, 2]
+    assert packing.lanes[2].tokens.tolist() == [10]
+    # the row's tokens 0-2 are in the second lane, which begins at 14; token 10 is in the third at 17
+    assert packing.places.tolist() == [14, 15, 16, 0, 1, 2, 3, 4, 5, 6, 17, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_of_a_packed_batch_are_those_of_each_sequence_alone(family: str, is_tied: bool) -> None:
+    batch = random_batch(num_groups=4, group_size=3, seed=2)
+    plain, packed = _model(family, is_tied), TokenLogProbs(_model(family, is_tied), chunk_tokens=7)
+    log_probs, entropy = packed(pack(batch, CPU), 0.8, True)
+    expected_log_probs, expected_entropy = _alone(plain, batch, 0.8)
+    torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+    (log_probs.mean() + 0.3 * entropy.mean()).backward()
+    (expected_log_probs.mean() + 0.3 * expected_entropy.mean()).backward()
+    gradients, expected = _gradients(packed.causal_lm), _gradients(plain)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, n=name: n + text
+        )
+
+
+def test_a_sequence_does_not_see_its_neighbours() -> None:
+    batch = random_batch(num_groups=2, group_size=2, seed=2)
+    packed = TokenLogProbs(_model("qwen3"), chunk_tokens=64)
+    before, _ = packed(pack(batch, CPU), 1.0, False)
+    batch.token_ids[1] = batch.token_ids[1].flip(0)
+    after, _ = packed(pack(batch, CPU), 1.0, False)
+    counts = batch.response_lengths.tolist()
+    for row, (old, new) in enumerate(zip(before.split(counts), after.split(counts), strict=True)):
+        assert torch.equal(old, new) == (row != 1)
+
+
+def _peak_growth(rank: int, num_tokens: int, vocabulary: int) -> int:
+    """Bytes by which a forward and a backward pass raised the peak memory of this process."""
+    import resource
+
+    zeros = torch.zeros(1, num_tokens)
+    batch = Batch(
+        token_ids=torch.arange(num_tokens + 1).unsqueeze(0),
+        prompt_lengths=torch.tensor([1]),
+        response_lengths=torch.tensor([num_tokens]),
+        response_mask=zeros.bool(),
+        rollout_log_probs=zeros,
+        old_log_probs=zeros,
+        advantages=torch.zeros(1),
+    )
+    config = AutoConfig.for_model("qwen3", **(SIZES | {"vocab_size": vocabulary, "max_position_embeddings": 4096}))
+    model = TokenLogProbs(AutoModelForCausalLM.from_config(config, dtype=torch.float32), chunk_tokens=16)
+    row = pack(batch, CPU)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    log_probs, entropy = model(row, 1.0, True)
+    (log_probs.sum() + entropy.sum()).backward()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
+    num_tokens, vocabulary = 1024, 151_936
+    whole = num_tokens * vocabulary * 4  # 622 MB: the float32 logits of all tokens, once
+    # 16 tokens' logits are 10 MB, held a few times over; the gradient of the [V, 32] head 19 MB
+    assert run_ranks(1, _peak_growth, num_tokens, vocabulary)[0] < whole / 3
+
+
+@pytest.mark.parametrize("option", ["softcap", "s_aux", "position_bias", None])
+def test_attention_that_adds_to_the_scores_is_refused(option: str | None) -> None:
+    states = torch.zeros(1, 2, 4, 8)
+    options = {"packing": Packing.of([4], CPU), option: 1.0} if option else {}
+    with pytest.raises(ModelError, match="Linear changes attention scores"):
+        packed_attention(torch.nn.Linear(1, 1), states, states, states, None, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "message"),
+    [
+        ("bloom", {}, "bloom does not let attention be replaced"),
+        ("qwen3_next", {}, "qwen3_next has layers of type linear_attention"),
+        ("gemma2", {}, r"gemma2 changes logits after the output head \(final_logit_softcapping=30.0\)"),
+        ("granite", {"logits_scaling": 8.0}, r"granite .* \(logits_scaling=8.0\)"),
+        ("cohere", {}, r"cohere .* \(logit_scale=0.0625\)"),
+        ("t5", {}, "t5 is no causal language model"),
+        ("qwen3", {"num_attention_heads": 6}, "qwen3 has 6 attention heads, .* train.sequence_parallel=4"),
+    ],
+)
+def test_what_cannot_be_packed_is_named(family: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        require_trainable(AutoConfig.for_model(family, **keys), sequence_parallel=4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sequence_parallel", [1, 2, 4])
+def test_what_can_be_trained_is_not_refused(family: str, sequence_parallel: int) -> None:
+    require_trainable(_config(family), sequence_parallel)

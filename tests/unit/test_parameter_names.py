@@ -1,0 +1,73 @@
+"""Parameters of transformers and tensors of the files: which part of the one is which of the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dapo_core.errors import ModelError
+from dapo_core.parameter_names import file_pieces, file_views
+
+EXPERTS = "model.layers.3.mlp.experts"
+FILES = {f"{EXPERTS}.{expert}.{part}_proj.weight" for expert in range(2) for part in ("gate", "up", "down")}
+
+
+def test_a_parameter_the_files_hold_is_itself() -> None:
+    whole = torch.zeros(4, 2)
+    views = file_views("model.norm.weight", whole, {"model.norm.weight", "lm_head.weight"})
+    assert list(views) == ["model.norm.weight"]
+    assert views["model.norm.weight"] is whole
+
+
+def test_fused_experts_are_matrices_of_each_expert() -> None:
+    # 2 experts, I = 2, H = 3: [2, 2I, H] holds gate rows 0-1 and up rows 2-3, so expert 1's gate begins at 12
+    gate_up = torch.arange(24.0).view(2, 4, 3)
+    views = file_views(f"{EXPERTS}.gate_up_proj", gate_up, FILES)
+    assert {name.removeprefix(f"{EXPERTS}."): view.tolist() for name, view in views.items()} == {
+        "0.gate_proj.weight": [[0, 1, 2], [3, 4, 5]],
+        "0.up_proj.weight": [[6, 7, 8], [9, 10, 11]],
+        "1.gate_proj.weight": [[12, 13, 14], [15, 16, 17]],
+        "1.up_proj.weight": [[18, 19, 20], [21, 22, 23]],
+    }
+    down = torch.arange(12.0).view(2, 3, 2)  # [2, H, I]
+    views = file_views(f"{EXPERTS}.down_proj", down, FILES)
+    assert {name: view.tolist() for name, view in views.items()} == {
+        f"{EXPERTS}.0.down_proj.weight": down[0].tolist(),
+        f"{EXPERTS}.1.down_proj.weight": down[1].tolist(),
+    }
+
+
+def test_views_share_the_parameters_memory() -> None:
+    gate_up = torch.zeros(2, 4, 3)
+    for number, view in enumerate(file_views(f"{EXPERTS}.gate_up_proj", gate_up, FILES).values(), start=1):
+        assert view.is_contiguous()
+        view.fill_(number)
+    assert gate_up[:, :, 0].tolist() == [[1, 1, 2, 2], [3, 3, 4, 4]]
+
+
+def test_a_shard_is_addressed_from_its_first_expert() -> None:
+    last = file_pieces(f"{EXPERTS}.down_proj", (2, 3, 2), FILES)[-1]
+    shard = torch.arange(6.0).view(1, 3, 2)  # expert 1 alone
+    assert torch.equal(last.view(shard, first_expert=1), shard[0])
+
+
+def test_files_with_fused_names_are_taken_as_they_are() -> None:
+    whole = torch.zeros(2, 4, 3)
+    assert list(file_views(f"{EXPERTS}.gate_up_proj", whole, {f"{EXPERTS}.gate_up_proj"})) == [
+        f"{EXPERTS}.gate_up_proj"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "files"),
+    [
+        (f"{EXPERTS}.gate_up_proj", (3, 4, 3), FILES),  # a third expert that the files lack
+        (f"{EXPERTS}.gate_up_proj", (2, 4, 3), FILES - {f"{EXPERTS}.1.up_proj.weight"}),
+        ("model.layers.0.mlp.gate_up_proj.weight", (4, 3), {"model.layers.0.mlp.gate_proj.weight"}),
+        ("model.norm.weight", (4,), {"norm.weight"}),
+    ],
+)
+def test_a_parameter_the_files_cannot_make_is_refused(name: str, shape: tuple[int, ...], files: set[str]) -> None:
+    assert file_pieces(name, shape, files) == []
+    with pytest.raises(ModelError, match=rf"parameter {name} .* is not among the {len(files)} tensors"):
+        file_views(name, torch.zeros(shape), files)

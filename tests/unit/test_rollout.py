@@ -1,0 +1,228 @@
+"""One rollout worker, for real: the Hugging Face engine on a tiny model, and its scoring processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from dapo_core.data import Prompt, load_tokenizer
+from dapo_core.engines import EngineSettings, GenerationRequest, Response, build_engine
+from dapo_core.rollout import Group, GroupRequest, RolloutWorker, sample_seed
+from tests.configs import make_config
+from tests.tiny_models import build_tiny_qwen3
+
+GROUP_SIZE, MAX_RESPONSE_TOKENS, NUM_GROUPS = 2, 24, 20
+SETTINGS = EngineSettings(
+    dtype="float32",
+    max_model_tokens=64,
+    max_response_tokens=MAX_RESPONSE_TOKENS,
+    max_num_seqs=4,  # two groups at once
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    memory_bytes=32 * 1024**2,
+    memory_utilization=0.5,
+    threads=1,
+)
+SCORER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if extra_info.get("broken"):
+        raise KeyError("broken")
+    return {"score": len(solution_str) + float(ground_truth), "acc": len(solution_str) % 2}
+"""
+PROMPTS = [Prompt(index, (5 + index, 9, 12), "anything", str(index)) for index in range(NUM_GROUPS)]
+REQUESTS = [GroupRequest(100 + prompt.index, prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_qwen3(tmp_path_factory.mktemp("rollout") / "model")
+
+
+@pytest.fixture(scope="module")
+def shared_worker(model_path: Path) -> Iterator[RolloutWorker]:
+    scorer = model_path.parent / "scorer.py"
+    scorer.write_text(SCORER, encoding="utf-8")
+    config = make_config(
+        run={"seed": 3},
+        rollout={"group_size": GROUP_SIZE, "max_response_tokens": MAX_RESPONSE_TOKENS, "engine": "hf"},
+        reward={"num_processes": 1, "overlong": {"buffer_tokens": 8, "penalty_factor": 0.5}},
+        custom_reward={"path": str(scorer)},
+    )
+    worker = RolloutWorker(build_engine("hf", model_path, SETTINGS, seed=0), load_tokenizer(model_path), config)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def worker(shared_worker: RolloutWorker, model_path: Path) -> Iterator[RolloutWorker]:
+    """The shared worker, with nothing in flight and version 0."""
+    yield shared_worker
+    shared_worker.abort()
+    _publish(shared_worker, model_path, 0)
+
+
+@pytest.fixture(scope="module")
+def whole(shared_worker: RolloutWorker) -> dict[int, Group]:
+    """All groups, uninterrupted."""
+    shared_worker.submit(REQUESTS)
+    return _finish(shared_worker, NUM_GROUPS)
+
+
+def _publish(worker: RolloutWorker, model_path: Path, policy_version: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype="float32")
+    worker.load_weights(model.named_parameters(), policy_version)
+
+
+def _finish(worker: RolloutWorker, count: int) -> dict[int, Group]:
+    groups: dict[int, Group] = {}
+    deadline = time.monotonic() + 60
+    while len(groups) < count:
+        assert time.monotonic() < deadline
+        groups.update(worker.poll(1.0).groups)
+    return groups
+
+
+def _step(worker: RolloutWorker, count: int) -> None:
+    """Tokens for the running responses; none is to end."""
+    for _ in range(count):
+        assert worker.engine.step() == []
+
+
+def _tokens(groups: Sequence[Group]) -> list[list[list[int]]]:
+    return [[rollout.response_ids for rollout in group.rollouts] for group in groups]
+
+
+def test_groups_hold_what_the_engine_sampled_and_what_the_scorer_said(
+    whole: dict[int, Group], worker: RolloutWorker
+) -> None:
+    assert sorted(whole) == [request.group_id for request in REQUESTS]
+    tokenizer = worker.pool.tokenizer
+    for group_id, group in whole.items():
+        assert group.prompt == PROMPTS[group_id - 100]
+        assert group.policy_version == 0
+        for rollout in group.rollouts:
+            text = tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
+            assert rollout.score == len(text) + group.prompt.index
+            assert rollout.acc == len(text) % 2
+            # from 16 tokens on, an eighth of 0.5 for each token
+            assert rollout.overlong_penalty == -0.5 * max(len(rollout.response_ids) - 16, 0) / 8
+            assert rollout.reward == rollout.score + rollout.overlong_penalty
+            assert rollout.is_truncated == (rollout.finish_reason == "length")
+            assert len(rollout.rollout_log_probs) == len(rollout.response_ids)
+    seeds = [sample_seed(3, 107, sample) for sample in range(GROUP_SIZE)]
+    worker.engine.submit(
+        [GenerationRequest(str(sample), PROMPTS[7].prompt_ids, seed) for sample, seed in enumerate(seeds)]
+    )
+    alone: dict[str, Response] = {}
+    while worker.engine.num_unfinished():
+        alone.update({response.request_id: response for response in worker.engine.step()})
+    assert [alone[str(sample)].response_ids for sample in range(GROUP_SIZE)] == _tokens([whole[107]])[0]
+
+
+def test_groups_are_scored_while_the_engine_goes_on(
+    whole: dict[int, Group], worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, held = worker.engine, []
+    step, num_unfinished = engine.step, engine.num_unfinished
+
+    def hold_back() -> list[Response]:
+        """The engine's step, with the second group's responses never coming."""
+        responses = step()
+        held.extend(response for response in responses if response.request_id.startswith("101/"))
+        return [response for response in responses if response not in held]
+
+    worker.submit(REQUESTS[:2])
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "step", hold_back)
+        patched.setattr(engine, "num_unfinished", lambda: num_unfinished() + len(held))
+        progress = worker.poll(60.0)
+        assert progress.groups == [(100, whole[100])]
+        assert engine.num_unfinished() > 0
+        assert progress.reward_seconds == 0.0
+        patched.setattr(engine, "step", lambda: [held.pop()] if held else step())
+        assert _finish(worker, 1) == {101: whole[101]}
+
+
+@pytest.mark.parametrize("num_steps", [1, 9])
+def test_suspended_groups_go_on_to_what_they_would_have_been(
+    whole: dict[int, Group], worker: RolloutWorker, model_path: Path, num_steps: int
+) -> None:
+    worker.submit(REQUESTS[:4])
+    _step(worker, num_steps)
+    suspended = worker.suspend()
+    assert worker.engine.num_unfinished() == 0
+    # the engine runs two groups at once: two have begun, two have nothing yet
+    assert [request.num_response_tokens for request in suspended] == [2 * num_steps, 2 * num_steps, 0, 0]
+    assert [request.policy_version for request in suspended] == [0, 0, None, None]
+    assert suspended[2:] == REQUESTS[2:4]
+    _publish(worker, model_path, 5)  # the same weights, called by another version
+    worker.submit(suspended)
+    groups = _finish(worker, 4)
+    assert _tokens([groups[100 + index] for index in range(4)]) == _tokens(
+        [whole[100 + index] for index in range(4)]
+    )
+    assert [groups[100 + index].policy_version for index in range(4)] == [0, 0, 5, 5]
+    for group_id, group in groups.items():
+        assert [rollout.score for rollout in group.rollouts] == [
+            rollout.score for rollout in whole[group_id].rollouts
+        ]
+
+
+def test_a_finished_sibling_waits_for_the_one_that_goes_on(whole: dict[int, Group], worker: RolloutWorker) -> None:
+    first, second = whole[103].rollouts
+    begun = [
+        Response("103/0", first.response_ids, first.rollout_log_probs, first.finish_reason),
+        Response("103/1", second.response_ids[:7], second.rollout_log_probs[:7], "abort"),
+    ]
+    worker.submit([GroupRequest(103, PROMPTS[3], begun, policy_version=4)])
+    assert worker.engine.num_unfinished() == 1
+    group = _finish(worker, 1)[103]
+    assert _tokens([group]) == _tokens([whole[103]])
+    assert group.policy_version == 4
+
+
+def test_waiting_for_scores_alone_is_timed(whole: dict[int, Group], worker: RolloutWorker) -> None:
+    responses = [
+        Response(f"104/{sample}", rollout.response_ids, rollout.rollout_log_probs, rollout.finish_reason)
+        for sample, rollout in enumerate(whole[104].rollouts)
+    ]
+    worker.submit([GroupRequest(104, PROMPTS[4], responses, policy_version=0)])
+    started = time.monotonic()
+    progress = worker.poll(60.0)
+    assert [group for _, group in progress.groups] == [whole[104]]
+    assert 0 < progress.reward_seconds <= time.monotonic() - started
+    assert progress.num_open_tokens == 0
+
+
+def test_scores_of_what_was_stopped_are_passed_over(whole: dict[int, Group], worker: RolloutWorker) -> None:
+    rollout = whole[105].rollouts[0]
+    finished = Response("105/0", rollout.response_ids, rollout.rollout_log_probs, rollout.finish_reason)
+    request = GroupRequest(105, PROMPTS[5], [finished, Response("105/1", [], [], "abort")], policy_version=0)
+    worker.submit([request])
+    assert worker.suspend() == [request]
+    worker.submit(REQUESTS[6:7])
+    assert list(_finish(worker, 1)) == [106]
+    assert worker.poll(0.01).groups == []
+
+
+def test_an_abort_counts_groups_and_tokens(worker: RolloutWorker) -> None:
+    worker.submit(REQUESTS[:3])
+    _step(worker, 5)
+    assert worker.abort() == (3, 2 * GROUP_SIZE * 5)  # two of the three groups had begun
+    assert worker.poll(0.01).groups == []
+    assert worker.abort() == (0, 0)
+
+
+def test_a_scorer_that_fails_is_a_verdict(worker: RolloutWorker) -> None:
+    broken = Prompt(0, (5, 9), "anything", "0", {"broken": True})
+    worker.submit([GroupRequest(200, broken), GroupRequest(201, PROMPTS[1])])
+    groups = _finish(worker, 2)
+    assert [(rollout.verdict, rollout.score, rollout.acc) for rollout in groups[200].rollouts] == [
+        ("error", 0.0, 0.0)
+    ] * GROUP_SIZE
+    assert all(rollout.verdict in {"right", "wrong"} for rollout in groups[201].rollouts)
