@@ -29,6 +29,7 @@ from tests.ranks import run_ranks
 from tests.tiny_models import ARCHITECTURES, Architecture, build_tiny
 
 CPU = device_for("cpu")
+LEARN = {"learning_rate": 1e-2, "warmup_steps": 0}
 IDS = torch.arange(2, 42).view(2, 20)
 
 
@@ -123,7 +124,7 @@ def _update(
     """Log-probs of three packed rows of different lengths, and what an update made of the weights."""
     batch = random_batch(num_groups=4, group_size=2)
     batch = batch.with_old_log_probs(torch.full_like(batch.rollout_log_probs, -3.0))
-    policy = Policy(path, policy_config(path, train={"compile": is_compiled, "warmup_steps": 0}))
+    policy = Policy(path, policy_config(path, train={"compile": is_compiled, **LEARN}))
     shares, _ = split_batch(batch, 1, 40)
     assert len(shares[0].micro_batches) == 3
     log_probs, _ = policy.log_probs(shares[0])
@@ -138,7 +139,8 @@ def test_compiled_layers_change_nothing(tmp_path: Path) -> None:
     assert compiled[1] == pytest.approx(plain[1], rel=1e-5)
     assert compiled[2].keys() == plain[2].keys()
     for name, weight in plain[2].items():
-        torch.testing.assert_close(compiled[2][name], weight, rtol=0, atol=3e-6, msg=name)  # learning rate 1e-6
+        # AdamW's first step moves each weight by lr * sign(gradient): a gradient near zero is noise
+        assert torch.isclose(compiled[2][name], weight, rtol=0, atol=1e-4).float().mean() > 0.995, name
 
 
 def test_bfloat16_files_over_several_become_float32_master_weights(tmp_path: Path) -> None:
