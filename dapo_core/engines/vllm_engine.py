@@ -110,6 +110,7 @@ class VllmEngine:
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": checked})
         if self._optional:
             self._engine.apply_model(_repack_head)
+        self._engine.apply_model(_pack_experts)
         if not self._engine.reset_prefix_cache():
             raise RolloutError("vLLM kept its prefix cache after new weights; restart the rollout worker")
         self._is_torn = False
@@ -233,6 +234,18 @@ def _repack_head(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def _pack_experts(model: torch.nn.Module) -> None:
+    """Pack experts on a CPU: vLLM 0.32 does so at the first load and leaves it out at later ones."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _seed(request: GenerationRequest) -> int:

@@ -98,10 +98,10 @@ def _tokens(groups: Sequence[Group]) -> list[list[list[int]]]:
 
 
 def test_groups_hold_what_the_engine_sampled_and_what_the_scorer_said(
-    whole: dict[int, Group], worker: RolloutWorker
+    whole: dict[int, Group], worker: RolloutWorker, model_path: Path
 ) -> None:
     assert sorted(whole) == [request.group_id for request in REQUESTS]
-    tokenizer = worker.pool.tokenizer
+    tokenizer = load_tokenizer(model_path)
     for group_id, group in whole.items():
         assert group.prompt == PROMPTS[group_id - 100]
         assert group.policy_version == 0

@@ -1,0 +1,297 @@
+"""The pool with real processes: user files that loop, die, print and raise, and what the others get."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_core.config import CustomRewardConfig, RewardConfig
+from dapo_core.errors import ConfigError, DataError, RolloutError
+from dapo_core.reward import RewardPool, Score, ScoreRequest
+from tests.tiny_models import tiny_tokenizer
+
+Make = Callable[..., RewardPool]
+FAR = 60.0
+TOKENIZER = tiny_tokenizer()
+
+USER_FILE = """
+import asyncio, os, sys, time
+print("loaded")
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    print("scoring", solution_str)
+    os.write(1, b"{}\\n[1, 2]\\n")
+    what = solution_str.partition(" ")[0]
+    if what == "spin":
+        while True:
+            pass
+    if what == "regex":  # holds the interpreter's lock
+        import re
+        re.match("(a*)*b", "a" * 60)
+    if what == "sleep":
+        time.sleep(3600)
+    if what == "exit":
+        os._exit(3)
+    if what == "quit":
+        sys.exit(0)
+    if what == "crash":
+        os.kill(os.getpid(), 11)
+    if what == "raise":
+        raise KeyError("nothing here")
+    if what == "nan":
+        return float("nan")
+    if what == "await":
+        return later()
+    return {"score": len(solution_str), "acc": solution_str == ground_truth, "pred": str(extra_info.get("index"))}
+async def later():
+    await asyncio.sleep(0)
+    return 0.25
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes pools with the user's file, or without one, and closes them."""
+    pools: list[RewardPool] = []
+
+    def build(source: str | None = USER_FILE, **reward: Any) -> RewardPool:
+        path = tmp_path / "mine.py"
+        if source is not None:
+            path.write_text(source)
+        custom = CustomRewardConfig(path=None if source is None else str(path))
+        pools.append(RewardPool(RewardConfig(**reward), custom, TOKENIZER))
+        return pools[-1]
+
+    yield build
+    for pool in pools:
+        pool.close()
+
+
+def request(text: str, truth: str = "", data_source: str = "mine", index: int = 0) -> ScoreRequest:
+    return ScoreRequest(data_source, TOKENIZER(text).input_ids, truth, {"index": index})
+
+
+def drain(pool: RewardPool) -> dict[str, Score]:
+    scores: list[tuple[str, Score]] = []
+    deadline = time.monotonic() + FAR
+    while pool.num_pending:
+        assert time.monotonic() < deadline
+        scores += pool.finished(1.0)
+    assert len(dict(scores)) == len(scores)
+    return dict(scores)
+
+
+def pids(pool: RewardPool) -> set[int]:
+    return {worker.popen.pid for worker in pool._workers}
+
+
+def test_a_users_file_scores_what_it_is_given(make: Make) -> None:
+    pool = make()
+    for index in range(200):
+        pool.submit(f"key {index}", request("x" * index, "xxx", index=index))
+    pool.submit("later", request("await"))
+    assert pool.num_pending == 201
+    scores = drain(pool)
+    assert scores["key 3"] == Score(3.0, "right", "3", 1.0)
+    assert scores["key 199"] == Score(199.0, "wrong", "199", 0.0)
+    assert scores["later"] == Score(0.25, "wrong", None, 0.25)
+    assert len(scores) == 201
+
+
+@pytest.mark.parametrize("what", ["spin", "regex", "sleep"])
+def test_a_call_without_end_costs_one_time_out(make: Make, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    pool = make(timeout_seconds=1.0, num_processes=2)
+    before = pids(pool)
+    for index in range(20):
+        pool.submit(str(index), request(what if index == 5 else "fine", "fine"))
+    started = time.monotonic()
+    scores = drain(pool)
+    assert scores.pop("5") == Score(0.0, "timeout")
+    assert set(scores.values()) == {Score(4.0, "right", "0", 1.0)}
+    assert len(scores) == 19
+    assert 1.0 <= time.monotonic() - started < 20  # once the limit, not nineteen times
+    assert len(pids(pool) & before) == 1  # the other process was left alone
+    assert f"took longer than reward.timeout_seconds=1; the response ends in '{what}'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("exit", "ended its process (exit code 3)"),
+        ("quit", "ended its process (exit code 0)"),
+        ("crash", "ended its process (exit code -11)"),
+        ("raise", "KeyError: 'nothing here'"),
+        ("nan", "ValueError: score must be finite, not nan"),
+    ],
+)
+def test_a_failed_call_is_an_error_and_only_that(
+    make: Make, what: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make(num_processes=1)
+    for index in range(9):
+        pool.submit(str(index), request(f"{what} it" if index in (0, 4) else "fine", "fine"))
+    scores = drain(pool)
+    assert [key for key, score in scores.items() if score.verdict == "error"] == ["0", "4"]
+    assert scores["0"] == Score(0.0, "error")
+    assert sum(score.verdict == "right" for score in scores.values()) == 7
+    assert said in caplog.text
+    assert f"ends in '{what} it'" in caplog.text
+
+
+def test_a_slow_call_is_a_time_out_also_when_nobody_looked(make: Make) -> None:
+    source = (
+        "import time\ndef compute_score(ground_truth, **_):\n    time.sleep(float(ground_truth))\n    return 1\n"
+    )
+    pool = make(source, num_processes=1, timeout_seconds=1.0)
+    pool.submit("slow", request("", "1.5"))
+    pool.submit("quick", request("", "0"))
+    assert pool.finished() == []
+    [worker] = pool._workers
+    assert wait([worker.outcomes_fd], FAR)  # the slow call came to its end, and its result waits in the pipe
+    assert {key: score.verdict for key, score in drain(pool).items()} == {"slow": "timeout", "quick": "right"}
+
+
+def test_finished_waits_no_longer_than_it_may(make: Make) -> None:
+    pool = make(timeout_seconds=30)
+    pool.submit("a", request("sleep"))
+    started = time.monotonic()
+    assert pool.finished(0.2) == []
+    assert 0.2 <= time.monotonic() - started < 5
+    assert pool.num_pending == 1
+
+
+def test_only_the_first_failures_are_logged(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    pool = make()
+    for index in range(30):
+        pool.submit(str(index), request("raise"))
+    assert {score.verdict for score in drain(pool).values()} == {"error"}
+    assert sum(record.levelno == logging.WARNING for record in caplog.records) == 5
+    assert caplog.text.count("later ones are counted, not logged") == 1
+
+
+def test_what_the_users_code_prints_is_in_the_log(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    pool = make(num_processes=1)
+    pool.submit("a", request("hello"))
+    assert drain(pool)["a"].value == 5
+    out, log = capfd.readouterr()
+    assert out == ""
+    assert "loaded" in log
+    assert "scoring hello" in log
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import nothing_of_this_name\ndef compute_score(**_): ...", "No module named 'nothing_of_this_name'"),
+        ("import os\nos._exit(7)\ndef compute_score(**_): ...", r"ended \(exit code 7\)"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_said_at_the_start(make: Make, source: str, said: str) -> None:
+    with pytest.raises(
+        RolloutError, match=rf"(?s)custom_reward\.path=.*mine\.py.*{said}|{said}.*custom_reward\.path="
+    ):
+        make(source)
+
+
+def test_rules_of_ours_need_no_process_unless_they_could_hang(make: Make) -> None:
+    pool = make(None, timeout_seconds=1.0, scorers=("mine=math_dapo",))
+    pool.submit("math", request("x" * 900 + "Answer: 19", "19"))
+    pool.submit("gsm8k", request("x" * 900 + "#### 18", "19", "openai/gsm8k"))
+    assert pids(pool) == set()
+    assert dict(pool.finished()) == {
+        "math": Score(1.0, "right", "19", 1.0),
+        "gsm8k": Score(0.0, "wrong", "18", 0.0),
+    }
+    pool.submit("choice", request("<think>" + "x" * 900 + "</think>\\boxed{A}", "A", "cflue"))
+    pool.submit("bad truth", request("\\boxed{A}", "H", "cflue"))
+    pool.submit("geo3k", request("<think>x</think>\\boxed{3}", "3", "hiyouga/geometry3k"))
+    pool.submit("factorial", request("\\boxed{99999999!}", "3", "hiyouga/geometry3k"))  # sympy tries
+    scores = drain(pool)
+    assert (scores["choice"].verdict, scores["geo3k"].value) == ("right", 1.0)
+    assert (scores["bad truth"].verdict, scores["factorial"].verdict) == ("error", "timeout")
+
+
+def test_what_cannot_be_scored_is_refused(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="data_source 'mine' has no scorer"):
+        make(None).submit("a", request("x"))
+    with pytest.raises(ConfigError, match="'mine', which is not DATA_SOURCE=SCORER"):
+        make(None, scorers=("mine",))
+    with pytest.raises(ConfigError, match=r"custom_reward\.name=compute_score is not"):
+        make("def other(): ...")
+
+
+def test_close_ends_the_processes_and_what_they_started(make: Make, tmp_path: Path) -> None:
+    source = (
+        "import subprocess\n"
+        "def compute_score(ground_truth, **_):\n"
+        "    child = subprocess.Popen(['sleep', '3600'])\n"
+        "    open(ground_truth, 'w').write(str(child.pid))\n"
+        "    child.wait()\n"
+    )
+    pool = make(source, num_processes=1)
+    pool.submit("a", request("x", str(tmp_path / "pid")))
+    deadline = time.monotonic() + FAR
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert pool.finished(0.05) == []
+        assert time.monotonic() < deadline
+    started = [*pids(pool), int((tmp_path / "pid").read_text())]
+    pool.close()
+    wait_until_gone(started)
+    assert pool.num_pending == 0
+
+
+@pytest.mark.parametrize("text", ["", "spin"])
+def test_the_processes_die_with_their_owner(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(USER_FILE)
+    code = (
+        "import sys, time\n"
+        "from tests.integration.test_reward_pool import *\n"
+        f"pool = RewardPool(RewardConfig(), CustomRewardConfig(path={str(path)!r}), TOKENIZER)\n"
+        f"pool.submit('a', request({text!r}))\n"
+        "pool.finished(0.3)\n"
+        "print(*pids(pool), flush=True)\n"
+        "time.sleep(3600)\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[2]
+    )
+    assert owner.stdout is not None
+    children = [int(pid) for pid in owner.stdout.readline().split()]
+    assert len(children) == 2
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    wait_until_gone(children)
+
+
+def wait_until_gone(processes: list[int]) -> None:
+    """Returns when none of the processes runs; zombies whose parent has not looked do not count."""
+    deadline = time.monotonic() + FAR
+    while any(is_running(pid) for pid in processes):
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_the_processes_load_nothing_heavy() -> None:
+    code = "import dapo_core.reward.process, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "dapo_core" in loaded
+    assert loaded.isdisjoint({"torch", "transformers", "ray", "vllm", "sympy", "numpy", "pydantic"})

@@ -1,0 +1,48 @@
+"""Which file holds which tensor of a model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dapo_core.errors import ModelError
+from dapo_core.model_folder import INDEX_FILE, SINGLE_FILE, weight_files, weight_names
+
+
+def _save(path: Path, *names: str) -> None:
+    save_file({name: torch.zeros(1) for name in names}, path)
+
+
+def test_an_index_says_where_tensors_are(tmp_path: Path) -> None:
+    _save(tmp_path / "one.safetensors", "a")
+    _save(tmp_path / "two.safetensors", "b", "c")
+    (tmp_path / INDEX_FILE).write_text(
+        json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})
+    )
+    assert weight_files(tmp_path) == {"a": tmp_path / "one.safetensors", "b": tmp_path / "two.safetensors"}
+
+
+def test_without_an_index_the_headers_do(tmp_path: Path) -> None:
+    _save(tmp_path / "one.safetensors", "a")
+    _save(tmp_path / "two.safetensors", "b")
+    assert weight_names(tmp_path) == {"a", "b"}
+    _save(tmp_path / SINGLE_FILE, "c")  # the name transformers and vLLM look for first
+    assert weight_files(tmp_path) == {"c": tmp_path / SINGLE_FILE}
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ('{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}', "lacks 2 of the 2 files .* such as x"),
+        ("{}", r"is no index of weights \(KeyError"),
+        ("<html>", "is no index of weights"),
+    ],
+)
+def test_an_index_that_does_not_hold_is_refused(tmp_path: Path, index: str, message: str) -> None:
+    (tmp_path / INDEX_FILE).write_text(index)
+    with pytest.raises(ModelError, match=message):
+        weight_files(tmp_path)

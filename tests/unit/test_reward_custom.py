@@ -1,0 +1,113 @@
+"""The user's file: found without being run, and its results as scores."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dapo_core.config import CustomRewardConfig, RewardConfig
+from dapo_core.errors import ConfigError
+from dapo_core.reward import Score, require_scorers
+from dapo_core.reward.custom import call_function, load_function, to_score
+
+
+@pytest.mark.parametrize(
+    ("result", "score"),
+    [
+        (1.0, Score(1.0, "right", None, 1.0)),
+        (0, Score(0.0, "wrong", None, 0.0)),
+        (True, Score(1.0, "right", None, 1.0)),
+        (-1, Score(-1.0, "wrong", None, -1.0)),
+        (0.4, Score(0.4, "wrong", None, 0.4)),  # without acc the score stands for it
+        (np.float32(0.5), Score(0.5, "wrong", None, 0.5)),
+        ({"score": 0.2, "acc": True}, Score(0.2, "right", None, 1.0)),
+        ({"score": 1.0, "acc": 0.5}, Score(1.0, "wrong", None, 0.5)),
+        ({"score": 1, "acc": None, "pred": "34", "other": [1]}, Score(1.0, "right", "34", 1.0)),
+        ({"score": 1, "pred": 34}, Score(1.0, "right", "34", 1.0)),
+    ],
+)
+def test_results(result: Any, score: Score) -> None:
+    assert to_score(result) == score
+
+
+@pytest.mark.parametrize(
+    ("result", "error"),
+    [
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+        ({"score": 1.0, "acc": float("nan")}, ValueError),
+        ("1.0", TypeError),
+        (None, TypeError),
+        ([1.0], TypeError),
+        (1j, TypeError),
+        ({"acc": 1.0}, KeyError),
+        ({"score": None}, TypeError),
+    ],
+)
+def test_results_that_are_no_score(result: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        to_score(result)
+
+
+ARGUMENTS = ("math_dapo", "Answer: 3", "3", {"index": 7})
+
+
+@pytest.mark.parametrize("prefix", ["def", "async def"])
+def test_sync_and_async_functions_get_the_arguments_by_name(tmp_path: Path, prefix: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"{prefix} judge(solution_str, extra_info, ground_truth, data_source):\n"
+        "    return {'score': extra_info['index'], 'pred': f'{data_source}|{solution_str}|{ground_truth}'}\n"
+    )
+    with asyncio.Runner() as runner:
+        score = call_function(load_function(str(path), "judge"), runner, ARGUMENTS)
+    assert score == Score(7.0, "right", "math_dapo|Answer: 3|3", 7.0)
+
+
+def required(path: Path, name: str = "compute_score") -> None:
+    require_scorers({"unheard of"}, RewardConfig(), CustomRewardConfig(path=str(path), name=name))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def compute_score(**_): ...",
+        "async def compute_score(**_): ...",
+        "from rules import compute_score",
+        "from rules import judge as compute_score",
+        "compute_score = lambda **_: 1.0",
+        "class compute_score: ...",
+        "try:\n    import fast\nexcept ImportError:\n    def compute_score(**_): ...",
+        "raise SystemExit  # is not run\ndef compute_score(**_): ...",
+    ],
+)
+def test_a_function_is_found_without_running_the_file(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    required(path)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def score(**_): ...", r"custom_reward\.name=compute_score is not .* which has score; set custom_reward"),
+        ("def score():\n    def compute_score(**_): ...\n    compute_score = 1", "which has score;"),
+        ("class A:\n    def compute_score(self): ...", "which has A;"),
+        ("", "which has none;"),
+        ("def compute_score(:", r"custom_reward\.path=.*mine\.py is not Python: "),
+    ],
+)
+def test_a_function_that_is_not_there(tmp_path: Path, source: str, said: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    with pytest.raises(ConfigError, match=said):
+        required(path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"custom_reward\.path=.*gone\.py cannot be read: No such file"):
+        required(tmp_path / "gone.py")
