@@ -89,7 +89,7 @@ _PER_RESPONSE_TOKEN = (
 def build_batch(groups: Sequence[Group], mask_truncated: bool) -> Batch:
     """The groups' responses as one batch, in the order of groups and of siblings.
 
-    With `mask_truncated`, responses cut by the length limit train no token. Old log-probs and advantages are NaN.
+    Responses without a score train no token, and with `mask_truncated` neither do those cut by the length limit. Old log-probs and advantages are NaN.
     """
     pairs = [(group.prompt.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
     prompt_lengths = [len(prompt_ids) for prompt_ids, _ in pairs]
@@ -103,7 +103,7 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool) -> Batch:
         sequence = [*prompt_ids, *rollout.response_ids]
         token_ids[row, : len(sequence)] = torch.tensor(sequence)
         rollout_log_probs[row, : response_lengths[row]] = torch.tensor(rollout.rollout_log_probs)
-        mask[row, : response_lengths[row]] = not (mask_truncated and rollout.is_truncated)
+        mask[row, : response_lengths[row]] = rollout.is_scored and not (mask_truncated and rollout.is_truncated)
     return Batch(
         token_ids=token_ids,
         prompt_lengths=torch.tensor(prompt_lengths),

@@ -42,6 +42,11 @@ class Rollout:
     def is_truncated(self) -> bool:
         return self.finish_reason == "length"
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether the scorer came to a word on it."""
+        return self.verdict not in ("error", "timeout")
+
 
 @dataclass(frozen=True)
 class Group:
@@ -56,12 +61,23 @@ class Group:
         return sum(len(rollout.response_ids) for rollout in self.rollouts)
 
     def metric(self, name: str) -> list[float]:
-        """The filter metric of each rollout: `acc`, `score`, or the reward as `seq_reward`, `seq_final_reward`."""
+        """The filter metric of each scored rollout: `acc`, `score`, or its reward (seq_reward, seq_final_reward)."""
+        scored = [rollout for rollout in self.rollouts if rollout.is_scored]
         if name == "acc":
-            return [rollout.acc for rollout in self.rollouts]
+            return [rollout.acc for rollout in scored]
         if name == "score":
-            return [rollout.score for rollout in self.rollouts]
-        return [rollout.reward for rollout in self.rollouts]
+            return [rollout.score for rollout in scored]
+        return [rollout.reward for rollout in scored]
+
+    @property
+    def rewards(self) -> list[float]:
+        """What the advantages are made of: [G].
+
+        A rollout without a score takes the mean of the others, so that it moves nobody's baseline.
+        """
+        scored = [rollout.reward for rollout in self.rollouts if rollout.is_scored]
+        mean = sum(scored) / max(len(scored), 1)
+        return [rollout.reward if rollout.is_scored else mean for rollout in self.rollouts]
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,9 @@ class Sampler:
             group = groups[group_id]
             born, _ = self._submitted.pop(group_id)
             if not self._has_signal(group):
-                account.add_group("all_right" if min(group.metric("acc")) == 1.0 else "all_wrong", group)
+                account.add_group(
+                    "all_right" if min(group.metric("acc"), default=0.0) == 1.0 else "all_wrong", group
+                )
             elif len(filling.kept) < self.train_prompts:
                 filling.kept.append(group)
                 filling.last_kept, filling.finished_since_kept = self.clock(), 0
@@ -238,8 +240,8 @@ class Sampler:
             return True
         values = group.metric(self.settings.metric)
         if self.compat == "verl":  # rounding gives [0.1] * 3 a deviation of 1.4e-17
-            return len(values) == 1 or bool(np.std(values) > 0)
-        return min(values) != max(values)
+            return len(group.rollouts) == 1 or (len(values) > 1 and bool(np.std(values) > 0))
+        return len(values) > 1 and min(values) != max(values)
 
     def _set_aside(self, born: int, group: Group, account: TokenAccount) -> None:
         self.surplus.append((born, group))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable
@@ -186,7 +187,7 @@ class Trainer:
 
     def _rewards(self, groups: list[Group], batch: Batch) -> tuple[np.ndarray, dict[str, float]]:
         """What each response is worth, less its KL where that counts in the reward: [B]; and the KL's metrics."""
-        rewards = np.array([rollout.reward for group in groups for rollout in group.rollouts])
+        rewards = np.array([reward for group in groups for reward in group.rewards])
         kl = self.config.algorithm.kl
         if kl.place != "reward":
             return rewards, {}
@@ -274,14 +275,19 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         """What must not change between the attempts at one training; it may only become longer."""
-        sections = ("algorithm", "reward", "sampler", "rollout", "train")
+        sections = ("algorithm", "reward", "custom_reward", "sampler", "rollout", "train")
         values = {
             f"{section}.{name}": value
             for section in sections
             for name, value in result_values(getattr(self.config, section)).items()
         }
         del values["train.total_steps"]
-        identity = {"run.seed": self.config.run.seed, **values, "prompts": self.stream.digest}
+        if values["custom_reward.path"] is not None:  # what the file says counts, not its place
+            values["custom_reward.path"] = hashlib.sha256(
+                Path(values["custom_reward.path"]).read_bytes()
+            ).hexdigest()
+        run = {f"run.{name}": value for name, value in result_values(self.config.run).items()}
+        identity = {**run, **values, "prompts": self.stream.digest}
         return json.loads(json.dumps(identity))  # as a checkpoint gives it back
 
     def _tell(self, metrics: dict[str, float]) -> dict[str, float]:

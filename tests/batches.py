@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,8 @@ import torch
 from dapo_core.batch import Batch, build_batch
 from dapo_core.data import Prompt
 from dapo_core.rollout import Group, Rollout
+
+UNSCORED = float("nan")  # the reward of a response whose scorer timed out
 
 
 def make_group(
@@ -30,9 +33,9 @@ def make_group(
             response_ids=[draw.randrange(5, 200) for _ in range(length)],
             rollout_log_probs=[-1.5] * length,
             finish_reason="stop",
-            score=reward,
+            score=0.0 if math.isnan(reward) else reward,
             overlong_penalty=0.0,
-            verdict="right" if reward > 0 else "wrong",
+            verdict="timeout" if math.isnan(reward) else "right" if reward > 0 else "wrong",
             acc=float(reward > 0),
         )
         for reward, length in zip(rewards, lengths, strict=True)

@@ -62,6 +62,12 @@ def test_truncated_responses_can_be_left_out_of_the_loss() -> None:
     assert (batch.num_loss_tokens, batch.num_loss_responses) == (4, 2)
 
 
+def test_responses_without_a_score_train_no_token() -> None:
+    right, unscored = _rollout([7, 8, 2]), replace(_rollout([4, 4]), verdict="timeout", score=0.0, acc=0.0)
+    group = Group(Prompt(0, (5, 6), "arithmetic", "1"), [right, unscored], 0)
+    assert build_batch([group], mask_truncated=False).response_mask.int().tolist() == [[1, 1, 1], [0, 0, 0]]
+
+
 def test_select_orders_and_trims() -> None:
     batch = replace(build_batch(_groups(), mask_truncated=False), advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]))
     chosen = batch.with_old_log_probs(batch.rollout_log_probs * 2).select([2, 0])

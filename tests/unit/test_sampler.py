@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dapo_core.errors import NotEnoughSignal
 from dapo_core.sampler import FATES
+from tests.batches import UNSCORED
 from tests.sources import (
     MIXED,
     RIGHT,
@@ -187,6 +188,16 @@ def test_a_group_of_one_has_signal_for_verl_only() -> None:
         "all_right": 4
     }
     assert booked(make_sampler(source, 4, compat="verl").draw(1)) == {"kept": 4}
+
+
+def test_responses_without_a_score_make_no_signal() -> None:
+    script = [[1.0, 1.0, UNSCORED], [-1.0, UNSCORED], [UNSCORED, UNSCORED], [1.0, -1.0, UNSCORED]]
+    for compat in ("none", "verl"):
+        draw = make_sampler(ScriptedSource(script, burst=4), 1, compat=compat).draw(1)
+        assert booked(draw) == {"kept": 1, "all_right": 1, "all_wrong": 2}
+    # the one without a score takes the mean of the others, (1 - 1) / 2
+    assert draw.groups[0].rewards == [1.0, -1.0, 0.0]
+    assert draw.groups[0].metric("seq_reward") == [1.0, -1.0]
 
 
 def test_the_wait_for_scores_alone_is_told() -> None:
