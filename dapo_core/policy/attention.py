@@ -102,12 +102,12 @@ def _attend(
     """[num_sequences * num_tokens, H, D] from [N, H, D] of the row."""
     shape = (lane.num_sequences, lane.num_tokens)
     query, key, value = (part.index_select(0, lane.tokens).unflatten(0, shape).transpose(1, 2) for part in states)
-    # Only the half-precision kernels of CUDA share key heads; others would fall back to all pairs of scores.
-    has_shared_heads = query.is_cuda and query.dtype != torch.float32
-    if not has_shared_heads:
+    mask = _band(lane.num_tokens, window, query.device) if window and window < lane.num_tokens else None
+    # Only CUDA's flash kernel shares key heads; any other call would fall back to all pairs of scores.
+    is_flash = query.is_cuda and query.dtype != torch.float32 and mask is None and query.shape[-1] <= 256
+    if not is_flash:
         repeats = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
-    mask = _band(lane.num_tokens, window, query.device) if window and window < lane.num_tokens else None
     attended = F.scaled_dot_product_attention(
         query,
         key,
@@ -116,7 +116,7 @@ def _attend(
         dropout_p=dropout,
         is_causal=mask is None,
         scale=scale,
-        enable_gqa=has_shared_heads,
+        enable_gqa=is_flash,
     )
     return attended.transpose(1, 2).flatten(0, 1)
 
