@@ -267,7 +267,7 @@ def _remove_state(checkpoint: Path) -> None:
     ("damage", "message"),
     [
         (_remove_shard, r"shard __1_0\.distcp of [23] in .*/step_000007 is missing; copy it from the node"),
-        (_truncate_shard, r"shard __1_0\.distcp of [23] in .* is 1000 bytes long instead of \d{5,6}; copy it"),
+        (_truncate_shard, r"shard __1_0\.distcp of [23] in .* is 1000 bytes long instead of \d{5,7}; copy it"),
         (_remove_state, r"step_000007 lacks trainer_state\.json; it is not a checkpoint of dapo train"),
         (
             _remove_names,
