@@ -89,7 +89,8 @@ _PER_RESPONSE_TOKEN = (
 def build_batch(groups: Sequence[Group], mask_truncated: bool) -> Batch:
     """The groups' responses as one batch, in the order of groups and of siblings.
 
-    Responses without a score train no token, and with `mask_truncated` neither do those cut by the length limit. Old log-probs and advantages are NaN.
+    Responses without a score train no token, and with `mask_truncated` neither do those cut by the length limit.
+    Old log-probs and advantages are NaN.
     """
     pairs = [(group.prompt.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
     prompt_lengths = [len(prompt_ids) for prompt_ids, _ in pairs]

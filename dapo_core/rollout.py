@@ -61,7 +61,7 @@ class Group:
         return sum(len(rollout.response_ids) for rollout in self.rollouts)
 
     def metric(self, name: str) -> list[float]:
-        """The filter metric of each scored rollout: `acc`, `score`, or its reward (seq_reward, seq_final_reward)."""
+        """The filter metric of each scored rollout: `acc`, `score`, or its reward for the other two."""
         scored = [rollout for rollout in self.rollouts if rollout.is_scored]
         if name == "acc":
             return [rollout.acc for rollout in scored]

@@ -238,7 +238,7 @@ class Policy:
                 for field, values in zip(part, model(row, temperature, with_entropy), strict=True):
                     field[row.cells[: len(values)]] = values.cpu()  # entropy not asked for has no values
                 part = part.unflatten(1, micro.response_mask.shape)[:, : len(indices)]
-                scores[:, torch.from_numpy(indices), : part.shape[2]] = part
+                scores[:, torch.tensor(indices), : part.shape[2]] = part
         reshard(model)  # without a backward pass the root stays whole
         if self.group is not None:  # each rank of the group has its slices of the rows, and 0 elsewhere
             scores = scores.to(device)
