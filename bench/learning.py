@@ -112,7 +112,7 @@ def _train(
         train_policy_inputs,
     )
 
-    key = TRAIN_POLICY.key(config, train_policy_inputs(data, model))
+    key = TRAIN_POLICY.key(config, train_policy_inputs(config, data, model))
     paths = ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path]
     training = _produce(
         store, key, job, lambda folder: ["train", RECIPE, *paths, "--output", folder], resumable=True
