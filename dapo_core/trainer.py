@@ -176,7 +176,8 @@ class Trainer:
         with timer.phase("adv"):
             noted = mismatch_metrics(batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
             rewards, kl = self._rewards(groups, batch)
-            batch = self._weigh(batch, rewards)
+            is_scored = np.array([rollout.is_scored for group in groups for rollout in group.rollouts])
+            batch = self._weigh(batch, rewards, is_scored)
         with timer.phase("update_actor"):
             updates, rank_rows = self._learn(batch)
         with timer.phase("weight_sync"):
@@ -192,16 +193,17 @@ class Trainer:
         if kl.place != "reward":
             return rewards, {}
         assert batch.ref_log_probs is not None
-        penalties, mean = reward_penalties(batch.old_log_probs, batch.ref_log_probs, batch.response_mask, kl)
+        # Also of responses that train no token: their siblings are compared with them.
+        penalties, mean = reward_penalties(batch.old_log_probs, batch.ref_log_probs, batch.is_response, kl)
         coefficient = self.kl_controller.coefficient
         self.kl_controller.update(mean, batch.num_responses)
         told = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
         return rewards - coefficient * penalties, told
 
-    def _weigh(self, batch: Batch, rewards: np.ndarray) -> Batch:
-        """The batch with advantages, and corrected for what the engine sampled from."""
+    def _weigh(self, batch: Batch, rewards: np.ndarray, is_scored: np.ndarray) -> Batch:
+        """The batch with advantages among scored siblings, and corrected for what the engine sampled from."""
         group_ids = np.arange(batch.num_responses) // self.config.rollout.group_size
-        advantages = group_advantages(rewards, group_ids, self.config.algorithm)
+        advantages = group_advantages(rewards, group_ids, self.config.algorithm, is_scored)
         weights, mask = correct_rollouts(
             batch.old_log_probs,
             batch.rollout_log_probs,
@@ -286,8 +288,12 @@ class Trainer:
             values["custom_reward.path"] = hashlib.sha256(
                 Path(values["custom_reward.path"]).read_bytes()
             ).hexdigest()
+        data = {
+            "data.shuffle": self.config.data.shuffle,
+            "data.max_prompt_tokens": self.config.data.max_prompt_tokens,
+        }
         run = {f"run.{name}": value for name, value in result_values(self.config.run).items()}
-        identity = {**run, **values, "prompts": self.stream.digest}
+        identity = {**run, **data, **values, "prompts": self.stream.digest}
         return json.loads(json.dumps(identity))  # as a checkpoint gives it back
 
     def _tell(self, metrics: dict[str, float]) -> dict[str, float]:
