@@ -121,6 +121,7 @@ class Trainer:
         self.utilization = ActorUtilization(
             read_model_config(model_path), cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
         )
+        self.identity = self._identity()  # as it began: a scorer may be edited meanwhile
         self.step = 0  # training steps done
         self.policy_version = 0  # optimizer steps behind the engines' weights
 
@@ -131,7 +132,7 @@ class Trainer:
             self.log = measure.MetricsLog(self.output_dir, 0)
             return
         state = read_state(checkpoint)
-        refuse_other_training(checkpoint, state.identity, self._identity())
+        refuse_other_training(checkpoint, state.identity, self.identity)
         self.step, self.policy_version = state.step, state.policy_version
         self.stream.position = state.prompt_position
         self.sampler.surplus, self.sampler.unfinished = state.surplus, state.unfinished
@@ -269,7 +270,7 @@ class Trainer:
             unfinished=self.sampler.unfinished,
             kl_coefficient=self.kl_controller.coefficient,
             metrics=metrics,
-            identity=self._identity(),
+            identity=self.identity,
         )
         # The output holds one checkpoint, so that its content does not depend on a volatile key.
         keep_last = 1 if is_last else self.config.train.keep_last

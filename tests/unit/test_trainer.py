@@ -45,12 +45,22 @@ def _stage_keys(config: Config) -> set[str]:
 
 def test_attempts_share_whatever_the_cache_key_says_changes_the_training(model_path: Path) -> None:
     trainer = _trainer(model_path)
-    assert _stage_keys(trainer.config) - trainer._identity().keys() == {"train.total_steps"}
+    assert _stage_keys(trainer.config) - trainer.identity.keys() == {"train.total_steps"}
 
 
 def test_another_order_of_the_data_is_another_training(model_path: Path) -> None:
-    shuffled, in_order = (_trainer(model_path, data={"shuffle": flag})._identity() for flag in (True, False))
+    shuffled, in_order = (_trainer(model_path, data={"shuffle": flag}).identity for flag in (True, False))
     assert {name for name in shuffled if shuffled[name] != in_order[name]} == {"data.shuffle"}
+
+
+def test_a_scorer_edited_while_training_goes_on_is_another_one(model_path: Path, tmp_path: Path) -> None:
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text("def compute_score(*_): return 1", encoding="utf-8")
+    trainer = _trainer(model_path, custom_reward={"path": str(scorer)})
+    begun = dict(trainer.identity)
+    scorer.write_text("def compute_score(*_): return 2", encoding="utf-8")
+    assert trainer.identity == begun
+    assert _trainer(model_path, custom_reward={"path": str(scorer)}).identity != begun
 
 
 def test_a_response_that_trains_nothing_loses_its_kl_like_its_siblings(model_path: Path) -> None:
