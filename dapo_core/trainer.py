@@ -25,6 +25,7 @@ from dapo_core.checkpoint import (
 )
 from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.config import result_values
+from dapo_core.config.derived import derive
 from dapo_core.data import PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
 from dapo_core.flops import ActorUtilization
@@ -159,7 +160,7 @@ class Trainer:
             num_tokens = (int(lesson.batch.response_lengths.sum()), lesson.batch.num_tokens)
         self.step += 1
         metrics |= self._standing()
-        num_devices = self.config.train.num_ranks
+        num_devices = derive(self.config).num_devices
         with timer.phase("save_checkpoint"):
             self._keep(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
         return self._tell(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
