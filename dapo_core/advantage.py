@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 STD_FLOOR = 1e-6
 
 
-def group_advantages(rewards: np.ndarray, group_ids: np.ndarray, algorithm: AlgorithmConfig) -> np.ndarray:
+def group_advantages(
+    rewards: np.ndarray, group_ids: np.ndarray, algorithm: AlgorithmConfig, counts: np.ndarray | None = None
+) -> np.ndarray:
     """Advantage of each response against the siblings of its prompt: float32 [B].
 
     Baseline group-mean: A_i = R_i - mean. Leave-one-out: A_i = R_i - mean of the others = N / (N - 1) * (R_i -
@@ -24,8 +26,14 @@ def group_advantages(rewards: np.ndarray, group_ids: np.ndarray, algorithm: Algo
     because the std of equal rewards is not exactly 0 in floating point. Mean and std are taken in float64, the
     division in float32, as the loss uses it. compat=verl computes as verl does, in float32 and without that test.
 
-    rewards: [B]; group_ids: [B] integers. Raises ValueError for a reward that is not finite.
+    rewards: [B]; group_ids: [B] integers; counts: [B] bool, None for all. Responses that do not count get 0, and
+    are no siblings to the others. Raises ValueError for a reward that is not finite.
     """
+    if counts is not None:
+        advantages = np.zeros(len(rewards), dtype=np.float32)
+        if counts.any():
+            advantages[counts] = group_advantages(rewards[counts], group_ids[counts], algorithm)
+        return advantages
     rewards = np.asarray(rewards, dtype=np.float64)
     if not np.isfinite(rewards).all():
         raise ValueError(f"{int((~np.isfinite(rewards)).sum())} of {rewards.size} rewards are not finite")

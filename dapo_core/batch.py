@@ -55,6 +55,11 @@ class Batch:
         return int(self.response_mask.any(dim=-1).sum())
 
     @property
+    def is_response(self) -> torch.Tensor:
+        """Where there is a response token, whether it trains or not: [B, R] bool."""
+        return torch.arange(self.response_mask.shape[1]) < self.response_lengths.unsqueeze(-1)
+
+    @property
     def lengths(self) -> np.ndarray:
         """Tokens of each row, prompt and response: [B] int64."""
         return (self.prompt_lengths + self.response_lengths).numpy()

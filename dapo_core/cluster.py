@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -22,7 +22,7 @@ from dapo_core.batch import Batch, RankShare, split_batch
 from dapo_core.data import load_tokenizer
 from dapo_core.device import Device, device_for
 from dapo_core.engines import EngineSettings, build_engine
-from dapo_core.errors import ConfigError, DapoError
+from dapo_core.errors import ConfigError, DapoError, RolloutError
 from dapo_core.loss import LossTotals
 from dapo_core.policy import Policy, UpdateSums
 from dapo_core.rollout import Group, GroupRequest, Progress, RolloutWorker
@@ -81,11 +81,10 @@ def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
         ]
         starting += [worker.start.remote(str(model_path), config) for worker in workers]
         _get(starting)
-        seconds = time.monotonic() - started
-        logger.info(
-            "%d policy ranks and %d rollout workers are ready after %.0f s", len(ranks), len(workers), seconds
-        )
-        yield Cluster(PolicyGroup(ranks, config.train), RolloutGroup(workers))
+        counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
+        logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
+        limit = config.sampler.max_seconds_without_kept
+        yield Cluster(PolicyGroup(ranks, config.train), RolloutGroup(workers, limit))
     finally:
         if workers:  # one that hangs is killed, and its scoring processes end with it
             closing = [worker.close.remote() for worker in workers]
@@ -211,10 +210,10 @@ def engine_settings(config: Config, device: Device) -> EngineSettings:
     )
 
 
-def _get(references: Any) -> Any:
+def _get(references: Any, max_seconds: float | None = None) -> Any:
     """Results of the calls; an error of ours that a worker raised arrives as itself, not as Ray's copy of it."""
     try:
-        return ray.get(references)
+        return ray.get(references, timeout=max_seconds)
     except RayTaskError as error:
         if isinstance(error.cause, DapoError):
             raise error.cause from error
@@ -308,10 +307,14 @@ def _rows(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[torch.Ten
 
 
 class RolloutGroup:
-    """All rollout workers, seen as one source of groups (sampler.GroupSource)."""
+    """All rollout workers, seen as one source of groups (sampler.GroupSource).
 
-    def __init__(self, workers: Sequence[Any]) -> None:
+    A worker answers within an engine's step; RolloutError when one does not within `max_seconds`.
+    """
+
+    def __init__(self, workers: Sequence[Any], max_seconds: float) -> None:
         self.workers = workers
+        self.max_seconds = max_seconds
         self._in_flight = [0] * len(workers)  # groups
         self._tokens = [0] * len(workers)  # of these, as of the last poll
         self._reward_seconds = [0.0] * len(workers)
@@ -333,7 +336,7 @@ class RolloutGroup:
             shares[number].append(request)
             self._in_flight[number] += 1
         calls = zip(self.workers, shares, strict=True)
-        _get([worker.call.remote("submit", share) for worker, share in calls if share])
+        self._answers([worker.call.remote("submit", share) for worker, share in calls if share])
 
     def finished(self) -> list[tuple[int, Group]]:
         """Groups that a worker finished; empty when none did within about a second."""
@@ -373,15 +376,24 @@ class RolloutGroup:
         """What the polls under way bring, then what `method` gives on each worker that has groups left."""
         late = [finished for reference in list(self._polls) for finished in self._take(reference)]
         busy = [worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count]
-        results = _get([worker.call.remote(method) for worker in busy])
+        results = self._answers([worker.call.remote(method) for worker in busy])
         self._in_flight = [0] * len(self.workers)
         self._tokens = [0] * len(self.workers)
         return late, results
 
     def _take(self, reference: Any) -> list[tuple[int, Group]]:
         number = self._polls.pop(reference)
-        progress: Progress = _get(reference)
+        progress: Progress = self._answers(reference)
         self._in_flight[number] -= len(progress.groups)
         self._tokens[number] = progress.num_open_tokens
         self._reward_seconds[number] += progress.reward_seconds
         return progress.groups
+
+    def _answers(self, references: Any) -> Any:
+        try:
+            return _get(references, self.max_seconds)
+        except GetTimeoutError:
+            raise RolloutError(
+                f"a rollout worker did not answer within {self.max_seconds:g} s: its engine hangs (try another "
+                "rollout.engine), or a step takes that long (raise sampler.max_seconds_without_kept)"
+            ) from None

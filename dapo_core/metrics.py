@@ -173,8 +173,9 @@ def timing_metrics(
 ) -> dict[str, float]:
     """Seconds of phases (PhaseTimer.read), milliseconds per token of the batch, and throughput per device.
 
-    num_tokens: prompt and response tokens of the batch, 0 when the step trained on nothing. Milliseconds of `gen`
-    are per response token of the batch, so what dynamic sampling threw away shows in it.
+    num_tokens: prompt and response tokens of the batch, 0 when the step trained on nothing; num_devices: those of
+    ranks and of engines. Milliseconds of `gen` are per response token of the batch, so what dynamic sampling threw
+    away shows in it.
     """
     per_token = {"gen": num_response_tokens, **dict.fromkeys(PHASES_PER_TOKEN, num_tokens)}
     return {

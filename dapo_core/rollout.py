@@ -73,7 +73,7 @@ class Group:
     def rewards(self) -> list[float]:
         """What the advantages are made of: [G].
 
-        A rollout without a score takes the mean of the others, so that it moves nobody's baseline.
+        A rollout without a score shows the mean of the others; it has no advantage and is no sibling to them.
         """
         scored = [rollout.reward for rollout in self.rollouts if rollout.is_scored]
         mean = sum(scored) / max(len(scored), 1)

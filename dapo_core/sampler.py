@@ -226,9 +226,8 @@ class Sampler:
             group = groups[group_id]
             born, _ = self._submitted.pop(group_id)
             if not self._has_signal(group):
-                account.add_group(
-                    "all_right" if min(group.metric("acc"), default=0.0) == 1.0 else "all_wrong", group
-                )
+                is_right = min(group.metric("acc"), default=0.0) >= 1.0
+                account.add_group("all_right" if is_right else "all_wrong", group)
             elif len(filling.kept) < self.train_prompts:
                 filling.kept.append(group)
                 filling.last_kept, filling.finished_since_kept = self.clock(), 0

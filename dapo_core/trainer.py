@@ -25,6 +25,7 @@ from dapo_core.checkpoint import (
 )
 from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.config import result_values
+from dapo_core.config.derived import derive
 from dapo_core.data import PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
 from dapo_core.flops import ActorUtilization
@@ -121,6 +122,7 @@ class Trainer:
         self.utilization = ActorUtilization(
             read_model_config(model_path), cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
         )
+        self.identity = self._identity()  # as it began: a scorer may be edited meanwhile
         self.step = 0  # training steps done
         self.policy_version = 0  # optimizer steps behind the engines' weights
 
@@ -131,7 +133,7 @@ class Trainer:
             self.log = measure.MetricsLog(self.output_dir, 0)
             return
         state = read_state(checkpoint)
-        refuse_other_training(checkpoint, state.identity, self._identity())
+        refuse_other_training(checkpoint, state.identity, self.identity)
         self.step, self.policy_version = state.step, state.policy_version
         self.stream.position = state.prompt_position
         self.sampler.surplus, self.sampler.unfinished = state.surplus, state.unfinished
@@ -158,7 +160,7 @@ class Trainer:
             num_tokens = (int(lesson.batch.response_lengths.sum()), lesson.batch.num_tokens)
         self.step += 1
         metrics |= self._standing()
-        num_devices = self.config.train.num_ranks
+        num_devices = derive(self.config).num_devices
         with timer.phase("save_checkpoint"):
             self._keep(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
         return self._tell(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
@@ -176,7 +178,8 @@ class Trainer:
         with timer.phase("adv"):
             noted = mismatch_metrics(batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
             rewards, kl = self._rewards(groups, batch)
-            batch = self._weigh(batch, rewards)
+            is_scored = np.array([rollout.is_scored for group in groups for rollout in group.rollouts])
+            batch = self._weigh(batch, rewards, is_scored)
         with timer.phase("update_actor"):
             updates, rank_rows = self._learn(batch)
         with timer.phase("weight_sync"):
@@ -192,16 +195,17 @@ class Trainer:
         if kl.place != "reward":
             return rewards, {}
         assert batch.ref_log_probs is not None
-        penalties, mean = reward_penalties(batch.old_log_probs, batch.ref_log_probs, batch.response_mask, kl)
+        # Also of responses that train no token: their siblings are compared with them.
+        penalties, mean = reward_penalties(batch.old_log_probs, batch.ref_log_probs, batch.is_response, kl)
         coefficient = self.kl_controller.coefficient
         self.kl_controller.update(mean, batch.num_responses)
         told = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
         return rewards - coefficient * penalties, told
 
-    def _weigh(self, batch: Batch, rewards: np.ndarray) -> Batch:
-        """The batch with advantages, and corrected for what the engine sampled from."""
+    def _weigh(self, batch: Batch, rewards: np.ndarray, is_scored: np.ndarray) -> Batch:
+        """The batch with advantages among scored siblings, and corrected for what the engine sampled from."""
         group_ids = np.arange(batch.num_responses) // self.config.rollout.group_size
-        advantages = group_advantages(rewards, group_ids, self.config.algorithm)
+        advantages = group_advantages(rewards, group_ids, self.config.algorithm, is_scored)
         weights, mask = correct_rollouts(
             batch.old_log_probs,
             batch.rollout_log_probs,
@@ -267,7 +271,7 @@ class Trainer:
             unfinished=self.sampler.unfinished,
             kl_coefficient=self.kl_controller.coefficient,
             metrics=metrics,
-            identity=self._identity(),
+            identity=self.identity,
         )
         # The output holds one checkpoint, so that its content does not depend on a volatile key.
         keep_last = 1 if is_last else self.config.train.keep_last
@@ -286,8 +290,12 @@ class Trainer:
             values["custom_reward.path"] = hashlib.sha256(
                 Path(values["custom_reward.path"]).read_bytes()
             ).hexdigest()
+        data = {
+            "data.shuffle": self.config.data.shuffle,
+            "data.max_prompt_tokens": self.config.data.max_prompt_tokens,
+        }
         run = {f"run.{name}": value for name, value in result_values(self.config.run).items()}
-        identity = {**run, **values, "prompts": self.stream.digest}
+        identity = {**run, **data, **values, "prompts": self.stream.digest}
         return json.loads(json.dumps(identity))  # as a checkpoint gives it back
 
     def _tell(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.training import (
+    MOST_HORIZONS_PER_STEP,
     AlgorithmConfig,
     CustomRewardConfig,
     RewardConfig,
@@ -180,6 +181,33 @@ class Config(Section):
             raise ValueError(
                 "sampler.metric=seq_final_reward with algorithm.kl.place=reward would keep every group: KL "
                 "differs between any two responses, and is known after sampling; set sampler.metric=seq_reward"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_table_of_scorers(self) -> Config:
+        custom = self.custom_reward
+        if custom.path is not None and self.reward.scorers:
+            raise ValueError(
+                f"reward.scorers={list(self.reward.scorers)} would be ignored by custom_reward.path="
+                f"{custom.path}, whose function scores every response; remove one of the two"
+            )
+        if custom.path is None and custom.name != "compute_score":
+            raise ValueError(
+                f"custom_reward.name={custom.name} would be ignored without custom_reward.path; set the file too, "
+                "or remove the name"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adaptive_coefficient_stays_positive(self) -> Config:
+        kl, num_responses = self.algorithm.kl, self.train.train_prompts * self.rollout.group_size
+        if kl.controller == "adaptive" and num_responses >= MOST_HORIZONS_PER_STEP * kl.horizon:
+            raise ValueError(
+                f"algorithm.kl.horizon={kl.horizon:g} is passed {num_responses / kl.horizon:.1f} times by a step "
+                f"of train.train_prompts={self.train.train_prompts} x rollout.group_size="
+                f"{self.rollout.group_size} responses: from {MOST_HORIZONS_PER_STEP} on, the adaptive coefficient "
+                f"can become 0 or negative; raise algorithm.kl.horizon, for instance to {4 * num_responses}"
             )
         return self
 

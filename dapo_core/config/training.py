@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
 
+MOST_HORIZONS_PER_STEP = 5  # adaptive KL changes its coefficient by at most 1/5 for each horizon that passes
+
 
 class KLConfig(Section):
     """Distance to the reference model, which is the model before training; loaded only when `place` is set."""

@@ -119,7 +119,9 @@ class Policy:
         parts = []
         for number, indices in enumerate(share.micro_batches):
             is_last = number == len(share.micro_batches) - 1
-            self.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+            # Each backward pass reduces gradients to this rank's shards, since whole ones take as much as the
+            # model in float32; copies of the weights (HSDP) add theirs up once.
+            self.model.set_requires_all_reduce(is_last)  # type: ignore[operator]
             part = self._micro_loss(_micro_batch(share.batch, indices), totals, share.batch.num_responses)
             (part.loss * torch.distributed.get_world_size()).backward()  # FSDP2 averages over ranks
             parts.append(part)

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from dapo_core.batch import Batch, split_batch
 from dapo_core.config import Config
 from dapo_core.errors import ModelError
-from dapo_core.loss import LossTokens, LossTotals, policy_loss
+from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 from dapo_core.policy import Policy
 from tests.batches import random_batch
 from tests.configs import make_config
@@ -154,6 +155,43 @@ def test_update_equals_the_plain_single_process_update(
     config = _config(models[architecture], {"num_ranks": num_ranks, "sequence_parallel": sequence_parallel})
     ranks = run_ranks(num_ranks, _update, config, batch, max_tokens)
     _require_equal(ranks, _expected(config, batch), batch)
+
+
+def test_copies_of_the_weights_learn_the_same(models: dict[str, Path]) -> None:
+    config = _config(models["qwen3"], {"num_ranks": 4, "fsdp_size": 2})
+    ranks = run_ranks(4, _update, config, _batch(), 30)  # several micro-batches, all-reduced after the last
+    _require_equal(ranks, _expected(config, _batch()), _batch())
+
+
+def _has_whole_gradient(parameter: Any) -> bool:
+    """FSDP2 keeps an unreduced gradient at the whole parameter, or beside it in the dtype it reduces in."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+def _whole_gradients(rank: int, config: Config, batch: Batch) -> list[list[str]]:
+    """Before each micro-batch, the parameters of which this rank holds more of the gradient than its shard."""
+    policy = Policy(config.model.path or "", config)
+    shares, _ = split_batch(batch, config.train.num_data_ranks, 30, policy.hidden_size())
+    micro_loss, held = policy._micro_loss, []
+
+    def watched(*arguments: Any) -> PolicyLoss:
+        states = [unit._get_fsdp_state() for unit in policy.model.modules() if isinstance(unit, FSDPModule)]
+        parameters = [each for state in states for group in state._fsdp_param_groups for each in group.fsdp_params]
+        held.append([each._param_fqn for each in parameters if _has_whole_gradient(each)])
+        return micro_loss(*arguments)
+
+    policy._micro_loss = watched  # type: ignore[method-assign]
+    policy.update(shares[rank], LossTotals(batch.num_loss_tokens, batch.num_loss_responses))
+    return held
+
+
+@pytest.mark.parametrize("fsdp_size", [4, 2])
+def test_no_rank_keeps_whole_gradients_between_micro_batches(models: dict[str, Path], fsdp_size: int) -> None:
+    config = _config(models["qwen3"], {"num_ranks": 4, "fsdp_size": fsdp_size})
+    for held in run_ranks(4, _whole_gradients, config, _batch()):
+        assert len(held) > 1
+        assert held == [[]] * len(held)
 
 
 def test_kl_and_entropy_bonus_are_in_the_gradient(models: dict[str, Path]) -> None:

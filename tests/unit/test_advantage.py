@@ -121,3 +121,21 @@ def test_a_reward_that_is_not_finite_is_refused_and_counted(bad: float) -> None:
     rewards = np.array([1.0, bad, bad, -1.0])
     with pytest.raises(ValueError, match="2 of 4 rewards are not finite"):
         group_advantages(rewards, _one_group(rewards), DAPO)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "compat"), [("group-mean", "none"), ("leave-one-out", "none"), ("group-mean", "verl")]
+)
+@pytest.mark.parametrize("normalize_by_std", [True, False])
+def test_a_response_that_does_not_count_moves_no_sibling(
+    baseline: str, compat: str, normalize_by_std: bool
+) -> None:
+    algorithm = _algorithm(baseline=baseline, compat=compat, normalize_by_std=normalize_by_std)
+    # 1, -1, -1 and their mean -1/3 for the one without a score: as a fourth sibling it would leave the mean alone,
+    # but make the std sqrt(8/9) instead of sqrt(4/3), and the leave-one-out baseline of the first -7/9, not -1
+    rewards = np.array([1.0, -1.0, -1 / 3, -1.0])
+    counts = np.array([True, True, False, True])
+    advantages = group_advantages(rewards, _one_group(rewards), algorithm, counts)
+    assert advantages[2] == 0
+    assert advantages[counts].tolist() == group_advantages(rewards[counts], np.zeros(3, int), algorithm).tolist()
+    assert group_advantages(rewards, _one_group(rewards), algorithm, ~np.isfinite(rewards)).tolist() == [0.0] * 4

@@ -157,6 +157,25 @@ def test_bad_input_is_named_with_its_value_and_the_fix(recipe: Path, override: s
         load_config(recipe, [override])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["custom_reward.path=score.py", "reward.scorers=[mine=choice]"],
+            r"reward\.scorers=\['mine=choice'\] would be ignored by custom_reward\.path=score\.py",
+        ),
+        (["custom_reward.name=mine"], r"custom_reward\.name=mine would be ignored without custom_reward\.path"),
+        (  # 512 x 16 = 8192 responses, 5 x 1638 = 8190
+            ["algorithm.kl.place=reward", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=1638"],
+            r"algorithm\.kl\.horizon=1638 is passed 5\.0 times .* raise algorithm\.kl\.horizon, .* 32768",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(recipe: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(recipe, overrides)
+
+
 def test_all_problems_come_at_once() -> None:
     with pytest.raises(ConfigError) as unknown:
         _resolve(train={"total_stepz": 1}, run={"name": "${NAME}"}, rollouts={})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_core.errors import NotEnoughSignal
+from dapo_core.rollout import Group
 from dapo_core.sampler import FATES
 from tests.batches import UNSCORED
 from tests.sources import (
@@ -188,6 +190,22 @@ def test_a_group_of_one_has_signal_for_verl_only() -> None:
         "all_right": 4
     }
     assert booked(make_sampler(source, 4, compat="verl").draw(1)) == {"kept": 4}
+
+
+def test_an_accuracy_above_one_is_right() -> None:
+    """As of a user's scorer that gives points and no `acc`."""
+
+    class Points(ScriptedSource):
+        def finished(self) -> list[tuple[int, Group]]:
+            return [
+                (number, replace(group, rollouts=[replace(rollout, acc=10.0) for rollout in group.rollouts]))
+                for number, group in super().finished()
+            ]
+
+    draw = make_sampler(Points([[10.0, 10.0]], burst=4), 1, max_num_gen_batches=1, on_exhausted="skip_step").draw(
+        1
+    )
+    assert booked(draw) == {"all_right": 4}
 
 
 def test_responses_without_a_score_make_no_signal() -> None:

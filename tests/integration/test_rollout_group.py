@@ -1,0 +1,50 @@
+"""Rollout workers behind Ray: one that hangs ends training in time, whatever the trainer asks of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from dapo_core import cluster
+from dapo_core.data import Prompt
+from dapo_core.errors import RolloutError
+from dapo_core.rollout import GroupRequest
+from tests.configs import make_config
+
+REQUESTS = [GroupRequest(number, Prompt(number, (5,), "arithmetic", "1")) for number in range(2)]
+
+
+class _Hanging:
+    """A worker whose engine never comes back from its first step."""
+
+    def call(self, method: str, *arguments: Any) -> None:
+        if method == "poll":
+            threading.Event().wait()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[cluster.RolloutGroup]:
+    cluster._connect(make_config(tmp_path))
+    worker = ray.remote(_Hanging).options(num_cpus=1).remote()
+    try:
+        ray.get(worker.call.remote("start"))  # its process takes a while
+        yield cluster.RolloutGroup([worker], max_seconds=2.0)
+    finally:
+        ray.kill(worker)
+        ray.shutdown()
+
+
+def test_a_worker_that_hangs_is_not_waited_for_without_end(group: cluster.RolloutGroup) -> None:
+    group.submit(REQUESTS[:1])
+    assert group.finished() == []  # the poll begins, and says nothing for a second
+    questions: list[Callable[[], Any]] = [lambda: group.submit(REQUESTS[1:]), group.abort, group.suspend]
+    for ask in questions:
+        with pytest.raises(
+            RolloutError, match=r"did not answer within 2 s: .*raise sampler\.max_seconds_without_kept"
+        ):
+            ask()
