@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test check bench format
+.PHONY: help demo test check bench ablation format
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -21,8 +21,13 @@ check: $(INSTALLED) ## format, lint, types, architecture
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit/test_architecture.py
 
-bench: $(INSTALLED) ## measure the inference engines on the demo's load
+bench: $(INSTALLED) ## measure balancing, scoring and the inference engines: minutes
+	$(BIN)/python bench/balance.py
+	$(BIN)/python bench/reward.py
 	$(BIN)/python bench/engines.py
+
+ablation: $(INSTALLED) ## the demo's training without one ingredient of DAPO at a time, 15 trainings, into docs/ablation.md
+	$(BIN)/python bench/learning.py --parallel 2
 
 format: $(INSTALLED) ## rewrite the sources in the project's format
 	$(BIN)/ruff format .

@@ -16,6 +16,7 @@ from typing import Any
 from dapo_core.config import Config, dump_config
 from dapo_core.data import require_columns
 from dapo_core.model_folder import require_model_folder
+from dapo_core.reward import require_scorers
 from tasks.artifacts import Artifact, ArtifactStore, StageKey
 from tasks.stages import prepare_data_inputs
 
@@ -108,8 +109,9 @@ class Run:
 
 
 def check_inputs(config: Config) -> None:
-    """Raise ConfigError, DataError or ModelError when data.*_path or model.path names what a run cannot use."""
+    """Raise ConfigError, DataError or ModelError when data, model or scorers are named that a run cannot use."""
     prepare_data_inputs(config)
+    require_scorers((), config.reward, config.custom_reward)
     if config.data.source == "path":
         require_columns(str(config.data.train_path))
     if config.model.source == "path":

@@ -160,7 +160,7 @@ def _unknown_keys(tree: dict[str, Any], section: type[BaseModel] = Config, prefi
 def _nearest(name: str) -> str:
     """` (did you mean X?)` for the known key or section nearest in spelling, also in another section."""
     keys = list(known_keys())
-    sections = sorted({key.rsplit(".", 1)[0] for key in keys})
+    sections = sorted({key.rsplit(".", 1)[0] for key in keys} - {name.rsplit(".", 1)[0]})
     by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
     close = difflib.get_close_matches(name, [*keys, *sections], n=1, cutoff=0.75)
     if not close or name.rsplit(".", 1)[-1] in by_leaf:
@@ -186,4 +186,6 @@ def _explain(problem: Any) -> str:
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return message
+    if problem["type"] == "tuple_type":
+        message = "input should be a list, such as [first, second]"
     return f"{name} = {problem['input']!r} is refused: {message[0].lower()}{message[1:]}"

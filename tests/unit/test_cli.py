@@ -86,6 +86,8 @@ def test_config_show_tells_the_numbers_beside_the_yaml() -> None:
         (["plan", CONFIG, "--set", "rollout"], "--set 'rollout' is not of the form section.key=value"),
         (["plan", "no/such.yaml"], "configuration no/such.yaml cannot be read: No such file or directory"),
         (["plan", CONFIG, "--set", "model.source=path"], "model.path is not set"),
+        (["plan", CONFIG, "--set", "custom_reward.path=no/such.py"], "path=no/such.py cannot be read"),
+        (["plan", CONFIG, "--set", "reward.scorers=[exam=maths]"], "which is not DATA_SOURCE=SCORER"),
         (["merge", "no/checkpoint", "no/target"], "no/checkpoint holds no complete checkpoint"),
         (
             ["run", CONFIG, "--set", "model.source=path", "--set", "model.path=no/model"],

@@ -98,6 +98,8 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ),
         ("reward.overlonk.buffer_tokens=8", r"unknown key reward\.overlonk .*did you mean reward\.overlong\?"),
         ("rolout.group_size=8", r"unknown key rolout .*did you mean rollout\?"),
+        ("train.lr=1", r"unknown key train\.lr = 1; `dapo config show` lists all keys"),
+        ("reward.scorers=x", r"reward\.scorers = 'x' is refused: input should be a list, such as"),
         ("train.group_size=8", r"unknown key train\.group_size = 8 \(did you mean rollout\.group_size\?\)"),
         ("train.zzzzzz=8", r"unknown key train\.zzzzzz = 8; `dapo config show` lists all keys"),
         ("train.total_steps=0", r"train\.total_steps = 0 is refused: input should be greater than or equal to 1"),
