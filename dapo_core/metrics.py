@@ -78,17 +78,19 @@ def response_metrics(groups: Sequence[Group], rewards: np.ndarray, max_prompt_to
     """Scores, rewards, lengths and verdicts of the responses in the batch.
 
     rewards: [B], what the advantages are made of, in the order of groups and of siblings. Scores and rewards leave
-    out empty responses, which the engine aborted. perf/total_num_tokens counts every token of the batch: all go
-    through the policy, also those that reward.mask_truncated keeps out of the loss.
+    out empty responses, which the engine aborted, and those whose scorer failed, which have no score.
+    perf/total_num_tokens counts every token of the batch: all go through the policy, also those that
+    reward.mask_truncated keeps out of the loss.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     response_lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
     prompt_lengths = np.array([len(group.prompt.prompt_ids) for group in groups for _ in group.rollouts])
     verdicts = [rollout.verdict for rollout in rollouts]
     answered = response_lengths > 0
+    scored = answered & np.array([rollout.is_scored for rollout in rollouts])
     return {
-        **_summary("critic/score", np.array([rollout.score for rollout in rollouts])[answered]),
-        **_summary("critic/rewards", rewards[answered]),
+        **_summary("critic/score", np.array([rollout.score for rollout in rollouts])[scored]),
+        **_summary("critic/rewards", rewards[scored]),
         **_summary("response_length", response_lengths),
         **_summary("response_length_non_aborted", response_lengths[answered]),
         "response/aborted_ratio": float(1 - answered.mean()),

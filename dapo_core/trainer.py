@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,7 +155,7 @@ class Trainer:
         metrics = measure.draw_metrics(draw)
         num_tokens = (0, 0)  # of responses; of prompts and responses
         if draw.groups:
-            lesson = self._learn_from(draw.groups, timer)
+            lesson = self._learn_from(self._mixed(draw.groups), timer)
             metrics |= self._measure(lesson, timer.read()["update_actor"])
             num_tokens = (int(lesson.batch.response_lengths.sum()), lesson.batch.num_tokens)
         self.step += 1
@@ -164,6 +164,15 @@ class Trainer:
         with timer.phase("save_checkpoint"):
             self._keep(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
         return self._tell(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
+
+    def _mixed(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups in a random order of the step's own.
+
+        They come in the order in which they finished, short responses first. Mini-batches in that order would
+        differ in length, and token-mean would weigh a token of a short response more than one of a long response.
+        """
+        order = np.random.default_rng([self.config.run.seed, self.step]).permutation(len(groups))
+        return [groups[number] for number in order]
 
     def _learn_from(self, groups: list[Group], timer: measure.PhaseTimer) -> Lesson:
         policy = self.cluster.policy

@@ -13,6 +13,7 @@ import pytest
 from dapo_core.batch import build_batch
 from dapo_core.config import Config
 from dapo_core.data import Prompt, PromptStream
+from dapo_core.metrics import response_metrics
 from dapo_core.trainer import Trainer
 from tasks.stages import TRAIN_POLICY
 from tests.batches import UNSCORED, make_group
@@ -63,6 +64,21 @@ def test_a_scorer_edited_while_training_goes_on_is_another_one(model_path: Path,
     assert _trainer(model_path, custom_reward={"path": str(scorer)}).identity != begun
 
 
+def test_mini_batches_do_not_sort_groups_by_how_soon_they_finished(model_path: Path) -> None:
+    """A mini-batch of the shortest responses would give each of their tokens more weight than long ones have."""
+    trainer = _trainer(model_path, run={"seed": 3})
+    as_finished = [make_group([1.0, -1.0], number, num_response_tokens=number + 1) for number in range(64)]
+    groups = trainer._mixed(as_finished)
+    assert sorted(group.prompt.index for group in groups) == list(range(64))
+    tokens = np.array([group.num_response_tokens for group in groups]).reshape(4, 16).sum(axis=1)
+    # 4 mini-batches of 16: as finished they have 272, 784, 1296 and 1808 tokens, at random 1040 +- 129
+    assert tokens.min() > 1040 - 3 * 129
+    assert tokens.max() < 1040 + 3 * 129
+    assert trainer._mixed(as_finished) == groups  # a step continued from a checkpoint is the same
+    trainer.step = 1
+    assert trainer._mixed(as_finished) != groups
+
+
 def test_a_response_that_trains_nothing_loses_its_kl_like_its_siblings(model_path: Path) -> None:
     kl = {"place": "reward", "estimator": "kl", "coefficient": 0.1}
     trainer = _trainer(model_path, algorithm={"kl": kl}, reward={"mask_truncated": True})
@@ -74,6 +90,14 @@ def test_a_response_that_trains_nothing_loses_its_kl_like_its_siblings(model_pat
     # KL 0.5 a token: 1 - 0.1 * 3 * 0.5 and -1 - 0.1 * 2 * 0.5
     assert rewards == pytest.approx([0.85, -1.1])
     assert told == {"actor/reward_kl_penalty": pytest.approx(0.5), "actor/reward_kl_penalty_coeff": 0.1}
+
+
+def test_a_response_without_a_score_is_in_no_mean_of_scores() -> None:
+    group = make_group([1.0, UNSCORED, 0.5])
+    told = response_metrics([group], np.array(group.rewards), max_prompt_tokens=9)
+    assert (told["critic/score/mean"], told["critic/score/min"]) == (0.75, 0.5)  # (1 + 0.5) / 2, without the 0.0
+    assert told["critic/rewards/mean"] == 0.75
+    assert told["reward/timeout_ratio"] == pytest.approx(1 / 3)
 
 
 def test_a_response_without_a_score_is_no_sibling(model_path: Path) -> None:
