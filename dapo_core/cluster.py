@@ -61,6 +61,8 @@ def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
     actors started here are then ended. Raises ConfigError when the cluster never has the devices.
     """
     started = time.monotonic()
+    if config.train.ray_address is None:  # all devices are this machine's
+        device_for(config.train.device).require()
     _connect(config)
     logger.info("Ray is up after %.0f s", time.monotonic() - started)
     groups: list[PlacementGroup] = []

@@ -21,6 +21,10 @@ class NotEnoughSignal(DapoError, RuntimeError):
     """Dynamic sampling drew its bound of batches and kept too few groups."""
 
 
+class RewardError(DapoError, RuntimeError):
+    """A scorer gave no word on any response of a step."""
+
+
 class RolloutError(DapoError, RuntimeError):
     """An engine failed to produce rollouts or to take new weights."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from dapo_core.data import PromptStream
-from dapo_core.errors import NotEnoughSignal, RolloutError
+from dapo_core.errors import NotEnoughSignal, RewardError, RolloutError
 from dapo_core.rollout import Group, GroupRequest
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class TokenAccount:
     finished_groups: int = 0  # in this step
     num_right: int = 0  # responses, among the groups that finished in this step
     num_finished: int = 0  # responses
+    num_unscored: int = 0  # responses, whose scorer failed
     reward_seconds: float = 0.0  # the step's sampling waited for scores alone, the engines having nothing left
 
     def add(self, fate: Fate, num_groups: int, num_tokens: int) -> None:
@@ -155,6 +156,7 @@ class Sampler:
         self._carry_in(filling)
         while len(filling.kept) < self.train_prompts:
             if len(filling.kept) + len(filling.unjudged) + self.source.num_in_flight < self.train_prompts:
+                self._refuse_no_scores(filling.account)
                 if filling.num_gen_batches < self.settings.max_num_gen_batches:
                     self._submit_fresh(filling)
                 elif not self.source.num_in_flight:
@@ -164,6 +166,7 @@ class Sampler:
             self._judge(filling)
             self._refuse_silence(filling)
         self._stop(filling)
+        self._refuse_no_scores(filling.account)
         for group in filling.kept:
             filling.account.add_group("kept", group)
         filling.account.reward_seconds = self.source.take_reward_seconds()
@@ -213,6 +216,7 @@ class Sampler:
             account.finished_groups += 1
             account.num_right += sum(rollout.verdict == "right" for rollout in group.rollouts)
             account.num_finished += len(group.rollouts)
+            account.num_unscored += sum(not rollout.is_scored for rollout in group.rollouts)
             filling.unjudged[group_id] = group
             filling.finished_since_kept += 1
 
@@ -276,13 +280,22 @@ class Sampler:
                 "sampler.max_num_gen_batches, lower train.train_prompts, or set sampler.on_exhausted to "
                 "train_partial or skip_step"
             )
-        if self.settings.on_exhausted == "train_partial":
+        if self.settings.on_exhausted == "train_partial" and filling.kept:
             logger.warning("%sTraining on these (sampler.on_exhausted=train_partial)", message)
             return
-        logger.warning("%sSkipping the step (sampler.on_exhausted=skip_step)", message)
+        logger.warning("%sSkipping the step (sampler.on_exhausted=%s)", message, self.settings.on_exhausted)
         for group in filling.kept:
             filling.account.add_group("stale", group)
         filling.kept = []
+
+    def _refuse_no_scores(self, account: TokenAccount) -> None:
+        """Raise when not one response that finished in this step has a score: that says nothing of the model."""
+        if account.num_unscored and account.num_unscored == account.num_finished:
+            raise RewardError(
+                f"the scorer raised or ran out of time on all {account.num_finished} responses that finished in "
+                "this step; the log has its first tracebacks: correct the file of custom_reward.path, or raise "
+                "reward.timeout_seconds"
+            )
 
     def _refuse_silence(self, filling: _Filling) -> None:
         """Raise when no group was kept for too long, with what was seen."""
@@ -304,13 +317,14 @@ class Sampler:
 
     def _seen(self, filling: _Filling) -> str:
         account = filling.account
+        unscored = f"{account.num_unscored} responses have no score, " if account.num_unscored else ""
         num_judged = account.finished_groups - len(filling.unjudged)
         num_even = account.groups["all_right"] + account.groups["all_wrong"]
         return (
             f"{filling.num_gen_batches} draws of {self.settings.gen_prompts} prompts gave {len(filling.kept)} "
             f"groups with signal, {self.train_prompts} are needed: of {num_judged} finished groups "
             f"{account.groups['all_right']} were all right and {account.groups['all_wrong']} all wrong, "
-            f"{1 - num_even / max(num_judged, 1):.1%} were kept (mean accuracy "
+            f"{unscored}{1 - num_even / max(num_judged, 1):.1%} were kept (mean accuracy "
             f"{account.num_right / max(account.num_finished, 1):.1%}); {self.source.num_in_flight} groups with "
             f"{self.source.num_tokens_in_flight} response tokens are in flight."
         )

@@ -1,4 +1,4 @@
-"""DAPO training: draw -> pack -> anchor -> weigh -> learn -> publish -> tell -> keep, once a step."""
+"""DAPO training: draw -> pack -> anchor -> weigh -> learn -> publish -> keep -> tell, once a step."""
 
 from __future__ import annotations
 

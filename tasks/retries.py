@@ -12,6 +12,7 @@ from dapo_core.errors import (
     DataError,
     ModelError,
     NotEnoughSignal,
+    RewardError,
     ServeError,
     StoreError,
 )
@@ -29,6 +30,7 @@ LASTING_ERRORS = (
     DataError,
     ModelError,
     NotEnoughSignal,
+    RewardError,
     ServeError,
     StoreError,
 )

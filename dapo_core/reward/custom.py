@@ -34,6 +34,29 @@ def require_function(path: Path, name: str) -> None:
             f"custom_reward.name={name} is not a top-level name of {path}, which has "
             f"{', '.join(names) or 'none'}; set custom_reward.name to the function that scores"
         )
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and function.name == name:
+            _require_parameters(path, function)
+
+
+def _require_parameters(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    """Raise ConfigError unless the function can be called with PARAMETERS by name."""
+    given = function.args
+    named = [argument.arg for argument in (*given.args, *given.kwonlyargs)]
+    num_required = len(given.args) - len(given.defaults)
+    required = {argument.arg for argument in (*given.posonlyargs, *given.args[:num_required])}
+    required |= {
+        argument.arg
+        for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        if default is None
+    }
+    refused = [] if given.kwarg else [parameter for parameter in PARAMETERS if parameter not in named]
+    unknown = sorted(required - set(PARAMETERS))
+    if refused or unknown:
+        raise ConfigError(
+            f"{function.name}({ast.unparse(given)}) of {path} cannot be called as "
+            f"{function.name}({', '.join(f'{parameter}=...' for parameter in PARAMETERS)}); rename its parameters"
+        )
 
 
 def _names_bound(statement: ast.stmt) -> list[str]:

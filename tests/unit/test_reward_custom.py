@@ -12,7 +12,7 @@ import pytest
 from dapo_core.config import CustomRewardConfig, RewardConfig
 from dapo_core.errors import ConfigError
 from dapo_core.reward import Score, require_scorers
-from dapo_core.reward.custom import call_function, load_function, to_score
+from dapo_core.reward.custom import PARAMETERS, call_function, load_function, to_score
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,36 @@ def test_a_function_that_is_not_there(tmp_path: Path, source: str, said: str) ->
     path.write_text(source)
     with pytest.raises(ConfigError, match=said):
         required(path)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_callable"),
+    [
+        ("data_source, solution_str, ground_truth, extra_info=None", True),
+        ("*, extra_info, ground_truth, solution_str, data_source, weight=1.0", True),
+        ("solution_str, ground_truth, **others", True),
+        ("**everything", True),
+        ("solution, truth", False),
+        ("data_source, solution_str, ground_truth", False),  # extra_info is always given
+        ("data_source, solution_str, ground_truth, extra_info, model", False),
+        ("data_source, solution_str, ground_truth, extra_info, *, model", False),
+        ("data_source, /, solution_str, ground_truth, extra_info", False),
+        ("*arguments", False),
+    ],
+)
+def test_parameters_are_checked_before_any_response(tmp_path: Path, parameters: str, is_callable: bool) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(f"def compute_score({parameters}):\n    return 1.0\n")
+    custom = CustomRewardConfig(path=str(path))
+    if is_callable:
+        require_scorers((), RewardConfig(), custom)
+        function = load_function(str(path), "compute_score")
+        function(**dict.fromkeys(PARAMETERS))  # Python agrees
+        return
+    with pytest.raises(ConfigError, match=r"compute_score\(.* cannot be called as compute_score\(data_source="):
+        require_scorers((), RewardConfig(), custom)
+    with pytest.raises(TypeError):
+        load_function(str(path), "compute_score")(**dict.fromkeys(PARAMETERS))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

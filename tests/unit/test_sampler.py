@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.errors import NotEnoughSignal
+from dapo_core.errors import NotEnoughSignal, RewardError
 from dapo_core.rollout import Group
 from dapo_core.sampler import FATES
 from tests.batches import UNSCORED
@@ -157,6 +157,24 @@ def test_exhausted_can_skip_the_step(caplog: pytest.LogCaptureFixture) -> None:
     assert booked(draw) == {"all_wrong": 4, "stale": 4}
     assert draw.account.waste_ratio == 1.0
     assert "Skipping the step" in caplog.text
+
+
+def test_training_on_nothing_is_a_skipped_step(caplog: pytest.LogCaptureFixture) -> None:
+    source = ScriptedSource([WRONG], burst=4)
+    with caplog.at_level(logging.WARNING):
+        draw = make_sampler(source, 5, max_num_gen_batches=1, on_exhausted="train_partial").draw(step=1)
+    assert draw.groups == []
+    assert "Skipping the step (sampler.on_exhausted=train_partial)" in caplog.text
+
+
+@pytest.mark.parametrize(("dynamic", "num_drawn"), [(True, 4), (False, 4)])
+@pytest.mark.parametrize("on_exhausted", ["raise", "train_partial", "skip_step"])
+def test_a_scorer_that_always_fails_is_no_weak_model(dynamic: bool, num_drawn: int, on_exhausted: str) -> None:
+    source = ScriptedSource([[UNSCORED, UNSCORED]], burst=4)
+    sampler = make_sampler(source, 4, gen_prompts=4, dynamic=dynamic, on_exhausted=on_exhausted)
+    with pytest.raises(RewardError, match=r"ran out of time on all 8 responses .* custom_reward\.path"):
+        sampler.draw(step=1)
+    assert len(source.fresh) == num_drawn  # no second draw
 
 
 def test_without_dynamic_sampling_every_group_is_kept() -> None:
