@@ -30,10 +30,10 @@ def group_advantages(
     are no siblings to the others. Raises ValueError for a reward that is not finite.
     """
     if counts is not None:
-        advantages = np.zeros(len(rewards), dtype=np.float32)
+        counted = np.zeros(len(rewards), dtype=np.float32)
         if counts.any():
-            advantages[counts] = group_advantages(rewards[counts], group_ids[counts], algorithm)
-        return advantages
+            counted[counts] = group_advantages(rewards[counts], group_ids[counts], algorithm)
+        return counted
     rewards = np.asarray(rewards, dtype=np.float64)
     if not np.isfinite(rewards).all():
         raise ValueError(f"{int((~np.isfinite(rewards)).sum())} of {rewards.size} rewards are not finite")
