@@ -17,7 +17,7 @@ from tests.tiny_models import build_tiny_qwen3
 MAX_RESPONSE_TOKENS = 24
 
 
-def _config(total_steps: int) -> Config:
+def _config(total_steps: int, ray_address: str) -> Config:
     """One group of four a step; five rows in the engine, so that a group is half-way when another finishes."""
     return resolve_config(
         {
@@ -37,6 +37,7 @@ def _config(total_steps: int) -> Config:
                 "mini_prompts": 1,
                 "micro_batch_tokens": 1024,
                 "total_steps": total_steps,
+                "ray_address": ray_address,
                 "save_every": 1,
             },
             "serve": {"max_model_len": 512},
@@ -51,7 +52,9 @@ def _num_tokens(state: TrainerState) -> int:
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, float], TrainerState]]:
+def steps(
+    ray_address: str, tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[dict[str, float], TrainerState]]:
     """Metrics and state of three steps, the last one by a second call."""
     folder = tmp_path_factory.mktemp("carry_over")
     write_parquet(generate_problems(40, 1, 1, seed=0)[0], folder / "train.parquet")
@@ -64,7 +67,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, floa
         steps.append((metrics, read_state(checkpoint)))
 
     for total_steps in (2, 3):
-        train(_config(total_steps), folder / "train.parquet", model, folder / "run", note)
+        train(_config(total_steps, ray_address), folder / "train.parquet", model, folder / "run", note)
     return steps
 
 

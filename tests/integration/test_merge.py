@@ -90,6 +90,7 @@ def _checkpoint(output: Path, model_path: Path, save: Callable[[str], None]) -> 
         prompt_position=28,
         surplus=[],
         unfinished=[],
+        kl_coefficient=0.0,
         metrics={"training/global_step": 7.0},
         identity={},
     )

@@ -24,7 +24,7 @@ from dapo_core.model_folder import INDEX_FILE, SINGLE_FILE
 from dapo_core.policy import Policy
 from dapo_core.policy.model import load_sharded
 from tests.batches import random_batch
-from tests.configs import policy_config
+from tests.configs import make_config
 from tests.ranks import run_ranks
 from tests.tiny_models import ARCHITECTURES, Architecture, build_tiny
 
@@ -124,7 +124,7 @@ def _update(
     """Log-probs of three packed rows of different lengths, and what an update made of the weights."""
     batch = random_batch(num_groups=4, group_size=2)
     batch = batch.with_old_log_probs(torch.full_like(batch.rollout_log_probs, -3.0))
-    policy = Policy(path, policy_config(path, train={"compile": is_compiled, **LEARN}))
+    policy = Policy(path, make_config(path, train={"compile": is_compiled, **LEARN}))
     shares, _ = split_batch(batch, 1, 40)
     assert len(shares[0].micro_batches) == 3
     log_probs, _ = policy.log_probs(shares[0])

@@ -29,6 +29,7 @@ from dapo_core.reward import Verdict
 from dapo_core.rollout import Group, Rollout
 from dapo_core.sampler import Draw, TokenAccount
 from tests.batches import make_group
+from tests.metric_names import expand
 
 
 def _rollout(num_tokens: int, score: float, verdict: Verdict, finish: FinishReason, penalty: float) -> Rollout:
@@ -284,23 +285,10 @@ OURS_TOO = {
 }
 
 
-def _expand(name: str) -> list[str]:
-    """The names that a pattern with {a,b} stands for."""
-    head, brace, rest = name.partition("{")
-    if not brace:
-        return [name]
-    parts, _, tail = rest.partition("}")
-    return [full for part in parts.split(",") for full in _expand(head + part + tail)]
-
-
-def _names() -> set[str]:
-    return {name for pattern in TABLE.split() for name in _expand(pattern)}
-
-
 def test_every_metric_of_the_table_is_written_as_a_plain_number() -> None:
     batch = _two_responses()
     lengths = (batch.prompt_lengths + batch.response_lengths).numpy()
-    phases = [name.removeprefix("timing_s/") for name in _names() if name.startswith("timing_s/")]
+    phases = [name.removeprefix("timing_s/") for name in expand(TABLE) if name.startswith("timing_s/")]
     meter = ActorUtilization(Qwen3Config(), "Ascend910B3", torch.bfloat16, 2)
     metrics = {
         **draw_metrics(Draw([], 1, TokenAccount())),
@@ -312,5 +300,5 @@ def test_every_metric_of_the_table_is_written_as_a_plain_number() -> None:
         **meter.metrics(lengths, 3, 1.5),
         **device_for("cpu").memory_metrics(),
     }
-    assert set(metrics) == _names() | OURS_TOO
+    assert set(metrics) == expand(TABLE) | OURS_TOO
     assert {type(value) for value in metrics.values()} == {float}

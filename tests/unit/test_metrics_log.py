@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from pathlib import Path
 
 import pytest
 
 from dapo_core.metrics import MetricsLog, PhaseTimer, format_step, read_metrics, timing_metrics
+from tests.metric_names import NAME_VALUE
 
-# One pattern for a name and its number, in our line and in the field's; `step` has no `/`.
-NAME_VALUE = re.compile(r"(?:^| - )([\w/]+):(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)(?= - |$)")
 EXAMPLE_LINE = (
     "step:1 - global_seqlen/min:33676 - global_seqlen/max:326471 - global_seqlen/minmax_diff:292795"
     " - global_seqlen/balanced_min:120597 - global_seqlen/balanced_max:120614 - global_seqlen/mean:120608.5"

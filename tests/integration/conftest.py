@@ -1,0 +1,26 @@
+"""What several integration tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.trainings import World, build_world
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    """A running Ray for `train.ray_address`: trainings that join it need not start one each."""
+    from ray.cluster_utils import Cluster
+
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    yield cluster.address
+    cluster.shutdown()

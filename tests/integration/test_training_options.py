@@ -1,0 +1,219 @@
+"""What the options of a training do to it, seen in the metrics of one or two real steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_core.checkpoint import latest_checkpoint, read_state
+from dapo_core.config import load_config
+from dapo_core.metrics import METRICS_FILE, read_metrics
+from dapo_core.trainer import train
+from tests.metric_names import NAME_VALUE
+from tests.trainings import World, config_of
+
+RECIPES = Path(__file__).resolve().parents[2] / "configs"
+NUM_RESPONSES = 16  # 4 prompts x 4 responses
+LIMIT = 24  # tokens of a response
+# No rule of ours finds anything right in what the barely trained model says, and equal rewards teach nothing.
+LENGTH_SCORER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str) % 3, "acc": 0}
+"""
+ONE_UPDATE = {"mini_prompts": 4, "learning_rate": 1e-2, "warmup_steps": 0}
+NO_OVERLONG = {"overlong": {"enabled": False}}
+
+Start = Callable[..., list[dict[str, float]]]
+
+
+@pytest.fixture
+def start(world: World, ray_address: str, tmp_path: Path) -> Start:
+    """Train one rank in the running Ray with the given keys, by section; returns the lines of metrics.jsonl.
+
+    A second call continues the first. `scorer` is the source of a file for custom_reward.path.
+    """
+
+    def run(scorer: str | None = None, **changes: dict[str, Any]) -> list[dict[str, float]]:
+        changes["train"] = {
+            "num_ranks": 1,
+            "total_steps": 1,
+            "ray_address": ray_address,
+            **changes.get("train", {}),
+        }
+        if scorer is not None:
+            (tmp_path / "scorer.py").write_text(scorer)
+            changes["custom_reward"] = {"path": str(tmp_path / "scorer.py")}
+        train(config_of(**changes), world.data, world.model, tmp_path / "run")
+        return read_metrics(tmp_path / "run" / METRICS_FILE)
+
+    return run
+
+
+def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """With advantages that leave a response out of its own baseline, and losses over a constant length."""
+    caplog.set_level(logging.INFO, "dapo_core.trainer")
+    first, second = lines = start(
+        LENGTH_SCORER,
+        algorithm={
+            "baseline": "leave-one-out",
+            "normalize_by_std": False,
+            "loss_aggregation": "seq-mean-token-sum-norm",
+            "loss_norm_tokens": LIMIT,
+            "kl": {"place": "loss", "coefficient": 0.5, "estimator": "low_var_kl+"},
+        },
+        reward={**NO_OVERLONG, "mask_truncated": True},
+        train={**ONE_UPDATE, "total_steps": 2},
+    )
+    assert first["actor/kl_loss"] == pytest.approx(0, abs=1e-9)  # the policy still is the reference
+    assert second["actor/kl_loss"] > 1e-4
+    assert first["actor/kl_coef"] == 0.5
+    for line in lines:
+        assert line["timing_s/ref"] > 0
+        num_truncated = line["response_length/clip_ratio"] * NUM_RESPONSES
+        assert 0 < num_truncated < NUM_RESPONSES
+        num_tokens = line["perf/trained_response_tokens"]
+        assert num_tokens == line["sampler/kept_tokens"] - num_truncated * LIMIT
+        # rewards 0, 1 or 2: R - (sum of the other three) / 3 is a third of a whole number
+        for name in ("min", "max"):
+            thirds = 3 * line[f"critic/advantages/{name}"]
+            assert thirds == pytest.approx(round(thirds), abs=1e-5)
+        # ratios are 1, so the loss is that of -A: a mean over tokens, times tokens / (responses x constant)
+        norm = num_tokens / ((NUM_RESPONSES - num_truncated) * LIMIT)
+        assert line["actor/pg_loss"] == pytest.approx(-line["critic/advantages/mean"] * norm, rel=1e-4, abs=1e-6)
+    told = [record.message for record in caplog.records if record.message.startswith("step:")]
+    for text, line in zip(told, lines, strict=True):
+        expected = {name: value for name, value in line.items() if name not in ("wall_time", "policy_version")}
+        assert {name: float(value) for name, value in NAME_VALUE.findall(text)} == expected
+
+
+def test_kl_in_the_reward_with_a_coefficient_that_follows_its_target(start: Start) -> None:
+    """Responses of one token, so that a response's sum of KL is its mean. The third step is a resumed run's."""
+    settings = {
+        "algorithm": {
+            "kl": {
+                "place": "reward",
+                "coefficient": 2.0,
+                "estimator": "mse",
+                "controller": "adaptive",
+                "target": 0.1,
+                "horizon": 32.0,
+            }
+        },
+        "reward": NO_OVERLONG,
+        "rollout": {"max_response_tokens": 1},
+    }
+    start(LENGTH_SCORER, **settings, train={**ONE_UPDATE, "total_steps": 2})
+    lines = start(LENGTH_SCORER, **settings, train={**ONE_UPDATE, "total_steps": 3})
+    assert [line["response_length/mean"] for line in lines] == [1, 1, 1]
+    kl, coefficient = [line["actor/reward_kl_penalty"] for line in lines], 2.0
+    assert kl[0] == pytest.approx(0, abs=1e-9)  # the policy still is the reference
+    assert min(kl[1:]) > 1e-4
+    for line in lines:
+        assert line["actor/reward_kl_penalty_coeff"] == pytest.approx(coefficient, rel=1e-12)
+        penalty = coefficient * line["actor/reward_kl_penalty"]
+        assert line["critic/rewards/mean"] == pytest.approx(line["critic/score/mean"] - penalty, rel=1e-6)
+        assert line["timing_s/ref"] > 0
+        assert "actor/kl_loss" not in line
+        error = min(max(line["actor/reward_kl_penalty"] / 0.1 - 1, -0.2), 0.2)
+        coefficient *= 1 + error * NUM_RESPONSES / 32  # Ziegler et al., section 2.2
+
+
+def test_rollout_correction_on_what_a_used_up_draw_gave(start: Start) -> None:
+    """The engine computes in half the policy's precision; groups whose sum is even give no signal."""
+    (line,) = start(
+        LENGTH_SCORER.replace("len(solution_str)", "(int(ground_truth) % 2) * len(solution_str)"),
+        algorithm={
+            "rollout_correction": {
+                "importance": "token",
+                "importance_max": 0.5,
+                "mask": "sequence",
+                "mask_low": 0.9995,
+                "mask_high": 1.0005,
+            }
+        },
+        reward=NO_OVERLONG,
+        sampler={
+            "gen_prompts": 8,
+            "dynamic": True,
+            "metric": "score",
+            "max_num_gen_batches": 1,
+            "on_exhausted": "train_partial",
+        },
+        rollout={"dtype": "bfloat16"},
+        train={"train_prompts": 8, "mini_prompts": 8},
+    )
+    assert line["sampler/kept_groups"] + line["sampler/all_wrong_groups"] == 8
+    assert 0 < line["sampler/kept_groups"] < 8
+    assert line["policy_version"] == 1
+    assert 0 < line["perf/trained_response_tokens"] < line["sampler/kept_tokens"]
+    assert 1e-6 < line["rollout/k3_kl"] < 1e-3
+    # every ratio is near 1, so every importance weight is its limit; tokens of masked responses are not divided by
+    assert line["critic/advantages/mean"] != pytest.approx(0, abs=1e-3)
+    assert line["actor/pg_loss"] == pytest.approx(-0.5 * line["critic/advantages/mean"], rel=1e-5)
+
+
+def test_grpo(start: Start) -> None:
+    """What the recipe sets apart from DAPO, with two optimizer steps and a file of one's own as scorer."""
+    recipe = load_config(RECIPES / "grpo_qwen3_8b_math.yaml")
+    (line,) = start(
+        LENGTH_SCORER,
+        algorithm=recipe.algorithm.model_dump(),
+        reward=recipe.reward.model_dump(),
+        sampler={"dynamic": recipe.sampler.dynamic},
+        train={"learning_rate": 1e-2, "warmup_steps": 0},
+    )
+    assert (line["sampler/kept_groups"], line["sampler/all_wrong_groups"]) == (4, 0)  # all have acc 0
+    assert (line["critic/score/min"], line["critic/score/max"]) == (0, 2)
+    assert line["reward/overlong_ratio"] == 0
+    assert line["critic/rewards/mean"] == line["critic/score/mean"]
+    assert line["response_length/clip_ratio"] > 0  # some would have been penalised
+    assert line["policy_version"] == 2
+    assert line["actor/kl_coef"] == 0.001
+    assert line["actor/kl_loss"] > 1e-4  # by the second update the policy has left the reference
+    assert line["actor/ppo_kl"] > 1e-4  # and its anchor
+    assert line["actor/pg_clipfrac"] > 0
+
+
+def test_equal_rewards_leave_the_gradient_to_the_entropy_bonus(start: Start) -> None:
+    first, second = start(
+        "def compute_score(**_):\n    return -1.4\n",
+        algorithm={"entropy_coefficient": 1.0},
+        reward=NO_OVERLONG,
+        train={**ONE_UPDATE, "total_steps": 2},
+    )
+    for line in (first, second):
+        assert line["critic/advantages/min"] == line["critic/advantages/max"] == line["actor/pg_loss"] == 0
+        assert line["actor/grad_norm"] > 0.01
+    assert second["actor/entropy"] > first["actor/entropy"] + 0.01
+
+
+def test_compat_verl_learns_from_the_rounding_of_equal_rewards(start: Start) -> None:
+    """Seven times -1.4 have a standard deviation of 2e-16 in float64, so the filter keeps the group."""
+    (line,) = start(
+        "def compute_score(**_):\n    return -1.4\n",
+        algorithm={"compat": "verl"},
+        reward=NO_OVERLONG,
+        sampler={"gen_prompts": 2, "dynamic": True, "metric": "score", "max_num_gen_batches": 1},
+        rollout={"group_size": 7},
+        train={"train_prompts": 2},
+    )
+    assert line["sampler/kept_groups"] == 2
+    assert line["critic/rewards/min"] == line["critic/rewards/max"] == -1.4
+    # in float32: -1.4 - mean is one rounding, 1.2e-7, and so is the deviation: 1.2e-7 / (1.3e-7 + 1e-6)
+    assert abs(line["critic/advantages/mean"]) == pytest.approx(0.106, abs=0.02)
+    assert line["actor/grad_norm"] > 0.01
+
+
+def test_a_skipped_step_moves_on_in_the_data_and_not_in_the_policy(start: Start, tmp_path: Path) -> None:
+    (line,) = start(sampler={"dynamic": True, "max_num_gen_batches": 1, "on_exhausted": "skip_step"})
+    assert (line["sampler/all_wrong_groups"], line["sampler/kept_groups"]) == (6, 0)
+    assert line["policy_version"] == 0
+    assert line["perf/throughput"] == 0
+    assert [name for name in line if name.startswith(("actor/", "critic/"))] == []
+    checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert checkpoint is not None
+    assert read_state(checkpoint).prompt_position == 6
