@@ -183,7 +183,7 @@ class TrainConfig(Section):
     micro_batch_tokens: int = key(32768, "Most tokens that a device holds at once.", ge=1)
     logits_chunk_tokens: int = volatile(1024, "Tokens whose logits over the vocabulary exist at once.", ge=1)
     learning_rate: float = key(1e-6, "Peak AdamW learning rate.", gt=0, le=1)
-    warmup_steps: int = key(10, "Optimizer steps of linear warm-up.", ge=0)
+    warmup_steps: int = key(320, "Optimizer steps of linear warm-up; the paper's 20 rollout steps of 16.", ge=0)
     weight_decay: float = key(0.1, "AdamW weight decay.", ge=0, le=1)
     max_grad_norm: float = key(1.0, "Global gradient norm above which gradients are scaled down.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16"] = key("auto", "Compute precision; auto: float32 on a CPU.")

@@ -122,7 +122,9 @@ def test_each_step_s_numbers_fit_each_other(run: Run) -> None:
         num_tokens = num_responses * (line["prompt_length/mean"] + line["response_length/mean"])
         assert line["perf/total_num_tokens"] == pytest.approx(num_tokens)
         assert line["perf/trained_response_tokens"] == line["sampler/kept_tokens"]
-        assert line["perf/throughput"] == pytest.approx(num_tokens / line["timing_s/step"] / 2)  # 2 ranks
+        assert line["perf/throughput"] == pytest.approx(
+            num_tokens / line["timing_s/step"] / 3
+        )  # 2 ranks, 1 engine
         fates = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
         went = sum(line[f"sampler/{fate}_tokens"] for fate in fates)
         assert line["perf/generated_tokens"] + carried_in == went

@@ -143,7 +143,7 @@ def test_derived_numbers_of_qwen3_32b() -> None:
         most_prompts_drawn_per_step=1_920,  # 192 x 10
         optimizer_steps_per_step=2,  # 64 / 32
         num_optimizer_steps=400,  # 2 x 200
-        num_warmup_steps=10,
+        num_warmup_steps=20,  # 10 x 2
         num_trained_prompts=12_800,  # 64 x 200
         responses_per_optimizer_step=512,  # 32 x 16
         responses_per_rank=64,  # 512 / 8
@@ -176,7 +176,7 @@ def test_derived_numbers_of_qwen3_8b(name: str, num_prompts_drawn: int) -> None:
         most_prompts_drawn_per_step=num_prompts_drawn,
         optimizer_steps_per_step=4,  # 64 / 16
         num_optimizer_steps=400,  # 4 x 100
-        num_warmup_steps=10,
+        num_warmup_steps=40,  # 10 x 4
         num_trained_prompts=6_400,  # 64 x 100
         responses_per_optimizer_step=256,  # 16 x 16
         responses_per_rank=64,  # 256 / 4
