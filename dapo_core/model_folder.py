@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from dapo_core.errors import ModelError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+FINGERPRINT_BYTES = 1024**2
 _PARTS = (
     ("config.json", ("config.json",)),
     ("weights (*.safetensors)", ("*.safetensors",)),
@@ -67,3 +69,20 @@ def _names_in(path: Path) -> list[str]:
 
     with safe_open(path, framework="pt") as file:
         return list(file.keys())
+
+
+def model_fingerprint(model_path: str | Path) -> str:
+    """sha256 over config.json and over name, size and both ends of every weight file, which tells models apart.
+
+    All of the weights would take minutes to read.
+    """
+    folder = Path(model_path)
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(FINGERPRINT_BYTES))
+            file.seek(max(size - FINGERPRINT_BYTES, 0))
+            digest.update(file.read(FINGERPRINT_BYTES))
+    return digest.hexdigest()

@@ -31,7 +31,7 @@ from dapo_core.device import device_for
 from dapo_core.flops import ActorUtilization
 from dapo_core.kl import KLController, reward_penalties
 from dapo_core.loss import LossTotals
-from dapo_core.model_folder import require_model_folder
+from dapo_core.model_folder import model_fingerprint, require_model_folder
 from dapo_core.policy import UpdateSums, read_model_config, require_trainable
 from dapo_core.reward import require_scorers
 from dapo_core.rollout_correction import correct_rollouts, mismatch_metrics
@@ -304,7 +304,8 @@ class Trainer:
             "data.max_prompt_tokens": self.config.data.max_prompt_tokens,
         }
         run = {f"run.{name}": value for name, value in result_values(self.config.run).items()}
-        identity = {**run, **data, **values, "prompts": self.stream.digest}
+        model = model_fingerprint(self.model_path)
+        identity = {**run, **data, **values, "prompts": self.stream.digest, "model": model}
         return json.loads(json.dumps(identity))  # as a checkpoint gives it back
 
     def _tell(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from dapo_core.errors import ModelError
-from dapo_core.model_folder import INDEX_FILE, SINGLE_FILE, weight_files, weight_names
+from dapo_core.model_folder import INDEX_FILE, SINGLE_FILE, model_fingerprint, weight_files, weight_names
+from tests.tiny_models import build_tiny_qwen3
 
 
 def _save(path: Path, *names: str) -> None:
@@ -46,3 +47,11 @@ def test_an_index_that_does_not_hold_is_refused(tmp_path: Path, index: str, mess
     (tmp_path / INDEX_FILE).write_text(index)
     with pytest.raises(ModelError, match=message):
         weight_files(tmp_path)
+
+
+def test_a_fingerprint_tells_models_apart_and_not_folders(tmp_path: Path) -> None:
+    folders = [build_tiny_qwen3(tmp_path / name, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    prints = [model_fingerprint(folder) for folder in folders]
+    assert prints[0] == prints[1] != prints[2]
+    (folders[1] / "config.json").write_text("{}", encoding="utf-8")
+    assert model_fingerprint(folders[1]) != prints[0]
