@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import ray
 
-from dapo_core import cluster
+from dapo_core.cluster import RolloutGroup
+from dapo_core.cluster.start import _connect
 from dapo_core.data import Prompt
 from dapo_core.errors import RolloutError
 from dapo_core.rollout import GroupRequest
@@ -28,18 +29,18 @@ class _Hanging:
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[cluster.RolloutGroup]:
-    cluster._connect(make_config(tmp_path))
+def group(tmp_path: Path) -> Iterator[RolloutGroup]:
+    _connect(make_config(tmp_path))
     worker = ray.remote(_Hanging).options(num_cpus=1).remote()
     try:
         ray.get(worker.call.remote("start"))  # its process takes a while
-        yield cluster.RolloutGroup([worker], max_seconds=2.0)
+        yield RolloutGroup([worker], max_seconds=2.0)
     finally:
         ray.kill(worker)
         ray.shutdown()
 
 
-def test_a_worker_that_hangs_is_not_waited_for_without_end(group: cluster.RolloutGroup) -> None:
+def test_a_worker_that_hangs_is_not_waited_for_without_end(group: RolloutGroup) -> None:
     group.submit(REQUESTS[:1])
     assert group.finished() == []  # the poll begins, and says nothing for a second
     questions: list[Callable[[], Any]] = [lambda: group.submit(REQUESTS[1:]), group.abort, group.suspend]

@@ -1,0 +1,7 @@
+"""Ray: where policy ranks and rollout workers run, and how the trainer calls them. Nothing else knows Ray."""
+
+from dapo_core.cluster.policy_group import PolicyGroup
+from dapo_core.cluster.rollout_group import RolloutGroup
+from dapo_core.cluster.start import Cluster, start_cluster
+
+__all__ = ["Cluster", "PolicyGroup", "RolloutGroup", "start_cluster"]

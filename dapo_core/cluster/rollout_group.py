@@ -1,0 +1,109 @@
+"""All rollout workers, seen as one source of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+
+from dapo_core.cluster.answers import get
+from dapo_core.errors import RolloutError
+from dapo_core.rollout import Group, GroupRequest, Progress
+
+POLL_SECONDS = 0.25  # after which a worker says how far it is
+SILENCE_SECONDS = 1.0  # after which the trainer looks at the clock though no worker has answered
+
+
+class RolloutGroup:
+    """All rollout workers, seen as one source of groups (sampler.GroupSource).
+
+    A worker answers within an engine's step; RolloutError when one does not within `max_seconds`.
+    """
+
+    def __init__(self, workers: Sequence[Any], max_seconds: float) -> None:
+        self.workers = workers
+        self.max_seconds = max_seconds
+        self._in_flight = [0] * len(workers)  # groups
+        self._tokens = [0] * len(workers)  # of these, as of the last poll
+        self._reward_seconds = [0.0] * len(workers)
+        self._polls: dict[Any, int] = {}  # reference of a running poll -> worker number
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(self._in_flight)
+
+    @property
+    def num_tokens_in_flight(self) -> int:
+        return sum(self._tokens)
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Give each group to the worker that has the fewest."""
+        shares: list[list[GroupRequest]] = [[] for _ in self.workers]
+        for request in requests:
+            number = self._in_flight.index(min(self._in_flight))
+            shares[number].append(request)
+            self._in_flight[number] += 1
+        calls = zip(self.workers, shares, strict=True)
+        self._answers([worker.call.remote("submit", share) for worker, share in calls if share])
+
+    def finished(self) -> list[tuple[int, Group]]:
+        """Groups that a worker finished; empty when none did within about a second."""
+        for number, worker in enumerate(self.workers):
+            if self._in_flight[number] and number not in self._polls.values():
+                self._polls[worker.call.remote("poll", POLL_SECONDS)] = number
+        if not self._polls:
+            return []
+        ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=SILENCE_SECONDS)
+        return [finished for reference in ready for finished in self._take(reference)]
+
+    def abort(self) -> tuple[list[tuple[int, Group]], int, int]:
+        """Groups that finished meanwhile, and the number of groups and response tokens dropped."""
+        late, dropped = self._stop("abort")
+        return late, sum(groups for groups, _ in dropped), sum(tokens for _, tokens in dropped)
+
+    def suspend(self) -> tuple[list[tuple[int, Group]], list[GroupRequest]]:
+        """Groups that finished meanwhile, and the requests that continue those which did not, oldest first."""
+        late, requests = self._stop("suspend")
+        return late, sorted((request for own in requests for request in own), key=lambda own: own.group_id)
+
+    def take_reward_seconds(self) -> float:
+        """Seconds since the last call in which a worker waited for scores alone, of the worker with the most."""
+        most = max(self._reward_seconds)
+        self._reward_seconds = [0.0] * len(self.workers)
+        return most
+
+    def load_weights(self, buckets: list[Any], policy_version: int) -> list[int]:
+        """Load the referenced weights into every engine; returns the policy version that each then holds."""
+        return get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
+
+    def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
+        """Each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
+        return get([worker.call.remote("log_probs", sequences) for worker in self.workers])
+
+    def _stop(self, method: str) -> tuple[list[tuple[int, Group]], list[Any]]:
+        """What the polls under way bring, then what `method` gives on each worker that has groups left."""
+        late = [finished for reference in list(self._polls) for finished in self._take(reference)]
+        busy = [worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count]
+        results = self._answers([worker.call.remote(method) for worker in busy])
+        self._in_flight = [0] * len(self.workers)
+        self._tokens = [0] * len(self.workers)
+        return late, results
+
+    def _take(self, reference: Any) -> list[tuple[int, Group]]:
+        number = self._polls.pop(reference)
+        progress: Progress = self._answers(reference)
+        self._in_flight[number] -= len(progress.groups)
+        self._tokens[number] = progress.num_open_tokens
+        self._reward_seconds[number] += progress.reward_seconds
+        return progress.groups
+
+    def _answers(self, references: Any) -> Any:
+        try:
+            return get(references, self.max_seconds)
+        except GetTimeoutError:
+            raise RolloutError(
+                f"a rollout worker did not answer within {self.max_seconds:g} s: its engine hangs (try another "
+                "rollout.engine), or a step takes that long (raise sampler.max_seconds_without_kept)"
+            ) from None

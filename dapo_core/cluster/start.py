@@ -1,0 +1,208 @@
+"""Ray itself, the processes of ranks and workers, and where they are placed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dapo_core.cluster.answers import get
+from dapo_core.cluster.policy_group import PolicyGroup
+from dapo_core.cluster.rollout_group import RolloutGroup
+from dapo_core.data import load_tokenizer
+from dapo_core.device import Device, device_for
+from dapo_core.engines import EngineSettings, build_engine
+from dapo_core.errors import ConfigError
+from dapo_core.policy import Policy
+from dapo_core.rollout import RolloutWorker
+
+if TYPE_CHECKING:
+    from dapo_core.config import Config
+
+logger = logging.getLogger(__name__)
+
+PLACEMENT_SECONDS = 300.0
+CLOSE_SECONDS = 10.0
+# Of the whole job, so that the workers which Ray starts in advance have it and are used.
+WORKER_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns; spinning threads would starve each other
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The roles of a training run, ready to be called."""
+
+    policy: PolicyGroup
+    rollouts: RolloutGroup
+
+
+@contextmanager
+def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
+    """Policy ranks and rollout workers with the model loaded; everything is ended on leaving.
+
+    Starts a private Ray on this machine unless train.ray_address names a running one, of which only the
+    actors started here are then ended. Raises ConfigError when the cluster never has the devices.
+    """
+    started = time.monotonic()
+    if config.train.ray_address is None:  # all devices are this machine's
+        device_for(config.train.device).require()
+    _connect(config)
+    logger.info("Ray is up after %.0f s", time.monotonic() - started)
+    groups: list[PlacementGroup] = []
+    actors: list[Any] = []
+    workers: list[Any] = []
+    try:
+        device = device_for(config.train.device)
+        ranks = _place(_PolicyRank, config.train.num_ranks, config.train.threads_per_rank, device, groups)
+        actors += ranks
+        workers = _place(
+            _RolloutRank, config.rollout.num_workers, config.rollout.threads_per_worker, device, groups
+        )
+        actors += workers
+        address = get(ranks[0].rendezvous.remote())
+        starting = [
+            rank.start.remote(number, len(ranks), address, str(model_path), config)
+            for number, rank in enumerate(ranks)
+        ]
+        starting += [worker.start.remote(str(model_path), config) for worker in workers]
+        get(starting)
+        counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
+        logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
+        limit = config.sampler.max_seconds_without_kept
+        yield Cluster(PolicyGroup(ranks, config.train), RolloutGroup(workers, limit))
+    finally:
+        if workers:  # one that hangs is killed, and its scoring processes end with it
+            closing = [worker.close.remote() for worker in workers]
+            ray.wait(closing, num_returns=len(workers), timeout=CLOSE_SECONDS)
+        for actor in actors:
+            ray.kill(actor)
+        for group in groups:
+            remove_placement_group(group)
+        ray.shutdown()
+
+
+def _connect(config: Config) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    common: dict[str, Any] = {
+        "logging_level": "warning",
+        "log_to_driver": True,
+        "runtime_env": {"env_vars": WORKER_ENVIRONMENT},
+    }
+    if config.train.ray_address:
+        ray.init(address=config.train.ray_address, **common)
+        return
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private Ray on loopback; writes no token file
+    num_cpus = (
+        config.train.num_ranks * config.train.threads_per_rank
+        + config.rollout.num_workers * config.rollout.threads_per_worker
+    )
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **common)
+
+
+def _place(actor_class: type, count: int, threads: int, device: Device, groups: list[PlacementGroup]) -> list[Any]:
+    """`count` actors in a placement group of their own, which is appended to `groups`."""
+    bundle: dict[str, float] = {"CPU": threads}
+    if device.kind != "cpu":
+        bundle[device.ray_resource] = 1
+    group = placement_group([bundle] * count, strategy="PACK")
+    groups.append(group)
+    if not group.wait(PLACEMENT_SECONDS):
+        raise ConfigError(
+            f"Ray has no room for {count} workers of {bundle} within {PLACEMENT_SECONDS:.0f} s; it has "
+            f"{ray.cluster_resources()}, of which {ray.available_resources()} are free: lower train.num_ranks, "
+            "rollout.num_workers or the threads, or add nodes"
+        )
+    options: dict[str, Any] = {"num_cpus": threads}
+    if device.ray_resource == "GPU":
+        options["num_gpus"] = 1
+    elif device.ray_resource != "CPU":
+        options["resources"] = {device.ray_resource: 1}
+    return [
+        ray.remote(actor_class)
+        .options(
+            **options,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+        )
+        .remote()
+        for number in range(count)
+    ]
+
+
+class _PolicyRank:
+    """The process of one policy rank."""
+
+    def rendezvous(self) -> str:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def start(self, rank: int, num_ranks: int, address: str, model_path: str, config: Config) -> None:
+        device = device_for(config.train.device)
+        device.require()
+        torch.set_num_threads(config.train.threads_per_rank)
+        torch.manual_seed(config.run.seed)
+        torch.distributed.init_process_group(device.backend, init_method=address, rank=rank, world_size=num_ranks)
+        self.policy = Policy(model_path, config)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.policy, method)(*arguments)
+
+
+class _RolloutRank:
+    """The process of one rollout worker."""
+
+    def start(self, model_path: str, config: Config) -> None:
+        device = device_for(config.train.device)
+        device.require()
+        torch.set_num_threads(config.rollout.threads_per_worker)
+        engine = build_engine(
+            config.rollout.engine,
+            model_path,
+            engine_settings(config, device),
+            seed=config.run.seed,
+            device=str(device.torch_device()),
+        )
+        self.worker = RolloutWorker(engine, load_tokenizer(model_path), config)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.worker, method)(*arguments)
+
+    def close(self) -> None:
+        """End what the worker started."""
+        self.worker.close()
+
+    def load_weights(self, buckets: list[Any], policy_version: int) -> int:
+        """Buckets are object references, fetched one after the other, so that one is held at a time."""
+        weights = (pair for bucket in buckets for pair in ray.get(bucket).items())
+        return self.worker.load_weights(weights, policy_version)
+
+
+def engine_settings(config: Config, device: Device) -> EngineSettings:
+    """The engine's settings that a configuration means."""
+    return EngineSettings(
+        dtype=str(device.resolve_dtype(config.rollout.dtype)).removeprefix("torch."),
+        max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        max_num_seqs=config.rollout.max_num_seqs,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        memory_bytes=int(config.rollout.memory_gigabytes * 1024**3),
+        memory_utilization=config.rollout.memory_utilization,
+        threads=config.rollout.threads_per_worker,
+    )
