@@ -212,6 +212,19 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _correction_compares_like_with_like(self) -> Config:
+        correction, rollout = self.algorithm.rollout_correction, self.rollout
+        is_on = correction.importance != "off" or correction.mask != "off"
+        if is_on and (rollout.top_p < 1 or rollout.top_k > 0):
+            raise ValueError(
+                f"algorithm.rollout_correction (importance={correction.importance}, mask={correction.mask}) with "
+                f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} would correct for the truncation "
+                "itself: the engine's log-probs are over the tokens that are left, the policy's over all; set "
+                "rollout.top_p=1 and rollout.top_k=-1, or both corrections to off"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _lengths_fit(self) -> Config:
         overlong, limit = self.reward.overlong, self.rollout.max_response_tokens
         if overlong.enabled and overlong.buffer_tokens >= limit:

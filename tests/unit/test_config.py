@@ -163,6 +163,14 @@ def test_bad_input_is_named_with_its_value_and_the_fix(recipe: Path, override: s
     ("overrides", "message"),
     [
         (
+            ["algorithm.rollout_correction.importance=token", "rollout.top_p=0.9"],
+            r"importance=token, mask=off\) with rollout\.top_p=0\.9, .* set rollout\.top_p=1",
+        ),
+        (
+            ["algorithm.rollout_correction.mask=sequence", "rollout.top_k=20"],
+            r"importance=off, mask=sequence\) with rollout\.top_p=1\.0, rollout\.top_k=20 .*rollout\.top_k=-1",
+        ),
+        (
             ["custom_reward.path=score.py", "reward.scorers=[mine=choice]"],
             r"reward\.scorers=\['mine=choice'\] would be ignored by custom_reward\.path=score\.py",
         ),
