@@ -48,7 +48,7 @@ def file_pieces(name: str, shape: Sequence[int], file_names: Collection[str]) ->
 
 
 def expert_pieces(name: str, shape: Sequence[int]) -> list[FilePiece]:
-    """Each expert's matrices as published files name them, in the order of rows; empty unless experts are fused."""
+    """Each expert's matrices as published files name them, in the order of rows; none unless experts are fused."""
     match = _FUSED_EXPERTS.fullmatch(name)
     if match is None or len(shape) != 3:
         return []

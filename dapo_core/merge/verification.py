@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MERGE_MANIFEST = "merge_manifest.json"
 _COMPUTED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints hold what the configuration gives
+_BUFFER_BYTES = 1024**2
 _LOGIT_ROWS, _LOGIT_TOKENS = 2, 32
 
 
@@ -225,11 +226,11 @@ def _require_same(path: Path, file: OutputFile, digests: Mapping[str, str]) -> N
 
 def _file_digest(path: Path) -> str:
     """sha256 of a file, after it is on the disk."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_BUFFER_BYTES))
+    with path.open("rb", buffering=0) as file:
         os.fsync(file.fileno())
-        while values := file.read(2**22):
-            digest.update(values)
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
     return digest.hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -305,6 +306,50 @@ def test_a_target_with_files_is_left_alone(trained: Trained, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="is not empty; merge into a new folder"):
         merge_checkpoint([trained.checkpoint], tmp_path, "keep", MANY_BYTES)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+class Harmful:
+    """Would make a file when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("harmed", "w")
+
+
+def test_metadata_that_would_run_code_is_refused(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "step_000007"
+    shutil.copytree(trained.checkpoint, checkpoint)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(
+        CheckpointError, match=r"cannot be read \(it asks for io\.open, which no checkpoint needs\)"
+    ):
+        merge_checkpoint([checkpoint], tmp_path / "target", "keep", MANY_BYTES)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000007"]
+
+
+def test_a_shard_with_other_content_is_named(trained: Trained, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step_000007"
+    shutil.copytree(trained.checkpoint, checkpoint)
+    shard = checkpoint / "__1_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(CheckpointError, match=r"shard __1_0\.distcp in \S+ is damaged: its part of \S+ is"):
+        merge_checkpoint([checkpoint], tmp_path / "target", "keep", MANY_BYTES)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000007"]
+
+
+def test_shards_of_two_nodes_are_one_model(trained: Trained, tmp_path: Path) -> None:
+    first, second = tmp_path / "node0" / "step_000007", tmp_path / "node1" / "checkpoints" / "step_000007"
+    shutil.copytree(trained.checkpoint, first)
+    second.mkdir(parents=True)
+    (first / "__1_0.distcp").rename(second / "__1_0.distcp")
+    merge_checkpoint(
+        [first.parent, tmp_path / "node1"], tmp_path / "target", "keep", MANY_BYTES, verify_logits=True
+    )
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    assert tensors.keys() == trained.weights.keys()
+    assert all(torch.equal(tensor, trained.weights[name]) for name, tensor in tensors.items())
 
 
 CASES = [(architecture, is_tied) for architecture in ARCHITECTURES for is_tied in (True, False)]
