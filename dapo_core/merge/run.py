@@ -120,13 +120,11 @@ def _published(target: Path, num_bytes: int) -> Iterator[Path]:
         yield partial
         partial.replace(target)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
             f"{target} could not be written: {error}; {num_bytes:,} bytes were needed"
         ) from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # not there any more when all went well
 
 
 def _copy_model_files(model_files: Path, folder: Path, outputs: Sequence[OutputTensor]) -> None:

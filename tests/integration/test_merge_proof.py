@@ -123,7 +123,7 @@ def test_memory_is_bounded_by_one_file_and_one_tensor(
     assert exit_code == 0
     sizes, peak = sent
     assert sizes["parameters"] * 4 > 5 * (SHARD_BYTES + TENSOR_BYTES)
-    assert sizes["shards"] >= 4
+    assert sizes["shards"] >= 3
     assert 0 < peak <= SHARD_BYTES + TENSOR_BYTES
 
 
