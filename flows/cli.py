@@ -172,7 +172,7 @@ def merge(
     sources: Annotated[
         list[Path],
         typer.Argument(
-            metavar="SOURCE...",
+            metavar="SOURCE",
             help="Checkpoint, output folder of dapo train, or actor folder of verl; one of each node with shards.",
         ),
     ],
