@@ -43,17 +43,22 @@ def file_pieces(name: str, shape: Sequence[int], file_names: Collection[str]) ->
     """
     if name in file_names:
         return [FilePiece(name)]
+    pieces = expert_pieces(name, shape)
+    return pieces if all(piece.file_name in file_names for piece in pieces) else []
+
+
+def expert_pieces(name: str, shape: Sequence[int]) -> list[FilePiece]:
+    """Each expert's matrices as published files name them, in the order of rows; none unless experts are fused."""
     match = _FUSED_EXPERTS.fullmatch(name)
     if match is None or len(shape) != 3:
         return []
     parts = ("gate_proj", "up_proj") if match["what"] == "gate_up_proj" else ("down_proj",)
     num_rows = shape[1] // len(parts)
-    pieces = [
+    return [
         FilePiece(f"{match['experts']}.{expert}.{part}.weight", expert, number * num_rows, num_rows)
         for expert in range(shape[0])
         for number, part in enumerate(parts)
     ]
-    return pieces if all(piece.file_name in file_names for piece in pieces) else []
 
 
 def file_views(name: str, whole: torch.Tensor, file_names: Collection[str]) -> dict[str, torch.Tensor]:

@@ -169,20 +169,33 @@ def train(
 
 @app.command(epilog="Example: dapo merge t/checkpoints/step_000040 merged --dtype bfloat16")
 def merge(
-    source: Annotated[Path, typer.Argument(help="Checkpoint, or the output folder of dapo train.")],
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SOURCE",
+            help="Checkpoint, output folder of dapo train, or actor folder of verl; one of each node with shards.",
+        ),
+    ],
     target: Annotated[Path, typer.Argument(help="New model folder.")],
     dtype: Annotated[MergeDtype, typer.Option(help="keep: as trained, which is float32.")] = "keep",
     max_shard_bytes: Annotated[int, typer.Option(min=1024, help="Size of an output file.")] = 5_000_000_000,
+    verify_logits: Annotated[
+        bool,
+        typer.Option(
+            "--verify-logits", help="Also run the merged and the unmerged weights; takes memory for one."
+        ),
+    ] = False,
 ) -> None:
-    """Merge FSDP shards into a Hugging Face folder that transformers and vLLM load."""
+    """Merge FSDP shards, ours or verl's, into a Hugging Face folder that transformers and vLLM load."""
     from dapo_core.merge import merge_checkpoint
     from flows.progress import bytes_progress
 
-    with bytes_progress("merge") as on_shard:
-        sizes = merge_checkpoint(source, target, dtype, max_shard_bytes, on_shard)
+    with bytes_progress("merge") as on_file:
+        sizes = merge_checkpoint(sources, target, dtype, max_shard_bytes, on_file, verify_logits)
     typer.echo(
         f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, {sizes['bytes']:,} bytes "
         f"in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}, read back and verified"
+        + (", logits equal" if verify_logits else "")
     )
 
 

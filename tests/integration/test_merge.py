@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from dapo_core.checkpoint import TrainerState, write_checkpoint
 from dapo_core.engines import build_engine
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
-from dapo_core.merge import INDEX_FILE, merge_checkpoint
-from dapo_core.model_folder import weight_names
+from dapo_core.merge import MERGE_MANIFEST, merge_checkpoint
+from dapo_core.model_folder import INDEX_FILE, weight_names
 from dapo_core.parameter_names import file_views
 from dapo_core.policy import Policy
 from tests.batches import random_batch
@@ -142,7 +143,7 @@ def test_another_number_of_ranks_continues_from_the_shards(trained: Trained, num
 @pytest.fixture(scope="module")
 def merged(trained: Trained) -> Path:
     target = trained.output / "merged"
-    sizes = merge_checkpoint(trained.output, target, "keep", MANY_BYTES)
+    sizes = merge_checkpoint([trained.output], target, "keep", MANY_BYTES)
     assert sizes == {
         "tensors": len(trained.weights),
         "parameters": sum(weight.numel() for weight in trained.weights.values()),
@@ -194,7 +195,9 @@ def test_vllm_gives_the_log_probs_of_transformers(merged: Path) -> None:
 
 def test_the_folder_has_what_a_server_needs(trained: Trained, merged: Path) -> None:
     original = trained.output.parent / "model"
-    assert {path.name for path in merged.iterdir()} == {path.name for path in original.iterdir()}
+    assert {path.name for path in merged.iterdir()} == {MERGE_MANIFEST} | {
+        path.name for path in original.iterdir()
+    }
     config = json.loads((merged / "config.json").read_text())
     assert config == {**json.loads((original / "config.json").read_text()), "dtype": "float32"}
     message = [{"role": "user", "content": "What is 12 + 7?"}]
@@ -216,7 +219,7 @@ def test_several_output_files_hold_the_same_under_an_index(trained: Trained, tmp
     seen: list[tuple[int, int]] = []
     max_bytes = 60_000
     sizes = merge_checkpoint(
-        trained.checkpoint, tmp_path, "keep", max_bytes, lambda done, total: seen.append((done, total))
+        [trained.checkpoint], tmp_path, "keep", max_bytes, lambda done, total: seen.append((done, total))
     )
     total = sum(weight.nbytes for weight in trained.weights.values())
     assert sizes["shards"] == len(seen) >= 4
@@ -227,10 +230,7 @@ def test_several_output_files_hold_the_same_under_an_index(trained: Trained, tmp
     for number in range(1, sizes["shards"] + 1):
         name = f"model-{number:05d}-of-{sizes['shards']:05d}.safetensors"
         tensors = load_file(tmp_path / name)
-        is_one_parameter = (
-            len({key.split(".experts.")[0] for key in tensors}) == 1
-        )  # experts of a layer stay whole
-        assert is_one_parameter or sum(tensor.nbytes for tensor in tensors.values()) <= max_bytes
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= max_bytes
         assert {key for key, place in index["weight_map"].items() if place == name} == set(tensors)
         for key, tensor in tensors.items():
             assert torch.equal(tensor, trained.weights[key]), key
@@ -240,7 +240,7 @@ def test_several_output_files_hold_the_same_under_an_index(trained: Trained, tmp
 
 
 def test_bfloat16_rounds_each_tensor_and_says_so(trained: Trained, tmp_path: Path) -> None:
-    sizes = merge_checkpoint(trained.checkpoint, tmp_path, "bfloat16", MANY_BYTES)
+    sizes = merge_checkpoint([trained.checkpoint], tmp_path, "bfloat16", MANY_BYTES)
     assert sizes["bytes"] == 2 * sizes["parameters"]
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         assert torch.equal(tensor, trained.weights[name].bfloat16()), name
@@ -272,7 +272,7 @@ def _remove_state(checkpoint: Path) -> None:
         (_remove_state, r"step_000007 lacks trainer_state\.json; it is not a checkpoint of dapo train"),
         (
             _remove_names,
-            r"\d+ parameters of .*/step_000007, such as .* have no counterpart among the 1 names in ten",
+            r"model\.\S+ of .*/step_000007 has no counterpart among the 1 names in tensor_names\.json",
         ),
         (lambda checkpoint: (checkpoint / ".metadata").unlink(), r"step_000007 holds no complete checkpoint"),
         (lambda checkpoint: (checkpoint / ".metadata").write_bytes(b"\x80"), r"\.metadata .* cannot be read"),
@@ -285,7 +285,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_written(
     shutil.copytree(trained.checkpoint, checkpoint)
     damage(checkpoint)
     with pytest.raises(CheckpointError, match=message):
-        merge_checkpoint(checkpoint, tmp_path / "target", "keep", MANY_BYTES)
+        merge_checkpoint([checkpoint], tmp_path / "target", "keep", MANY_BYTES)
     assert not (tmp_path / "target").exists()
 
 
@@ -293,19 +293,63 @@ def test_an_unfinished_checkpoint_is_passed_over_and_refused_by_name(trained: Tr
     partial = tmp_path / "output" / "checkpoints" / "step_000009.partial"
     shutil.copytree(trained.checkpoint, partial)
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
-        merge_checkpoint(tmp_path / "output", tmp_path / "target", "keep", MANY_BYTES)
+        merge_checkpoint([tmp_path / "output"], tmp_path / "target", "keep", MANY_BYTES)
     with pytest.raises(CheckpointError, match=r"step_000009\.partial was not written to its end"):
-        merge_checkpoint(partial, tmp_path / "target", "keep", MANY_BYTES)
+        merge_checkpoint([partial], tmp_path / "target", "keep", MANY_BYTES)
     shutil.copytree(trained.checkpoint, partial.with_name("step_000007"))
-    sizes = merge_checkpoint(tmp_path / "output", tmp_path / "target", "keep", MANY_BYTES)
+    sizes = merge_checkpoint([tmp_path / "output"], tmp_path / "target", "keep", MANY_BYTES)
     assert sizes["tensors"] == len(trained.weights)
 
 
 def test_a_target_with_files_is_left_alone(trained: Trained, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="is not empty; merge into a new folder"):
-        merge_checkpoint(trained.checkpoint, tmp_path, "keep", MANY_BYTES)
+        merge_checkpoint([trained.checkpoint], tmp_path, "keep", MANY_BYTES)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+class Harmful:
+    """Would make a file when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("harmed", "w")
+
+
+def test_metadata_that_would_run_code_is_refused(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "step_000007"
+    shutil.copytree(trained.checkpoint, checkpoint)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(
+        CheckpointError, match=r"cannot be read \(it asks for io\.open, which no checkpoint needs\)"
+    ):
+        merge_checkpoint([checkpoint], tmp_path / "target", "keep", MANY_BYTES)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000007"]
+
+
+def test_a_shard_with_other_content_is_named(trained: Trained, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step_000007"
+    shutil.copytree(trained.checkpoint, checkpoint)
+    shard = checkpoint / "__1_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(CheckpointError, match=r"shard __1_0\.distcp in \S+ is damaged: its part of \S+ is"):
+        merge_checkpoint([checkpoint], tmp_path / "target", "keep", MANY_BYTES)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000007"]
+
+
+def test_shards_of_two_nodes_are_one_model(trained: Trained, tmp_path: Path) -> None:
+    first, second = tmp_path / "node0" / "step_000007", tmp_path / "node1" / "checkpoints" / "step_000007"
+    shutil.copytree(trained.checkpoint, first)
+    second.mkdir(parents=True)
+    (first / "__1_0.distcp").rename(second / "__1_0.distcp")
+    merge_checkpoint(
+        [first.parent, tmp_path / "node1"], tmp_path / "target", "keep", MANY_BYTES, verify_logits=True
+    )
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    assert tensors.keys() == trained.weights.keys()
+    assert all(torch.equal(tensor, trained.weights[name]) for name, tensor in tensors.items())
 
 
 CASES = [(architecture, is_tied) for architecture in ARCHITECTURES for is_tied in (True, False)]
@@ -339,7 +383,7 @@ def test_every_architecture_comes_back_under_the_names_of_its_files(
     all_trained: dict[tuple[str, bool], Trained], case: tuple[str, bool], tmp_path: Path
 ) -> None:
     trained = all_trained[case]
-    merge_checkpoint(trained.output, tmp_path, "keep", MANY_BYTES)
+    merge_checkpoint([trained.output], tmp_path, "keep", MANY_BYTES)
     assert weight_names(tmp_path) == weight_names(trained.output.parent / "model") == trained.weights.keys()
     for name, weight in _weights_of(tmp_path).items():
         assert torch.equal(weight, trained.weights[name]), name

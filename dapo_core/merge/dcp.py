@@ -1,0 +1,209 @@
+"""Checkpoints of ours: the model's part of what torch.distributed.checkpoint wrote."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from dapo_core.checkpoint import HUGGINGFACE_FOLDER, NAMES_FILE, PARTIAL, STATE_FILE, latest_checkpoint
+from dapo_core.errors import CheckpointError
+from dapo_core.merge.sources import StoredTensor
+from dapo_core.parameter_names import FilePiece, file_pieces
+
+if TYPE_CHECKING:
+    import torch
+
+METADATA_FILE = ".metadata"
+MODEL_PREFIX = "model."
+
+
+class DcpSource:
+    """A checkpoint of ours; implements Source."""
+
+    def __init__(self, checkpoint: Path, other_folders: Sequence[Path] = ()) -> None:
+        """`other_folders` are the same checkpoint, or training output, on further nodes.
+
+        Raises CheckpointError when the metadata cannot be read, or a shard or part of a tensor is missing.
+        """
+        self.label = str(checkpoint)
+        self.model_files = checkpoint / HUGGINGFACE_FOLDER
+        self._folders = [checkpoint]
+        for folder in other_folders:
+            self._folders += [folder, folder / checkpoint.name, folder / "checkpoints" / checkpoint.name]
+        self._metadata = _read_metadata(checkpoint)
+        self._shards = self._require_shards()
+        self._chunks: dict[str, list[Any]] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        for key, stored in self._metadata.state_dict_metadata.items():
+            if key.startswith(MODEL_PREFIX) and hasattr(stored, "chunks"):
+                name = key.removeprefix(MODEL_PREFIX)
+                self._chunks[name] = _in_row_order(name, stored, self.label)
+                self.tensors[name] = StoredTensor(tuple(stored.size), stored.properties.dtype)
+        self._file_names = set(json.loads((checkpoint / NAMES_FILE).read_text(encoding="utf-8")))
+
+    def pieces(self, name: str) -> list[FilePiece]:
+        """Under the names that the files of the model had from which training began."""
+        pieces = file_pieces(name, self.tensors[name].shape, self._file_names)
+        if not pieces:
+            raise CheckpointError(
+                f"{name} of {self.label} has no counterpart among the {len(self._file_names)} names in "
+                f"{NAMES_FILE}; was the file changed? Merge another checkpoint"
+            )
+        return pieces
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        """What each rank had saved."""
+        import torch
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        for chunk in self._chunks[name]:
+            place = self._metadata.storage_data[MetadataIndex(MODEL_PREFIX + name, chunk.offsets)]
+            with self._shards[place.relative_path].open("rb") as file:
+                try:
+                    block = torch.load(
+                        _Section(file, place.offset, place.length),  # type: ignore[arg-type]
+                        map_location="cpu",
+                        weights_only=True,
+                    )
+                except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+                    raise CheckpointError(_damaged(place.relative_path, name, self.label, error)) from error
+            if not isinstance(block, torch.Tensor) or block.shape != chunk.sizes:
+                raise CheckpointError(
+                    _damaged(place.relative_path, name, self.label, f"other than {[*chunk.sizes]}")
+                )
+            yield block
+
+    def describe(self) -> dict[str, Any]:
+        """The checkpoint's name says the training step."""
+        return {"format": "dapo", "name": Path(self.label).name, "shards": len(self._shards)}
+
+    def _require_shards(self) -> dict[str, Path]:
+        """Each shard file that the metadata names; raises CheckpointError for one that is missing or too short."""
+        ends: dict[str, int] = {}
+        for place in self._metadata.storage_data.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        shards = {}
+        for name, end in sorted(ends.items()):
+            path = next((path for folder in self._folders if (path := folder / name).is_file()), None)
+            size = path.stat().st_size if path else None
+            if path is None or size is None or size < end:
+                state = "missing" if size is None else f"{size} bytes long instead of {end}"
+                raise CheckpointError(
+                    f"shard {name} of {len(ends)} in {self.label} is {state}; copy it from the node that wrote "
+                    "it, or name that node's folder as a further source"
+                )
+            shards[name] = path
+        return shards
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint that `source` is, or the newest one in the training output that it is."""
+    for candidate in (source, latest_checkpoint(source / "checkpoints"), latest_checkpoint(source)):
+        if candidate is not None and (candidate / METADATA_FILE).is_file():
+            _require_complete(candidate)
+            return candidate
+    raise CheckpointError(
+        f"{source} holds no complete checkpoint: neither a folder step_NNNNNN with {METADATA_FILE}, as dapo train "
+        "writes it, nor model_world_size_W_rank_R.pt, as verl does; train first, or pass the folder that holds it"
+    )
+
+
+def _require_complete(checkpoint: Path) -> None:
+    if checkpoint.suffix == PARTIAL:
+        raise CheckpointError(f"{checkpoint} was not written to its end; use the checkpoint before it")
+    needed = (STATE_FILE, HUGGINGFACE_FOLDER, NAMES_FILE)
+    missing = [name for name in needed if not (checkpoint / name).exists()]
+    if missing:
+        raise CheckpointError(f"{checkpoint} lacks {' and '.join(missing)}; it is not a checkpoint of dapo train")
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds what torch.distributed.checkpoint keeps in .metadata and nothing else, so that it runs no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+        from torch.distributed.checkpoint import filesystem, metadata
+
+        found: Any = None
+        if module == metadata.__name__ and getattr(vars(metadata).get(name), "__module__", None) == module:
+            found = vars(metadata)[name]
+        elif (module, name) == (filesystem.__name__, "_StorageInfo"):
+            found = filesystem._StorageInfo
+        elif (module, name) == ("torch.serialization", "_get_layout"):
+            found = torch.serialization._get_layout
+        elif (module, name) in (("pathlib", "PosixPath"), ("pathlib", "Path")):
+            found = Path
+        elif module == "torch" and (name == "Size" or isinstance(vars(torch).get(name), torch.dtype)):
+            found = vars(torch)[name]
+        if found is None:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        return found
+
+
+def _read_metadata(checkpoint: Path) -> Any:
+    try:
+        with (checkpoint / METADATA_FILE).open("rb") as file:
+            return _MetadataUnpickler(file).load()
+    except (OSError, EOFError, ValueError, TypeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{METADATA_FILE} in {checkpoint} cannot be read ({error}), so no shard can be found; copy it from "
+            "the node that wrote it, or merge another checkpoint"
+        ) from error
+
+
+def _in_row_order(name: str, stored: Any, label: str) -> list[Any]:
+    """The parts of a tensor, each with whole rows, that together are all of it."""
+    chunks = sorted(stored.chunks, key=lambda chunk: tuple(chunk.offsets))
+    if not stored.size:
+        return chunks[:1]
+    chunks = [chunk for chunk in chunks if chunk.sizes[0]]
+    row = 0
+    for chunk in chunks:
+        if tuple(chunk.offsets) != (row, *[0] * (len(stored.size) - 1)) or chunk.sizes[1:] != stored.size[1:]:
+            break
+        row += chunk.sizes[0]
+    if row != stored.size[0]:
+        raise CheckpointError(
+            f"{name} in {label} has {stored.size[0]} rows, of which the shards hold {row} in a row; "
+            "merge another checkpoint"
+        )
+    return chunks
+
+
+def _damaged(shard: str, name: str, label: str, what: object) -> str:
+    return (
+        f"shard {shard} in {label} is damaged: its part of {name} is {what}; copy the shard from the node that "
+        "wrote it, or merge another checkpoint"
+    )
+
+
+class _Section(io.RawIOBase):
+    """Part of an open file, as a file; nothing is copied beside what is read."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = origin + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._position)
+        view = memoryview(buffer).cast("B")
+        count = self._file.readinto(view[: max(self._length - self._position, 0)])  # type: ignore[attr-defined]
+        self._position += count
+        return count

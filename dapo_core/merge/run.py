@@ -1,0 +1,141 @@
+"""One merge from its sources to a folder that transformers and vLLM load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dapo_core.checkpoint import PARTIAL, WEIGHT_SUFFIXES
+from dapo_core.errors import CheckpointError
+from dapo_core.merge.sources import Source, open_source
+from dapo_core.merge.verification import (
+    MERGE_MANIFEST,
+    Verifier,
+    compare_logits,
+    computed_names,
+    empty_model,
+    require_architecture,
+    require_equal,
+    tied_names,
+    write_manifest,
+)
+from dapo_core.merge.writer import OutputFile, OutputTensor, output_tensors, plan_files, write_files, write_index
+
+if TYPE_CHECKING:
+    import torch
+
+OnFile = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+def merge_checkpoint(
+    sources: Sequence[Path],
+    target: Path,
+    dtype: str = "keep",
+    max_shard_bytes: int = 5 * 1000**3,
+    on_file: OnFile | None = None,
+    verify_logits: bool = False,
+) -> dict[str, int]:
+    """Write the sources' model to `target` as a folder that transformers and vLLM load, and prove it.
+
+    `sources` are a checkpoint or training output of ours, of which the newest checkpoint is taken, or an FSDP
+    checkpoint of verl; several folders are the shards of several nodes. `dtype` "keep" leaves each tensor as it
+    was trained. Tied weights are stored once. Every file is read back and compared; merge_manifest.json keeps the
+    digests. `verify_logits` also runs both models. Returns {"tensors", "parameters", "bytes", "shards"}.
+
+    Raises CheckpointError for a source that is incomplete or of another model and for a target that holds files,
+    before anything is written. The target appears in one step, when all of it is verified.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is not empty; merge into a new folder")
+    source = open_source(sources)
+    files = _plan(source, dtype, max_shard_bytes)
+    outputs = [tensor for file in files for tensor in file.tensors]
+    total = sum(file.num_bytes for file in files)
+    with _published(target, total) as folder:
+        manifest = {"source": source.describe(), "dtype": dtype, **_write(folder, files, source, on_file)}
+        write_index(folder, files)
+        _copy_model_files(source.model_files, folder, outputs)
+        if verify_logits:
+            manifest["logits"] = compare_logits(folder, source, outputs)
+        write_manifest(folder, manifest)
+    stored = {tensor.stored_name: source.tensors[tensor.stored_name].shape for tensor in outputs}
+    num_parameters = sum(prod(shape) for shape in stored.values())
+    return {"tensors": len(outputs), "parameters": num_parameters, "bytes": total, "shards": len(files)}
+
+
+def _plan(source: Source, dtype: str, max_shard_bytes: int) -> list[OutputFile]:
+    """The files to write; raises CheckpointError unless they will hold what the model's configuration asks for."""
+    model = empty_model(source.model_files)
+    tied = {name: kept for name, kept in tied_names(model).items() if name in source.tensors}
+    for name, kept in tied.items():
+        require_equal(source, name, kept)
+    outputs = output_tensors(source, dtype, leave_out={*tied, *computed_names(source.tensors)})
+    require_architecture(model, {tensor.name: tensor for tensor in outputs}, source.label)
+    files = plan_files(outputs, max_shard_bytes)
+    for file in files:
+        file.header()  # a dtype that safetensors lacks is found before anything is written
+    return files
+
+
+def _write(
+    folder: Path, files: Sequence[OutputFile], source: Source, on_file: OnFile | None
+) -> Mapping[str, object]:
+    total = sum(file.num_bytes for file in files)
+    done = 0
+    with Verifier(folder) as verifier:
+
+        def finished(file: OutputFile, digests: dict[str, str]) -> None:
+            nonlocal done
+            verifier.submit(file, digests)
+            done += file.num_bytes
+            if on_file is not None:
+                on_file(done, total)
+
+        write_files(folder, files, source, finished)
+        return verifier.manifest()
+
+
+@contextmanager
+def _published(target: Path, num_bytes: int) -> Iterator[Path]:
+    """A folder beside `target` that takes its name when the block ends, and is removed when the block fails.
+
+    Raises CheckpointError when the disk lacks the room.
+    """
+    partial = target.with_name(target.name + PARTIAL)
+    if partial.exists():
+        shutil.rmtree(partial)  # of a merge that was killed
+    partial.mkdir(parents=True)
+    try:
+        free = shutil.disk_usage(partial).free
+        if free < num_bytes:
+            raise CheckpointError(
+                f"the merged model needs {num_bytes:,} bytes, and {free:,} are free at {target}; make room, or "
+                "name a target on another disk"
+            )
+        yield partial
+        partial.replace(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} could not be written: {error}; {num_bytes:,} bytes were needed"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # not there any more when all went well
+
+
+def _copy_model_files(model_files: Path, folder: Path, outputs: Sequence[OutputTensor]) -> None:
+    """Configuration, generation configuration, tokenizer, chat template, processor; config.json says the dtype."""
+    unwanted = shutil.ignore_patterns(
+        *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES), "*.index.json", MERGE_MANIFEST
+    )
+    shutil.copytree(model_files, folder, dirs_exist_ok=True, ignore=unwanted)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    largest: torch.dtype = max(outputs, key=lambda tensor: tensor.num_bytes).dtype
+    key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
+    config[key] = str(largest).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -1,0 +1,238 @@
+"""What a merge proves: the tensors are the architecture's, on the disk as they were read, and compute the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo_core.errors import CheckpointError
+from dapo_core.merge.writer import OutputFile, OutputTensor
+from dapo_core.parameter_names import file_pieces
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from dapo_core.merge.sources import Source
+
+MERGE_MANIFEST = "merge_manifest.json"
+_COMPUTED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints hold what the configuration gives
+_BUFFER_BYTES = 1024**2
+_LOGIT_ROWS, _LOGIT_TOKENS = 2, 32
+
+
+def empty_model(model_files: Path) -> nn.Module:
+    """The architecture of a configuration on the meta device, with tied weights tied.
+
+    Raises CheckpointError when the installed transformers cannot build it.
+    """
+    import torch
+
+    with torch.device("meta"):
+        model = _build(model_files)
+    model.tie_weights()  # type: ignore[operator]
+    return model
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Parameters that are another one under a second name, and that one."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def computed_names(names: Iterable[str]) -> set[str]:
+    """Those of buffers that no file needs, since the configuration gives them."""
+    return {name for name in names if _COMPUTED_BUFFERS.search(name)}
+
+
+def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], label: str) -> None:
+    """Raise CheckpointError unless the outputs are the model's parameters and persistent buffers."""
+    expected: dict[str, tuple[int, ...]] = {}
+    missing: list[str] = []
+    tied = tied_names(model)
+    for name, tensor in model.state_dict().items():
+        if name in tied:
+            continue
+        pieces = file_pieces(name, tensor.shape, outputs)
+        missing += [] if pieces else [name]
+        expected |= {piece.file_name: tuple(piece.view(tensor).shape) for piece in pieces}
+    unexpected = sorted(outputs.keys() - expected.keys())
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{label} does not hold the tensors of {type(model).__name__}, which its config.json names: "
+            f"{_some(missing)} are missing, {_some(unexpected)} are not the architecture's; adapters must be "
+            "merged into the model before, and another version of transformers may have named them"
+        )
+    wrong = [name for name, shape in expected.items() if outputs[name].shape != shape]
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{name} in {label} is {outputs[name].shape}, {type(model).__name__} needs {expected[name]} ("
+            f"{len(wrong)} such tensors): config.json and shards belong to different models"
+        )
+
+
+def require_equal(source: Source, name: str, other: str) -> None:
+    """Raise CheckpointError when tied tensors differ, of which one would be lost."""
+    import torch
+
+    if source.tensors[name] == source.tensors[other] and all(
+        torch.equal(mine, theirs) for mine, theirs in zip(source.blocks(name), source.blocks(other), strict=True)
+    ):
+        return
+    raise CheckpointError(
+        f"{name} and {other} of {source.label} differ, although config.json declares them tied; set "
+        "tie_word_embeddings to false in the checkpoint's config.json to keep both"
+    )
+
+
+class Verifier:
+    """Reads files back in two threads while others are still written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="merge-verifier")
+        self._running: list[tuple[OutputFile, dict[str, str], Future[str], Future[None]]] = []
+
+    def __enter__(self) -> Verifier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def submit(self, file: OutputFile, digests: dict[str, str]) -> None:
+        """Have a finished file compared with the digests of what was read for it."""
+        path = self._folder / file.name
+        compared = self._pool.submit(_require_same, path, file, digests)
+        self._running.append((file, digests, self._pool.submit(_file_digest, path), compared))
+
+    def manifest(self) -> dict[str, Any]:
+        """sha256 of all submitted files and tensors; raises CheckpointError where the disk gave other values."""
+        files, tensors = {}, {}
+        for file, digests, file_digest, compared in self._running:
+            compared.result()
+            path = self._folder / file.name
+            files[file.name] = {"bytes": path.stat().st_size, "sha256": file_digest.result()}
+            for tensor in file.tensors:
+                tensors[tensor.name] = {
+                    "file": file.name,
+                    "shape": list(tensor.shape),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "sha256": digests[tensor.name],
+                }
+        return {"files": files, "tensors": tensors}
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write merge_manifest.json: `content`, and size and sha256 of the files that it does not name yet."""
+    files = dict(content["files"])
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in files and name != MERGE_MANIFEST:
+            files[name] = {"bytes": path.stat().st_size, "sha256": _file_digest(path)}
+    text = json.dumps({**content, "files": dict(sorted(files.items()))}, indent=1)
+    (folder / MERGE_MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]) -> dict[str, Any]:
+    """Run the merged folder, opened by transformers, and the source's own tensors on the same tokens.
+
+    Both compute in float32 from weights of the merged precision, so the logits must be the same in every bit.
+    Returns {"tokens", "max_difference"}; raises CheckpointError when they differ.
+    """
+    import torch
+
+    merged, report = type(empty_model(folder)).from_pretrained(  # type: ignore[attr-defined]
+        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+    )
+    wrong = {what: names for what, names in report.items() if names}
+    if wrong:
+        raise CheckpointError(
+            f"transformers opens the merged model with {wrong}; was the folder changed meanwhile?"
+        )
+    vocab_size = merged.get_input_embeddings().num_embeddings
+    token_ids = torch.randint(vocab_size, (_LOGIT_ROWS, _LOGIT_TOKENS), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = merged.eval()(token_ids).logits
+        del merged
+        unmerged = _fill(_build(folder).float(), source, {tensor.stored_name: tensor.dtype for tensor in outputs})
+        difference = (unmerged.eval()(token_ids).logits - logits).abs().max().item()
+    if difference:
+        raise CheckpointError(
+            f"the merged model's logits differ by up to {difference:.3g} from those of {source.label} on "
+            f"{token_ids.numel()} tokens; do not use it, and report this with {MERGE_MANIFEST}"
+        )
+    return {"tokens": token_ids.numel(), "max_difference": difference}
+
+
+def _build(model_files: Path) -> nn.Module:
+    """The model that config.json describes, with the values of its initialisation."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(model_files), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"config.json in {model_files} cannot be read by transformers: {error}") from error
+    name = (config.architectures or ["none"])[0]
+    model_class = getattr(transformers, name, None)
+    if model_class is None:
+        raise CheckpointError(
+            f"config.json in {model_files} names the architecture {name}, which transformers "
+            f"{transformers.__version__} does not have; merge where the version that trained is installed"
+        )
+    return model_class(config)
+
+
+def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
+    """The model with the source's values, rounded to their merged dtype, copied tensor by tensor."""
+    tied = tied_names(model)
+    for name, tensor in model.state_dict().items():
+        if name in tied:
+            continue
+        for piece in file_pieces(name, tensor.shape, source.tensors):
+            target, row = piece.view(tensor), 0
+            for block in source.blocks(piece.file_name):
+                rows = target[row : row + block.shape[0]] if block.ndim else target
+                rows.copy_(block.to(dtypes[piece.file_name]))
+                row += block.shape[0] if block.ndim else 1
+    return model
+
+
+def _require_same(path: Path, file: OutputFile, digests: Mapping[str, str]) -> None:
+    """Read a file back and compare its tensors with the plan and with the digests of what was written."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as opened:
+        names = set(opened.keys())
+        if names != {tensor.name for tensor in file.tensors}:
+            raise CheckpointError(f"{path} has other tensors than were written to it; is the disk sound?")
+        for planned in file.tensors:
+            tensor = opened.get_tensor(planned.name)
+            digest = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+            is_same = tuple(tensor.shape) == planned.shape and tensor.dtype == planned.dtype
+            if not is_same or digest != digests[planned.name]:
+                raise CheckpointError(
+                    f"{path.name}: {planned.name} read back differs from the checkpoint; is the disk sound?"
+                )
+
+
+def _file_digest(path: Path) -> str:
+    """sha256 of a file, after it is on the disk."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_BUFFER_BYTES))
+    with path.open("rb", buffering=0) as file:
+        os.fsync(file.fileno())
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else "0"

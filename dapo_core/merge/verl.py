@@ -1,0 +1,336 @@
+"""Checkpoints of verl's FSDP workers: one file of DTensors for each rank, memory-mapped.
+
+A folder `global_step_N/actor` with
+    model_world_size_W_rank_R.pt   state dict of rank R: DTensors for parameters, plain tensors for buffers
+    fsdp_config.json               world_size, FSDP_version (not in old folders)
+    huggingface/                   config, tokenizer, generation config
+The mesh is ("fsdp",), or ("ddp", "fsdp") where several replicas hold the same: one complete replica is read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo_core.errors import CheckpointError
+from dapo_core.merge.sources import StoredTensor
+from dapo_core.parameter_names import FilePiece, expert_pieces
+
+if TYPE_CHECKING:
+    import torch
+
+_SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+_MESHES = (("fsdp",), ("ddp", "fsdp"))
+FSDP_CONFIG_FILE = "fsdp_config.json"
+HUGGINGFACE_FOLDER = "huggingface"
+
+
+def find_shards(folders: Sequence[Path]) -> list[Path]:
+    """Every rank's file in the folders or in `actor` below them; none when the folders are not verl's.
+
+    Raises CheckpointError when some of the folders hold shards and others do not.
+    """
+    found: dict[Path, list[Path]] = {}
+    for folder in folders:
+        places = [place for place in (folder, folder / "actor") if place.is_dir()]
+        found[folder] = [path for place in places for path in place.iterdir() if _SHARD.fullmatch(path.name)]
+    empty = [folder for folder, paths in found.items() if not paths]
+    if empty and len(empty) < len(found):
+        raise CheckpointError(
+            f"{empty[0]} holds no model_world_size_W_rank_R.pt, unlike the other sources; name the folders that "
+            "hold shards of one checkpoint"
+        )
+    return sorted(path for paths in found.values() for path in paths)
+
+
+class VerlSource:
+    """A checkpoint of verl; implements Source."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """`paths` are the files of find_shards.
+
+        Raises CheckpointError, naming the shard, when one is missing, truncated, unsafe to load or of another
+        checkpoint.
+        """
+        self._paths = _by_rank(paths)
+        self.label = str(paths[0].parent)
+        self._num_ranks = _world_size(paths[0])
+        self._folders = sorted({path.parent for path in paths})
+        self._fsdp_version = _fsdp_version(self._folders, self._num_ranks)
+        self.model_files = _model_files(self._folders)
+        rank, path = min(self._paths.items())
+        first = _load(path)
+        self._ranks = self._complete_replica(_mesh_rows(first, self._num_ranks, path))
+        self._shards = [first if other == rank else _load(self._paths[other]) for other in self._ranks]
+        self.tensors = {name: _stored(tensor) for name, tensor in self._shards[0].items()}
+        for position, shard in enumerate(self._shards):
+            self._require_fit(shard, position)
+        self._takes_experts_apart = any(expert_pieces(name, it.shape) for name, it in self.tensors.items()) and (
+            _files_hold_single_experts(self.model_files)
+        )
+
+    def pieces(self, name: str) -> list[FilePiece]:
+        """The tensor itself, or each expert's matrices where published files of the architecture hold those."""
+        pieces = expert_pieces(name, self.tensors[name].shape) if self._takes_experts_apart else []
+        return pieces or [FilePiece(name)]
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        """Each rank's rows; what every rank holds whole is taken once."""
+        for shard in self._shards:
+            tensor = shard[name]
+            if _placement(tensor) is None:
+                yield _local(tensor)
+                return
+            if _local(tensor).numel():
+                yield _local(tensor)
+
+    def describe(self) -> dict[str, Any]:
+        """The training step is that of the folder, if it has verl's name."""
+        step = next((part for part in reversed(self._folders[0].parts) if part.startswith("global_step_")), None)
+        return {"format": "verl", "name": step, "shards": len(self._ranks), "fsdp_version": self._fsdp_version}
+
+    def _complete_replica(self, rows: list[list[int]]) -> list[int]:
+        """The ranks of the first replica of which no file is missing."""
+        missing = [[rank for rank in row if rank not in self._paths] for row in rows]
+        for row, lacking in zip(rows, missing, strict=True):
+            if not lacking:
+                return row
+        fewest = min(missing, key=len)
+        names = [f"model_world_size_{self._num_ranks}_rank_{rank}.pt" for rank in fewest]
+        raise CheckpointError(
+            f"shard {names[0]} of {self._num_ranks} is missing in {self.label}"
+            + (f", and {len(names) - 1} more" if len(names) > 1 else "")
+            + "; copy it from the node that wrote it, or name that node's folder as a further source"
+        )
+
+    def _require_fit(self, shard: Mapping[str, Any], position: int) -> None:
+        """Raise CheckpointError unless the shard is the part of the model that its rank has."""
+        path = self._paths[self._ranks[position]]
+        if shard.keys() != self.tensors.keys():
+            other = sorted(shard.keys() ^ self.tensors.keys())
+            raise CheckpointError(_foreign(path, f"it and the first differ in {len(other)} names, as {other[0]}"))
+        for name, tensor in shard.items():
+            if _stored(tensor) != self.tensors[name]:
+                theirs, ours = _stored(tensor), self.tensors[name]
+                raise CheckpointError(
+                    _foreign(
+                        path, f"its {name} is part of {theirs.shape} {theirs.dtype}, not {ours.shape} {ours.dtype}"
+                    )
+                )
+            expected = _local_shape(tensor, len(self._ranks), position)
+            local = _local(tensor)
+            if tuple(local.shape) != expected and (local.numel() or 0 not in expected):
+                raise CheckpointError(
+                    _foreign(path, f"its part of {name} is {tuple(local.shape)}, not {expected}")
+                )
+            coordinate = _coordinate(tensor)
+            if coordinate is not None and coordinate != position:
+                raise CheckpointError(
+                    _foreign(path, f"the rank that wrote it had part {coordinate}, not {position}")
+                )
+
+
+def _by_rank(paths: Sequence[Path]) -> dict[int, Path]:
+    by_rank: dict[int, Path] = {}
+    for path in paths:
+        if _world_size(path) != _world_size(paths[0]):
+            raise CheckpointError(
+                f"{path} and {paths[0]} were written by trainings of {_world_size(path)} and "
+                f"{_world_size(paths[0])} ranks; keep the files of one checkpoint"
+            )
+        rank = int(_match(path)[2])
+        if rank in by_rank:
+            raise CheckpointError(
+                f"rank {rank} is there twice, as {by_rank[rank]} and as {path}; keep one of them"
+            )
+        by_rank[rank] = path
+    return by_rank
+
+
+def _match(path: Path) -> re.Match[str]:
+    match = _SHARD.fullmatch(path.name)
+    assert match is not None
+    return match
+
+
+def _world_size(path: Path) -> int:
+    return int(_match(path)[1])
+
+
+def _fsdp_version(folders: Sequence[Path], num_ranks: int) -> int | None:
+    """What fsdp_config.json says; raises CheckpointError when it is that of another training."""
+    for path in (folder / FSDP_CONFIG_FILE for folder in folders):
+        if path.is_file():
+            try:
+                config = json.loads(path.read_text(encoding="utf-8"))
+                version, world_size = config["FSDP_version"], config["world_size"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{path} cannot be read ({error!r}); copy it from rank 0's node") from error
+            if world_size != num_ranks:
+                raise CheckpointError(
+                    f"{path} tells of {world_size} ranks, the shards' names of {num_ranks}; "
+                    "keep the files of one checkpoint"
+                )
+            return version
+    return None
+
+
+def _model_files(folders: Sequence[Path]) -> Path:
+    for folder in folders:
+        if (folder / HUGGINGFACE_FOLDER / "config.json").is_file():
+            return folder / HUGGINGFACE_FOLDER
+    raise CheckpointError(
+        f"{folders[0]} lacks {HUGGINGFACE_FOLDER}/config.json, which rank 0 writes; name its node's folder as "
+        f"well, or copy configuration and tokenizer of the model into {folders[0] / HUGGINGFACE_FOLDER}"
+    )
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """The rank's state dict; values stay in the file until they are touched."""
+    import torch
+    import torch.distributed.tensor  # declares what a DTensor is made of as safe to load
+
+    try:
+        with _quiet_meshes():
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} is refused: it holds more than tensors, and loading that could run code ({_reason(error)}); "
+            "write it anew with verl's FSDP workers on torch 2.6 or later"
+        ) from error
+    except (RuntimeError, ValueError, OSError, EOFError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({_reason(error)}): it is truncated, or of another version of torch than "
+            f"{torch.__version__}; copy it again from the node that wrote it"
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise CheckpointError(f"{path} is no state dict of tensors; name a folder that verl's FSDP workers wrote")
+    if not state:
+        raise CheckpointError(f"{path} holds no tensors; merge another checkpoint")
+    return state
+
+
+def _reason(error: BaseException) -> str:
+    """The line of torch's long message that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "WeightsUnpickler error" in line or "Unsupported" in line]
+    return (telling or lines or [type(error).__name__])[0][:200]
+
+
+@contextmanager
+def _quiet_meshes() -> Iterator[None]:
+    """A mesh that is loaded without its process groups says so each time; here it only has to tell its shape."""
+    mesh_logger = logging.getLogger("torch.distributed.device_mesh")
+    level = mesh_logger.level
+    mesh_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        mesh_logger.setLevel(level)
+
+
+def _mesh_rows(state: Mapping[str, Any], num_ranks: int, path: Path) -> list[list[int]]:
+    """The ranks of each replica, in the order of their rows."""
+    mesh = next((tensor.device_mesh for tensor in state.values() if hasattr(tensor, "device_mesh")), None)
+    if mesh is None:
+        raise CheckpointError(
+            f"{path} holds no DTensor, so nothing says how its {len(state)} tensors were sharded; write it anew "
+            "with verl 0.3 or later, which gives FSDP a device mesh"
+        )
+    names, ranks = _mesh_state(mesh)
+    if names not in _MESHES or ranks.numel() != num_ranks:
+        raise CheckpointError(
+            f"{path} was written on a mesh {names} of {ranks.numel()} ranks, and can be merged from "
+            f"{' or '.join(map(str, _MESHES))} with all {num_ranks} ranks; tensor parallelism is not supported"
+        )
+    return ranks.reshape(-1, ranks.shape[-1]).tolist()
+
+
+def _mesh_state(mesh: Any) -> tuple[tuple[str, ...] | None, torch.Tensor]:
+    """Names of the dimensions and ranks of a mesh, also of one that an earlier torch had pickled.
+
+    Until 2.9 both were attributes; they are computed from others since.
+    """
+    state = vars(mesh)
+    names, ranks = (state[name] if name in state else getattr(mesh, name) for name in ("mesh_dim_names", "mesh"))
+    return tuple(names) if names else None, ranks
+
+
+def _placement(tensor: Any) -> Any:
+    """How the last mesh dimension cuts the tensor; None for what each rank holds whole."""
+    if not hasattr(tensor, "placements"):
+        return None
+    *replicas, placement = tensor.placements
+    if not all(other.is_replicate() for other in replicas) or not (
+        placement.is_replicate() or _is_by_rows(placement)
+    ):
+        raise CheckpointError(
+            f"a tensor {tuple(tensor.shape)} is placed as {tuple(tensor.placements)}; verl's FSDP workers "
+            "cut rows only"
+        )
+    return None if placement.is_replicate() else placement
+
+
+def _is_by_rows(placement: Any) -> bool:
+    return type(placement).__name__ == "Shard" and placement.dim == 0
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor._local_tensor if hasattr(tensor, "placements") else tensor
+
+
+def _stored(tensor: Any) -> StoredTensor:
+    return StoredTensor(tuple(tensor.shape), tensor.dtype)
+
+
+def _local_shape(tensor: Any, num_shards: int, position: int) -> tuple[int, ...]:
+    """Shape of the part at `position`; rows are cut as torch.chunk does, so the last parts may be empty."""
+    if _placement(tensor) is None:
+        return tuple(tensor.shape)
+    num_rows, *rest = tensor.shape
+    size = -(-num_rows // num_shards)
+    return (max(min(size, num_rows - position * size), 0), *rest)
+
+
+def _coordinate(tensor: Any) -> int | None:
+    """The part that the writing rank held, by its mesh."""
+    if not hasattr(tensor, "placements"):
+        return None
+    coordinate = vars(tensor.device_mesh).get("_coordinate_on_dim")
+    return coordinate[-1] if coordinate else None
+
+
+def _foreign(path: Path, what: str) -> str:
+    return f"{path} does not belong to the other shards: {what}; copy it again from the node that wrote it"
+
+
+def _files_hold_single_experts(model_files: Path) -> bool:
+    """Whether published files of the architecture hold each expert's matrices, which transformers fuses."""
+    import transformers
+
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError as error:
+        raise CheckpointError(
+            f"the shards hold fused experts, as transformers 5 has them, and {transformers.__version__} is "
+            "installed; merge with the version that trained"
+        ) from error
+    model_type = json.loads((model_files / "config.json").read_text(encoding="utf-8")).get("model_type")
+    fused = [
+        rule
+        for rule in get_checkpoint_conversion_mapping(model_type) or ()
+        if any(target.endswith("experts.gate_up_proj") for target in rule.target_patterns)
+    ]
+    sources = [pattern for rule in fused for pattern in rule.source_patterns]
+    if sources and not all(pattern.endswith((".gate_proj.weight", ".up_proj.weight")) for pattern in sources):
+        raise CheckpointError(
+            f"files of {model_type} name experts {' and '.join(sources)}, which cannot be written yet; "
+            "merge an architecture such as Qwen3-MoE"
+        )
+    return bool(sources)

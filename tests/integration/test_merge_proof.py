@@ -1,0 +1,223 @@
+"""What a merge promises beside its result: bounded memory, no half of a model, a manifest that is true."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import Qwen3Config
+
+from dapo_core.errors import CheckpointError
+from dapo_core.merge import MERGE_MANIFEST, merge_checkpoint
+from dapo_core.merge.sources import open_source
+from dapo_core.merge.verification import compare_logits, empty_model
+from dapo_core.merge.writer import output_tensors
+from tests.ranks import run_ranks
+from tests.verl_folders import Case, write_folders
+
+MIB = 1024**2
+SHARD_BYTES = 32 * MIB
+TENSOR_BYTES = 512 * 2048 * 4  # the largest matrix of the large model
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Model folder and verl checkpoint."""
+    case = Case(2, (2,), "qwen3", True)
+    return write_folders([case], tmp_path_factory.mktemp("small"))[case]
+
+
+def _in_child(function: Callable[..., None], *arguments: Any) -> tuple[int | None, Any]:
+    """Exit code of a process that runs `function(send, *arguments)`, and what it sent."""
+    context = multiprocessing.get_context("forkserver")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=function, args=(sending.send, *arguments))
+    process.start()
+    sending.close()
+    process.join(120)
+    return process.exitcode, receiving.recv() if process.exitcode == 0 else None
+
+
+def _save(rank: int, folder: Path, num_layers: int) -> None:
+    """A random model, of 15 MiB for each layer, as a checkpoint of verl and as one of ours."""
+    import torch.distributed.checkpoint as dcp
+
+    config = Qwen3Config(
+        vocab_size=320,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    verl, ours = folder / "verl" / "actor", folder / "ours" / "step_000001"
+    if rank == 0:
+        config.save_pretrained(verl / "huggingface")
+        config.save_pretrained(ours / "huggingface")
+    torch.distributed.barrier()
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    torch.manual_seed(0)
+    names = {name: parameter.shape for name, parameter in empty_model(verl / "huggingface").named_parameters()}
+    state = {name: distribute_tensor(torch.randn(shape), mesh, [Shard(0)]) for name, shape in names.items()}
+    torch.save(state, verl / f"model_world_size_2_rank_{rank}.pt")
+    dcp.save({"model": state}, checkpoint_id=ours)
+    (ours / "tensor_names.json").write_text(json.dumps(list(names)))
+    (ours / "trainer_state.json").write_text("{}")
+
+
+def _anonymous_bytes() -> int:
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+
+
+def _merge_and_watch(send: Callable[[Any], None], warm_up: Path, source: Path, target: Path, dtype: str) -> None:
+    merge_checkpoint([warm_up], target.with_name("warm_up"))  # imports and pools have their memory from now on
+    peak, is_done = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_done.wait(0.001):
+            peak = max(peak, _anonymous_bytes())
+
+    before = _anonymous_bytes()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    sizes = merge_checkpoint([source], target, dtype, SHARD_BYTES)
+    is_done.set()
+    watcher.join()
+    send((sizes, peak - before))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of 1 and of 12 layers."""
+    folder = tmp_path_factory.mktemp("large")
+    for num_layers in (1, 12):
+        run_ranks(2, _save, folder / str(num_layers), num_layers)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+@pytest.mark.parametrize("source", ["verl", "ours"])
+def test_memory_is_bounded_by_one_file_and_one_tensor(
+    large: Path, tmp_path: Path, source: str, dtype: str
+) -> None:
+    exit_code, sent = _in_child(
+        _merge_and_watch, large / "1" / source, large / "12" / source, tmp_path / "merged", dtype
+    )
+    assert exit_code == 0
+    sizes, peak = sent
+    assert sizes["parameters"] * 4 > 5 * (SHARD_BYTES + TENSOR_BYTES)
+    assert sizes["shards"] >= 3
+    assert 0 < peak <= SHARD_BYTES + TENSOR_BYTES
+
+
+def _merge_and_die(send: Callable[[Any], None], source: Path, target: Path) -> None:
+    merge_checkpoint(
+        [source], target, max_shard_bytes=60_000, on_file=lambda done, total: os.kill(os.getpid(), signal.SIGKILL)
+    )
+
+
+def test_a_merge_that_is_killed_leaves_no_model(small: tuple[Path, Path], tmp_path: Path) -> None:
+    exit_code, _ = _in_child(_merge_and_die, small[1], tmp_path / "merged")
+    assert exit_code == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == ["merged.partial"]
+    merge_checkpoint([small[1]], tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+    assert (
+        load_file(tmp_path / "merged" / "model.safetensors").keys()
+        == load_file(small[0] / "model.safetensors").keys()
+    )
+
+
+def _merge_with_small_files(send: Callable[[Any], None], source: Path, target: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        merge_checkpoint([source], target)
+    except CheckpointError as error:
+        send(str(error))
+
+
+def test_a_merge_that_cannot_write_leaves_nothing(small: tuple[Path, Path], tmp_path: Path) -> None:
+    exit_code, message = _in_child(_merge_with_small_files, small[1], tmp_path / "merged")
+    assert exit_code == 0
+    assert "merged could not be written: [Errno 27] File too large" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_caller_that_stops_leaves_nothing(small: tuple[Path, Path], tmp_path: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge_checkpoint([small[1]], tmp_path / "merged", on_file=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_target_is_filled(small: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "merged").mkdir()
+    merge_checkpoint([small[1]], tmp_path / "merged")
+    assert (tmp_path / "merged" / "config.json").is_file()
+
+
+def test_the_manifest_has_the_digest_of_every_file_and_tensor(small: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(small[1], tmp_path / "step")
+    chat = tmp_path / "step" / "actor" / "huggingface" / "additional_chat_templates" / "tool.jinja"
+    chat.parent.mkdir()
+    chat.write_text("{{ messages }}")
+    save_file({"stale": torch.zeros(2)}, chat.parents[1] / "model.safetensors")  # weights that verl may put there
+    target = tmp_path / "merged"
+    merge_checkpoint([tmp_path / "step"], target, max_shard_bytes=60_000)
+    manifest = json.loads((target / MERGE_MANIFEST).read_text())
+    on_disk = {path.relative_to(target).as_posix(): path for path in target.rglob("*") if path.is_file()}
+    assert manifest["files"].keys() == on_disk.keys() - {MERGE_MANIFEST}
+    assert "additional_chat_templates/tool.jinja" in manifest["files"]
+    for name, entry in manifest["files"].items():
+        content = on_disk[name].read_bytes()
+        assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    tensors = {
+        name: (path.name, value)
+        for path in target.glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
+    assert manifest["tensors"] == {
+        name: {
+            "file": place,
+            "shape": list(value.shape),
+            "dtype": "float32",
+            "sha256": hashlib.sha256(value.numpy().tobytes()).hexdigest(),
+        }
+        for name, (place, value) in tensors.items()
+    }
+    assert manifest["dtype"] == "keep"
+    assert "logits" not in manifest
+
+
+def test_logits_of_other_weights_are_told_apart(small: tuple[Path, Path], tmp_path: Path) -> None:
+    target = tmp_path / "merged"
+    merge_checkpoint([small[1]], target, "bfloat16", verify_logits=True)
+    source = open_source([small[1]])
+    outputs = output_tensors(source, "bfloat16", {"lm_head.weight"})
+    assert compare_logits(target, source, outputs) == {"tokens": 64, "max_difference": 0.0}
+    weights = load_file(target / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] += 0.5
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"logits differ by up to \d\S+ from those of \S+/actor on 64 tokens"
+    ):
+        compare_logits(target, source, outputs)

@@ -1,0 +1,330 @@
+"""verl's FSDP checkpoints, written by real ranks, become the model that was sharded, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from transformers import AutoModelForCausalLM
+
+from dapo_core.errors import CheckpointError
+from dapo_core.merge import MERGE_MANIFEST, merge_checkpoint
+from dapo_core.merge.verl import VerlSource, find_shards
+from tests.ranks import run_ranks
+from tests.verl_folders import Case, write_folders
+
+CASES = [
+    Case(2, (1,), "qwen3", True),
+    Case(2, (2,), "qwen2", False),
+    Case(1, (2,), "qwen3", True),
+    Case(2, (3,), "llama", True),
+    Case(1, (3,), "qwen3_moe", False),
+    Case(2, (4,), "qwen3_moe", False),  # five experts: 2, 2, 1 and none
+    Case(2, (2, 2), "qwen3", True),
+    Case(1, (2, 2), "llama", False),
+]
+THREE, HYBRID = CASES[4], CASES[6]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Path, Path]]:
+    return write_folders(CASES, tmp_path_factory.mktemp("verl"))
+
+
+def assert_same_model(merged: Path, original: Path) -> None:
+    """Same tensors by the same names in the files, and for transformers."""
+    assert load_weights(merged).keys() == load_weights(original).keys()
+    for name, weight in load_weights(merged).items():
+        assert torch.equal(weight, load_weights(original)[name]), name
+    loaded: Any = AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
+    model, report = loaded
+    assert not any(report.values())
+    expected = AutoModelForCausalLM.from_pretrained(original).state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+
+
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_merged_model_is_the_one_that_was_sharded(
+    folders: dict[Case, tuple[Path, Path]], case: Case, tmp_path: Path
+) -> None:
+    original, step = folders[case]
+    target = tmp_path / "merged"
+    merge_checkpoint([step], target, verify_logits=True)
+    assert_same_model(target, original)
+    assert {path.name for path in target.iterdir()} == {MERGE_MANIFEST} | {
+        path.name for path in original.iterdir()
+    }
+    manifest = json.loads((target / MERGE_MANIFEST).read_text())
+    assert manifest["source"] == {
+        "format": "verl",
+        "name": "global_step_3",
+        "shards": case.mesh[-1],
+        "fsdp_version": case.fsdp,
+    }
+    assert manifest["logits"] == {"tokens": 64, "max_difference": 0.0}
+
+
+def test_shards_of_two_nodes_are_one_model(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
+    original, step = folders[THREE]
+    first, second = tmp_path / "node0", tmp_path / "node1" / "actor"
+    shutil.copytree(step / "actor", first)
+    second.mkdir(parents=True)
+    (first / "model_world_size_3_rank_1.pt").rename(second / "model_world_size_3_rank_1.pt")
+    merge_checkpoint([second.parent, first], tmp_path / "merged", max_shard_bytes=40_000)
+    assert_same_model(tmp_path / "merged", original)
+    for path in (tmp_path / "merged").glob(
+        "*.safetensors"
+    ):  # experts of a layer, 5 x 3 x 16 kB, are not kept together
+        tensors = load_file(path)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 40_000
+    shutil.copy2(first / "model_world_size_3_rank_0.pt", second)
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 is there twice, as \S+rank_0\.pt and as \S+rank_0\.pt; keep"
+    ):
+        merge_checkpoint([second, first], tmp_path / "again")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"empty holds no model_world_size_W_rank_R\.pt, unlike the other"):
+        merge_checkpoint([first, tmp_path / "empty"], tmp_path / "again")
+
+
+def test_one_complete_replica_is_enough(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
+    original, step = folders[HYBRID]
+    shutil.copytree(step, tmp_path / "step")
+    (tmp_path / "step" / "actor" / "model_world_size_4_rank_1.pt").unlink()
+    merge_checkpoint([tmp_path / "step"], tmp_path / "merged")  # ranks 2 and 3
+    assert_same_model(tmp_path / "merged", original)
+    (tmp_path / "step" / "actor" / "model_world_size_4_rank_2.pt").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"shard model_world_size_4_rank_1\.pt of 4 is missing in \S+/actor;"
+    ):
+        merge_checkpoint([tmp_path / "step"], tmp_path / "again")
+
+
+def _shard(actor: Path, rank: int = 1) -> Path:
+    return actor / f"model_world_size_3_rank_{rank}.pt"
+
+
+def _truncate(actor: Path) -> None:
+    os.truncate(_shard(actor), _shard(actor).stat().st_size // 2)
+
+
+def _other_size(actor: Path) -> None:
+    shutil.copy2(_shard(actor), actor / "model_world_size_4_rank_3.pt")
+
+
+def _swap(actor: Path) -> None:
+    shutil.copy2(_shard(actor, 0), _shard(actor, 1))
+
+
+def _change(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def damage(actor: Path) -> None:
+        state = torch.load(_shard(actor), weights_only=True)
+        change(state)
+        torch.save(state, _shard(actor))
+
+    return damage
+
+
+def _rename(state: dict[str, Any]) -> None:
+    state["model.norm.scale"] = state.pop("model.norm.weight")
+
+
+def _halve(state: dict[str, Any]) -> None:
+    state["model.norm.weight"] = state["model.norm.weight"].to(torch.float16)
+
+
+def _shorten(state: dict[str, Any]) -> None:
+    whole = state["model.norm.weight"]
+    state["model.norm.weight"] = DTensor(whole.to_local()[:-1], whole._spec, requires_grad=False)
+
+
+class Harmful:
+    """Would make a file when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("harmed", "w")
+
+
+def _poison(state: dict[str, Any]) -> None:
+    state["model.norm.weight"] = Harmful()
+
+
+def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
+    def damage(actor: Path) -> None:
+        content = json.loads((actor / name).read_text())
+        (actor / name).write_text(json.dumps({**content, **changes}))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda actor: _shard(actor).unlink(),
+            r"shard model_world_size_3_rank_1\.pt of 3 is missing in \S+/actor; cop",
+        ),
+        (_truncate, r"rank_1\.pt cannot be read \(.+\): it is truncated, or of another version of torch"),
+        (_other_size, r"rank_3\.pt and \S+rank_0\.pt were written by trainings of 4 and 3 ranks"),
+        (_swap, r"rank_1\.pt does not belong to the other shards: .*part 0, not 1; copy it again"),
+        (_change(_rename), r"rank_1\.pt does not .*: it and the first differ in 2 names, as model\.norm\.scale"),
+        (
+            _change(_halve),
+            r"rank_1\.pt .* its model\.norm\.weight is part of \(64,\) torch\.float16, not \(64,\) to",
+        ),
+        (
+            _change(_shorten),
+            r"rank_1\.pt .* its part of model\.norm\.weight is \(21,\), not \(22,\)",
+        ),  # 22, 22, 20
+        (
+            _change(_poison),
+            r"rank_1\.pt is refused: it holds more than tensors, and loading that could run code \(.*o",
+        ),
+        (_edit("fsdp_config.json", world_size=8), r"fsdp_config\.json tells of 8 ranks, the shards' names of 3"),
+        (
+            _edit("huggingface/config.json", vocab_size=9),
+            r"\S+weight in \S+ is \(\d+, 64\), Qwen3Moe\S+ needs \(9, 64",
+        ),
+        (
+            _edit("huggingface/config.json", num_hidden_layers=1),
+            r"0 are missing, 24 \(model\.layers\.1\.\S+, .*are not",
+        ),  # 4 norms, 4 projections, the router, and 3 matrices of each of 5 experts
+        (
+            _edit("huggingface/config.json", architectures=["Foo"]),
+            r"names the architecture Foo, which transformers",
+        ),
+        (
+            lambda actor: shutil.rmtree(actor / "huggingface"),
+            r"lacks huggingface/config\.json, which rank 0 writes",
+        ),
+    ],
+)
+def test_a_damaged_shard_is_named_before_anything_is_written(
+    folders: dict[Case, tuple[Path, Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], None],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folders[THREE][1] / "actor", tmp_path / "actor")
+    damage(tmp_path / "actor")
+    with pytest.raises(CheckpointError, match=message):
+        merge_checkpoint([tmp_path / "actor"], tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["actor"]
+
+
+def test_tied_tensors_that_differ_are_not_dropped(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
+    shutil.copytree(folders[CASES[0]][1], tmp_path / "step")
+    shard = tmp_path / "step" / "actor" / "model_world_size_1_rank_0.pt"
+    state = torch.load(shard, weights_only=True)
+    head = state["lm_head.weight"]
+    state["lm_head.weight"] = DTensor(head.to_local() + 1, head._spec, requires_grad=False)
+    torch.save(state, shard)
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight of \S+ differ, although"
+    ):
+        merge_checkpoint([tmp_path / "step"], tmp_path / "merged")
+
+
+def _save_placements(rank: int, folder: Path) -> None:
+    """What verl's models lack: a buffer, a replicated parameter, a scalar, a parameter cut by columns."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    whole = torch.arange(15.0).reshape(5, 3)
+    state = {
+        "rows": torch.distributed.tensor.distribute_tensor(whole, mesh, [Shard(0)]),
+        "single": torch.distributed.tensor.distribute_tensor(whole[:1], mesh, [Shard(0)]),
+        "same": torch.distributed.tensor.distribute_tensor(whole, mesh, [Replicate()]),
+        "buffer": whole + 1,
+        "count": torch.tensor(7),
+    }
+    columns = torch.distributed.tensor.distribute_tensor(whole, mesh, [Shard(1)])
+    partial = DTensor.from_local(whole, mesh, [Partial()])
+    kinds = {"good": {}, "columns": {"bad": columns}, "partial": {"bad": partial}}
+    for name, further in kinds.items():
+        (folder / name / "huggingface").mkdir(parents=True, exist_ok=True)
+        (folder / name / "huggingface" / "config.json").write_text("{}")
+        torch.save({**state, **further}, folder / name / f"model_world_size_2_rank_{rank}.pt")
+    tensor_parallel = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    (folder / "tp" / "huggingface").mkdir(parents=True, exist_ok=True)
+    (folder / "tp" / "huggingface" / "config.json").write_text("{}")
+    split = torch.distributed.tensor.distribute_tensor(whole, tensor_parallel, [Shard(0)])
+    torch.save({"rows": split}, folder / "tp" / f"model_world_size_2_rank_{rank}.pt")
+    _like_torch_2_7()
+    (folder / "old" / "huggingface").mkdir(parents=True, exist_ok=True)
+    (folder / "old" / "huggingface" / "config.json").write_text("{}")
+    torch.save({"rows": state["rows"]}, folder / "old" / f"model_world_size_2_rank_{rank}.pt")
+
+
+def _like_torch_2_7() -> None:
+    """From now on this process pickles meshes with the attributes that they had until torch 2.9."""
+
+    def state(mesh: DeviceMesh) -> dict[str, Any]:
+        return {
+            "device_type": mesh.device_type,
+            "mesh": mesh.mesh,
+            "mesh_dim_names": mesh.mesh_dim_names,
+            "_flatten_mesh_list": tuple(mesh.mesh.flatten().tolist()),
+            "_thread_id": None,
+            "_coordinate_on_dim": mesh.get_coordinate(),
+            "_dim_group_infos": [("", [0, 1], "mesh_fsdp")],
+        }
+
+    DeviceMesh.__getstate__ = state  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def placed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("placed")
+    run_ranks(2, _save_placements, folder)
+    return folder
+
+
+def test_each_placement_gives_its_rows_once(placed: Path) -> None:
+    source = VerlSource(find_shards([placed / "good"]))
+    whole = torch.arange(15.0).reshape(5, 3)
+    blocks = {name: list(source.blocks(name)) for name in source.tensors}
+    assert {name: [tuple(block.shape) for block in parts] for name, parts in blocks.items()} == {
+        "rows": [(3, 3), (2, 3)],  # ceil(5 / 2) = 3
+        "single": [(1, 3)],  # the second rank holds none
+        "same": [(5, 3)],
+        "buffer": [(5, 3)],
+        "count": [()],
+    }
+    assert torch.equal(torch.cat(blocks["rows"]), whole)
+    assert torch.equal(blocks["same"][0], whole)
+    assert torch.equal(blocks["buffer"][0], whole + 1)
+    assert blocks["count"][0] == 7
+
+
+def test_a_mesh_as_older_torch_pickled_it_is_understood(placed: Path) -> None:
+    source = VerlSource(find_shards([placed / "old"]))
+    assert torch.equal(torch.cat(list(source.blocks("rows"))), torch.arange(15.0).reshape(5, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("columns", r"a tensor \(5, 3\) is placed as \(Shard\(dim=1\),\); verl's FSDP workers cut rows only"),
+        ("partial", r"a tensor \(5, 3\) is placed as \(Partial\(sum\),\); verl's"),
+        ("tp", r"written on a mesh \('tp',\) of 2 ranks, and can be merged from \('fsdp',\) or \('ddp', 'fsdp'\)"),
+    ],
+)
+def test_what_fsdp_does_not_write_is_refused(placed: Path, name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        VerlSource(find_shards([placed / name]))
