@@ -220,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=12, help="of the model (default: %(default)s, 1.3 GB)")
+    parser.add_argument("--layers", type=int, default=12, help="of the model (default: %(default)s, 0.87 GB)")
     parser.add_argument("--hidden", type=int, default=1024, help="its width (default: %(default)s)")
     parser.add_argument("--shards", type=int, default=4, help="ranks that wrote it (default: %(default)s)")
     parser.add_argument(

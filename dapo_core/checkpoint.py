@@ -35,6 +35,7 @@ PARTIAL = ".partial"
 STATE_FILE = "trainer_state.json"
 HUGGINGFACE_FOLDER = "huggingface"
 NAMES_FILE = "tensor_names.json"
+MANIFESTS = ("manifest.json", "merge_manifest.json")  # of the folder a model came in, not of the checkpoint
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
 _COMPLETE = re.compile(r"step_(\d+)")
 
@@ -139,7 +140,7 @@ def copy_model_files(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         is_weight = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        if path.is_file() and not is_weight and path.name != "manifest.json":
+        if path.is_file() and not is_weight and path.name not in MANIFESTS:
             shutil.copy2(path, target / path.name)
 
 
