@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from dapo_core.data import Prompt
 from dapo_core.engines import Response
 from dapo_core.errors import CheckpointError
-from dapo_core.model_folder import weight_names
+from dapo_core.model_folder import MERGE_MANIFEST, weight_names
 from dapo_core.rollout import Group, GroupRequest, Rollout
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ PARTIAL = ".partial"
 STATE_FILE = "trainer_state.json"
 HUGGINGFACE_FOLDER = "huggingface"
 NAMES_FILE = "tensor_names.json"
-MANIFESTS = ("manifest.json", "merge_manifest.json")  # of the folder a model came in, not of the checkpoint
+MANIFESTS = ("manifest.json", MERGE_MANIFEST)  # of the folder a model came in, not of the checkpoint
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
 _COMPLETE = re.compile(r"step_(\d+)")
 

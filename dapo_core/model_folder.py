@@ -10,6 +10,7 @@ from dapo_core.errors import ModelError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+MERGE_MANIFEST = "merge_manifest.json"  # beside the weights of a merged model
 FINGERPRINT_BYTES = 1024**2
 _PARTS = (
     ("config.json", ("config.json",)),

@@ -71,13 +71,8 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """What the advantages are made of: [G].
-
-        A rollout without a score shows the mean of the others; it has no advantage and is no sibling to them.
-        """
-        scored = [rollout.reward for rollout in self.rollouts if rollout.is_scored]
-        mean = sum(scored) / max(len(scored), 1)
-        return [rollout.reward if rollout.is_scored else mean for rollout in self.rollouts]
+        """Score and overlong penalty of each rollout: [G]. One without a score counts in no advantage."""
+        return [rollout.reward for rollout in self.rollouts]
 
 
 @dataclass(frozen=True)

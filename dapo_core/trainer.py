@@ -180,7 +180,7 @@ class Trainer:
         with timer.phase("old_log_prob"):
             policy.onload()
             old_log_probs, entropy = policy.log_probs(batch)
-            batch = replace(batch, old_log_probs=old_log_probs)
+            batch = batch.with_old_log_probs(old_log_probs)
         if self.config.algorithm.kl.place != "off":
             with timer.phase("ref"):
                 batch = replace(batch, ref_log_probs=policy.ref_log_probs(batch))

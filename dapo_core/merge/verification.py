@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.writer import OutputFile, OutputTensor
+from dapo_core.model_folder import MERGE_MANIFEST
 from dapo_core.parameter_names import file_pieces
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from dapo_core.merge.sources import Source
 
-MERGE_MANIFEST = "merge_manifest.json"
 _COMPUTED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints hold what the configuration gives
 _BUFFER_BYTES = 1024**2
 _LOGIT_ROWS, _LOGIT_TOKENS = 2, 32

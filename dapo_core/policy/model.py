@@ -19,6 +19,7 @@ from dapo_core.device import Device
 from dapo_core.errors import ModelError
 from dapo_core.model_folder import require_model_folder, weight_files
 from dapo_core.parameter_names import FilePiece, file_pieces
+from dapo_core.policy.requirements import read_model_config
 
 if TYPE_CHECKING:
     from dapo_core.config import TrainConfig
@@ -69,11 +70,11 @@ def empty_causal_lm(model_path: str | Path, dtype: torch.dtype) -> nn.Module:
 
     Raises ModelError when the folder is incomplete or no causal language model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     require_model_folder(model_path)
     try:
-        config = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
+        config = read_model_config(model_path)
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError) as error:

@@ -231,7 +231,6 @@ def test_responses_without_a_score_make_no_signal() -> None:
     for compat in ("none", "verl"):
         draw = make_sampler(ScriptedSource(script, burst=4), 1, compat=compat).draw(1)
         assert booked(draw) == {"kept": 1, "all_right": 1, "all_wrong": 2}
-    # the one without a score takes the mean of the others, (1 - 1) / 2
     assert draw.groups[0].rewards == [1.0, -1.0, 0.0]
     assert draw.groups[0].metric("seq_reward") == [1.0, -1.0]
 
