@@ -197,7 +197,7 @@ def _group(rows: Sequence[Row]) -> GroupResult:
 
 def _flip(before: Row, after: Row) -> Flip:
     sides = [{"verdict": x.verdict, "answer": x.answer, "response": x.response} for x in (before, after)]
-    return Flip(before.id, before.level, before.subject, before.prompt[-1]["content"], before.gold, *sides)
+    return Flip(before.id, before.level, before.subject, before.problem, before.gold, *sides)
 
 
 def _transitions(paired: Sequence[tuple[Row, Row]]) -> dict[str, dict[str, int]]:

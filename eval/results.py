@@ -27,14 +27,18 @@ SUMMARY_FILE = "summary.json"
 class Row:
     """One item's outcome, as it stands on one line of results.jsonl."""
 
-    id: str
-    prompt: tuple[Message, ...]  # the messages as sent
+    id: str  # of the item
+    sample: int  # 0 to k - 1, of k responses to the item
+    prompt: tuple[Message, ...] | str  # as sent: messages of a chat, or the text to complete
     response: str | None  # None: the request failed, `failure` says why
     finish_reason: str | None
     response_tokens: int | None
-    answer: str | None
+    answer: str | None  # exact ruler
     gold: str
-    verdict: Verdict
+    verdict: Verdict  # exact ruler
+    aisbench_answer: str | None
+    aisbench_right: bool
+    aisbench_raises: bool
     attempts: int
     seconds: float
     subject: str | None
@@ -45,6 +49,11 @@ class Row:
     def is_right(self) -> bool:
         """True when a finished response gave the gold answer."""
         return self.verdict == "right"
+
+    @property
+    def problem(self) -> str:
+        """What was asked: the last message of a chat, or the whole text."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     @property
     def is_answered(self) -> bool:
@@ -60,7 +69,8 @@ def parse_row(line: str) -> Row | None:
     """The row on a line of results.jsonl, or None when the line is torn or not ours."""
     try:
         fields = json.loads(line)
-        row = Row(**{**fields, "prompt": tuple(fields["prompt"])})
+        prompt = fields["prompt"]
+        row = Row(**{**fields, "prompt": prompt if isinstance(prompt, str) else tuple(prompt)})
     except (ValueError, TypeError, KeyError):
         return None
     return row if row.verdict in VERDICTS else None

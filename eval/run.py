@@ -214,6 +214,7 @@ def _make_row(item: Item, outcome: Outcome) -> Row:
     graded = grade(outcome.text, outcome.finish_reason, item.gold)
     return Row(
         id=item.id,
+        sample=0,
         prompt=item.messages,
         response=outcome.text,
         finish_reason=outcome.finish_reason,
@@ -221,6 +222,9 @@ def _make_row(item: Item, outcome: Outcome) -> Row:
         answer=graded.answer,
         gold=item.gold,
         verdict=graded.verdict,
+        aisbench_answer=graded.aisbench_answer,
+        aisbench_right=graded.aisbench_right,
+        aisbench_raises=graded.aisbench_raises,
         attempts=outcome.attempts,
         seconds=round(outcome.seconds, 4),
         subject=item.subject,
