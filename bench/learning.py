@@ -154,7 +154,7 @@ def _answer(config: Config, store: ArtifactStore, data: Artifact, model: Artifac
         modules=("dapo_core.engines.hf_engine", "eval.benchmark", "eval.grading"),
         packages=("torch", "transformers"),
     )
-    key = stage.key(config, evaluate_model_inputs(data, model))
+    key = stage.key(config, evaluate_model_inputs(config, data, model))
     answers, _ = store.produce(key, lambda folder: _write_answers(config, data, model, folder))
     rows = [json.loads(line) for line in (Path(answers.path) / ANSWERS_FILE).read_text().splitlines()]
     return (
@@ -166,19 +166,17 @@ def _answer(config: Config, store: ArtifactStore, data: Artifact, model: Artifac
 def _write_answers(config: Config, data: Artifact, model: Artifact, folder: Path) -> Mapping[str, Any]:
     from dapo_core.data import load_tokenizer
     from dapo_core.engines import EngineSettings, GenerationRequest, build_engine
-    from eval.benchmark import load_items
+    from eval.benchmark import load_set
     from eval.grading import grade
     from tasks.stages import eval_file
 
     limit, items, tokenizer = (
         config.evaluate.max_response_tokens,
-        load_items(eval_file(data)),
+        load_set(eval_file(data)).items,
         load_tokenizer(model.path),
     )
-    texts = [
-        tokenizer.apply_chat_template(list(item.messages), add_generation_prompt=True, tokenize=False)
-        for item in items
-    ]
+    chats = [list(item.prompt) for item in items if not isinstance(item.prompt, str)]
+    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     settings = EngineSettings(
         dtype="float32",

@@ -1,106 +1,119 @@
-"""Chat-completion requests to an OpenAI-compatible server: one outcome per prompt, never an exception."""
+"""One request to an OpenAI-compatible server: a text, or the reason why there is none and what to do about it."""
 
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import functools
 import json
-import logging
-import random
 import ssl
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from eval.benchmark import Message
-
-logger = logging.getLogger(__name__)
+from eval.prompts import Prompt
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _MAX_REASON_CHARS = 300
+_MAX_RETRY_AFTER_SECONDS = 300.0
+_CONNECT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the model answers, and how patiently it is asked.
-
-    `base_url` with or without the closing `/v1`; `model` is the served name. `timeout_seconds` bounds one
-    attempt as a whole. Attempts are spaced by `backoff_seconds * 2**k`, with jitter, at most a minute.
-    """
+    """Where the model answers: `base_url` with or without the closing `/v1`, `model` the served name."""
 
     base_url: str
     model: str
     api_key: str | None = None
-    concurrency: int = 32
-    timeout_seconds: float = 600.0
-    max_attempts: int = 6
-    backoff_seconds: float = 0.5
 
-    @property
-    def chat_url(self) -> str:
-        """URL of the chat completions of this server."""
-        base = self.base_url.rstrip("/")
-        return f"{base if base.endswith('/v1') else base + '/v1'}/chat/completions"
+    def url(self, path: str) -> str:
+        """URL of a path such as "chat/completions"."""
+        return f"{self.base_url.rstrip('/').removesuffix('/v1')}/v1/{path}"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one response is sampled; all of it is part of a result's identity."""
+    """How responses are sampled; all of it is part of a result's identity. Sample i of an item has seed + i."""
 
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int | None = None  # vLLM's extra field, sent only when set
     seed: int = 1234
+    num_samples: int = 1
+    stop: tuple[str, ...] = ()
+
+    def body(self, sample: int) -> dict[str, Any]:
+        """The fields of the request of one sample."""
+        fields: dict[str, Any] = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed + sample,
+        }
+        if self.top_k is not None:
+            fields["top_k"] = self.top_k
+        if self.stop:
+            fields["stop"] = list(self.stop)
+        return fields
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of one prompt: `text` is None exactly when `failure` says why every attempt failed."""
+class Answer:
+    """What the model said."""
 
-    text: str | None
+    text: str
     finish_reason: str | None
     response_tokens: int | None  # None where the server does not count them
-    attempts: int
-    seconds: float  # over all attempts
-    failure: str | None = None
 
 
-class _AttemptError(Exception):
-    """One attempt failed. `is_final` says that another one would fail alike."""
+class RequestError(Exception):
+    """A request came to nothing."""
 
-    def __init__(self, reason: str, is_final: bool = False, retry_after_seconds: float = 0.0) -> None:
-        super().__init__(reason)
-        self.is_final = is_final
+    def __init__(
+        self,
+        reason: str,
+        *,
+        is_final: bool = False,
+        is_timeout: bool = False,
+        is_unreachable: bool = False,
+        retry_after_seconds: float = 0.0,
+    ) -> None:
+        super().__init__(_utf8(reason[:_MAX_REASON_CHARS]))
+        self.is_final = is_final  # another attempt would fail alike, at any server
+        self.is_timeout = is_timeout  # another attempt at this server would only wait again
+        self.is_unreachable = is_unreachable  # there was no connection: nothing was asked
         self.retry_after_seconds = retry_after_seconds
 
 
-class ChatClient:
-    """Asks one endpoint over one connection, with retries. Use as an async context manager.
+class Connection:
+    """One connection to a server, kept open, for one request at a time. Use as an async context manager.
 
     One client per request in flight: httpx's own pool looks at all its connections for every request, which
     costs more than the requests once dozens are in flight.
     """
 
-    def __init__(self, endpoint: Endpoint, sampling: Sampling) -> None:
+    def __init__(self, endpoint: Endpoint, sampling: Sampling, timeout_seconds: float) -> None:
         self._endpoint = endpoint
         self._sampling = sampling
+        self._timeout_seconds = timeout_seconds
         headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         self._http = httpx.AsyncClient(
             headers=headers,
-            timeout=httpx.Timeout(endpoint.timeout_seconds),
+            timeout=httpx.Timeout(None, connect=min(_CONNECT_SECONDS, timeout_seconds)),
             limits=httpx.Limits(max_connections=1),
             verify=_ssl_context(),
             # A proxy from the environment must not stand between us and a server on this machine.
             trust_env=urlsplit(endpoint.base_url).hostname not in _LOOPBACK,
         )
 
-    async def __aenter__(self) -> ChatClient:
+    async def __aenter__(self) -> Connection:
         return self
 
     async def __aexit__(
@@ -108,69 +121,73 @@ class ChatClient:
     ) -> None:
         await self._http.aclose()
 
-    async def ask(self, messages: Sequence[Message]) -> Outcome:
-        """The response to one prompt, or a failed outcome with the reason of the last attempt."""
-        start = time.monotonic()
-        body = {"model": self._endpoint.model, "messages": list(messages), **asdict(self._sampling)}
-        reason = ""
-        attempt = 0
-        for attempt in range(1, self._endpoint.max_attempts + 1):
-            try:
-                text, finish_reason, tokens = await asyncio.wait_for(
-                    self._attempt(body), self._endpoint.timeout_seconds
-                )
-                return Outcome(text, finish_reason, tokens, attempt, time.monotonic() - start)
-            except (TimeoutError, asyncio.TimeoutError, httpx.TimeoutException):
-                error = _AttemptError(f"no answer within {self._endpoint.timeout_seconds:g} s")
-            except (httpx.HTTPError, httpx.InvalidURL) as problem:
-                error = _AttemptError(f"{type(problem).__name__}: {problem}"[:_MAX_REASON_CHARS])
-            except _AttemptError as problem:
-                error = problem
-            reason = str(error)
-            if error.is_final or attempt == self._endpoint.max_attempts:
-                break
-            logger.debug("attempt %d failed, asking again: %s", attempt, reason)
-            await asyncio.sleep(max(self._backoff(attempt), error.retry_after_seconds))
-        return Outcome(None, None, None, attempt, time.monotonic() - start, failure=reason)
+    async def ask(self, prompt: Prompt, sample: int = 0) -> Answer:
+        """The response to one prompt: messages go to chat/completions, text to completions. Raises RequestError.
 
-    def _backoff(self, attempt: int) -> float:
-        longest = min(60.0, self._endpoint.backoff_seconds * 2 ** (attempt - 1))
-        return longest * random.uniform(0.5, 1.0)
-
-    async def _attempt(self, body: dict[str, Any]) -> tuple[str, str | None, int | None]:
-        response = await self._http.post(self._endpoint.chat_url, json=body)
+        The time-out bounds the request as a whole, however its bytes arrive.
+        """
+        is_chat = not isinstance(prompt, str)
+        fields = {"messages": list(prompt)} if is_chat else {"prompt": prompt}
+        body = {"model": self._endpoint.model, **fields, **self._sampling.body(sample)}
+        url = self._endpoint.url("chat/completions" if is_chat else "completions")
+        try:
+            response = await asyncio.wait_for(self._http.post(url, json=body), self._timeout_seconds)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise RequestError(f"{type(error).__name__}: {error}", is_unreachable=True) from error
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            reason = f"no answer within {self._timeout_seconds:g} s"
+            raise RequestError(reason, is_timeout=True) from error
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise RequestError(f"{type(error).__name__}: {error}", is_final=True) from error
+        except httpx.HTTPError as error:
+            raise RequestError(f"{type(error).__name__}: {error}") from error
         if response.status_code != 200:
-            raise _AttemptError(
+            raise RequestError(
                 f"HTTP {response.status_code}: {response.text[:_MAX_REASON_CHARS]}",
                 is_final=response.status_code not in _RETRIED_STATUS,
                 retry_after_seconds=_retry_after(response),
             )
-        return _read_completion(response)
+        return _read_answer(response, is_chat)
+
+    async def is_there(self) -> bool:
+        """Whether a server takes connections; what it says does not matter."""
+        try:
+            await asyncio.wait_for(self._http.get(self._endpoint.url("models")), _CONNECT_SECONDS)
+        except (httpx.ConnectError, httpx.ConnectTimeout, TimeoutError, asyncio.TimeoutError):
+            return False
+        except httpx.HTTPError:
+            return True
+        return True
 
 
-def _read_completion(response: httpx.Response) -> tuple[str, str | None, int | None]:
-    """(text, finish reason, response tokens) of a chat completion; raises _AttemptError on any other body."""
+def _read_answer(response: httpx.Response, is_chat: bool) -> Answer:
     try:
         payload = json.loads(response.content)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise _AttemptError(
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
             f"invalid JSON in a body of {len(response.content)} bytes ({error}): {response.text[:100]!r}"
         ) from error
     try:
         choice = payload["choices"][0]
-        text = choice["message"]["content"]
+        text = choice["message"]["content"] if is_chat else choice["text"]
         finish_reason = choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise _AttemptError(f"not a chat completion: {response.text[:_MAX_REASON_CHARS]!r}") from error
+        kind = "chat completion" if is_chat else "completion"
+        raise RequestError(f"not a {kind}: {response.text[:_MAX_REASON_CHARS]!r}") from error
     if text is None:
         text = ""
     if not isinstance(text, str):
-        raise _AttemptError(f"message.content is a {type(text).__name__}, not text")
-    # A lone surrogate cannot be written as UTF-8; it becomes the replacement character.
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        raise RequestError(f"the response's text is a {type(text).__name__}, not text")
     usage = payload.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    return text, finish_reason, tokens if isinstance(tokens, int) else None
+    is_count = isinstance(tokens, int) and not isinstance(tokens, bool)
+    reason = _utf8(finish_reason) if isinstance(finish_reason, str) else None
+    return Answer(_utf8(text), reason, tokens if is_count else None)
+
+
+def _utf8(text: str) -> str:
+    """The text with the replacement character for lone surrogates, which cannot be written as UTF-8."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 @functools.cache
@@ -180,5 +197,14 @@ def _ssl_context() -> ssl.SSLContext:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    value = response.headers.get("retry-after", "")
-    return min(60.0, float(value)) if value.isdigit() else 0.0
+    """Seconds that the header asks for, as a number or a date; 0 without one."""
+    value = response.headers.get("retry-after", "").strip()
+    try:
+        seconds = float(value) if value[:1].isdigit() else _seconds_until(value)
+    except ValueError:
+        return 0.0
+    return min(_MAX_RETRY_AFTER_SECONDS, max(0.0, seconds))
+
+
+def _seconds_until(date: str) -> float:
+    return email.utils.parsedate_to_datetime(date).timestamp() - time.time()

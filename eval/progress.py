@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationProgress:
-    """Counts the items to be asked as they finish, and their tokens. Use as a context manager."""
+    """Counts the responses to be asked for as they come, and their tokens. Use as a context manager."""
 
-    def __init__(self, num_items: int) -> None:
-        self._num_items = num_items
+    def __init__(self, num_requests: int) -> None:
+        self._num_requests = num_requests
         self._done = 0
         self._tokens = 0
         self._start = time.monotonic()
@@ -27,7 +27,7 @@ class EvaluationProgress:
                 TextColumn("left:"), TimeRemainingColumn(),
             )  # fmt: skip
             self._bar = Progress(*columns, refresh_per_second=4)
-            self._task = self._bar.add_task("evaluate", total=num_items, speed="")
+            self._task = self._bar.add_task("evaluate", total=num_requests, speed="")
 
     def __enter__(self) -> EvaluationProgress:
         if self._bar is not None:
@@ -41,11 +41,19 @@ class EvaluationProgress:
             self._bar.stop()
 
     def advance(self, response_tokens: int | None) -> None:
-        """Count one finished item."""
+        """Count one finished request."""
         self._done += 1
         self._tokens += response_tokens or 0
-        speed = self._tokens / max(time.monotonic() - self._start, 1e-9)
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        speed = self._tokens / seconds
         if self._bar is not None:
             self._bar.update(self._task, advance=1, speed=f"{speed:.0f} tokens/s")
-        elif self._done * 10 // self._num_items > (self._done - 1) * 10 // self._num_items:
-            logger.info("%d of %d items done, %.0f tokens/s", self._done, self._num_items, speed)
+        elif self._done * 10 // self._num_requests > (self._done - 1) * 10 // self._num_requests:
+            left = seconds / self._done * (self._num_requests - self._done)
+            logger.info(
+                "%d of %d items done, %.0f tokens/s, about %.0f s left",
+                self._done,
+                self._num_requests,
+                speed,
+                left,
+            )

@@ -1,26 +1,33 @@
-"""A results directory: settings.json, results.jsonl (one row per item) and summary.json."""
+"""A results directory: settings.json, results.jsonl (a row for each sample of each item) and summary.json."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmark import Item, Message
+from eval.benchmark import Item
 from eval.client import Endpoint, Sampling
 from eval.errors import ResultsError
 from eval.grading import GRADER, VERDICTS, Verdict
+from eval.prompts import Prompt, Template
 
 logger = logging.getLogger(__name__)
 
 SETTINGS_FILE = "settings.json"
 RESULTS_FILE = "results.jsonl"
 SUMMARY_FILE = "summary.json"
+# Settings that verdicts depend on and responses do not: rows with others are graded again, not asked again.
+GRADING_SETTINGS = ("grader", "golds")
+
+RowKey = tuple[str, int]  # (id of the item, number of the sample)
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Row:
 
     id: str  # of the item
     sample: int  # 0 to k - 1, of k responses to the item
-    prompt: tuple[Message, ...] | str  # as sent: messages of a chat, or the text to complete
+    prompt: Prompt  # as sent: messages of a chat, or the text to complete
     response: str | None  # None: the request failed, `failure` says why
     finish_reason: str | None
     response_tokens: int | None
@@ -44,6 +51,11 @@ class Row:
     subject: str | None
     level: str | None
     failure: str | None
+
+    @property
+    def key(self) -> RowKey:
+        """What tells this row from the others of an evaluation."""
+        return self.id, self.sample
 
     @property
     def is_right(self) -> bool:
@@ -76,12 +88,12 @@ def parse_row(line: str) -> Row | None:
     return row if row.verdict in VERDICTS else None
 
 
-def read_rows(directory: Path) -> dict[str, Row]:
-    """Rows by item id, in file order; of several for one item the last counts, an unreadable line none."""
+def read_rows(directory: Path) -> dict[RowKey, Row]:
+    """Rows in file order; of several for one sample of an item the last counts, an unreadable line none."""
     path = directory / RESULTS_FILE
     if not path.is_file():
         return {}
-    rows: dict[str, Row] = {}
+    rows: dict[RowKey, Row] = {}
     torn = 0
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -89,9 +101,9 @@ def read_rows(directory: Path) -> dict[str, Row]:
             if row is None:
                 torn += 1
             else:
-                rows[row.id] = row
+                rows[row.key] = row
     if torn:
-        logger.warning("%s: %d unreadable lines (a write cut short); those items count as missing", path, torn)
+        logger.warning("%s: %d unreadable lines (a write cut short); those rows count as missing", path, torn)
     return rows
 
 
@@ -109,8 +121,11 @@ def read_settings(directory: Path) -> dict[str, Any] | None:
     return settings if isinstance(settings, dict) else None
 
 
-def load_results(directory: str | Path) -> tuple[dict[str, Any], dict[str, Row]]:
-    """(settings, rows by id) of a finished evaluation. Raises ResultsError when it is not one, or not finished."""
+def load_samples(directory: str | Path) -> tuple[dict[str, Any], dict[str, tuple[Row, ...]]]:
+    """(settings, rows by id, a row for each sample) of a finished evaluation.
+
+    Raises ResultsError when it is not one, or not finished.
+    """
     directory = Path(directory)
     settings = read_settings(directory)
     if settings is None:
@@ -118,16 +133,50 @@ def load_results(directory: str | Path) -> tuple[dict[str, Any], dict[str, Row]]
             f"{directory} has no readable {SETTINGS_FILE}: it is not a results directory of `dapo eval`"
         )
     rows = read_rows(directory)
-    if len(rows) != settings["num_items"]:
+    expected = settings["num_items"] * settings["sampling"]["num_samples"]
+    if len(rows) != expected:
         raise ResultsError(
-            f"{directory} holds {len(rows)} of {settings['num_items']} items: the evaluation did not finish. "
+            f"{directory} holds {len(rows)} of {expected} responses: the evaluation did not finish. "
             f"Run the same evaluation again; it asks only for what is missing."
         )
-    return settings, rows
+    samples: dict[str, tuple[Row, ...]] = {}
+    for (identity, _), row in sorted(rows.items(), key=lambda entry: entry[0][1]):
+        samples[identity] = (*samples.get(identity, ()), row)
+    return settings, samples
+
+
+def load_results(directory: str | Path) -> tuple[dict[str, Any], dict[str, Row]]:
+    """(settings, the first sample of each item by id) of a finished evaluation; raises what load_samples does."""
+    settings, samples = load_samples(directory)
+    return settings, {identity: rows[0] for identity, rows in samples.items()}
+
+
+@contextlib.contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Keep other evaluations out of the directory. Raises ResultsError when one is writing to it."""
+    path = directory / ".lock"
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ResultsError(
+                f"another evaluation is writing to {directory}; wait for it, or name another folder with --output"
+            ) from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def make_settings(
-    items: Sequence[Item], endpoint: Endpoint, sampling: Sampling, model_digest: str | None
+    items: Sequence[Item],
+    endpoint: Endpoint,
+    sampling: Sampling,
+    model_digest: str | None,
+    *,
+    benchmark: str | None = None,
+    template: Template | None = None,
+    grader: str = GRADER,
 ) -> dict[str, Any]:
     """What the rows of a results directory depend on; equal settings mean that stored rows can be kept.
 
@@ -135,12 +184,14 @@ def make_settings(
     client do not change an answer and are left out.
     """
     return {
+        "benchmark": benchmark,
         "model": model_digest or endpoint.model,
-        "api": "chat/completions",
-        "grader": GRADER,
-        "sampling": asdict(sampling),
+        "api": "completions" if isinstance(items[0].prompt, str) else "chat/completions",
+        "prompt_template": {"name": template.name, "text": template.text} if template else None,
+        "grader": grader,
+        "sampling": {**asdict(sampling), "stop": list(sampling.stop)},
         "num_items": len(items),
-        "prompts": _digest([(item.id, item.messages) for item in items]),
+        "prompts": _digest([(item.id, item.prompt) for item in items]),
         "golds": _digest([(item.id, item.gold, item.subject, item.level) for item in items]),
     }
 

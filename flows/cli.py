@@ -24,6 +24,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 
+DATASETS = ("math500", "aime24", "aime25", "amc23", "gsm8k", "olympiadbench", "minerva", "arithmetic", "choice")
 MergeDtype = Literal["keep", "float32", "bfloat16", "float16"]
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="Recipe, such as configs/arith_cpu.yaml.")]
 SetOption = Annotated[
@@ -217,36 +218,56 @@ def serve(
 
 
 @app.command(
-    "eval", epilog="Example: dapo eval --base-url http://127.0.0.1:8000 --data d/eval.parquet --output before"
+    "eval",
+    epilog="Example: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before. "
+    "Two servers, four samples, own file: dapo eval --base-url http://a:8000 --base-url http://b:8000 "
+    "--data d/eval.parquet --output before --set evaluate.num_samples=4 --set evaluate.temperature=0.6. "
+    "As AISBench's guide: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before "
+    "--set evaluate.api=completions",
 )
 def evaluate(
-    base_url: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server.")],
-    data: Annotated[Path, typer.Option(help="Held-out set: parquet, or MATH-500 jsonl.")],
+    base_url: Annotated[
+        list[str],
+        typer.Option(help="Address of an OpenAI-compatible server; several of one model share the work."),
+    ],
     output: Annotated[Path, typer.Option(help="Results folder; an unfinished one is continued.")],
+    dataset: Annotated[
+        str | None, typer.Option(help=f"Known set whose rows are counted: {', '.join(DATASETS)}.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|SOURCE",
+            help="Parquet, jsonl or json; or hf:ORG/NAME/FILE, modelscope:ORG/NAME/FILE, https://..., each with "
+            "#sha256=DIGEST. Most datasets have a source of their own.",
+        ),
+    ] = None,
     model_name: Annotated[str, typer.Option(help="Served model name.")] = "policy",
-    benchmark: Annotated[str | None, typer.Option(help="Known set whose row count is asserted: math500.")] = None,
     config: Annotated[Path | None, typer.Option(help="Recipe whose section evaluate applies.")] = None,
     overrides: SetOption = None,
 ) -> None:
     """Ask a served model every held-out item; the API key is read from VLLM_API_KEY."""
     from dapo_core.config import load_config_or_defaults
-    from eval.benchmark import load_items
     from eval.run import evaluate as run_evaluation
-    from tasks.evaluation_settings import endpoint_of, sampling_of, served_model_identity
+    from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of, served_model_identity, set_of
     from tasks.serve_model import API_KEY_VARIABLE, Server
 
-    settings = load_config_or_defaults(config, overrides or ()).evaluate
-    server = Server(base_url, model_name, os.environ.get(API_KEY_VARIABLE, ""))
+    chosen = [f"evaluate.benchmark={dataset}"] if dataset is not None else []
+    settings = load_config_or_defaults(config, [*(overrides or ()), *chosen]).evaluate
+    evaluation_set = set_of(data, settings)
+    servers = [Server(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
     summary = run_evaluation(
-        load_items(data, benchmark),
-        endpoint_of(server, settings),
+        evaluation_set,
+        [endpoint_of(server) for server in servers],
         sampling_of(settings),
         output,
-        model_digest=served_model_identity(server),
+        limits=limits_of(settings),
+        model_digest=served_model_identity(servers),
         max_failed_ratio=settings.max_failed_ratio,
     )
     typer.echo(
-        f"{output}: accuracy {summary.accuracy:.1%} of {summary.n}, no answer {summary.no_answer_rate:.1%}, "
+        f"{output}: accuracy {summary.accuracy:.1%} of {summary.n} (AISBench's rule "
+        f"{summary.aisbench['accuracy']:.1%}), no answer {summary.no_answer_rate:.1%}, "
         f"truncated {summary.truncated_rate:.1%}, failed requests {summary.request_failed_rate:.1%}"
     )
 

@@ -11,7 +11,7 @@ from dapo_core.arithmetic import DATA_SOURCE, generate_problems, write_parquet
 from dapo_core.config import Config
 from dapo_core.data import read_rows
 from dapo_core.reward import require_scorers
-from eval.benchmark import load_items
+from eval.benchmark import load_set
 from tasks.stages import EVAL_STEM, TRAIN_FILE
 
 
@@ -34,7 +34,7 @@ def build_dataset(config: Config, folder: Path) -> Mapping[str, Any]:
 def _take_files(config: Config, train: Path, held_out: Path, folder: Path) -> Mapping[str, Any]:
     rows = read_rows(train)
     require_scorers({str(row["data_source"]) for row in rows}, config.reward, config.custom_reward)
-    counts = {"train_rows": len(rows), "eval_rows": len(load_items(held_out))}
+    counts = {"train_rows": len(rows), "eval_rows": len(load_set(held_out, config.evaluate.benchmark).items)}
     shutil.copyfile(train, folder / TRAIN_FILE)
     shutil.copyfile(held_out, (folder / EVAL_STEM).with_suffix(held_out.suffix))
     return counts

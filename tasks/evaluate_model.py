@@ -10,10 +10,9 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from eval.benchmark import load_items
 from eval.run import evaluate
 from tasks.artifacts import Artifact
-from tasks.evaluation_settings import endpoint_of, sampling_of
+from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of, set_of
 from tasks.retries import RETRY_DELAY_SECONDS, may_succeed_next_time
 from tasks.run import Run
 from tasks.serve_model import serve_model
@@ -35,20 +34,24 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
 
     Answers of a failed attempt are kept: the next one with the same key asks only for what is missing.
     """
-    key = EVALUATE_MODEL.key(run.config, evaluate_model_inputs(data, model))
+    settings = run.config.evaluate
+    key = EVALUATE_MODEL.key(run.config, evaluate_model_inputs(run.config, data, model))
 
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
-        items = load_items(eval_file(data))
+        evaluation_set = set_of(eval_file(data), settings)
         with serve_model(model.path, run.config.serve, log_path=log_path) as server:
-            logger.info("%s serves on %s; asking %d items", server.model, server.base_url, len(items))
+            logger.info(
+                "%s serves on %s; asking %d items", server.model, server.base_url, len(evaluation_set.items)
+            )
             summary = evaluate(
-                items,
-                endpoint_of(server, run.config.evaluate),
-                sampling_of(run.config.evaluate),
+                evaluation_set,
+                [endpoint_of(server)],
+                sampling_of(settings),
                 folder,
+                limits=limits_of(settings),
                 model_digest=model.digest,
-                max_failed_ratio=run.config.evaluate.max_failed_ratio,
+                max_failed_ratio=settings.max_failed_ratio,
             )
         return {"accuracy": summary.accuracy, "n": summary.n}
 

@@ -3,39 +3,63 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 
 from dapo_core.config import EvaluateConfig
 from dapo_core.errors import ServeError
+from eval.benchmark import EvaluationSet, load_set
 from eval.client import Endpoint, Sampling
+from eval.dispatch import Limits
 from tasks.serve_model import Server
 
 
-def endpoint_of(server: Server, settings: EvaluateConfig) -> Endpoint:
+def endpoint_of(server: Server) -> Endpoint:
     """The client's view of a server."""
-    return Endpoint(
-        base_url=server.base_url,
-        model=server.model,
-        api_key=server.api_key,
+    return Endpoint(server.base_url, server.model, server.api_key)
+
+
+def limits_of(settings: EvaluateConfig) -> Limits:
+    """How much the configuration wants asked at once, and how patiently."""
+    return Limits(
         concurrency=settings.concurrency,
+        requests_per_second=settings.requests_per_second,
         timeout_seconds=settings.request_timeout_seconds,
         max_attempts=settings.max_attempts,
+        outage_seconds=settings.outage_seconds,
     )
 
 
-def served_model_identity(server: Server) -> str:
-    """What tells the model behind a URL from another of the same name: its folder, and the files there if local.
+def set_of(source: str | Path | None, settings: EvaluateConfig) -> EvaluationSet:
+    """The evaluation set of a file or source, read and asked as the configuration wants. Raises BenchmarkError."""
+    return load_set(source, settings.benchmark, settings.prompt, settings.api)
 
-    Raises ServeError when the server cannot be reached or does not serve that name.
+
+def served_model_identity(servers: Sequence[Server]) -> str:
+    """What tells the model behind URLs from another of the same name: its folder, and the files there if local.
+
+    Raises ServeError when a server cannot be reached, does not serve that name, or serves another model than the
+    first one.
     """
-    headers = {"Authorization": f"Bearer {server.api_key}"}
+    identities = [_identity(server) for server in servers]
+    for server, identity in zip(servers, identities, strict=True):
+        if identity != identities[0]:
+            raise ServeError(
+                f"{server.base_url} serves {identity[0]}, {servers[0].base_url} {identities[0][0]}, or other "
+                f"files of that name: an evaluation is of one model; start all servers with the same folder"
+            )
+    return hashlib.sha256(repr(identities[0]).encode()).hexdigest()
+
+
+def _identity(server: Server) -> tuple[str, list[tuple[str, int, int]]]:
+    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     url = f"{server.base_url.rstrip('/').removesuffix('/v1')}/v1/models"
     try:
         answer = httpx.get(url, headers=headers, timeout=30.0).raise_for_status().json()
         roots = {model["id"]: str(model.get("root") or model["id"]) for model in answer["data"]}
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         raise ServeError(f"{url} does not list models: {error}; check --base-url and VLLM_API_KEY") from None
     if server.model not in roots:
         raise ServeError(f"{url} serves {', '.join(roots)}, not {server.model!r}; set --model-name")
@@ -43,7 +67,7 @@ def served_model_identity(server: Server) -> str:
     files = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))
     ]
-    return hashlib.sha256(repr((str(folder), files)).encode()).hexdigest()
+    return str(folder), files
 
 
 def sampling_of(settings: EvaluateConfig) -> Sampling:
@@ -52,5 +76,7 @@ def sampling_of(settings: EvaluateConfig) -> Sampling:
         max_tokens=settings.max_response_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
+        top_k=settings.top_k,
         seed=settings.seed,
+        num_samples=settings.num_samples,
     )

@@ -60,7 +60,7 @@ def plan_chain(config: Config) -> list[PlannedStage]:
     else:
         plan.waiting("fetch_model", "prepare_data")
     if data and model:
-        plan.cached("evaluate_before", EVALUATE_MODEL.key(config, evaluate_model_inputs(data, model)))
+        plan.cached("evaluate_before", EVALUATE_MODEL.key(config, evaluate_model_inputs(config, data, model)))
         training = plan.cached("train_policy", TRAIN_POLICY.key(config, train_policy_inputs(config, data, model)))
     else:
         plan.waiting("evaluate_before", "fetch_model")
@@ -70,7 +70,7 @@ def plan_chain(config: Config) -> list[PlannedStage]:
     else:
         plan.waiting("merge_checkpoint", "train_policy")
     if data and merged:
-        plan.cached("evaluate_after", EVALUATE_MODEL.key(config, evaluate_model_inputs(data, merged)))
+        plan.cached("evaluate_after", EVALUATE_MODEL.key(config, evaluate_model_inputs(config, data, merged)))
     else:
         plan.waiting("evaluate_after", "merge_checkpoint")
     return plan.stages

@@ -13,6 +13,7 @@ from dapo_core.config import Config, result_values
 from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.reward import require_scorers
+from eval.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts import MANIFEST_NAME, Artifact, StageKey, code_digest, hash_file, package_versions
 
 TRAIN_FILE = "train.parquet"
@@ -132,9 +133,15 @@ def merge_checkpoint_inputs(training: Artifact) -> dict[str, str]:
     return {"training": training.digest}
 
 
-def evaluate_model_inputs(data: Artifact, model: Artifact) -> dict[str, str]:
-    """The held-out rows and the model. Training rows do not count: changing them leaves the verdict alone."""
-    return {"eval_data": file_digest(data, eval_file(data).name), "model": model.digest}
+def evaluate_model_inputs(config: Config, data: Artifact, model: Artifact) -> dict[str, str]:
+    """The held-out rows, the model, and the file of the prompt if it is one.
+
+    Training rows do not count: changing them leaves the verdict alone.
+    """
+    inputs = {"eval_data": file_digest(data, eval_file(data).name), "model": model.digest}
+    if config.evaluate.prompt not in (DEFAULT, *TEMPLATES):
+        inputs["prompt_template"] = _file_digest("evaluate.prompt", config.evaluate.prompt)
+    return inputs
 
 
 def eval_file(data: Artifact) -> Path:

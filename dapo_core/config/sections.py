@@ -128,13 +128,32 @@ class ServeConfig(Section):
 class EvaluateConfig(Section):
     """The before and after measurement."""
 
+    benchmark: (
+        Literal[
+            "math500", "aime24", "aime25", "amc23", "gsm8k", "olympiadbench", "minerva", "arithmetic", "choice"
+        ]
+        | None
+    ) = key(None, "Known set whose rows are counted and graded as such; unset: a set of your own.")
+    api: Literal["chat", "completions"] = key("chat", "completions: no chat template, as AISBench's guide asks.")
+    prompt: str = key(
+        "default",
+        "aisbench, cot, few-shot, bare, given, or a file that says {problem}; default: the benchmark's own.",
+    )
     temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
+    top_k: int | None = key(None, "Likeliest tokens that are sampled from; unset: not sent.", ge=1)
     max_response_tokens: int = key(20480, "Length limit of an answer.", ge=1)
-    seed: int = key(1234, "Sampling seed sent with each request.", ge=0)
-    concurrency: int = volatile(48, "Requests in flight.", ge=1, le=10_000)
-    request_timeout_seconds: float = volatile(3600.0, "Time-out of one request.", gt=0)
-    max_attempts: int = volatile(4, "Attempts per request.", ge=1, le=100)
+    seed: int = key(1234, "Sampling seed sent with each request; sample i of a problem has seed + i.", ge=0)
+    num_samples: int = key(1, "Answers to each problem.", ge=1, le=10_000)
+    concurrency: int = volatile(48, "Requests in flight at each server.", ge=1, le=10_000)
+    requests_per_second: float | None = volatile(None, "Most requests begun in a second; unset: no bound.", gt=0)
+    request_timeout_seconds: float = volatile(3600.0, "Time-out of a request as a whole.", gt=0)
+    max_attempts: int = volatile(
+        8, "Attempts per request; waits of half a second, one, two and so on.", ge=1, le=100
+    )
+    outage_seconds: float = volatile(
+        120.0, "How long a server that takes no connections may need to return.", ge=0
+    )
     max_failed_ratio: float = key(0.0, "Share of failed requests above which the stage fails.", ge=0, lt=1)
 
 

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_core.config import EvaluateConfig, ServeConfig
 from dapo_core.errors import ModelError, ServeError
-from eval.benchmark import Item
+from eval.benchmark import EvaluationSet, Item
 from eval.run import evaluate
 from tasks import supervisor
-from tasks.evaluation_settings import endpoint_of, sampling_of
+from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of
 from tasks.serve_model import Server, serve_model
 from tests.tiny_models import build_tiny_qwen3
 
@@ -128,14 +128,20 @@ def test_an_evaluation_runs_against_it(serving: Serving, tmp_path: Path) -> None
         for number in range(NUM_ITEMS)
     ]
     settings = EvaluateConfig(max_response_tokens=MAX_RESPONSE_TOKENS, concurrency=4)
-    summary = evaluate(items, endpoint_of(serving.server, settings), sampling_of(settings), tmp_path)
+    summary = evaluate(
+        EvaluationSet(tuple(items)),
+        [endpoint_of(serving.server)],
+        sampling_of(settings),
+        tmp_path,
+        limits=limits_of(settings),
+    )
     assert (summary.n, summary.num_items, summary.request_failed_rate) == (NUM_ITEMS, NUM_ITEMS, 0.0)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(serving.model_path)
     model: Any = AutoModelForCausalLM.from_pretrained(serving.model_path, dtype=torch.float32)
     for row, item in zip(rows, items, strict=True):
         assert row["id"] == item.id
-        text = tokenizer.apply_chat_template(list(item.messages), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(list(item.prompt), tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         ids = model.generate(**prompt, max_new_tokens=MAX_RESPONSE_TOKENS, do_sample=False)[0]
         response_ids = ids[prompt.input_ids.shape[1] :]

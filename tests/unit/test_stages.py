@@ -192,10 +192,10 @@ def test_a_changed_training_row_trains_again_but_is_not_evaluated_again(tmp_path
     model = replace(first, digest="m")
     assert train_policy_inputs(config, first, model) != train_policy_inputs(config, second, model)
     assert fetch_model_inputs(config, first) != fetch_model_inputs(config, second)
-    assert evaluate_model_inputs(first, model) == evaluate_model_inputs(second, model)
+    assert evaluate_model_inputs(config, first, model) == evaluate_model_inputs(config, second, model)
     math500_file(held_out, (2, 4, 7))
     third = prepared(config)
-    assert evaluate_model_inputs(second, model) != evaluate_model_inputs(third, model)
+    assert evaluate_model_inputs(config, second, model) != evaluate_model_inputs(config, third, model)
     assert train_policy_inputs(config, second, model) == train_policy_inputs(config, third, model)
 
 
@@ -253,7 +253,7 @@ def test_before_and_after_share_the_evaluation_of_an_unchanged_model(config: Con
     model = artifact(config, FETCH_MODEL, fetch_model_inputs(config, data), "weights")
     merged = artifact(config, MERGE_CHECKPOINT, {"training": "t"}, "weights")
     assert model.key != merged.key
-    keys = [EVALUATE_MODEL.key(config, evaluate_model_inputs(data, each)).key for each in (model, merged)]
+    keys = [EVALUATE_MODEL.key(config, evaluate_model_inputs(config, data, each)).key for each in (model, merged)]
     assert keys[0] == keys[1]
 
 

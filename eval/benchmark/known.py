@@ -1,0 +1,242 @@
+"""The benchmarks: how each is read, how many rows it has, how it is asked and graded, and where it lies."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from eval.benchmark.choice import find_options, option_letters, question_text
+from eval.benchmark.files import Row, Schema, chat_of, last_of_chat, read_problems, text_of
+from eval.benchmark.items import EvaluationSet, Item, Problem, Ruler
+from eval.benchmark.sources import fetch
+from eval.errors import BenchmarkError
+from eval.grading import extract_boxed
+from eval.prompts import DEFAULT, Api, Template, find_template, make_prompt
+
+
+def _boxed_or_answer(row: Row) -> str | None:
+    """The last box of the solution, as AISBench takes it, or the answer where there is no box."""
+    return extract_boxed(text_of(row, "solution") or "") or text_of(row, "answer")
+
+
+def _integer(row: Row) -> str | None:
+    """A whole number without leading zeros: files write 27.0, "073" and, in AIME 2025, "336^\\circ"."""
+    match = re.fullmatch(r"\s*(-?\d+)(?:\.0+)?\s*(?:\^\{?\\circ\}?)?\s*", text_of(row, "answer") or "")
+    return str(int(match.group(1))) if match else None
+
+
+def _behind_hashes(row: Row) -> str | None:
+    _, hashes, answer = (text_of(row, "answer") or "").rpartition("####")
+    return answer.strip().replace(",", "") or None if hashes else None
+
+
+def _final_answers(row: Row) -> str | None:
+    """OlympiadBench's list of answers as one text without dollar signs, which it places at random."""
+    answers = row["final_answer"]
+    answers = answers if isinstance(answers, list) else [answers]
+    return ", ".join(str(answer).replace("$", "").strip() for answer in answers if answer) or None
+
+
+def _with_context(row: Row) -> str | None:
+    parts = [text_of(row, "context"), text_of(row, "question")]
+    return "\n\n".join(part for part in parts if part) if parts[1] else None
+
+
+def _ground_truth(row: Row) -> str | None:
+    return text_of(row["reward_model"], "ground_truth")
+
+
+def _letters(text: str | None) -> str | None:
+    return option_letters(text or "") or None
+
+
+_NO_LETTERS = "no options A to G as the answer"
+MATH = Schema(
+    ("problem",),
+    lambda row: text_of(row, "problem"),
+    _boxed_or_answer,
+    "no problem",
+    "neither an answer nor a boxed solution",
+)
+# AIME and AMC files name the column either way.
+WHOLE_NUMBERS = tuple(
+    Schema(
+        (column, "answer"),
+        lambda row, column=column: text_of(row, column),  # type: ignore[misc]
+        _integer,
+        f"no {column}",
+        "no whole number as the answer",
+    )
+    for column in ("problem", "question")
+)
+GSM8K = Schema(
+    ("question", "answer"),
+    lambda row: text_of(row, "question"),
+    _behind_hashes,
+    "no question",
+    "no answer behind ####",
+)
+OLYMPIAD = Schema(("question", "final_answer"), _with_context, _final_answers, "no question", "no final_answer")
+# The schema of DAPO-Math-17k.
+CHAT = Schema(
+    ("data_source", "prompt", "ability", "reward_model", "extra_info"),
+    last_of_chat,
+    _ground_truth,
+    "an empty prompt",
+    "no reward_model.ground_truth",
+    messages=chat_of,
+    details=lambda row: row["extra_info"] or {},
+)
+CHOICE_CHAT = Schema(
+    CHAT.columns,
+    CHAT.problem,
+    lambda row: _letters(_ground_truth(row)),
+    CHAT.no_problem,
+    _NO_LETTERS,
+    CHAT.messages,
+    CHAT.details,
+)
+CFLUE = Schema(
+    ("question", "choices", "answer", "task"),
+    question_text,
+    lambda row: _letters(text_of(row, "answer")),
+    "no question with options",
+    _NO_LETTERS,
+)
+DIANJIN = Schema(
+    ("instruction", "output"),
+    lambda row: text_of(row, "instruction"),
+    lambda row: find_options(text_of(row, "output") or ""),
+    "no instruction",
+    _NO_LETTERS,
+)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A named evaluation set. `source` is where its file can be had, with its sha256, when none is named."""
+
+    name: str
+    num_items: int | None  # None: any number
+    schemas: tuple[Schema, ...]
+    template: str = "aisbench"
+    ruler: Ruler = "mathematics"
+    source: str | None = None
+
+    def load(self, path: Path) -> list[Problem]:
+        """The problems of a file. Raises BenchmarkError when it is not the complete set."""
+        problems = read_problems(path, self.schemas)
+        if self.num_items not in (None, len(problems)):
+            raise BenchmarkError(
+                f"{path} has {len(problems)} rows, but {self.name} has exactly {self.num_items}: accuracy on it "
+                f"would not compare with published figures. Use the complete file, or name no benchmark."
+            )
+        return problems
+
+    def prompt(self, problem: Problem, template: Template, api: Api) -> Item:
+        """The problem as it is asked."""
+        prompt = make_prompt(template, api, problem.text, problem.messages)
+        return Item(problem.id, prompt, problem.gold, problem.subject, problem.level)
+
+
+def _github(repository: str, commit: str, path: str, sha256: str) -> str:
+    return f"https://raw.githubusercontent.com/{repository}/{commit}/{path}#sha256={sha256}"
+
+
+def _simple_rl(folder: str, sha256: str) -> str:
+    """A file of hkust-nlp/simpleRL-reason; its MATH-500 is, byte for byte, openai/prm800k's."""
+    return _github(
+        "hkust-nlp/simpleRL-reason",
+        "cf1c7858bfc145a27aa733e75d930d34f0d318a6",
+        f"examples/simplelr_math_eval/data/{folder}/test.jsonl",
+        sha256,
+    )
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    benchmark.name: benchmark
+    for benchmark in (
+        Benchmark(
+            "math500",
+            500,
+            (MATH,),
+            source=_simple_rl("math500", "35dc41080a3680858b27fa7e0533d2d547825316fc5dafe5d316f4ccc5a06132"),
+        ),
+        Benchmark(
+            "aime24",
+            30,
+            WHOLE_NUMBERS,
+            source=_simple_rl("aime24", "af2b8bd2aa911b6333ad0df32f3ca05c7ae8ed10f1731f4372c8ae26990bf7ac"),
+        ),
+        Benchmark("aime25", 30, WHOLE_NUMBERS),
+        Benchmark(
+            "amc23",
+            40,
+            WHOLE_NUMBERS,
+            source=_simple_rl("amc23", "43707e1ca784602d8479de24ee8ce36609dbebc46dd152b0b12a46611aa898a4"),
+        ),
+        Benchmark(
+            "gsm8k",
+            1319,
+            (GSM8K,),
+            source=_github(
+                "openai/grade-school-math",
+                "3101c7d5072418e28b9008a6636bde82a006892c",
+                "grade_school_math/data/test.jsonl",
+                "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
+            ),
+        ),
+        Benchmark(
+            "olympiadbench",
+            675,
+            (OLYMPIAD,),
+            source=_simple_rl("olympiadbench", "bb8c1e38a16ea9eacb77530315a674d883f267fbff79183effc53681b4fcc416"),
+        ),
+        Benchmark(
+            "minerva",
+            272,
+            (MATH,),
+            source=_simple_rl("minerva_math", "0e656b430d3a0a1dab6aa853f453ba3805e28e2cabe4fc72486a897cc09d8ba2"),
+        ),
+        Benchmark("arithmetic", None, (CHAT,), template="given"),
+        Benchmark("choice", None, (DIANJIN, CFLUE, CHOICE_CHAT), template="given", ruler="choice"),
+    )
+}
+
+
+def load_set(
+    source: str | Path | None, benchmark: str | None = None, prompt: str = DEFAULT, api: Api = "chat"
+) -> EvaluationSet:
+    """The items of an evaluation file, as they are asked.
+
+    `source` is what `fetch` takes; None stands for the benchmark's own. Without a benchmark a parquet is read as
+    `arithmetic`, another file in the schema of MATH-500, with any number of rows; `prompt` is what find_template
+    takes. Raises BenchmarkError.
+    """
+    known = find_benchmark(benchmark) if benchmark is not None else None
+    source = source or (known.source if known else None)
+    if source is None:
+        raise BenchmarkError(
+            f"{benchmark} has no source of its own; name its file with --data"
+            if benchmark
+            else "no evaluation set is named; name a known one with --dataset, or a file with --data"
+        )
+    path = fetch(source)
+    if known is None:
+        kind = BENCHMARKS["arithmetic" if path.suffix == ".parquet" else "math500"]
+        known = replace(kind, num_items=None)
+    template = find_template(prompt, known.template)
+    problems = known.load(path)
+    items = tuple(known.prompt(problem, template, api) for problem in problems)
+    return EvaluationSet(items, benchmark, template, known.ruler)
+
+
+def find_benchmark(name: str) -> Benchmark:
+    """The benchmark of that name. Raises BenchmarkError with the nearest one."""
+    if name in BENCHMARKS:
+        return BENCHMARKS[name]
+    close = difflib.get_close_matches(name, BENCHMARKS, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(BENCHMARKS)}"
+    raise BenchmarkError(f"{name!r} is not a benchmark; {hint}")

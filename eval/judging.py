@@ -1,0 +1,39 @@
+"""Who grades the responses of an evaluation set."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+from eval.benchmark import Ruler
+from eval.benchmark.choice import CHOICE_GRADER, grade_choice
+from eval.grading import GRADER, Grade, grade
+
+
+class Judge(Protocol):
+    """Grades one response at a time, from any thread, and raises nothing."""
+
+    def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
+        """The verdict on a response; None stands for a failed request."""
+
+
+class _MathematicsJudge:
+    def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
+        return grade(response, finish_reason, gold)
+
+
+class _ChoiceJudge:
+    def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
+        return grade_choice(response, finish_reason, gold)
+
+
+def grader_name(ruler: Ruler) -> str:
+    """The rule and its version, as settings.json records it."""
+    return CHOICE_GRADER if ruler == "choice" else GRADER
+
+
+@contextlib.contextmanager
+def open_judge(ruler: Ruler) -> Iterator[Judge]:
+    """The judge of a ruler, with what it needs to run."""
+    yield _ChoiceJudge() if ruler == "choice" else _MathematicsJudge()

@@ -1,0 +1,117 @@
+"""What is sent for a problem: a template, as a message of a chat or as text to complete."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from eval.errors import BenchmarkError
+
+Message = dict[str, str]  # {"role": ..., "content": ...}
+Prompt = tuple[Message, ...] | str  # messages of a chat, or the text to complete
+Api = Literal["chat", "completions"]
+
+PLACE = "{problem}"
+DEFAULT = "default"  # the benchmark's own
+
+
+@dataclass(frozen=True)
+class Template:
+    """A text around `{problem}`; `stop` are the texts at which a response is to end.
+
+    The template `given` is the file's own messages; a file without any is asked its bare problems.
+    """
+
+    name: str
+    text: str
+    stop: tuple[str, ...] = ()
+
+    def render(self, problem: str) -> str:
+        """The text with the problem in its place, whatever braces either of them holds."""
+        before, _, after = self.text.partition(PLACE)
+        return before + problem + after
+
+
+# Four problems of our own in the layout of Minerva's prompt (arXiv:2206.14858, appendix D.2), answers in boxes.
+_SHOTS = (
+    (
+        r"For which real numbers $t$ is $\log_2(9 - t^2)$ defined and not negative?",
+        r"The logarithm is defined for $9 - t^2 > 0$ and is not negative for $9 - t^2 \ge 1$, which includes the"
+        r" first condition. So $t^2 \le 8$, hence $-2\sqrt{2} \le t \le 2\sqrt{2}$.",
+        r"[-2\sqrt{2}, 2\sqrt{2}]",
+    ),
+    (
+        r"What is the remainder when $7^{50}$ is divided by $48$?",
+        r"Since $7^2 = 49$ leaves the remainder $1$, so does $7^{50} = (7^2)^{25}$, which leaves $1^{25} = 1$.",
+        r"1",
+    ),
+    (
+        r"A bag holds 3 white and 5 black stones. Two are drawn without putting back. What is the probability that"
+        r" they have different colours?",
+        r"There are $\binom{8}{2} = 28$ pairs, of which $3 \cdot 5 = 15$ have one stone of each colour. So the"
+        r" probability is $\frac{15}{28}$.",
+        r"\frac{15}{28}",
+    ),
+    (
+        r"A right triangle has legs of $9$ and $12$ centimetres. How many centimetres is its altitude to the"
+        r" hypotenuse?",
+        r"The hypotenuse is $\sqrt{9^2 + 12^2} = 15$. Twice the area is $9 \cdot 12 = 108$ and also $15 h$, so the"
+        r" altitude is $h = \frac{108}{15} = \frac{36}{5}$.",
+        r"\frac{36}{5}",
+    ),
+)
+_FEW_SHOT = "".join(
+    f"Problem:\n{problem}\n\nSolution:\n{solution} The final answer is $\\boxed{{{answer}}}$.\n\n"
+    for problem, solution, answer in _SHOTS
+)
+
+TEMPLATES: dict[str, Template] = {
+    template.name: template
+    for template in (
+        # AISBench, task math_prm800k_500_0shot_cot_gen
+        Template("aisbench", PLACE + "\nPlease reason step by step, and put your final answer within \\boxed{}."),
+        Template(
+            "cot",
+            "Solve the following mathematics problem. Think step by step, derive each step from the ones before "
+            f"it, and check the result.\n\n{PLACE}\n\n"
+            "End with one line that holds the final answer and nothing else, within \\boxed{}.",
+        ),
+        Template("few-shot", f"{_FEW_SHOT}Problem:\n{PLACE}\n\nSolution:\n", stop=("\nProblem:",)),
+        Template("bare", PLACE),
+        Template("given", PLACE),
+    )
+}
+
+
+def find_template(name: str, default: str) -> Template:
+    """The template of that name, else the one in that file, which must say {problem} once.
+
+    `default` is what the name "default" stands for. One newline at the end of a file is the editor's and is left
+    out. Raises BenchmarkError for a name that is neither.
+    """
+    name = default if name == DEFAULT else name
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    path = Path(name)
+    if not path.is_file():
+        close = difflib.get_close_matches(name, (DEFAULT, *TEMPLATES), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {DEFAULT}, {', '.join(TEMPLATES)}"
+        raise BenchmarkError(f"evaluate.prompt={name} is neither a prompt template nor a file with one; {hint}")
+    text = path.read_text(encoding="utf-8").removesuffix("\n")
+    if text.count(PLACE) != 1:
+        raise BenchmarkError(
+            f"{path} says {PLACE} {text.count(PLACE)} times; a prompt template (evaluate.prompt) says it exactly "
+            f"once, where the problem goes"
+        )
+    return Template(path.name, text)
+
+
+def make_prompt(template: Template, api: Api, problem: str, messages: Sequence[Message] | None) -> Prompt:
+    """What is sent for one problem; `messages` are the file's own, for the template `given`."""
+    if template.name == "given" and messages:
+        return tuple(messages) if api == "chat" else "\n\n".join(message["content"] for message in messages)
+    text = template.render(problem)
+    return ({"role": "user", "content": text},) if api == "chat" else text
