@@ -59,13 +59,16 @@ class Outcome:
     failure: str | None = None
 
 
+Finish = Callable[[Request, Outcome], "asyncio.Task[None]"]
+
+
 @dataclass(eq=False)
 class _Server:
     endpoint: Endpoint
     is_up: bool = True
     is_given_up: bool = False
     failures_in_a_row: int = 0
-    last_error: str = ""
+    outage: str = ""  # why it was last thought to be gone
 
 
 class Dispatcher:
@@ -83,6 +86,8 @@ class Dispatcher:
         self._fresh: deque[Request] = deque()
         self._again: list[Request] = []
         self._num_open = 0
+        # Beside cancelling: before Python 3.12 wait_for loses a cancellation that comes with the answer.
+        self._is_stopped = False
         self._changed = asyncio.Event()
         self._next_start = 0.0
         self._workers: list[asyncio.Task[None]] = []
@@ -94,17 +99,18 @@ class Dispatcher:
         return max(2 * self._limits.concurrency, 8)
 
     @property
-    def last_error(self) -> str:
-        """Why the last server was given up; "" when none was."""
-        return next((server.last_error for server in reversed(self._servers) if server.is_given_up), "")
+    def outage(self) -> str:
+        """Why a server was given up; "" when none was."""
+        return next((server.outage for server in self._servers if server.is_given_up), "")
 
     def stop(self) -> None:
         """Ask nothing any more and drop what is in flight."""
+        self._is_stopped = True
         for worker in self._workers:
             worker.cancel()
 
-    async def run(self, requests: Sequence[Request], finish: Callable[[Request, Outcome], None]) -> None:
-        """Call `finish` with the outcome of each request, as it comes."""
+    async def run(self, requests: Sequence[Request], finish: Finish) -> None:
+        """Call `finish` with the outcome of each request, as it comes; its task ends before the next request."""
         self._fresh.extend(requests)
         self._num_open = len(requests)
         num_workers = min(self._limits.concurrency, len(requests))
@@ -114,15 +120,15 @@ class Dispatcher:
         try:
             done, _ = await asyncio.wait(self._workers, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            tasks = [*self._workers, *self._returns]
-            for task in tasks:
+            self.stop()
+            for task in self._returns:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._workers, *self._returns, return_exceptions=True)
         for worker in done:
             if not worker.cancelled():
                 worker.result()
 
-    async def _work(self, server: _Server, finish: Callable[[Request, Outcome], None]) -> None:
+    async def _work(self, server: _Server, finish: Finish) -> None:
         async with Connection(server.endpoint, self._sampling, self._limits.timeout_seconds) as connection:
             while (request := await self._take(server)) is not None:
                 await self._pace()
@@ -130,6 +136,8 @@ class Dispatcher:
                 try:
                     answer = await connection.ask(request.item.prompt, request.sample)
                 except RequestError as error:
+                    if self._is_stopped:
+                        return
                     if await self._retry(request, server, error):
                         continue
                     outcome = Outcome(None, request.attempts, time.monotonic() - started_at, str(error))
@@ -138,11 +146,11 @@ class Dispatcher:
                     outcome = Outcome(answer, request.attempts + 1, time.monotonic() - started_at)
                 self._num_open -= 1
                 self._changed.set()
-                finish(request, outcome)
+                await asyncio.shield(finish(request, outcome))
 
     async def _take(self, server: _Server) -> Request | None:
         """The next request for this server; None when there is nothing left to do for it."""
-        while not server.is_given_up and self._num_open:
+        while not (self._is_stopped or server.is_given_up) and self._num_open:
             request = self._pick(server) if server.is_up else None
             if request is not None:
                 return request
@@ -166,9 +174,8 @@ class Dispatcher:
 
     async def _retry(self, request: Request, server: _Server, error: RequestError) -> bool:
         """Put the request back and wait as long as this server is to be left alone; False when it has failed."""
-        server.last_error = str(error)
         if error.is_unreachable:
-            self._await_return(server)
+            self._await_return(server, str(error))
             self._put_back(request, None)
             return True
         request.attempts += 1
@@ -208,14 +215,14 @@ class Dispatcher:
         self._next_start = turn + 1 / self._limits.requests_per_second
         await asyncio.sleep(turn - time.monotonic())
 
-    def _await_return(self, server: _Server) -> None:
+    def _await_return(self, server: _Server, reason: str) -> None:
         if not server.is_up:
             return
-        server.is_up = False
+        server.is_up, server.outage = False, reason
         logger.warning(
             "%s cannot be reached (%s); it has %g s to come back",
             server.endpoint.base_url,
-            server.last_error,
+            reason,
             self._limits.outage_seconds,
         )
         self._start(self._watch(server))
@@ -225,7 +232,7 @@ class Dispatcher:
             return
         server.is_up = False
         seconds = self._backoff(server.failures_in_a_row // _FAILURES_BEFORE_REST)
-        logger.debug("%s rests for %.1f s: %s", server.endpoint.base_url, seconds, server.last_error)
+        logger.debug("%s fails only and rests for %.1f s", server.endpoint.base_url, seconds)
         self._start(self._wake(server, seconds))
 
     def _start(self, task: Coroutine[None, None, None]) -> None:

@@ -159,10 +159,11 @@ class _Recorder:
             EvaluationProgress(len(requests)) as progress,
         ):
 
-            def finish(request: Request, outcome: Outcome) -> None:
+            def finish(request: Request, outcome: Outcome) -> asyncio.Task[None]:
                 task = asyncio.create_task(self._write(request, outcome, file, threads, progress))
                 self._grading.add(task)
                 task.add_done_callback(self._stop_on_error)
+                return task
 
             try:
                 await self._dispatcher.run(requests, finish)
@@ -231,7 +232,7 @@ def _refuse_failures(
     if len(failures) <= max_failed and not unasked:
         return
     given_up = f", {unasked} were not asked any more because nothing answered" if unasked else ""
-    reason = failures[0].failure if failures else dispatcher.last_error
+    reason = failures[0].failure if failures else dispatcher.outage
     servers = ", ".join(endpoint.base_url for endpoint in endpoints)
     raise EvaluationError(
         f"{len(failures)} of {num_wanted} requests to {servers} failed{given_up}; "

@@ -1,15 +1,18 @@
-"""A chat-completions server on a free loopback port that adds numbers, and misbehaves when told to."""
+"""A server of chat and text completions on a loopback port that adds numbers, and misbehaves when told to."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from eval.benchmark import EvaluationSet, Item
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -23,9 +26,12 @@ class Handler(BaseHTTPRequestHandler):
         # Headers and body are two writes: without this, delayed acknowledgement costs 40 ms a request.
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    def do_GET(self) -> None:
+        self.send(200, json.dumps({"data": [{"id": "m", "root": self.server.root}]}).encode())
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = body["messages"][-1]["content"]
+        prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
         with self.server.lock:
             self.server.asked[prompt] += 1
             attempt = self.server.asked[prompt]
@@ -42,12 +48,18 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, prompt: str, finish_reason: str = "stop") -> bool:
         left, right = re.findall(r"\d+", prompt)
         text = f"Answer: {int(left) + int(right)}"
-        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}
+        is_chat = self.path.endswith("/chat/completions")
+        said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        choice = {**said, "finish_reason": finish_reason}
         return self.send(200, json.dumps({"choices": [choice], "usage": {"completion_tokens": 5}}).encode())
 
-    def send(self, status: int, body: bytes, declared_bytes: int | None = None) -> bool:
+    def send(
+        self, status: int, body: bytes, declared_bytes: int | None = None, headers: dict[str, str] | None = None
+    ) -> bool:
         """True: the request is answered."""
         self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(declared_bytes or len(body)))
         self.end_headers()
@@ -68,18 +80,32 @@ Behaviour = Callable[[Handler, str, int], bool]
 
 
 class ArithmeticServer(ThreadingHTTPServer):
-    """A chat-completions server on a free loopback port. `behave` returns True when it has answered itself."""
+    """A server on a loopback port, a free one if none is named. `behave` returns True when it has answered."""
 
     daemon_threads = True
     request_queue_size = 128
+    root = "folder-of-the-model"
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.connections: set[socket.socket] = set()
         self.lock = threading.Lock()
         self.asked: Counter[str] = Counter()
         self.requests: list[tuple[str, str | None, dict[str, Any]]] = []
         self.in_flight = self.most_in_flight = 0
         self.behave: Behaviour = lambda handler, prompt, attempt: False
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.add(request)
+        super().process_request(request, client_address)
+
+    def die(self) -> None:
+        """End as a killed process does: nothing listens any more, and every connection is cut."""
+        self.shutdown()
+        self.server_close()
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: a client that gives up is part of these tests."""
@@ -87,3 +113,33 @@ class ArithmeticServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@contextlib.contextmanager
+def running(port: int = 0) -> Iterator[ArithmeticServer]:
+    """A server that answers until the block is left."""
+    with ArithmeticServer(port) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def make_set(count: int, style: str = "chat") -> EvaluationSet:
+    """Problems `i + 1 = ?` with ids item-i."""
+    texts = [f"{i} + 1 = ?" for i in range(count)]
+    return EvaluationSet(
+        tuple(
+            Item(
+                f"item-{i}",
+                ({"role": "user", "content": text},) if style == "chat" else text,
+                str(i + 1),
+                "add",
+                "1",
+            )
+            for i, text in enumerate(texts)
+        )
+    )

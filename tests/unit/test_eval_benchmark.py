@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eval.benchmark import Item, load_items
+from dapo_core.config import EvaluateConfig
+from dapo_core.reward.choice import find_options as find_options_of_reward
+from eval.benchmark import BENCHMARKS, Item, load_set
+from eval.benchmark.choice import find_options, grade_choice
+from eval.benchmark.sources import file_sha256
 from eval.errors import BenchmarkError
+from eval.grading import grade
+from flows.cli import DATASETS
+
+
+def load_items(path: Path, benchmark: str | None = None) -> list[Item]:
+    return list(load_set(path, benchmark).items)
 
 
 def parquet_row(index: int, **changes: Any) -> dict[str, Any]:
@@ -119,17 +130,180 @@ def test_broken_json_line_is_named(tmp_path: Path) -> None:
 
 
 def test_missing_file_and_unknown_suffix(tmp_path: Path) -> None:
-    with pytest.raises(BenchmarkError, match=r"none.parquet is not a file; an evaluation set must be"):
+    with pytest.raises(
+        BenchmarkError,
+        match=r"none.parquet is not a file; .* a file that ends in .parquet, .jsonl, .json, or",
+    ):
         load_items(tmp_path / "none.parquet")
     (tmp_path / "data.csv").write_text("problem\n")
-    with pytest.raises(BenchmarkError, match=r"ends in '.csv'.*\.parquet, \.jsonl"):
+    with pytest.raises(BenchmarkError, match=r"ends in '.csv'.*\.parquet, \.jsonl, \.json"):
         load_items(tmp_path / "data.csv")
+
+
+def test_an_object_of_rows_by_index_is_read_as_the_lines_are(tmp_path: Path) -> None:
+    rows = [math_row(1), math_row(2)]
+    lines = write_jsonl(tmp_path / "math.jsonl", rows)
+    by_index, as_list = tmp_path / "aisbench.json", tmp_path / "list.json"
+    by_index.write_text(json.dumps({"0": rows[0], "1": rows[1]}))
+    as_list.write_text(json.dumps(rows))
+    assert load_items(lines) == load_items(by_index) == load_items(as_list)
+    as_list.write_text('["text"]')
+    with pytest.raises(BenchmarkError, match=r"list.json: a list of JSON objects is needed"):
+        load_items(as_list)
+
+
+def test_a_lone_surrogate_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    rows = [math_row(1), math_row(2) | {"problem": "\ud800?"}]
+    with pytest.raises(BenchmarkError, match="of 2 rows, 1 with a lone surrogate"):
+        load_items(write_jsonl(tmp_path / "math.jsonl", rows))
+
+
+def test_a_line_separator_within_a_text_ends_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "math.jsonl"
+    path.write_text(json.dumps(math_row(1) | {"problem": "1\u2028+ 1\x85?"}, ensure_ascii=False), encoding="utf-8")
+    assert "1\u2028+ 1\x85?" in load_items(path)[0].prompt[0]["content"]  # type: ignore[index]
+
+
+CHOICES = "{'A': '对', 'B': '错'}"
+GOLDS: list[tuple[str, dict[str, Any], str]] = [
+    ("aime24", {"id": 75, "problem": "?", "answer": "073"}, "73"),
+    ("aime25", {"problem": "?", "answer": "336^\\circ"}, "336"),
+    ("amc23", {"question": "?", "answer": -1.0}, "-1"),
+    ("gsm8k", {"question": "?", "answer": "He has 1,000 + 80.\n#### 1,080"}, "1080"),
+    ("olympiadbench", {"question": "?", "final_answer": ["$69$,$84$"]}, "69,84"),
+    ("olympiadbench", {"question": "?", "final_answer": ["$x$", "2"]}, "x, 2"),
+    ("minerva", {"problem": "?", "solution": "So \\boxed{1.6} cm", "type": "Astronomy", "idx": 0}, "1.6"),
+    (
+        "choice",
+        {"instruction": "?", "output": "<think>\\boxed{C}</think><answer>\\boxed{B}\\boxed{A}</answer>"},
+        "AB",
+    ),
+    ("choice", {"question": "?", "choices": CHOICES, "answer": "BA", "task": "判断题"}, "AB"),
+    ("choice", parquet_row(1, reward_model={"ground_truth": "C, A"}), "AC"),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "gold"), GOLDS)
+def test_the_gold_answer_of_each_shape(
+    name: str, row: dict[str, Any], gold: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BENCHMARKS, name, replace(BENCHMARKS[name], num_items=1))
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row]))
+    assert load_items(path, name)[0].gold == gold
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "fault"),
+    [
+        ("aime24", {"problem": "?", "answer": "7.5"}, "1 with no whole number as the answer"),
+        ("gsm8k", {"question": "?", "answer": "18"}, "1 with no answer behind ####"),
+        ("olympiadbench", {"question": None, "final_answer": []}, "1 with no question and 1 with no final_answer"),
+        (
+            "choice",
+            {"question": "?", "choices": "{'A'", "answer": "H", "task": "判断题"},
+            "1 with no question with opt",
+        ),
+        ("math500", {"question": "?"}, "lacks the columns problem"),
+        (
+            "choice",
+            {"problem": "?"},
+            "what can be read: instruction, output or question, choices, answer, task or",
+        ),
+    ],
+)
+def test_a_row_of_another_shape_is_refused(name: str, row: dict[str, Any], fault: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row]))
+    with pytest.raises(BenchmarkError, match=fault):
+        load_items(path, name)
+
+
+def test_a_cflue_question_is_put_as_dianjin_does(tmp_path: Path) -> None:
+    row = {"question": "我国金融市场体系包括（）。", "choices": {"A": "货币市场", "B": "商品市场"}, "answer": "A",
+           "task": "多项选择题", "名称": "证券从业资格"}  # fmt: skip
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row]))
+    loaded = load_set(path, "choice")
+    item = loaded.items[0]
+    assert item.prompt[-1] == {
+        "role": "user",
+        "content": "假设你是一位金融行业专家，请回答下列问题。\n注意：题目是多选题，可能存在多个正确的答案。\n\n"
+        "我国金融市场体系包括（）。\nA. 货币市场\nB. 商品市场\n\n"
+        "请一步步思考，并把答案选项放到\\boxed{}中，如\\boxed{A}。",
+    }
+    assert (item.subject, item.level, loaded.ruler) == ("证券从业资格", "多项选择题", "choice")
+
+
+RESPONSES = {
+    "所以 \\boxed{A}\\boxed{C}": "AC",
+    "\\boxed{CA}": "AC",
+    "\\boxed{C, A}": "AC",
+    "\\boxed{\\text{B}}": "B",
+    "\\boxed{A}\n再想一想，应为 \\boxed{B}": "B",
+    "<think>\\boxed{A}</think>答案：BD": "BD",
+    "<think>x</think><answer>答案选项为\\boxed{A}、\\boxed{D}。</answer>": "AD",
+    "The answer is (C)": "C",
+    "**Answer: A and C**": "AC",
+    "ＡＢ": "AB",
+    "\\boxed{4}": None,
+    "Answer: A bank lends.": None,
+    "A股上涨": None,
+    "no idea\nat all": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize(("response", "options"), RESPONSES.items())
+def test_options_are_found_as_the_reward_finds_them(response: str, options: str | None) -> None:
+    assert find_options(response) == options
+    assert find_options_of_reward(response) == (options or "")
+
+
+def test_letters_are_a_set_and_a_cut_off_choice_is_never_right() -> None:
+    assert grade_choice("\\boxed{CA}", "stop", "AC").verdict == "right"
+    assert grade_choice("\\boxed{A}", "stop", "AC").verdict == "wrong"
+    assert grade_choice("\\boxed{ABC}", "stop", "AC").verdict == "wrong"
+    assert grade_choice("I do not know.\n", "stop", "AC").verdict == "no_answer"
+    assert grade_choice("\\boxed{AC} and", "length", "AC").verdict == "truncated"
+    assert grade_choice(None, None, "AC").verdict == "request_failed"
+
+
+def test_the_configuration_offers_every_benchmark() -> None:
+    for name in BENCHMARKS:
+        assert EvaluateConfig(benchmark=name).benchmark == name  # type: ignore[arg-type]
+    assert tuple(BENCHMARKS) == DATASETS
+
+
+@pytest.mark.skipif("DAPO_TEST_DATA" not in os.environ, reason="the real files are not on every machine")
+@pytest.mark.parametrize("name", ["math500", "aime24", "aime25", "amc23", "gsm8k", "olympiadbench", "minerva"])
+def test_the_real_file_is_complete_and_the_one_that_is_pinned(name: str) -> None:
+    benchmark = BENCHMARKS[name]
+    path = Path(os.environ["DAPO_TEST_DATA"]) / {"minerva": "minerva_math"}.get(name, name) / "test.jsonl"
+    evaluation_set = load_set(path, name)
+    assert len(evaluation_set.items) == benchmark.num_items
+    assert all(item.gold and item.gold.strip() == item.gold for item in evaluation_set.items)
+    assert benchmark.source is None or benchmark.source.endswith(f"#sha256={file_sha256(path)}")
+
+
+@pytest.mark.skipif("DAPO_TEST_DATA" not in os.environ, reason="the real files are not on every machine")
+def test_real_choice_questions_and_both_forms_of_math500() -> None:
+    folder = Path(os.environ["DAPO_TEST_DATA"])
+    cflue, dianjin = folder / "cflue" / "knowledge.json", folder / "cflue" / "cflue_mcq_dianjin_shape.json"
+    rows = json.loads(cflue.read_text(encoding="utf-8"))
+    loaded = load_set(cflue, "choice").items
+    assert [item.gold for item in loaded] == ["".join(sorted(row["answer"])) for row in rows]
+    outputs = [row["output"] for row in json.loads(dianjin.read_text(encoding="utf-8"))]
+    items = load_set(dianjin, "choice").items
+    assert [grade_choice(o, "stop", i.gold).verdict for o, i in zip(outputs, items, strict=True)] == [
+        "right"
+    ] * 600
+    math500 = folder / "math500"
+    assert load_set(math500 / "test.jsonl", "math500") == load_set(math500 / "test_prm800k_500.json", "math500")
 
 
 @pytest.mark.skipif("DAPO_TEST_DATA" not in os.environ, reason="the real MATH-500 file is not on every machine")
 def test_every_solution_of_the_real_math500_grades_right() -> None:
-    from eval.grading import grade
-
     path = Path(os.environ["DAPO_TEST_DATA"]) / "math500" / "test.jsonl"
     items = load_items(path, "math500")
     solutions = [json.loads(line)["solution"] for line in path.read_text().splitlines()]

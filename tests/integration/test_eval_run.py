@@ -1,0 +1,319 @@
+"""A resumable evaluation against a real HTTP server: what is kept, what is asked again, and what is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from eval import judging
+from eval.client import Endpoint, Sampling
+from eval.dispatch import Limits
+from eval.errors import EvaluationError, ResultsError
+from eval.results import exclusive, load_samples, read_rows
+from eval.run import evaluate
+from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLING = Sampling(max_tokens=64, temperature=0.0, top_p=0.9, seed=7)
+LIMITS = Limits(concurrency=8, timeout_seconds=5.0, max_attempts=4, backoff_seconds=0.01, outage_seconds=0.1)
+
+
+@pytest.fixture
+def server() -> Iterator[ArithmeticServer]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def endpoints(server: ArithmeticServer) -> list[Endpoint]:
+    return [Endpoint(server.url, "m", api_key="secret")]
+
+
+def test_rows_and_summary_hold_what_was_asked_and_answered(
+    server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
+) -> None:
+    # Item 0 is cut off, items 1-3 are right; gold of item 3 is made wrong, that of item 2 another way to write it.
+    items = list(make_set(4).items)
+    items[2] = replace(items[2], gold="3.0")
+    items[3] = replace(items[3], gold="-1", level="2")
+    server.behave = lambda handler, prompt, attempt: prompt.startswith("0 ") and handler.answer(prompt, "length")
+    evaluation_set = replace(make_set(1), items=tuple(items), benchmark="arithmetic")
+    summary = evaluate(evaluation_set, endpoints, SAMPLING, tmp_path, model_digest="sha256:abc")
+    assert (summary.accuracy, summary.truncated_rate, summary.no_answer_rate) == (0.5, 0.25, 0.0)
+    assert summary.by_level == {
+        "1": {"n": 3, "right": 2, "accuracy": 2 / 3},
+        "2": {"n": 1, "right": 0, "accuracy": 0.0},
+    }
+    assert (summary.mean_response_tokens, summary.num_samples, summary.repeats) == (5.0, 1, None)
+    # AISBench does not look at how a response ended, so it alone calls the cut-off item 0 right; 3.0 is its 3 too.
+    assert summary.aisbench == {"accuracy": 0.75, "raises": 0}
+    assert summary.agreement == {"both": 2, "exact_only": 0, "aisbench_only": 1, "neither": 1}
+    assert [(row["id"], row["verdict"]) for row in summary.disagreements] == [("item-0", "truncated")]
+    stored = json.loads((tmp_path / "summary.json").read_text())
+    assert (stored["accuracy"], stored["settings"]["sampling"]["max_tokens"]) == (0.5, 64)
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert (settings["benchmark"], settings["model"]) == ("arithmetic", "sha256:abc")
+    assert settings["api"] == "chat/completions"
+    assert settings["prompt_template"] == {"name": "given", "text": "{problem}"}
+    assert list(read_rows(tmp_path)) == [("item-0", 0), ("item-1", 0), ("item-2", 0), ("item-3", 0)]
+    row = read_rows(tmp_path)["item-1", 0]
+    assert row.prompt == ({"role": "user", "content": "1 + 1 = ?"},)
+    assert (row.response, row.answer, row.gold, row.verdict) == ("Answer: 2", "2", "2", "right")
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert written == ["results.jsonl", "settings.json", "summary.json"]
+    assert "secret" not in "".join((tmp_path / name).read_text() for name in written)
+
+
+def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_told(
+    server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
+) -> None:
+    # Two of four items say something else at their second sample, one of these the same answer in other words.
+    def differ(handler: Handler, prompt: str, attempt: int) -> bool:
+        text = {"1 + 1 = ?": "Answer: 9", "2 + 1 = ?": "So:\nAnswer: 3"}.get(prompt)
+        if attempt < 2 or text is None:
+            return False
+        choice = {"message": {"content": text}, "finish_reason": "stop"}
+        return handler.send(200, json.dumps({"choices": [choice]}).encode())
+
+    server.behave = differ
+    summary = evaluate(
+        make_set(4), endpoints, replace(SAMPLING, num_samples=3), tmp_path, limits=replace(LIMITS, concurrency=1)
+    )
+    assert (summary.num_items, summary.num_samples, summary.n) == (4, 3, 12)
+    assert summary.accuracy == 10 / 12  # samples 1 and 2 of item 1 are wrong
+    assert summary.repeats == {
+        "num_items": 4,
+        "differing_responses": 0.5,
+        "differing_answers": 0.25,
+        "differing_verdicts": 0.25,
+    }
+    bodies = [body for _, _, body in server.requests if body["messages"][-1]["content"] == "3 + 1 = ?"]
+    assert sorted(body["seed"] for body in bodies) == [7, 8, 9]
+    _, samples = load_samples(tmp_path)
+    assert [row.sample for row in samples["item-1"]] == [0, 1, 2]
+    assert [row.verdict for row in samples["item-1"]] == ["right", "wrong", "wrong"]
+
+    # A sample that is missing is asked with its own seed; the others are not asked again.
+    lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"id": "item-3", "sample": 1' not in line]
+    (tmp_path / "results.jsonl").write_text("".join(kept))
+    server.requests.clear()
+    evaluate(make_set(4), endpoints, replace(SAMPLING, num_samples=3), tmp_path, limits=LIMITS)
+    assert [body["seed"] for _, _, body in server.requests] == [8]
+
+
+def test_too_many_failures_raise_and_the_next_attempt_asks_only_for_them(
+    server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
+) -> None:
+    server.behave = lambda handler, prompt, attempt: prompt[:2] in ("3 ", "6 ") and handler.send(400, b"too long")
+    message = (
+        r"2 of 10 requests to http://127.0.0.1:\d+ failed; at most 1 may \(evaluate.max_failed_ratio\). "
+        r"First reason: HTTP 400: too long"
+    )
+    with pytest.raises(EvaluationError, match=message):
+        evaluate(make_set(10), endpoints, SAMPLING, tmp_path, max_failed_ratio=0.1)
+    assert not (tmp_path / "summary.json").exists()
+
+    summary = evaluate(make_set(10), endpoints, SAMPLING, tmp_path, max_failed_ratio=0.2)
+    assert (summary.accuracy, summary.n, summary.num_items, summary.request_failed_rate) == (1.0, 8, 10, 0.2)
+
+    server.behave = lambda handler, prompt, attempt: False
+    assert evaluate(make_set(10), endpoints, SAMPLING, tmp_path).n == 10
+    assert {prompt: count for prompt, count in server.asked.items() if count > 1} == {
+        "3 + 1 = ?": 3,
+        "6 + 1 = ?": 3,
+    }
+
+
+def test_a_server_that_refuses_everything_is_given_up_early(
+    endpoints: list[Endpoint], server: ArithmeticServer, tmp_path: Path
+) -> None:
+    server.behave = lambda handler, prompt, attempt: handler.send(403, b"no")
+    with pytest.raises(EvaluationError, match=r"were not asked any more because nothing answered.*HTTP 403: no"):
+        evaluate(make_set(400), endpoints, SAMPLING, tmp_path, limits=LIMITS)
+    assert len(server.requests) < 60
+
+
+def test_a_server_that_dies_for_good_leaves_what_it_answered(
+    endpoints: list[Endpoint], server: ArithmeticServer, tmp_path: Path
+) -> None:
+    def die(handler: Handler, prompt: str, attempt: int) -> bool:
+        if len(server.requests) == 30:
+            server.socket.close()
+        return len(server.requests) >= 30 and handler.drop()
+
+    server.behave = die
+    with pytest.raises(EvaluationError, match=r"0 of 90 requests .* not asked any more .*ConnectError"):
+        evaluate(make_set(90), endpoints, SAMPLING, tmp_path, limits=LIMITS)
+    assert 20 <= len(read_rows(tmp_path)) < 30
+    with running() as another:
+        assert evaluate(make_set(90), [Endpoint(another.url, "m")], SAMPLING, tmp_path, limits=LIMITS).n == 90
+        assert len(another.requests) <= 70
+
+
+def test_a_torn_last_line_costs_only_its_row(
+    server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
+) -> None:
+    evaluate(make_set(6), endpoints, SAMPLING, tmp_path)
+    results = tmp_path / "results.jsonl"
+    text = results.read_text()
+    torn_id = json.loads(text.splitlines()[-1])["id"]
+    results.write_text(text[:-25])
+    assert evaluate(make_set(6), endpoints, SAMPLING, tmp_path).n == 6
+    twice = [prompt for prompt, count in server.asked.items() if count == 2]
+    assert twice == [f"{torn_id.removeprefix('item-')} + 1 = ?"]
+    assert len(results.read_text().splitlines()) == 6
+
+
+def test_changed_settings_start_anew_and_say_so(
+    server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shorter = replace(SAMPLING, max_tokens=32)
+    evaluate(make_set(3), endpoints, SAMPLING, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        evaluate(make_set(3), endpoints, shorter, tmp_path)
+        assert "sampling.max_tokens: 64 before, 32 after" in caplog.text
+        assert set(server.asked.values()) == {2}
+        assert len(read_rows(tmp_path / "superseded-1")) == 3
+        evaluate(make_set(3), endpoints, shorter, tmp_path, model_digest="another model")
+        assert (tmp_path / "superseded-2" / "summary.json").exists()
+        evaluate(make_set(3, "text"), endpoints, shorter, tmp_path, model_digest="another model")
+        assert "api: chat/completions before, completions after" in caplog.text
+    assert set(server.asked.values()) == {4}
+
+
+def test_another_grader_or_gold_grades_again_and_asks_nothing(
+    server: ArithmeticServer,
+    endpoints: list[Endpoint],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert evaluate(make_set(3), endpoints, SAMPLING, tmp_path).accuracy == 1.0
+    first, *others = make_set(3).items
+    corrected = replace(make_set(3), items=(replace(first, gold="5", subject="sum"), *others))
+    monkeypatch.setattr(judging, "GRADER", "numbers/2")
+    with caplog.at_level(logging.WARNING):
+        summary = evaluate(corrected, endpoints, SAMPLING, tmp_path)
+    assert "grading again" in caplog.text
+    assert "before, numbers/2 after" in caplog.text
+    assert (summary.accuracy, summary.settings["grader"]) == (2 / 3, "numbers/2")
+    assert set(summary.by_subject) == {"sum", "add"}
+    row = read_rows(tmp_path)["item-0", 0]
+    assert (row.gold, row.verdict, row.subject, row.aisbench_right) == ("5", "wrong", "sum", False)
+    assert set(server.asked.values()) == {1}
+    assert not list(tmp_path.glob("superseded-*"))
+
+
+def test_two_evaluations_do_not_write_to_one_folder(
+    server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
+) -> None:
+    with exclusive(tmp_path), pytest.raises(ResultsError, match="another evaluation is writing to"):
+        evaluate(make_set(3), endpoints, SAMPLING, tmp_path)
+    assert server.requests == []
+    assert evaluate(make_set(3), endpoints, SAMPLING, tmp_path).n == 3
+
+
+def command(folder: Path, urls: list[str], count: int, *settings: str) -> list[str]:
+    """`dapo eval` on that many problems."""
+    data = folder / "problems.jsonl"
+    rows = [{"problem": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(count)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [word for url in urls for word in ("--base-url", url)]
+    words += ["--model-name", "m", "--data", str(data), "--output", str(folder / "out")]
+    words += [word for setting in ("evaluate.prompt=bare", *settings) for word in ("--set", setting)]
+    return [sys.executable, "-m", "flows.cli", "eval", *words]
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_an_evaluation_that_is_ended_continues_without_asking_again(
+    server: ArithmeticServer, tmp_path: Path, end: signal.Signals
+) -> None:
+    half = threading.Event()
+
+    def hold(handler: Handler, prompt: str, attempt: int) -> bool:
+        if len(server.requests) >= 24 and not half.is_set():
+            half.wait(30)  # until the process has ended
+        return False
+
+    server.behave = hold
+    words = command(tmp_path, [server.url], 60, "evaluate.concurrency=4")
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output = tmp_path / "out"
+    assert process.stdout is not None
+    lines = iter(process.stdout.readline, "")
+    assert any("18 of 60 items done" in line for line in lines)  # no terminal: a log line every tenth
+    process.send_signal(end)
+    said = process.communicate(timeout=30)[0]
+    half.set()
+    assert "Traceback" not in said
+    assert process.returncode == (-signal.SIGKILL if end == signal.SIGKILL else 130), said
+    finished = {identity for identity, _ in read_rows(output)}
+    assert 18 <= len(finished) < 60
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"continuing, {len(finished)} of 60" in done.stdout
+    assert len(read_rows(output)) == 60
+    asked_again = {prompt for prompt, count in server.asked.items() if count > 1}
+    assert len(asked_again) <= 4  # at most those in flight when the process ended
+    assert not asked_again & {f"{identity.removeprefix('row-')} + 1 = ?" for identity in finished}
+
+
+def test_one_request_that_never_returns_ends_with_its_time_out_and_a_status(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
+    release = threading.Event()
+    server.behave = lambda handler, prompt, attempt: prompt.startswith("7 ") and release.wait(60)
+    words = command(tmp_path, [server.url], 20, "evaluate.request_timeout_seconds=1")
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    release.set()
+    assert done.returncode == 1
+    assert "1 of 20 requests" in done.stderr
+    rows = read_rows(tmp_path / "out")
+    assert {row.id for row in rows.values() if row.verdict == "request_failed"} == {"row-7"}
+    assert (rows["row-7", 0].failure, len(rows)) == ("no answer within 1 s", 20)
+    assert rows["row-7", 0].seconds < 2
+
+
+def test_servers_of_different_models_are_not_one_evaluation(server: ArithmeticServer, tmp_path: Path) -> None:
+    with running() as other:
+        other.root = "another-folder"
+        words = command(tmp_path, [server.url, other.url], 4)
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert f"{other.url} serves another-folder, {server.url} folder-of-the-model" in done.stderr
+    assert server.requests == []
+
+
+def test_a_terminal_gets_a_progress_bar(server: ArithmeticServer, tmp_path: Path) -> None:
+    import pty
+
+    controller, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    words = command(tmp_path, [server.url], 60)
+    process = subprocess.Popen(words, cwd=ROOT, stdout=terminal, stderr=terminal, env=environment)
+    os.close(terminal)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(controller, 4096)
+        except OSError:  # the terminal's other end is closed
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(controller)
+    assert process.wait(timeout=60) == 0
+    assert b"60/60" in shown
+    assert b"tokens/s" in shown
+    assert b"left:" in shown
