@@ -108,7 +108,7 @@ class Connection:
             headers=headers,
             timeout=httpx.Timeout(None, connect=min(_CONNECT_SECONDS, timeout_seconds)),
             limits=httpx.Limits(max_connections=1),
-            verify=_ssl_context(),
+            verify=_ssl_context(endpoint.base_url.startswith("https")),
             # A proxy from the environment must not stand between us and a server on this machine.
             trust_env=urlsplit(endpoint.base_url).hostname not in _LOOPBACK,
         )
@@ -191,9 +191,9 @@ def _utf8(text: str) -> str:
 
 
 @functools.cache
-def _ssl_context() -> ssl.SSLContext:
-    """One for all clients: loading the certificate authorities takes tens of milliseconds."""
-    return httpx.create_ssl_context()
+def _ssl_context(is_used: bool) -> ssl.SSLContext:
+    """One for all connections: loading the certificate authorities takes tens of milliseconds."""
+    return httpx.create_ssl_context() if is_used else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def _retry_after(response: httpx.Response) -> float:

@@ -121,11 +121,8 @@ def read_settings(directory: Path) -> dict[str, Any] | None:
     return settings if isinstance(settings, dict) else None
 
 
-def load_samples(directory: str | Path) -> tuple[dict[str, Any], dict[str, tuple[Row, ...]]]:
-    """(settings, rows by id, a row for each sample) of a finished evaluation.
-
-    Raises ResultsError when it is not one, or not finished.
-    """
+def load_results(directory: str | Path) -> tuple[dict[str, Any], dict[RowKey, Row]]:
+    """(settings, rows) of a finished evaluation. Raises ResultsError when it is not one, or not finished."""
     directory = Path(directory)
     settings = read_settings(directory)
     if settings is None:
@@ -139,16 +136,7 @@ def load_samples(directory: str | Path) -> tuple[dict[str, Any], dict[str, tuple
             f"{directory} holds {len(rows)} of {expected} responses: the evaluation did not finish. "
             f"Run the same evaluation again; it asks only for what is missing."
         )
-    samples: dict[str, tuple[Row, ...]] = {}
-    for (identity, _), row in sorted(rows.items(), key=lambda entry: entry[0][1]):
-        samples[identity] = (*samples.get(identity, ()), row)
-    return settings, samples
-
-
-def load_results(directory: str | Path) -> tuple[dict[str, Any], dict[str, Row]]:
-    """(settings, the first sample of each item by id) of a finished evaluation; raises what load_samples does."""
-    settings, samples = load_samples(directory)
-    return settings, {identity: rows[0] for identity, rows in samples.items()}
+    return settings, rows
 
 
 @contextlib.contextmanager

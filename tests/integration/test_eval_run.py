@@ -19,7 +19,7 @@ from eval import judging
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
 from eval.errors import EvaluationError, ResultsError
-from eval.results import exclusive, load_samples, read_rows
+from eval.results import exclusive, load_results, read_rows
 from eval.run import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
@@ -99,9 +99,9 @@ def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_told(
     }
     bodies = [body for _, _, body in server.requests if body["messages"][-1]["content"] == "3 + 1 = ?"]
     assert sorted(body["seed"] for body in bodies) == [7, 8, 9]
-    _, samples = load_samples(tmp_path)
-    assert [row.sample for row in samples["item-1"]] == [0, 1, 2]
-    assert [row.verdict for row in samples["item-1"]] == ["right", "wrong", "wrong"]
+    _, rows = load_results(tmp_path)
+    assert list(rows) == [(f"item-{item}", sample) for item in range(4) for sample in range(3)]
+    assert [rows["item-1", sample].verdict for sample in range(3)] == ["right", "wrong", "wrong"]
 
     # A sample that is missing is asked with its own seed; the others are not asked again.
     lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
