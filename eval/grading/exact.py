@@ -280,7 +280,7 @@ _SAME: dict[type, Callable[..., bool]] = {
 
 def _same_words(prediction: str, gold: str, *answers: Answer) -> bool:
     """A word is the same with and without \\text; letters beside each other are no word unless one side says so."""
-    if not any(isinstance(answer, Words) for answer in answers):
+    if not any(isinstance(answer, Words) for answer in answers) and '"' not in prediction + gold:
         return False
     words = _bare_words(prediction), _bare_words(gold)
     is_word = any('"' in plain for plain in (prediction, gold)) or len(words[1]) > 3
@@ -334,8 +334,9 @@ def _same_base(prediction: str, gold: str) -> bool | None:
 
 _CHOICE = re.compile(r'\(?\s*"?\s*\(?\s*([A-Za-z])\s*\)?\s*"?\s*\)?')
 _CHOSEN = re.compile(
-    r'(?is)\W*(?:(?:option|choice|answer|选项|选)\s*:?\s*)?\(?\s*"?\s*\(?([A-Z])\s*(?:\)|"|[.:,]\s|\s*-\s|$)"?\s*\)?(.*)'
+    r'(?is)\W*(?:(?:option|choice|answer|选项|选)\s*:?\s*)?\(?\s*"?\s*\(?([A-Z])\s*(?:\)|"|[.:]\s|\s*-\s|$)\s*"?\s*\)?(.*)'
 )
+_FURTHER_LETTER = re.compile(r'\W*(?:(?:and|or)\W*)?[A-Z]\b')
 
 
 def _same_choice(prediction: str, gold: str) -> bool | None:
@@ -345,7 +346,7 @@ def _same_choice(prediction: str, gold: str) -> bool | None:
         return None
     ours = _CHOSEN.fullmatch(prediction)
     is_named = ours is not None and (ours.group(2) == "" or re.match(r'\W*("|\(|[A-Z])', prediction) is not None)
-    if ours is None or not is_named or re.match(r'\s*[,"]?\s*(and|or|,)', ours.group(2)):
+    if ours is None or not is_named or _FURTHER_LETTER.match(ours.group(2)):
         return None
     return ours.group(1).upper() == theirs.group(1).upper()
 

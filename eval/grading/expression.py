@@ -260,7 +260,8 @@ class _Parser:
 
     def letter(self, name: str) -> Node:
         name = self.subscripted(name)
-        if name in _CALLED and self.peek() == ("other", "("):
+        at_zero = [self.peek(offset)[1] for offset in range(3)] == ["(", "0", ")"]
+        if (name in _CALLED and self.peek() == ("other", "(")) or at_zero:
             self.take()
             arguments = [self.expression()]
             while self.accept(","):

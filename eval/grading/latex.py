@@ -28,6 +28,7 @@ _GREEK = dict(zip("αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣ�
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi "
     "omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
 ).split(), strict=True))  # fmt: skip
+_UNICODE[ord("√")] = "\\sqrt "
 _UNICODE |= {ord(letter): f"\\{name} " for letter, name in _GREEK.items()}
 
 # Commands that stand for one character, or for nothing.

@@ -107,8 +107,8 @@ def parse_number(text: str) -> Fraction | None:
     """Exact value of an integer, decimal, a/b or \\frac{a}{b} with optional thousands separators, else None."""
     if len(text) > _MAX_NUMBER_CHARS:
         return None
-    plain = re.sub(r"\\[!,; ]|\\?\$|\s", "", text).replace("{,}", ",").replace("−", "-").rstrip(".")
-    plain = re.sub(r"^([+-]?)\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))$", r"\1\2\3/\4\5", plain)
+    plain = re.sub(r"\\[!,; ]|\\?\$", "", text).strip().replace("{,}", ",").replace("−", "-").rstrip(".")
+    plain = re.sub(r"^([+-]?)\\[dt]?frac(?:\{(\d+)\}|\s?(\d))(?:\{(\d+)\}|(\d))$", r"\1\2\3/\4\5", plain)
     if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?", plain):
         plain = plain.replace(",", "")
     if not re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+|\d+/\d+)", plain, re.ASCII):
