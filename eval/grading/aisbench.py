@@ -1,6 +1,6 @@
 """AISBench's string rule for math_prm800k_500_0shot_cot_gen, so that accuracies compare with published ones.
 
-The rule, not its code: where AISBench takes time quadratic in hostile text, the same result comes in linear time here.
+The rule, not its code: where AISBench takes time quadratic in hostile text, the result here takes linear.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ _CUE = re.compile(r"final answer|answer is")
 def extract_aisbench(text: str) -> tuple[str, bool]:
     """(answer, True when AISBench itself would have raised) of a whole response.
 
-    The last \\boxed with matching braces, else the last \\fbox; an empty box counts as none. Without a box the first
-    piece between full stops with a cue, else the first piece, normalised. Finding anything but `{` behind the
-    macro, AISBench raises; here the braces' content is the answer then.
+    The last \\boxed with matching braces, else the last \\fbox; an empty box counts as none. Without a box the
+    first piece between full stops with a cue, else the first piece, normalised. On anything but `{` behind the
+    macro, AISBench raises; here the braces' content is the answer.
     """
     content, raises = _last_box(text)
     if content:
@@ -58,9 +58,9 @@ def is_equal_aisbench(answer: str, gold: str) -> bool:
     if answer == gold:
         return True
     stripped = strip_latex(answer), strip_latex(gold)
-    if stripped[0] is not None and stripped[1] is not None:
-        if stripped[0] == stripped[1] or normalise(stripped[0]) == normalise(stripped[1]):
-            return True
+    is_stripped = stripped[0] is not None and stripped[1] is not None
+    if is_stripped and (stripped[0] == stripped[1] or normalise(str(stripped[0])) == normalise(str(stripped[1]))):
+        return True
     return normalise(answer) == normalise(gold)
 
 
@@ -101,7 +101,7 @@ def strip_latex(text: str) -> str | None:
 
 
 def _full_fractions(text: str) -> str:
-    """\\frac12 and \\frac1{2} as \\frac{1}{2}; unchanged as a whole when one \\frac has less than two characters."""
+    """\\frac12 and \\frac1{2} as \\frac{1}{2}; all unchanged when one has less than two characters behind it."""
     head, *pieces = text.split("\\frac")
     fixed = [head]
     for piece in pieces:

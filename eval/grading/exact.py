@@ -14,26 +14,24 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from eval.grading.expression import Node
-from eval.grading.latex import clean
-from eval.grading.numeric import is_same_value, ratio_of, sign_of_difference
-from eval.grading.structure import (
+from eval.grading.answers import (
     Answer,
     Approximate,
     Interval,
     Listing,
     Matrix,
     Named,
+    Point,
     Region,
     Relation,
-    Tuple_,
     Value,
     Words,
-    as_region,
-    merged,
-    read_answer,
-    read_ungrouped,
 )
+from eval.grading.expression import Node, parse_expression
+from eval.grading.latex import clean
+from eval.grading.numeric import is_same_value, ratio_of, sign_of_difference
+from eval.grading.regions import as_region, merged
+from eval.grading.structure import read_answer, read_ungrouped
 from eval.grading.units import is_unit_conflict
 
 MAX_LISTED = 200
@@ -78,9 +76,9 @@ def same(prediction: Answer, gold: Answer) -> bool:
     if Region in kinds:
         regions = as_region(prediction), as_region(gold)
         return regions[0] is not None and regions[1] is not None and _same_region(regions[0], regions[1])
-    if kinds == {Matrix, Tuple_}:
+    if kinds == {Matrix, Point}:
         return _same_vector(prediction, gold)
-    if kinds == {Tuple_, Listing}:
+    if kinds == {Point, Listing}:
         return _same_sequence(prediction, gold)
     if type(prediction) is not type(gold):
         return False
@@ -130,7 +128,7 @@ def _same_items(predictions: Sequence[Answer], golds: Sequence[Answer]) -> bool:
     return True
 
 
-def _same_tuple(prediction: Tuple_, gold: Tuple_) -> bool:
+def _same_tuple(prediction: Point, gold: Point) -> bool:
     """Equal in order. `[1, 2]` is an interval, `(1, 2)` another one or a point; longer ones are no intervals."""
     if len(prediction.items) != len(gold.items):
         return False
@@ -144,10 +142,10 @@ def _same_tuple(prediction: Tuple_, gold: Tuple_) -> bool:
 def _same_vector(prediction: Answer, gold: Answer) -> bool:
     """A matrix of one row or one column is the vector in brackets with these entries."""
     matrix, vector = (prediction, gold) if isinstance(prediction, Matrix) else (gold, prediction)
-    if not isinstance(matrix, Matrix) or not isinstance(vector, Tuple_):
+    if not isinstance(matrix, Matrix) or not isinstance(vector, Point):
         return False
     if len(matrix.rows) > 1 and len(matrix.rows[0]) > 1:
-        nested = [item.items for item in vector.items if isinstance(item, Tuple_)]
+        nested = [item.items for item in vector.items if isinstance(item, Point)]
         return len(nested) == len(vector.items) and _same_matrix(matrix, Matrix(tuple(nested)))
     entries = [entry for row in matrix.rows for entry in row]
     return len(entries) == len(vector.items) and all(map(same, entries, vector.items))
@@ -156,14 +154,14 @@ def _same_vector(prediction: Answer, gold: Answer) -> bool:
 def _same_sequence(prediction: Answer, gold: Answer) -> bool:
     """A point written without brackets: the same order, and nothing that could be read as an interval."""
     listing, point = (prediction, gold) if isinstance(prediction, Listing) else (gold, prediction)
-    if not isinstance(listing, Listing) or not isinstance(point, Tuple_) or listing.is_set:
+    if not isinstance(listing, Listing) or not isinstance(point, Point) or listing.is_set:
         return False
     if point.opening != "=" and (listing is gold or _may_be_interval(point)):
         return False
     return len(listing.items) == len(point.items) and all(map(same, listing.items, point.items))
 
 
-def _may_be_interval(point: Tuple_) -> bool:
+def _may_be_interval(point: Point) -> bool:
     low, *rest = point.items
     if len(rest) != 1 or not isinstance(low, Value) or not isinstance(rest[0], Value):
         return False
@@ -251,7 +249,7 @@ def _same_name(left: str, right: str) -> bool:
     functions = [re.fullmatch(r"[a-zA-Z]'*\([^()]*\)", name) is not None for name in (left, right)]
     if functions[0] and functions[1]:
         return left[0] == right[0]
-    return any(functions) and bool({"y", "z"} & {left, right}) or any(len(name) > 3 for name in (left, right))
+    return (any(functions) and bool({"y", "z"} & {left, right})) or any(len(name) > 3 for name in (left, right))
 
 
 def _same_equation(prediction: Answer, gold: Answer) -> bool:
@@ -260,8 +258,6 @@ def _same_equation(prediction: Answer, gold: Answer) -> bool:
 
 
 def _as_relation(answer: Answer) -> Relation | None:
-    from eval.grading.expression import parse_expression
-
     if isinstance(answer, Named) and isinstance(answer.value, Value):
         name = parse_expression(answer.name)
         return None if name is None else Relation(("=",), (name, answer.value.node))
@@ -272,14 +268,14 @@ _SAME: dict[type, Callable[..., bool]] = {
     Value: _same_value,
     Words: _same_words_answer,
     Listing: _same_listing,
-    Tuple_: _same_tuple,
+    Point: _same_tuple,
     Matrix: _same_matrix,
     Relation: _same_relation,
 }
 
 
 def _same_words(prediction: str, gold: str, *answers: Answer) -> bool:
-    """A word is the same with and without \\text; letters beside each other are no word unless one side says so."""
+    """A word is the same with and without \\text; letters in a row are no word unless one side says so."""
     if not any(isinstance(answer, Words) for answer in answers) and '"' not in prediction + gold:
         return False
     words = _bare_words(prediction), _bare_words(gold)
@@ -299,7 +295,7 @@ _CLOCK = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)")
 
 
 def _same_time(prediction: str, gold: str) -> bool | None:
-    """Verdict on times of day when one has a.m. or p.m.; noon is 12 p.m. A missing a.m. or p.m. is not filled in."""
+    """Verdict on times of day when one has a.m. or p.m.; noon is 12 p.m. A missing one is not filled in."""
     texts = [re.sub(r'[\s"]', "", plain.lower()) for plain in (prediction, gold)]
     minutes = []
     for text in texts:
@@ -315,7 +311,21 @@ def _same_time(prediction: str, gold: str) -> bool | None:
 
 
 _BASED = re.compile(r'(-?[0-9A-Z.]+)(?:_\{?\(?"?(\w+)"?\)?\}?|"?\(?base"?(\d+)\)?"?)')
-_BASE_WORDS = ("zero one two three four five six seven eight nine ten eleven twelve").split()
+_BASE_WORDS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+]
 
 
 def _same_base(prediction: str, gold: str) -> bool | None:
@@ -336,11 +346,11 @@ _CHOICE = re.compile(r'\(?\s*"?\s*\(?\s*([A-Za-z])\s*\)?\s*"?\s*\)?')
 _CHOSEN = re.compile(
     r'(?is)\W*(?:(?:option|choice|answer|选项|选)\s*:?\s*)?\(?\s*"?\s*\(?([A-Z])\s*(?:\)|"|[.:]\s|\s*-\s|$)\s*"?\s*\)?(.*)'
 )
-_FURTHER_LETTER = re.compile(r'\W*(?:(?:and|or)\W*)?[A-Z]\b')
+_FURTHER_LETTER = re.compile(r"\W*(?:(?:and|or)\W*)?[A-Z]\b")
 
 
 def _same_choice(prediction: str, gold: str) -> bool | None:
-    """Verdict when the gold answer is the letter of a choice, `(C)` or `\\text{C}`: the letter counts, not its text."""
+    """Verdict when the gold answer is a choice, `(C)` or `\\text{C}`: the letter counts, not its text."""
     theirs = _CHOICE.fullmatch(gold)
     if theirs is None or not re.search(r'["(]|^[A-J]$', gold):
         return None
@@ -362,7 +372,8 @@ def _same_ratio(prediction: str, gold: str) -> bool | None:
         return None
     ours, theirs = ([*node, ("num", Fraction(1))] if len(node) == 1 else node for node in nodes)
     return len(ours) == len(theirs) and all(
-        is_same_value(("mul", ours[0], b), ("mul", theirs[0], a)) for a, b in zip(ours[1:], theirs[1:], strict=True)
+        is_same_value(("mul", ours[0], b), ("mul", theirs[0], a))
+        for a, b in zip(ours[1:], theirs[1:], strict=True)
     )
 
 

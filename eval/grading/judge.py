@@ -11,11 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from eval.errors import EvaluationError
+from eval.grading.extraction import Found
 from eval.grading.latex import MAX_ANSWER_CHARS
 from eval.grading.verdict import Grade, grade_with
 
@@ -27,13 +27,11 @@ _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from eval.grading.wor
 class Judge:
     """Grades responses; a context manager, usable from several threads.
 
-    A row that takes longer than `timeout_seconds` or more than `memory_bytes` is graded wrong, its process is killed and
-    replaced, and `num_killed` counts it. Processes start with the first row that needs one.
+    A row that takes longer than `timeout_seconds` or more than `memory_bytes` is graded wrong, its process is
+    killed and replaced, and `num_killed` counts it. Processes start with the first row that needs one.
     """
 
-    def __init__(
-        self, num_processes: int = 1, timeout_seconds: float = 1.5, memory_bytes: int = 1 << 30
-    ) -> None:
+    def __init__(self, num_processes: int = 1, timeout_seconds: float = 1.5, memory_bytes: int = 1 << 30) -> None:
         if num_processes < 1:
             raise EvaluationError(f"num_processes = {num_processes}: grading needs at least one process")
         self._workers = [_Worker(timeout_seconds, memory_bytes) for _ in range(num_processes)]
@@ -58,7 +56,7 @@ class Judge:
 
     def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
         """Verdicts on one response, as eval.grading.verdict.grade_with; blocks until they are there."""
-        return grade_with(self._is_any_equal, response, finish_reason, gold)
+        return grade_with(self._is_gold, response, finish_reason, gold)
 
     def close(self) -> None:
         """End the processes; rows that other threads wait for meanwhile are graded wrong."""
@@ -69,13 +67,14 @@ class Judge:
             worker.end()
             self._idle.put(worker)
 
-    def _is_any_equal(self, answers: Sequence[str], gold: str) -> bool:
-        readable = [answer for answer in answers if len(answer) <= MAX_ANSWER_CHARS]
-        if not readable or len(gold) > MAX_ANSWER_CHARS:
+    def _is_gold(self, found: Found, gold: str) -> bool:
+        if len(gold) > MAX_ANSWER_CHARS or max(map(len, found.answers)) > MAX_ANSWER_CHARS:
             return False  # equal strings are right without it
+        if sum(map(len, found.boxes)) > MAX_ANSWER_CHARS:
+            found = found._replace(boxes=())
         worker = self._idle.get()
         try:
-            verdict = worker.ask(readable, gold)
+            verdict = worker.ask(found, gold)
         finally:
             self._idle.put(worker)
         if verdict is None:
@@ -92,12 +91,12 @@ class _Worker:
         self.memory_bytes = memory_bytes
         self.process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, answers: Sequence[str], gold: str) -> bool | None:
+    def ask(self, found: Found, gold: str) -> bool | None:
         """The worker's verdict; None when it ended or had to be killed."""
         process = self.process or self._started()
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it ended, which reading finds as well
-            unwritten = json.dumps([answers, gold]).encode() + b"\n"
+            unwritten = json.dumps([found, gold]).encode() + b"\n"
             while unwritten:
                 unwritten = unwritten[os.write(process.stdin.fileno(), unwritten) :]
         line = _read_line(process, self.timeout_seconds)
@@ -118,8 +117,8 @@ class _Worker:
         if _read_line(process, START_SECONDS) is None:
             self.end()
             raise EvaluationError(
-                f"the grading process did not start within {START_SECONDS:g} s (exit code {process.returncode}); its "
-                f"output is in the log. A limit of {self.memory_bytes:,} bytes of memory may be too low."
+                f"the grading process did not start within {START_SECONDS:g} s (exit code {process.returncode}); "
+                f"its output is in the log. A limit of {self.memory_bytes:,} bytes of memory may be too low."
             )
         return process
 

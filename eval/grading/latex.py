@@ -1,7 +1,7 @@
 """An answer as a model writes it (LaTeX, Markdown, plain text, Unicode, Chinese) to one plain notation.
 
-In that notation every operator is one character (`≤ ∪ ∈ ± ∞ ° *`), set braces are `⦃⦄`, matrices `⟦a&b⏎c&d⟧`, words in
-quotes are text, and only commands with a meaning are left (`\\frac \\sqrt \\pi`). Nothing here computes.
+There every operator is one character (`≤ ∪ ∈ ± ∞ ° *`), set braces are `⦃⦄`, matrices `⟦a&b⏎c&d⟧`, words
+in quotes are text, and only commands with a meaning are left (`\\frac \\sqrt \\pi`). Nothing here computes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ _SUBSCRIPTS = {ord(c): p for c, p in zip("₀₁₂₃₄₅₆₇₈₉", "0123
 _VULGAR = re.compile("[¼½¾⅐-⅞]")
 _UNICODE = str.maketrans(
     {
-        "−": "-", "–": "-", "—": "-", "‐": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "∗": "*", "÷": "/", "∕": "/",
+        "−": "-", "–": "-", "—": "-", "‐": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "∗": "*", "÷": "/",
+        "∕": "/",
         "≦": "≤", "⩽": "≤", "≧": "≥", "⩾": "≥", "，": ",", "、": ",", "；": ";", "：": ":", "。": ".", "（": "(",
-        "）": ")", "【": "[", "】": "]", "｛": "⦃", "｝": "⦄", "“": "", "”": "", "‘": "'", "’": "'", "′": "'", '"': "",
+        "）": ")", "【": "[", "】": "]", "｛": "⦃", "｝": "⦄", "“": "", "”": "", "‘": "'", "’": "'", "′": "'",
+        '"': "",
         "º": "°", "˚": "°", "℃": "°", "﹣": "-", "∣": "|", "⁄": "/", "\u200b": "", "\ufeff": "", "\x00": "",
         "〈": "⟨", "〉": "⟩", "∶": ":", "∼": "~", "〜": "~", "∖": "∖", "≃": "≈", "≅": "≈", "Ø": "∅", "�": "",
         "⦃": "", "⦄": "", "⟦": "", "⟧": "", "⏎": "", "€": "", "£": "", "¥": "", "￥": "", "．": ".",
     }
 )  # fmt: skip
-_GREEK = dict(zip("αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ", (
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi "
-    "omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
-).split(), strict=True))  # fmt: skip
+_GREEK_LETTERS = "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"
+_GREEK_NAMES = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon
+    phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"""
+_GREEK = dict(zip(_GREEK_LETTERS, _GREEK_NAMES.split(), strict=True))
 _UNICODE[ord("√")] = "\\sqrt "
 _UNICODE |= {ord(letter): f"\\{name} " for letter, name in _GREEK.items()}
 
@@ -39,7 +41,8 @@ _COMMANDS = {
     "rvert": "|", "lbrace": "⦃", "rbrace": "⦄", "langle": "⟨", "rangle": "⟩", "lfloor": "⌊", "rfloor": "⌋",
     "lceil": "⌈", "rceil": "⌉", "ldots": "…", "dots": "…", "cdots": "…", "dotsc": "…", "dotsb": "…",
     "setminus": "∖", "backslash": "∖", "smallsetminus": "∖", "emptyset": "∅", "varnothing": "∅", "approx": "≈",
-    "simeq": "≈", "cong": "≈", "equiv": "≡", "degree": "°", "prime": "'", "colon": ":", "lbrack": "[", "rbrack": "]",
+    "simeq": "≈", "cong": "≈", "equiv": "≡", "degree": "°", "prime": "'", "colon": ":", "lbrack": "[",
+    "rbrack": "]",
     "to": "→", "rightarrow": "→", "Rightarrow": "→", "implies": "→", "lor": ' "or" ', "vee": ' "or" ',
     "land": ' "and" ', "wedge": ' "and" ', "dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac",
     "dbinom": "\\binom", "tbinom": "\\binom", "varphi": "\\phi", "varepsilon": "\\epsilon", "vartheta": "\\theta",
@@ -48,24 +51,90 @@ _COMMANDS = {
     ",": " ", ";": " ", ":": " ", "!": "", " ": " ", ">": " ", "\n": " ", "&": "and", "'": "", "/": "",
     "quad": " ", "qquad": " ", "thinspace": " ", "displaystyle": "", "textstyle": "", "limits": "", "left": "",
     "right": "", "mathstrut": "", "nonumber": "", "hfill": "", "middle": "", "rm": "", "bf": "", "it": "",
-    "\\": " ", "centerdot": "*", "bullet": "*", "star": "*", "Re": "\\Re", "bmod": "mod", "hline": "", "newline": " ",
+    "\\": " ", "centerdot": "*", "bullet": "*", "star": "*", "Re": "\\Re", "bmod": "mod", "hline": "",
+    "newline": " ",
     "medspace": " ", "big": "", "Big": "", "bigg": "", "Bigg": "", "bigl": "", "bigr": "", "Bigl": "", "Bigr": "",
     "biggl": "", "biggr": "", "Biggl": "", "Biggr": "", "textdollar": "", "textdegree": "°", "euler": "e",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\([A-Za-z]+|[^A-Za-z0-9])", re.DOTALL)
-_TEXT = frozenset("text textbf textit textrm textsf texttt textnormal mbox hbox emph textup textsc".split())
+_TEXT = frozenset(
+    [
+        "text",
+        "textbf",
+        "textit",
+        "textrm",
+        "textsf",
+        "texttt",
+        "textnormal",
+        "mbox",
+        "hbox",
+        "emph",
+        "textup",
+        "textsc",
+    ]
+)
 _STYLE = frozenset(
-    "mathbf boldsymbol bm mathit mathsf mathcal mathfrak mathscr mathbb vec overrightarrow hat widehat boxed fbox tilde "
-    "underline framebox ensuremath mathop pmb color".split()
+    [
+        "mathbf",
+        "boldsymbol",
+        "bm",
+        "mathit",
+        "mathsf",
+        "mathcal",
+        "mathfrak",
+        "mathscr",
+        "mathbb",
+        "vec",
+        "overrightarrow",
+        "hat",
+        "widehat",
+        "boxed",
+        "fbox",
+        "tilde",
+        "underline",
+        "framebox",
+        "ensuremath",
+        "mathop",
+        "pmb",
+        "color",
+    ]
 )
 _UPRIGHT = frozenset(("mathrm", "operatorname"))
 _DROPPED = frozenset(("phantom", "hspace", "vspace", "label", "tag", "hphantom", "vphantom"))
 FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh ln log lg exp max min gcd lcm det sgn".split()
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "arccot",
+        "sinh",
+        "cosh",
+        "tanh",
+        "ln",
+        "log",
+        "lg",
+        "exp",
+        "max",
+        "min",
+        "gcd",
+        "lcm",
+        "det",
+        "sgn",
+    ]
 )
 _NUMBER_SETS = {"R": "ℝ", "N": "ℕ", "Z": "ℤ", "Q": "ℚ", "C": "ℂ"}
-_ENVIRONMENT = re.compile(r"\\(begin|end)\s*\{\s*([a-zA-Z]*matrix|array|aligned|align|cases|gathered|split)\*?\s*\}")
-_DOUBLED = re.compile(r"\\\\(?=(?:d?frac|sqrt|pi|text|left|right|begin|end|cdot|times|boxed|infty|circ|cup|pm|in|le|ge)\b)")
+_ENVIRONMENT = re.compile(
+    r"\\(begin|end)\s*\{\s*([a-zA-Z]*matrix|array|aligned|align|cases|gathered|split)\*?\s*\}"
+)
+_DOUBLED = re.compile(
+    r"\\\\(?=(?:d?frac|sqrt|pi|text|left|right|begin|end|cdot|times|boxed|infty|circ|cup|pm|in|le|ge)\b)"
+)
 _GROUPED_SPACES = re.compile(r"(?<![\d.\w}])(\d{1,3})((?:(?:\\[,;:! ]|~| |\{ \})\d{3})+)(?![\d\w])")
 
 
@@ -74,10 +143,16 @@ def clean(text: str) -> str:
     if len(text) > MAX_ANSWER_CHARS:
         return ""
     text = _VULGAR.sub(lambda m: _vulgar(m.group()), text)
-    text = re.sub(f"[{''.join(map(chr, _SUPERSCRIPTS))}]+", lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}", text)
-    text = re.sub(f"[{''.join(map(chr, _SUBSCRIPTS))}]+", lambda m: f"_{{{m.group().translate(_SUBSCRIPTS)}}}", text)
+    text = re.sub(
+        f"[{''.join(map(chr, _SUPERSCRIPTS))}]+", lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}", text
+    )
+    text = re.sub(
+        f"[{''.join(map(chr, _SUBSCRIPTS))}]+", lambda m: f"_{{{m.group().translate(_SUBSCRIPTS)}}}", text
+    )
     text = text.translate(_UNICODE)
-    text = "".join(unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" or c == "\u3000" else c for c in text)
+    text = "".join(
+        unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" or c == "\u3000" else c for c in text
+    )
     if not re.search(r"(?<!\\)\\[A-Za-z]", text):
         text = _DOUBLED.sub(r"\\", text)  # a model that escapes its backslashes
     text = re.sub(r",\s*\\!\s*(?=\d)|\{,\}\s*(?=\d{3})|\{\\,\}(?=\d{3})", "", text)  # 10,\!080 10{,}080
@@ -85,7 +160,9 @@ def clean(text: str) -> str:
     text = _GROUPED_SPACES.sub(lambda m: m.group(1) + re.sub(r"\D", "", m.group(2)), text)
     text = _environments(text)
     text = re.sub(r"\\(?:left|right|middle)\s*\.", " ", text)
-    text = re.sub(r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\circ(?![A-Za-z])\s*(?=[,)]|$)|\^\s*°", "°", text)
+    text = re.sub(
+        r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\circ(?![A-Za-z])\s*(?=[,)]|$)|\^\s*°", "°", text
+    )
     text = _commands(text)
     text = _words(text)
     text = text.replace("<=", "≤").replace(">=", "≥").replace("!=", "≠").replace("**", "^").replace("\n", " ")
@@ -119,7 +196,9 @@ def _environments(text: str) -> str:
             pieces.append("⟦" if match.group(1) == "begin" else "⟧")
         elif is_matrix:
             pieces.append("|⟦" if match.group(1) == "begin" else "⟧|")
-        columns = re.match(r"\s*\{[^{}]*\}", text[position:]) if match.group(1) == "begin" and name == "array" else None
+        columns = (
+            re.match(r"\s*\{[^{}]*\}", text[position:]) if match.group(1) == "begin" and name == "array" else None
+        )
         position += columns.end() if columns else 0
     text = "".join([*pieces, text[position:]])
     if "⟦" in text:
@@ -189,7 +268,9 @@ def _quoted(inner: str) -> str:
     return f' "{words}" ' if words else " "
 
 
-_PLAIN_FUNCTION = re.compile(r"(?<![A-Za-z\\])(sqrt|pi|infinity|infty|inf|oo|theta|alpha|beta|phi|omega|lambda)(?![a-zA-Z])")
+_PLAIN_FUNCTION = re.compile(
+    r"(?<![A-Za-z\\])(sqrt|pi|infinity|infty|inf|oo|theta|alpha|beta|phi|omega|lambda)(?![a-zA-Z])"
+)
 _PLAIN = {"infinity": "∞", "infty": "∞", "inf": "∞", "oo": "∞"}
 _JOINING = re.compile(r'(?<![A-Za-z\\"])(and|or)(?![A-Za-z"])|([或和与及]|以及)')
 

@@ -1,7 +1,8 @@
-"""Whether two expression trees have the same value: exactly as rational numbers, else to 45 digits at random points.
+"""Whether two expression trees have the same value: exactly, or to 45 digits at random points.
 
-Two different algebraic or elementary expressions that an answer can hold do not agree to 45 digits at several random
-points, so agreement is equality and a decimal approximation is not; unlike simplification it has a bounded cost.
+Two different algebraic or elementary expressions that an answer can hold do not agree to 45 digits at several
+random points, so agreement is equality and a decimal approximation is none. Unlike simplification, its cost is
+bounded.
 """
 
 from __future__ import annotations
@@ -253,7 +254,9 @@ _RADIANS = frozenset(("sin", "cos", "tan", "cot", "sec", "csc"))
 def _call(node: Node, environment: Mapping[str, Any], log_base: str) -> Any:
     mp = _mpmath()
     name = node[1]
-    arguments = [_value(_in_radians(child) if name in _RADIANS else child, environment, log_base) for child in node[2:]]
+    arguments = [
+        _value(_in_radians(child) if name in _RADIANS else child, environment, log_base) for child in node[2:]
+    ]
     if name == "root":
         return _root(*arguments)
     if name == "log":

@@ -1,105 +1,37 @@
-"""Answers in plain notation to what they say: a value, a list, a point or interval, a region, a matrix, a relation."""
+"""Answers in plain notation to what they say: the kinds of eval.grading.answers."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple, Union
+from itertools import pairwise
 
+from eval.grading.answers import (
+    INFINITY,
+    REALS,
+    Answer,
+    Approximate,
+    Interval,
+    Listing,
+    Matrix,
+    Named,
+    Point,
+    Region,
+    Relation,
+    Value,
+    Words,
+)
 from eval.grading.expression import Node, parse_expression
 from eval.grading.latex import clean
-from eval.grading.numeric import sign_of_difference, variables
+from eval.grading.numeric import variables
+from eval.grading.regions import as_region, merged, ordered, region_of_inequality
 from eval.grading.units import split_unit
 
 MAX_NESTING = 12
 
 
-class Interval(NamedTuple):
-    """A piece of the real line; an infinite end is open."""
-
-    low: Node
-    low_closed: bool
-    high: Node
-    high_closed: bool
-
-
-@dataclass(frozen=True)
-class Value:
-    """A number or expression."""
-
-    node: Node
-    unit: str = ""
-    is_percent: bool = False
-
-
-@dataclass(frozen=True)
-class Words:
-    """An answer in words, or what cannot be read: compared as text."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Listing:
-    """Several answers without an order: `1, 2`, `\\{1, 2\\}`, `1 \\pm 2`."""
-
-    items: tuple[Answer, ...]
-    is_set: bool = False
-
-
-@dataclass(frozen=True)
-class Tuple_:
-    """A point, vector or interval: items in brackets."""
-
-    opening: str
-    closing: str
-    items: tuple[Answer, ...]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Rows of entries."""
-
-    rows: tuple[tuple[Answer, ...], ...]
-
-
-@dataclass(frozen=True)
-class Region:
-    """A set of real numbers that is a union of intervals."""
-
-    pieces: tuple[Interval, ...]
-    variable: str | None = None
-
-
-@dataclass(frozen=True)
-class Relation:
-    """An equation or inequality, or a chain of them."""
-
-    operators: tuple[str, ...]
-    sides: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Named:
-    """A value with its name in front: `x = 5`, `f(x) = 2x`, `\\text{Area} = 5`."""
-
-    name: str
-    value: Answer
-
-
-@dataclass(frozen=True)
-class Approximate:
-    """A value and what it was said to be close to."""
-
-    values: tuple[Answer, ...]
-
-
-Answer = Union[Value, Words, Listing, Tuple_, Matrix, Region, Relation, Named, Approximate]
-
-INFINITY: Node = ("inf",)
-REALS = (Interval(("neg", INFINITY), False, INFINITY, False),)
 _OPEN, _CLOSE = "([{⦃⟨⟦⌊⌈", ")]}⦄⟩⟧⌋⌉"
 _RELATION = "=<≤>≥≠∈≡"
 _GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -114,7 +46,7 @@ _NAME = re.compile(
     re.VERBOSE,
 )
 _EMPTY = re.compile(
-    r"(?i)\W*(no (real )?(solutions?|roots?)( exists?)?|none|(the )?empty( set)?|∅|⦃ *⦄|there (is|are) no solutions?|无解)\W*"
+    r"(?i)\W*((there (is|are) )?no (real )?(solutions?|roots?)( exists?)?|none|(the )?empty( set)?|∅|⦃ *⦄|无解)\W*"
 )
 _ALL_REALS = re.compile(r"(?i)\W*(all( the)? real( number)?s?( numbers?)?|ℝ|any real number|全体实数|所有实数)\W*")
 
@@ -205,7 +137,7 @@ def _combined(items: list[Answer], has_or: bool) -> Answer:
         values = tuple(item.value for item in items if isinstance(item, Named))
         if len(set(names)) == len(names):
             functions = all("(" in name for name in names)
-            return Listing(values) if functions else Tuple_("=", "=", values)
+            return Listing(values) if functions else Point("=", "=", values)
         return Listing(_flattened(values))
     if all(isinstance(item, Region) for item in items):
         pieces = tuple(piece for item in items if isinstance(item, Region) for piece in item.pieces)
@@ -267,30 +199,7 @@ def _read_relation(text: str, pieces: list[str], operators: list[str], nesting: 
     known = tuple(side for side in sides if side is not None)
     if len(known) < len(sides) or "∈" in operators:
         return Words(text)
-    return _region_of(operators, known) or Relation(tuple(operators), known)
-
-
-def _region_of(operators: list[str], sides: tuple[Node, ...]) -> Region | None:
-    """The numbers that an inequality in one variable allows: x > 3, 1 < x <= 5, x != 2."""
-    where = [index for index, side in enumerate(sides) if side[0] == "var"]
-    if len(where) != 1 or any(variables(side) for index, side in enumerate(sides) if index != where[0]):
-        return None
-    name = str(sides[where[0]][1])
-    if len(sides) == 2:
-        bound = sides[1 - where[0]]
-        operator = operators[0] if where[0] == 0 else {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}.get(operators[0])
-        below, above = Interval(("neg", INFINITY), False, bound, operator == "≤"), Interval(
-            bound, operator == "≥", INFINITY, False
-        )
-        if operators[0] == "≠":
-            return Region((below, above), name)
-        return Region((below if operator in ("<", "≤") else above,), name) if operator in tuple("<≤>≥") else None
-    if len(sides) == 3 and where[0] == 1:
-        if set(operators) <= set("<≤"):
-            return Region((Interval(sides[0], operators[0] == "≤", sides[2], operators[1] == "≤"),), name)
-        if set(operators) <= set(">≥"):
-            return Region((Interval(sides[2], operators[1] == "≥", sides[0], operators[0] == "≥"),), name)
-    return None
+    return region_of_inequality(operators, known) or Relation(tuple(operators), known)
 
 
 def _read_region(text: str, nesting: int) -> Answer | None:
@@ -301,7 +210,9 @@ def _read_region(text: str, nesting: int) -> Answer | None:
         if any(region is None for region in regions):
             items = tuple(read_one(piece, nesting + 1) for piece in pieces)
             sets = all(isinstance(item, Listing) and item.is_set for item in items)
-            return Listing(tuple(i for s in items if isinstance(s, Listing) for i in s.items), True) if sets else None
+            return (
+                Listing(tuple(i for s in items if isinstance(s, Listing) for i in s.items), True) if sets else None
+            )
         return Region(tuple(piece for region in regions if region for piece in region.pieces))
     pieces, found = split_at(text.replace("\\ ", "∖"), "∖-" if "ℝ" in text else "∖")
     if len(found) != 1 or not all(pieces):
@@ -310,21 +221,11 @@ def _read_region(text: str, nesting: int) -> Answer | None:
     if whole != Region(REALS) or not isinstance(removed, Listing):
         return None
     points = [item.node for item in removed.items if isinstance(item, Value)]
-    ordered = _ordered(points) if len(points) == len(removed.items) else None
-    if ordered is None:
+    in_order = ordered(points) if len(points) == len(removed.items) else None
+    if in_order is None:
         return None
-    ends = [("neg", INFINITY), *ordered, INFINITY]
-    return Region(tuple(Interval(a, False, b, False) for a, b in zip(ends, ends[1:], strict=False)))
-
-
-def _ordered(points: list[Node]) -> list[Node] | None:
-    ordered: list[Node] = []
-    for point in points:
-        signs = [sign_of_difference(point, other) for other in ordered]
-        if any(sign is None for sign in signs):
-            return None
-        ordered.insert(sum(sign == 1 for sign in signs), point)
-    return ordered
+    ends = [("neg", INFINITY), *in_order, INFINITY]
+    return Region(tuple(Interval(a, False, b, False) for a, b in pairwise(ends)))
 
 
 _MATRIX = re.compile(r"^(.*?)\s*\*?\s*⟦([^⟦⟧]*)⟧(\s*\^\s*\{?\s*(?:T|\\top\s*)\s*\}?)?$")
@@ -344,7 +245,8 @@ def _read_matrix(text: str, nesting: int) -> Answer | None:
         return None
     if scale != ("num", Fraction(1)):
         rows = tuple(
-            tuple(replace(e, node=("mul", scale, e.node)) if isinstance(e, Value) else e for e in row) for row in rows
+            tuple(replace(e, node=("mul", scale, e.node)) if isinstance(e, Value) else e for e in row)
+            for row in rows
         )
     return Matrix(tuple(zip(*rows, strict=True)) if match.group(3) else rows)
 
@@ -368,8 +270,8 @@ def _read_enclosed(text: str, nesting: int) -> Answer | None:
         both = items[signs[0]]
         assert isinstance(both, Listing)
         choices = [(*items[: signs[0]], one, *items[signs[0] + 1 :]) for one in both.items]
-        return Listing(tuple(Tuple_(text[0], text[-1], choice) for choice in choices))
-    return Tuple_(text[0], text[-1], items)
+        return Listing(tuple(Point(text[0], text[-1], choice) for choice in choices))
+    return Point(text[0], text[-1], items)
 
 
 def _read_value(text: str) -> Answer:
@@ -399,45 +301,3 @@ def _with_sign(node: Node, sign: int) -> Node:
         left, right = _with_sign(node[2], sign), _with_sign(node[3], sign)
         return ("add" if node[1] == sign else "sub", left, right)
     return (node[0], *(_with_sign(child, sign) if isinstance(child, tuple) else child for child in node[1:]))
-
-
-def as_region(answer: Answer) -> Region | None:
-    """The answer as a set of real numbers, where it can be one: an interval in brackets, a set of numbers."""
-    if isinstance(answer, Region):
-        return answer
-    if isinstance(answer, Named):
-        return as_region(answer.value)
-    if isinstance(answer, Listing) and answer.is_set and all(isinstance(item, Value) for item in answer.items):
-        nodes = [item.node for item in answer.items if isinstance(item, Value)]
-        return Region(tuple(Interval(node, True, node, True) for node in nodes))
-    if isinstance(answer, Tuple_) and len(answer.items) == 2 and answer.opening in "([" and answer.closing in ")]":
-        low, high = answer.items
-        if isinstance(low, Value) and isinstance(high, Value):
-            return Region((Interval(low.node, answer.opening == "[", high.node, answer.closing == "]"),))
-    return None
-
-
-def merged(pieces: tuple[Interval, ...]) -> list[Interval] | None:
-    """The same set in as few pieces as possible, from left to right; None when its ends cannot be ordered."""
-    ordered: list[Interval] = []
-    for piece in pieces:
-        signs = [sign_of_difference(piece.low, other.low) for other in ordered]
-        if any(sign is None for sign in signs):
-            return None
-        before = sum(sign == 1 or (sign == 0 and not piece.low_closed) for sign in signs)
-        ordered.insert(before, piece)
-    joined: list[Interval] = []
-    for piece in ordered:
-        gap = sign_of_difference(piece.low, joined[-1].high) if joined else 1
-        if gap is None:
-            return None
-        if gap == 1 or (gap == 0 and not piece.low_closed and not joined[-1].high_closed):
-            joined.append(piece)
-            continue
-        last = joined[-1]
-        further = sign_of_difference(piece.high, last.high)
-        if further is None:
-            return None
-        closed = piece.high_closed if further == 1 else last.high_closed or (further == 0 and piece.high_closed)
-        joined[-1] = Interval(last.low, last.low_closed, piece.high if further == 1 else last.high, closed)
-    return joined

@@ -39,12 +39,67 @@ _SPELLINGS = {
 }  # fmt: skip
 _CANONICAL = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3", "cu": "3"}
-_MAGNITUDES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_MAGNITUDES = {
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
 # Words that change what is said, so that what they stand behind is not a number with a unit.
 _MEANINGFUL = frozenset(
-    "or and not no to more less least most than if when except only through between from below above under over "
-    "times mod base plus minus per cent am pm o'clock infinite undefined does none all real where with for every "
-    "is are any unless each half quarter third".split()
+    [
+        "or",
+        "and",
+        "not",
+        "no",
+        "to",
+        "more",
+        "less",
+        "least",
+        "most",
+        "than",
+        "if",
+        "when",
+        "except",
+        "only",
+        "through",
+        "between",
+        "from",
+        "below",
+        "above",
+        "under",
+        "over",
+        "times",
+        "mod",
+        "base",
+        "plus",
+        "minus",
+        "per",
+        "cent",
+        "am",
+        "pm",
+        "o'clock",
+        "infinite",
+        "undefined",
+        "does",
+        "none",
+        "all",
+        "real",
+        "where",
+        "with",
+        "for",
+        "every",
+        "is",
+        "are",
+        "any",
+        "unless",
+        "each",
+        "half",
+        "quarter",
+        "third",
+    ]
 )
 # Written without \text; one letter alone is a variable.
 _PLAIN_UNIT = re.compile(
@@ -67,7 +122,9 @@ def split_unit(text: str) -> tuple[str, str, Fraction]:
         number = re.match(r"-?[\d.,/ ]+", text)
         assert number is not None
         text = f'{number.group()} "{text[number.end() :]}"'
-    while (match := re.search(r'\s*(?:\*\s*)?\(?\s*"([^"]*)"\s*\)?\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?(\s*/)?\s*$', text)) is not None:
+    while (
+        match := re.search(r'\s*(?:\*\s*)?\(?\s*"([^"]*)"\s*\)?\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?(\s*/)?\s*$', text)
+    ) is not None:
         words = re.sub(r"[()^.,*{}\\]", " ", match.group(1).lower()).split()
         if not match.group(1).strip() or not text[: match.start()].strip() or _MEANINGFUL & set(words):
             break

@@ -19,8 +19,7 @@ GRADER = "exact/2+aisbench-v2/1"
 
 _MAX_NUMBER_CHARS = 100
 
-# (answers that may stand for the response's, gold) -> True when one of them is the gold answer
-Comparison = Callable[[Sequence[str], str], bool]
+Comparison = Callable[[Found, str], bool]  # True when what was found is the gold answer
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,16 @@ class Grade:
 
 def grade(response: str | None, finish_reason: str | None, gold: str) -> Grade:
     """Verdicts on one response, in place and without limits: for trusted text. `Judge.grade` has the limits."""
-    return grade_with(any_equal_exact, response, finish_reason, gold)
+    return grade_with(is_gold_exact, response, finish_reason, gold)
 
 
-def grade_with(is_any_equal: Comparison, response: str | None, finish_reason: str | None, gold: str) -> Grade:
+def grade_with(is_gold: Comparison, response: str | None, finish_reason: str | None, gold: str) -> Grade:
     """Verdicts on one response; `response` None means that the request failed.
 
-    A response stopped by the length limit is `truncated` whatever it holds: unfinished text never grades right, since
-    a box halfway through a solution is not the answer the model would have given. Where the server gives no reason
-    (None), the text decides: thinking or a box that does not close, or much text behind the answer that breaks off.
+    A response stopped by the length limit is `truncated` whatever it holds: unfinished text never grades right,
+    since a box halfway through a solution is not the answer the model would have given. Where the server gives no
+    reason (None), the text decides: thinking or a box that does not close, or much text behind the answer that
+    breaks off.
     """
     if response is None:
         return Grade(None, "request_failed", None, False, False)
@@ -56,39 +56,33 @@ def grade_with(is_any_equal: Comparison, response: str | None, finish_reason: st
     aisbench_right = is_equal_aisbench(aisbench_answer, gold)
     found = find_answer(response)
     answer = found.answers[0] if found.answers else None
-    return Grade(
-        answer, _verdict(is_any_equal, found, finish_reason, gold), aisbench_answer, aisbench_right, raises
-    )
+    return Grade(answer, _verdict(is_gold, found, finish_reason, gold), aisbench_answer, aisbench_right, raises)
 
 
-def _verdict(is_any_equal: Comparison, found: Found, finish_reason: str | None, gold: str) -> Verdict:
+def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold: str) -> Verdict:
     if finish_reason == "length" or (finish_reason is None and found.looks_cut):
         return "truncated"
     if not found.answers:
         return "no_answer"
     decided = decide_quickly(found.answers, gold)
-    if decided is not None:
-        return "right" if decided else "wrong"
-    answers = found.answers
-    boxes = tuple(dict.fromkeys(found.boxes))
-    if len(boxes) > 1 and ", ".join(boxes) != answers[0]:
-        answers = (*answers, f"{_ALL_BOXES}{', '.join(boxes)}")
-    return "right" if is_any_equal(answers, gold) else "wrong"
+    if decided is None:
+        decided = is_gold(found, gold)
+    return "right" if decided else "wrong"
 
 
-# Marks the list of all boxes of a response, which stands for its answer only where the gold answer is a list.
-_ALL_BOXES = "\x02"
+def is_gold_exact(found: Found, gold: str) -> bool:
+    """True when the answer found in a response is the gold answer under the exact ruler.
 
-
-def any_equal_exact(answers: Sequence[str], gold: str) -> bool:
-    """True when one of the answers is the gold answer under the exact ruler."""
+    Boxes side by side are a list of answers, or one answer in several forms; where the gold answer is a list, so
+    may be all boxes of the response.
+    """
     from eval.grading.exact import is_equal_exact, is_list
 
-    return any(
-        is_equal_exact(answer.removeprefix(_ALL_BOXES), gold)
-        for answer in answers
-        if not answer.startswith(_ALL_BOXES) or is_list(gold)
-    )
+    if any(is_equal_exact(answer, gold) for answer in found.answers):
+        return True
+    if len(found.run) > 1 and all(is_equal_exact(box, gold) for box in found.run):
+        return True
+    return len(found.boxes) > len(found.run) and is_list(gold) and is_equal_exact(", ".join(found.boxes), gold)
 
 
 def decide_quickly(answers: Sequence[str], gold: str) -> bool | None:

@@ -1,7 +1,7 @@
-"""The process in which answers are compared: reads a line of JSON [answers, gold], writes true or false.
+"""The process in which answers are compared: reads a line of JSON [found, gold], writes true or false.
 
-It ends when its input does, when a comparison raises (the traceback is in the log), when memory runs out, and by its
-own timer should nobody be left to kill it.
+It ends when its input does, when a comparison raises (the traceback is in the log), when memory runs out, and by
+its own timer should nobody be left to kill it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import resource
 import signal
 import sys
 
-from eval.grading.verdict import any_equal_exact
+from eval.grading.extraction import Found
+from eval.grading.verdict import is_gold_exact
 
 
 def main() -> None:
@@ -20,12 +21,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    any_equal_exact(["\\sqrt{2}"], "\\sqrt{3}")  # loads mpmath before the first row's time runs
+    is_gold_exact(
+        Found(("\\sqrt{2}",), (), (), False), "\\sqrt{3}"
+    )  # loads mpmath before the first row's time runs
     _write("ready")
     for line in sys.stdin.buffer:
-        answers, gold = json.loads(line)
+        found, gold = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        verdict = any_equal_exact(answers, gold)
+        verdict = is_gold_exact(Found(*found), gold)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         _write(json.dumps(verdict))
 
