@@ -272,6 +272,16 @@ def evaluate(
     )
 
 
+@app.command(epilog="Example: dapo grade before/results.jsonl")
+def grade(
+    results: Annotated[Path, typer.Argument(help="Results folder of dapo eval, or its results.jsonl.")],
+) -> None:
+    """Grade the responses of an evaluation again, without asking the model, and say which verdicts changed."""
+    from eval.regrade import describe, regrade
+
+    typer.echo(describe(regrade(results)))
+
+
 @app.command(epilog="Example: dapo report --before before --after after --metrics t/metrics.jsonl --output report")
 def report(
     before: Annotated[Path, typer.Option(help="Results folder of dapo eval.")],

@@ -1,24 +1,25 @@
-"""Response text to a verdict: find the answer, compare it with the gold answer, judge."""
+"""Response text to verdicts under two rulers, in place or with the exact ruler's work in a worker."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from eval.grading.aisbench import is_equal_aisbench
+from eval.grading.aisbench import extract_aisbench, is_equal_aisbench
+from eval.grading.extraction import Found, find_answer
 
 Verdict = Literal["right", "wrong", "no_answer", "truncated", "request_failed"]
 VERDICTS: tuple[Verdict, ...] = ("right", "wrong", "no_answer", "truncated", "request_failed")
 
 # Recorded with every result: a row graded by another rule is never mixed with these.
-GRADER = "aisbench-strings+numbers/1"
+GRADER = "exact/2+aisbench-v2/1"
 
-_BRACES = re.compile(r"\\{1,4}(boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_BARE_BOX = re.compile(r"\\boxed\s*([+-]?[\w.,/]+)")
-_ANSWER_LINE = re.compile(r"answer\W{0,4}?\s*[:：]\**[ \t]*([^\n]*\S)", re.IGNORECASE)
 _MAX_NUMBER_CHARS = 100
+
+Comparison = Callable[[Found, str], bool]  # True when what was found is the gold answer
 
 
 @dataclass(frozen=True)
@@ -37,75 +38,71 @@ class Grade:
 
 
 def grade(response: str | None, finish_reason: str | None, gold: str) -> Grade:
+    """Verdicts on one response, in place and without limits: for trusted text. `Judge.grade` has the limits."""
+    return grade_with(is_gold_exact, response, finish_reason, gold)
+
+
+def grade_with(is_gold: Comparison, response: str | None, finish_reason: str | None, gold: str) -> Grade:
     """Verdicts on one response; `response` None means that the request failed.
 
-    A response stopped by the length limit is `truncated` whatever it holds: unfinished text never grades
-    right, since a box halfway through a solution is not the answer the model would have given.
+    A response stopped by the length limit is `truncated` whatever it holds: unfinished text never grades right,
+    since a box halfway through a solution is not the answer the model would have given. Where the server gives no
+    reason (None), the text decides: thinking or a box that does not close, or much text behind the answer that
+    breaks off.
     """
     if response is None:
         return Grade(None, "request_failed", None, False, False)
-    answer = extract_answer(response)
-    verdict: Verdict = "no_answer"
-    if finish_reason == "length":
-        verdict = "truncated"
-    elif answer is not None:
-        verdict = "right" if is_equal(answer, gold) else "wrong"
-    aisbench_right = answer is not None and is_equal_aisbench(answer, gold)
-    return Grade(answer, verdict, answer, aisbench_right, False)
+    aisbench_answer, raises = extract_aisbench(response)
+    aisbench_right = is_equal_aisbench(aisbench_answer, gold)
+    found = find_answer(response)
+    answer = found.answers[0] if found.answers else None
+    return Grade(answer, _verdict(is_gold, found, finish_reason, gold), aisbench_answer, aisbench_right, raises)
 
 
-def extract_answer(text: str) -> str | None:
-    """The final answer of a response, or None.
+def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold: str) -> Verdict:
+    if finish_reason == "length" or (finish_reason is None and found.looks_cut):
+        return "truncated"
+    if not found.answers:
+        return "no_answer"
+    decided = decide_quickly(found.answers, gold)
+    if decided is None:
+        decided = is_gold(found, gold)
+    return "right" if decided else "wrong"
 
-    Looks behind the last `</think>`: the last \\boxed{} with matching braces, else the last \\fbox{}, else
-    the last `Answer:` line, which is what DAPO's prompts ask for.
+
+def is_gold_exact(found: Found, gold: str) -> bool:
+    """True when the answer found in a response is the gold answer under the exact ruler.
+
+    Boxes side by side are a list of answers, or one answer in several forms; where the gold answer is a list, so
+    may be all boxes of the response.
     """
-    text = text.rpartition("</think>")[2]
-    boxed = extract_boxed(text)
-    if boxed is not None:
-        return boxed
-    lines = _ANSWER_LINE.findall(text)
-    return _unwrap(lines[-1]) if lines else None
+    from eval.grading.exact import is_equal_exact, is_list
+
+    if any(is_equal_exact(answer, gold) for answer in found.answers):
+        return True
+    if len(found.run) > 1 and all(is_equal_exact(box, gold) for box in found.run):
+        return True
+    return len(found.boxes) > len(found.run) and is_list(gold) and is_equal_exact(", ".join(found.boxes), gold)
 
 
-def extract_boxed(text: str) -> str | None:
-    """Content of the last \\boxed{} that closes, else of the last \\fbox{}; None when empty or absent. O(n)."""
-    open_braces: list[tuple[str, int]] = []  # (macro or "", index behind the brace)
-    last: dict[str, tuple[int, int]] = {}  # macro -> (start, end) of the box that begins last
-    for match in _BRACES.finditer(text):
-        token = match.group()
-        if token == "}" and open_braces:
-            macro, start = open_braces.pop()
-            if macro and start > last.get(macro, (-1, -1))[0]:
-                last[macro] = (start, match.start())
-        elif token == "{" or match.group(1):
-            open_braces.append((match.group(1) or "", match.end()))
-    if "boxed" not in last:
-        bare = _BARE_BOX.findall(text)
-        if bare:
-            return bare[-1].rstrip(".,")
-    span = last.get("boxed") or last.get("fbox")
-    content = text[span[0] : span[1]].strip() if span else ""
-    return content or None
-
-
-def is_equal(answer: str, gold: str) -> bool:
-    """True when two answers are equal as plain numbers, or as strings under AISBench's rule.
-
-    Two plain numbers (integers, decimals, thousands separators, fractions) are compared exactly, by value.
-    """
-    numbers = parse_number(answer), parse_number(gold)
-    if numbers[0] is not None and numbers[1] is not None:
-        return numbers[0] == numbers[1]
-    return is_equal_aisbench(answer, gold)
+def decide_quickly(answers: Sequence[str], gold: str) -> bool | None:
+    """The verdict where strings or plain numbers decide it, else None."""
+    if gold in answers:
+        return True
+    if len(answers) > 1:
+        return None
+    numbers = parse_number(answers[0]), parse_number(gold)
+    if numbers[0] is None or numbers[1] is None:
+        return None
+    return numbers[0] == numbers[1]
 
 
 def parse_number(text: str) -> Fraction | None:
     """Exact value of an integer, decimal, a/b or \\frac{a}{b} with optional thousands separators, else None."""
     if len(text) > _MAX_NUMBER_CHARS:
         return None
-    plain = re.sub(r"\\[!,; ]|\\?\$|\s", "", text).replace("{,}", ",").replace("−", "-").rstrip(".")
-    plain = re.sub(r"^([+-]?)\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))$", r"\1\2\3/\4\5", plain)
+    plain = re.sub(r"\\[!,; ]|\\?\$", "", text).strip().replace("{,}", ",").replace("−", "-").rstrip(".")
+    plain = re.sub(r"^([+-]?)\\[dt]?frac(?:\{(\d+)\}|\s?(\d))(?:\{(\d+)\}|(\d))$", r"\1\2\3/\4\5", plain)
     if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?", plain):
         plain = plain.replace(",", "")
     if not re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+|\d+/\d+)", plain, re.ASCII):
@@ -114,11 +111,3 @@ def parse_number(text: str) -> Fraction | None:
         return Fraction(plain.rstrip("."))
     except ZeroDivisionError:
         return None
-
-
-def _unwrap(line: str) -> str | None:
-    """An answer line without Markdown emphasis, surrounding dollar signs or a closing full stop."""
-    bare = line.strip().strip("*`").strip().rstrip(".").strip()
-    if len(bare) > 1 and bare.startswith("$") and bare.endswith("$"):
-        bare = bare.strip("$").strip()
-    return bare or None

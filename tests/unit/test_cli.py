@@ -40,6 +40,7 @@ COMMANDS = (
     "merge",
     "serve",
     "eval",
+    "grade",
     "report",
 )
 

@@ -1,0 +1,182 @@
+"""Where a response gives its final answer. Linear in the length of the text, whatever it holds."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+MAX_CHARS = 200_000  # of the end of a response, which hold its answer
+MAX_BARE_CHARS = 100  # of a response that is nothing but its answer
+MAX_BOXES = 50  # of a response that are looked at together
+
+
+class Found(NamedTuple):
+    """The final answer of a response: readings in order of preference, and whether the text looks cut off."""
+
+    answers: tuple[str, ...]
+    run: tuple[str, ...]  # the boxes side by side that the answer was put together from
+    boxes: tuple[str, ...]  # every box behind the thinking, in order; together they may be the list of answers
+    looks_cut: bool
+
+
+class _Box(NamedTuple):
+    start: int  # of the macro
+    end: int  # behind the closing brace
+    content: str
+
+
+_BRACES = re.compile(r"\\{1,4}(boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"\\boxed\s*([+-]?[\w.,/]+)")
+_CUE = re.compile(
+    r"""(?ix)(?: (?P<tag><answer>) | ^\W{0,8}\#{1,4}\W{0,4}(?:final\ )?answer\b\W{0,4}$ | ^\#{4}\s
+    | \b(?:final\s+)?answer(?:\s+to\s+(?:the|this)\s+(?:problem|question))?
+      (?: \W{0,4}?\s*[:：]\s*(?:is\b)?[\s*]{0,4}
+      | \s+is\b\s*[:：]?\s*(?:(?:simply|therefore|thus)\s+)?(?:\*\*)?(?=\S) )
+    | (?:最终)?答案(?:\s*[是为:：]+\s*|\W{0,4}[:：]\s*) | 故选\s*[:：]? | (?:因此|所以|故)答?选\s*[:：]? )""",
+    re.MULTILINE,
+)
+_SENTENCE_END = re.compile(r"(?<!\d)[.!](?=\s)|(?<=\d)\.(?=\s+[A-Z]|\s*$)|。|</answer>|\s(?:I hope it is correct)")
+_MATHS = re.compile(r"(?<!\\)\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_BETWEEN = re.compile(
+    r"""(?ix)[\s$,;.&*\\()\[\]、，。]*(?:\\(?:quad|qquad|text|mbox|,|;|\ )[\s{]*)*
+    (?:and|or|或|和|以及|及)?[\s$,;.&*\\()\[\]{}]*(?:[a-z](?:_\{?\w\}?)?\s*=\s*)?[\s$,;.&*\\()\[\]]*"""
+)
+_PLACEHOLDER = re.compile(r"[.…\s]*|\\[lc]?dots|(?i:your )?answer")
+_TURN_END = re.compile(
+    r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end▁of▁sentence)\|>|<｜end▁of▁sentence｜>|</s>"
+)
+_MAX_BETWEEN = 40
+_FINISHED = re.compile(r"""(?:[.!?。！？:;…)\]}>*"'`|$]|\\[\])])\s*$""")
+_MAX_TAIL = 40
+
+
+def find_answer(response: str) -> Found:
+    """The final answer of a response, behind its thinking.
+
+    The last \\boxed{} with matching braces, else the last \\fbox{}, together with those beside it (`\\boxed{1} or
+    \\boxed{2}`); else what follows the last cue such as `Answer:`, `the answer is`, `####`, `答案是`; else a
+    response that is nothing but a formula. A last box that does not close is an answer cut off, and thinking that
+    does not end has none.
+    """
+    text, is_thinking = _behind_thinking(response)
+    text = text[-MAX_CHARS:]
+    if is_thinking:
+        return Found((), (), (), True)
+    boxes, is_open = _boxes(text)
+    if is_open:
+        return Found((), (), (), True)
+    if boxes:
+        last = boxes[-1]
+        run = tuple(dict.fromkeys(box.content for box in _beside_last(boxes, text)))
+        contents = tuple(dict.fromkeys(box.content for box in boxes[-MAX_BOXES:]))
+        return Found((", ".join(run),), run, contents, _looks_cut(text, last.end))
+    return _cued(text)
+
+
+def extract_answer(response: str) -> str | None:
+    """The final answer of a response, or None."""
+    answers = find_answer(response).answers
+    return answers[0] if answers else None
+
+
+def extract_boxed(text: str) -> str | None:
+    """Content of the last \\boxed{} that closes, else of the last \\fbox{}; None when empty or absent. O(n)."""
+    boxes, _ = _boxes(text)
+    return boxes[-1].content if boxes else None
+
+
+def _behind_thinking(text: str) -> tuple[str, bool]:
+    """(text behind the last </think>, False), or (text, True) when thinking begins and does not end.
+
+    What a model goes on to write behind the end of its turn is no part of its answer.
+    """
+    turn = _TURN_END.search(text)
+    text = text[: turn.start()] if turn else text
+    _, end, after = text.rpartition("</think>")
+    return (after, "<think>" in after) if end else (text, "<think>" in text)
+
+
+def _boxes(text: str) -> tuple[list[_Box], bool]:
+    """(boxes with content in order of their beginning, True when the last one never closes)."""
+    if "box" not in text:
+        return [], False
+    open_braces: list[tuple[str, int, int]] = []  # (macro or "", its index, index behind the brace)
+    closed: dict[str, list[_Box]] = {"boxed": [], "fbox": [], "framebox": []}
+    for match in _BRACES.finditer(text):
+        token = match.group()
+        if token == "}" and open_braces:
+            macro, start, inner = open_braces.pop()
+            content = text[inner : match.start()].strip() if macro else ""
+            if not _PLACEHOLDER.fullmatch(content) and not _inside(closed[macro], start):
+                closed[macro].append(_Box(start, match.end(), content))
+        elif token == "{" or match.group(1):
+            open_braces.append((match.group(1) or "", match.start(), match.end()))
+    boxes = closed["boxed"] or closed["fbox"] or closed["framebox"]
+    last_open = max((start for macro, start, _ in open_braces if macro), default=-1)
+    if last_open > (boxes[-1].start if boxes else -1):
+        return [], True
+    if not closed["boxed"]:
+        bare = [_Box(m.start(), m.end(), m.group(1).rstrip(".,")) for m in _BARE_BOX.finditer(text)]
+        boxes = [box for box in bare if box.content] or boxes
+    return boxes, False
+
+
+def _inside(boxes: list[_Box], start: int) -> bool:
+    """True when a box that begins here holds one that closed before: the inner one is the answer."""
+    return bool(boxes) and boxes[-1].start > start
+
+
+def _beside_last(boxes: list[_Box], text: str) -> list[_Box]:
+    """The last box and those before it that only a comma, an "or" or the like separates."""
+    run = [boxes[-1]]
+    for box in reversed(boxes[-MAX_BOXES:-1]):
+        between = text[box.end : run[0].start]
+        if len(between) > _MAX_BETWEEN or not _BETWEEN.fullmatch(between) or "\n\n" in between:
+            break
+        run.insert(0, box)
+    return run
+
+
+def _looks_cut(text: str, end: int) -> bool:
+    """True when much follows the answer and does not end as a sentence does."""
+    tail = text[end:].strip()
+    return len(tail) > _MAX_TAIL and not _FINISHED.search(tail[-20:])
+
+
+def _cued(text: str) -> Found:
+    """What follows the last cue, on its line or the next one that is not empty."""
+    cues = list(_CUE.finditer(text))
+    if not cues:
+        whole = _unwrap(text) or ""
+        return Found((whole,) if _is_bare_answer(whole) else (), (), (), False)
+    cue = cues[-1]
+    rest = text[cue.end() : cue.end() + 2000].lstrip()
+    line = rest.split("\n", 1)[0]
+    if re.fullmatch(r"\s*(\\\[|\$\$)\s*", line):
+        line = rest.split("\n\n", 1)[0]
+    sentence = _SENTENCE_END.split(line, maxsplit=1)[0]
+    answers = [bare for bare in (_unwrap(sentence), _only_maths(sentence)) if bare]
+    return Found(tuple(dict.fromkeys(answers)), (), (), _looks_cut(text, cue.end() + len(line)))
+
+
+def _is_bare_answer(text: str) -> bool:
+    """True for a response that is nothing but a short formula with a digit, or the letter of a choice."""
+    without_commands = re.sub(r"\\[A-Za-z]+|[{}]", " ", text)
+    is_short = (
+        len(text) <= MAX_BARE_CHARS and "\n" not in text and re.search(r"[^\W\d_]{2}", without_commands) is None
+    )
+    return is_short and (any(c.isdigit() for c in text) or re.fullmatch(r"\(?[A-J]\)?", text) is not None)
+
+
+def _unwrap(line: str) -> str | None:
+    """An answer without Markdown emphasis, surrounding dollar signs or a closing full stop."""
+    bare = line.strip().strip("*`").strip().rstrip(".").strip().strip("*`").strip()
+    if len(bare) > 1 and bare.startswith("$") and bare.endswith("$") and bare.count("$") in (2, 4):
+        bare = bare.strip("$").strip()
+    return bare or None
+
+
+def _only_maths(sentence: str) -> str | None:
+    """The one formula of a sentence in words."""
+    found = _MATHS.findall(sentence)
+    return "".join(found[0]).strip() or None if len(found) == 1 else None

@@ -1,0 +1,286 @@
+"""An answer as a model writes it (LaTeX, Markdown, plain text, Unicode, Chinese) to one plain notation.
+
+There every operator is one character (`≤ ∪ ∈ ± ∞ ° *`), set braces are `⦃⦄`, matrices `⟦a&b⏎c&d⟧`, words
+in quotes are text, and only commands with a meaning are left (`\\frac \\sqrt \\pi`). Nothing here computes.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+MAX_ANSWER_CHARS = 4000
+
+_SUPERSCRIPTS = {ord(c): p for c, p in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ", "0123456789+-()ni", strict=True)}
+_SUBSCRIPTS = {ord(c): p for c, p in zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)}
+_VULGAR = re.compile("[¼½¾⅐-⅞]")
+_UNICODE = str.maketrans(
+    {
+        "−": "-", "–": "-", "—": "-", "‐": "-", "×": "*", "·": "*", "⋅": "*", "∙": "*", "∗": "*", "÷": "/",
+        "∕": "/",
+        "≦": "≤", "⩽": "≤", "≧": "≥", "⩾": "≥", "，": ",", "、": ",", "；": ";", "：": ":", "。": ".", "（": "(",
+        "）": ")", "【": "[", "】": "]", "｛": "⦃", "｝": "⦄", "“": "", "”": "", "‘": "'", "’": "'", "′": "'",
+        '"': "",
+        "º": "°", "˚": "°", "℃": "°", "﹣": "-", "∣": "|", "⁄": "/", "\u200b": "", "\ufeff": "", "\x00": "",
+        "〈": "⟨", "〉": "⟩", "∶": ":", "∼": "~", "〜": "~", "∖": "∖", "≃": "≈", "≅": "≈", "Ø": "∅", "�": "",
+        "⦃": "", "⦄": "", "⟦": "", "⟧": "", "⏎": "", "€": "", "£": "", "¥": "", "￥": "", "．": ".",
+    }
+)  # fmt: skip
+_GREEK_LETTERS = "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"
+_GREEK_NAMES = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon
+    phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"""
+_GREEK = dict(zip(_GREEK_LETTERS, _GREEK_NAMES.split(), strict=True))
+_UNICODE[ord("√")] = "\\sqrt "
+_UNICODE |= {ord(letter): f"\\{name} " for letter, name in _GREEK.items()}
+
+# Commands that stand for one character, or for nothing.
+_COMMANDS = {
+    "le": "≤", "leq": "≤", "leqslant": "≤", "leqq": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "geqq": "≥",
+    "lt": "<", "gt": ">", "ne": "≠", "neq": "≠", "cup": "∪", "bigcup": "∪", "cap": "∩", "in": "∈", "infty": "∞",
+    "pm": "±", "mp": "∓", "times": "*", "cdot": "*", "ast": "*", "div": "/", "mid": "|", "vert": "|", "lvert": "|",
+    "rvert": "|", "lbrace": "⦃", "rbrace": "⦄", "langle": "⟨", "rangle": "⟩", "lfloor": "⌊", "rfloor": "⌋",
+    "lceil": "⌈", "rceil": "⌉", "ldots": "…", "dots": "…", "cdots": "…", "dotsc": "…", "dotsb": "…",
+    "setminus": "∖", "backslash": "∖", "smallsetminus": "∖", "emptyset": "∅", "varnothing": "∅", "approx": "≈",
+    "simeq": "≈", "cong": "≈", "equiv": "≡", "degree": "°", "prime": "'", "colon": ":", "lbrack": "[",
+    "rbrack": "]",
+    "to": "→", "rightarrow": "→", "Rightarrow": "→", "implies": "→", "lor": ' "or" ', "vee": ' "or" ',
+    "land": ' "and" ', "wedge": ' "and" ', "dfrac": "\\frac", "tfrac": "\\frac", "cfrac": "\\frac",
+    "dbinom": "\\binom", "tbinom": "\\binom", "varphi": "\\phi", "varepsilon": "\\epsilon", "vartheta": "\\theta",
+    "tg": "\\tan", "ctg": "\\cot", "pounds": "", "euro": "", "lVert": "|", "rVert": "|", "Vert": "|",
+    "%": "%", "$": "", "#": "", "_": "_", "{": "⦃", "}": "⦄", "(": "", ")": "", "[": "", "]": "", "|": "|",
+    ",": " ", ";": " ", ":": " ", "!": "", " ": " ", ">": " ", "\n": " ", "&": "and", "'": "", "/": "",
+    "quad": " ", "qquad": " ", "thinspace": " ", "displaystyle": "", "textstyle": "", "limits": "", "left": "",
+    "right": "", "mathstrut": "", "nonumber": "", "hfill": "", "middle": "", "rm": "", "bf": "", "it": "",
+    "\\": " ", "centerdot": "*", "bullet": "*", "star": "*", "Re": "\\Re", "bmod": "mod", "hline": "",
+    "newline": " ",
+    "medspace": " ", "big": "", "Big": "", "bigg": "", "Bigg": "", "bigl": "", "bigr": "", "Bigl": "", "Bigr": "",
+    "biggl": "", "biggr": "", "Biggl": "", "Biggr": "", "textdollar": "", "textdegree": "°", "euler": "e",
+}  # fmt: skip
+_COMMAND = re.compile(r"\\([A-Za-z]+|[^A-Za-z0-9])", re.DOTALL)
+_TEXT = frozenset(
+    [
+        "text",
+        "textbf",
+        "textit",
+        "textrm",
+        "textsf",
+        "texttt",
+        "textnormal",
+        "mbox",
+        "hbox",
+        "emph",
+        "textup",
+        "textsc",
+    ]
+)
+_STYLE = frozenset(
+    [
+        "mathbf",
+        "boldsymbol",
+        "bm",
+        "mathit",
+        "mathsf",
+        "mathcal",
+        "mathfrak",
+        "mathscr",
+        "mathbb",
+        "vec",
+        "overrightarrow",
+        "hat",
+        "widehat",
+        "boxed",
+        "fbox",
+        "tilde",
+        "underline",
+        "framebox",
+        "ensuremath",
+        "mathop",
+        "pmb",
+        "color",
+    ]
+)
+_UPRIGHT = frozenset(("mathrm", "operatorname"))
+_DROPPED = frozenset(("phantom", "hspace", "vspace", "label", "tag", "hphantom", "vphantom"))
+FUNCTIONS = frozenset(
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "arccot",
+        "sinh",
+        "cosh",
+        "tanh",
+        "ln",
+        "log",
+        "lg",
+        "exp",
+        "max",
+        "min",
+        "gcd",
+        "lcm",
+        "det",
+        "sgn",
+    ]
+)
+_NUMBER_SETS = {"R": "ℝ", "N": "ℕ", "Z": "ℤ", "Q": "ℚ", "C": "ℂ"}
+_ENVIRONMENT = re.compile(
+    r"\\(begin|end)\s*\{\s*([a-zA-Z]*matrix|array|aligned|align|cases|gathered|split)\*?\s*\}"
+)
+_DOUBLED = re.compile(
+    r"\\\\(?=(?:d?frac|sqrt|pi|text|left|right|begin|end|cdot|times|boxed|infty|circ|cup|pm|in|le|ge)\b)"
+)
+_GROUPED_SPACES = re.compile(r"(?<![\d.\w}])(\d{1,3})((?:(?:\\[,;:! ]|~| |\{ \})\d{3})+)(?![\d\w])")
+
+
+def clean(text: str) -> str:
+    """The answer in plain notation; '' for one that is too long to be read as anything but a string."""
+    if len(text) > MAX_ANSWER_CHARS:
+        return ""
+    text = _VULGAR.sub(lambda m: _vulgar(m.group()), text)
+    text = re.sub(
+        f"[{''.join(map(chr, _SUPERSCRIPTS))}]+", lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}", text
+    )
+    text = re.sub(
+        f"[{''.join(map(chr, _SUBSCRIPTS))}]+", lambda m: f"_{{{m.group().translate(_SUBSCRIPTS)}}}", text
+    )
+    text = text.translate(_UNICODE)
+    text = "".join(
+        unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" or c == "\u3000" else c for c in text
+    )
+    if not re.search(r"(?<!\\)\\[A-Za-z]", text):
+        text = _DOUBLED.sub(r"\\", text)  # a model that escapes its backslashes
+    text = re.sub(r",\s*\\!\s*(?=\d)|\{,\}\s*(?=\d{3})|\{\\,\}(?=\d{3})", "", text)  # 10,\!080 10{,}080
+    text = re.sub(r"\\\$|(?<!\\)\$|\*\*|`", " ", text)
+    text = _GROUPED_SPACES.sub(lambda m: m.group(1) + re.sub(r"\D", "", m.group(2)), text)
+    text = _environments(text)
+    text = re.sub(r"\\(?:left|right|middle)\s*\.", " ", text)
+    text = re.sub(
+        r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\circ(?![A-Za-z])\s*(?=[,)]|$)|\^\s*°", "°", text
+    )
+    text = _commands(text)
+    text = _words(text)
+    text = text.replace("<=", "≤").replace(">=", "≥").replace("!=", "≠").replace("**", "^").replace("\n", " ")
+    return _trim(text)
+
+
+def _trim(text: str) -> str:
+    text = re.sub(r"\s+", " ", text.replace("~", " ")).strip()
+    while text and text[-1] in ".,;:":
+        text = text[:-1].rstrip()
+    while text and text[0] in ",;:=≈":
+        text = text[1:].lstrip()
+    return text
+
+
+def _vulgar(character: str) -> str:
+    above, _, below = unicodedata.normalize("NFKC", character).partition("⁄")
+    return f"\\frac{{{above}}}{{{below}}}"
+
+
+def _environments(text: str) -> str:
+    """Matrices as `⟦a&b⏎c&d⟧`, brackets around an array swallowed; other alignments dropped."""
+    pieces: list[str] = []
+    position = 0
+    for match in _ENVIRONMENT.finditer(text):
+        pieces.append(text[position : match.start()])
+        position = match.end()
+        name = match.group(2)
+        is_matrix = name.endswith("matrix") or name == "array"
+        if is_matrix and name[0] not in "vV":
+            pieces.append("⟦" if match.group(1) == "begin" else "⟧")
+        elif is_matrix:
+            pieces.append("|⟦" if match.group(1) == "begin" else "⟧|")
+        columns = (
+            re.match(r"\s*\{[^{}]*\}", text[position:]) if match.group(1) == "begin" and name == "array" else None
+        )
+        position += columns.end() if columns else 0
+    text = "".join([*pieces, text[position:]])
+    if "⟦" in text:
+        text = re.sub(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-z])|\\newline", "⏎", text)
+        text = re.sub(r"(?:\\left)?\s*[(\[]\s*⟦([^⟦⟧]*)⟧\s*(?:\\right)?\s*[)\]]", r"⟦\1⟧", text)
+        text = re.sub(r"⏎\s*⟧", "⟧", text)
+    return re.sub(r"\\\\(?:\[[^\]]*\])?(?![A-Za-z])", " ", text)
+
+
+def _commands(text: str) -> str:
+    """Commands to characters; texts in quotes. One pass, arguments with matching braces."""
+    pieces: list[str] = []
+    position = 0
+    while (match := _COMMAND.search(text, position)) is not None:
+        name = match.group(1)
+        pieces.append(text[position : match.start()])
+        position = match.end()
+        if name in _TEXT or name in _STYLE or name in _UPRIGHT or name in _DROPPED:
+            inner, position = _argument(text, position)
+            pieces.append(_styled(name, inner))
+        elif name in _COMMANDS:
+            pieces.append(_COMMANDS[name])
+        else:
+            pieces.append(f"\\{name} " if name[0].isalpha() else name)
+    return "".join([*pieces, text[position:]])
+
+
+def _argument(text: str, position: int) -> tuple[str, int]:
+    """(content, position behind it) of a braced argument, or of the one character that stands there."""
+    while position < len(text) and text[position] == " ":
+        position += 1
+    if position >= len(text):
+        return "", position
+    if text[position] != "{":
+        return text[position], position + 1
+    depth = 0
+    for brace in re.finditer(r"(?<!\\)[{}]", text[position:]):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return text[position + 1 : position + brace.start()], position + brace.end()
+    return text[position + 1 :], len(text)
+
+
+def _styled(name: str, inner: str) -> str:
+    if name in _DROPPED:
+        return ""
+    if name == "mathbb" and inner in _NUMBER_SETS:
+        return _NUMBER_SETS[inner]
+    if name in _STYLE:
+        if name in ("mathbf", "boldsymbol") and re.fullmatch(r"\(?[A-Z]\)?|[A-Za-z ]{4,}", inner):
+            return _quoted(inner)
+        return _commands(inner)
+    if name in _UPRIGHT:
+        word = re.sub(r"\\[,; ]|~|\s", " ", inner).strip()
+        if word in FUNCTIONS:
+            return f"\\{word} "
+        return word if len(word) < 2 or not re.fullmatch(r"[A-Za-z. /]+", word) else _quoted(word)
+    return _quoted(_commands(inner))
+
+
+def _quoted(inner: str) -> str:
+    words = re.sub(r"\s+", " ", inner.replace('"', "").replace("~", " ")).strip()
+    if re.fullmatch(r"(?i)percent(age)?|pct\.?|%", words):
+        return "%"
+    if re.fullmatch(r"(?i)degrees?|deg|°", words):
+        return "°"
+    return f' "{words}" ' if words else " "
+
+
+_PLAIN_FUNCTION = re.compile(
+    r"(?<![A-Za-z\\])(sqrt|pi|infinity|infty|inf|oo|theta|alpha|beta|phi|omega|lambda)(?![a-zA-Z])"
+)
+_PLAIN = {"infinity": "∞", "infty": "∞", "inf": "∞", "oo": "∞"}
+_JOINING = re.compile(r'(?<![A-Za-z\\"])(and|or)(?![A-Za-z"])|([或和与及]|以及)')
+
+
+def _words(text: str) -> str:
+    """Plain words outside quotes: sqrt, pi and infinity are mathematics, and/or join answers."""
+    parts = text.split('"')
+    for index in range(0, len(parts), 2):
+        part = _PLAIN_FUNCTION.sub(lambda m: _PLAIN.get(m.group(1), f"\\{m.group(1)} "), parts[index])
+        part = re.sub(r"(?i)(?<=[\d)}])\s*(percent|pct)\b", "%", part)
+        part = re.sub(r"(?i)(?<=[\d)}])\s*(degrees?|deg|度)(?![a-z])", "°", part)
+        parts[index] = _JOINING.sub(lambda m: f' "{"or" if m.group() in ("或", "or") else "and"}" ', part)
+    return '"'.join(parts)

@@ -1,0 +1,317 @@
+"""Whether two expression trees have the same value: exactly, or to 45 digits at random points.
+
+Two different algebraic or elementary expressions that an answer can hold do not agree to 45 digits at several
+random points, so agreement is equality and a decimal approximation is none. Unlike simplification, its cost is
+bounded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from functools import cache, lru_cache
+from typing import Any
+
+from eval.grading.expression import Node
+
+DIGITS = 70
+AGREEMENT = 45
+POINTS = 5
+MAX_BITS = 200_000  # of an exact rational
+MAX_EXPONENT = 10**8  # log2 of a value beyond which it is not computed
+MAX_FACTORIAL = 3000
+
+
+class NoValueError(ArithmeticError):
+    """An expression without a value here: a division by zero, or one too large to compute."""
+
+
+def exact_value(node: Node) -> Fraction | None:
+    """The value of a tree of rational operations; None for others and for those too large to write out."""
+    try:
+        return _exact(node)
+    except NoValueError:
+        return None
+
+
+def _exact(node: Node) -> Fraction:
+    kind = node[0]
+    if kind == "num":
+        return node[1]
+    if kind == "neg":
+        return -_exact(node[1])
+    if kind in ("add", "sub", "mul", "div"):
+        return _arithmetic(kind, _exact(node[1]), _exact(node[2]))
+    if kind == "pow":
+        return _exact_power(_exact(node[1]), _exact(node[2]))
+    if kind == "call" and node[1] == "factorial":
+        return _exact_factorial(_exact(node[2]))
+    raise NoValueError(kind)
+
+
+def _arithmetic(kind: str, left: Fraction, right: Fraction) -> Fraction:
+    if left.numerator.bit_length() + right.numerator.bit_length() > MAX_BITS:
+        raise NoValueError("too large")
+    if kind == "add":
+        return left + right
+    if kind == "sub":
+        return left - right
+    if kind == "mul":
+        return left * right
+    if right == 0:
+        raise NoValueError("division by zero")
+    return left / right
+
+
+def _exact_power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1 or (base == 0 and exponent <= 0):
+        raise NoValueError("no rational power")
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if abs(exponent) * bits > MAX_BITS:
+        raise NoValueError("too large")
+    return base ** int(exponent)
+
+
+def _exact_factorial(value: Fraction) -> Fraction:
+    import math
+
+    if value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
+        raise NoValueError("no small factorial")
+    return Fraction(math.factorial(int(value)))
+
+
+def variables(node: Node) -> frozenset[str]:
+    """Names of a tree's variables."""
+    if node[0] == "var":
+        return frozenset((node[1],))
+    return frozenset().union(*(variables(child) for child in node[1:] if isinstance(child, tuple)))
+
+
+def mentions(node: Node, name: str) -> bool:
+    """True when the tree calls the function."""
+    return (node[0] == "call" and node[1] == name) or any(
+        mentions(child, name) for child in node[1:] if isinstance(child, tuple)
+    )
+
+
+def is_same_value(left: Node, right: Node) -> bool:
+    """True when two trees are equal for all values of their variables."""
+    exact = exact_value(left), exact_value(right)
+    if exact[0] is not None and exact[1] is not None:
+        return exact[0] == exact[1]
+    if left == right:
+        return True
+    if left[0] == "inf" or right[0] == "inf":
+        return False
+    bases = ("e", "10") if mentions(left, "log") or mentions(right, "log") else ("e",)
+    return any(_agree(left, right, base) for base in bases)
+
+
+def ratio_of(left: Node, right: Node) -> float | None:
+    """c when left = c * right for all values of the variables with a constant c other than 0, else None."""
+    names = variables(left) | variables(right)
+    ratios = []
+    for point in range(4):
+        values = _values_at(left, right, names, point, "e")
+        if values is None:
+            continue
+        if abs(values[1]) < 1e-20 or abs(values[0]) < 1e-20:
+            return None
+        ratios.append(values[0] / values[1])
+    if len(ratios) < 2 or any(not _is_close(ratio, ratios[0]) for ratio in ratios[1:]):
+        return None
+    return float(ratios[0].real)
+
+
+def sign_of_difference(left: Node, right: Node) -> int | None:
+    """-1, 0 or 1 as left is below, equal to or above right; None when they are not two real numbers."""
+    if left == right or (left[0] != "inf" and right[0] != "inf" and is_same_value(left, right)):
+        return 0
+    infinite = [_infinite_sign(node) for node in (left, right)]
+    if infinite[0] or infinite[1]:
+        difference = infinite[0] - infinite[1]
+        return (difference > 0) - (difference < 0)
+    if variables(left) | variables(right):
+        return None
+    values = _values_at(left, right, frozenset(), 0, "e")
+    if values is None or any(abs(value.imag) > 1e-30 for value in values):
+        return None
+    return 1 if values[0].real > values[1].real else -1
+
+
+def _infinite_sign(node: Node) -> int:
+    if node == ("inf",):
+        return 1
+    return -1 if node == ("neg", ("inf",)) else 0
+
+
+def _agree(left: Node, right: Node, log_base: str) -> bool:
+    """Equal at positive points, where both must have values; at others wherever both are real."""
+    names = variables(left) | variables(right)
+    agreed = 0
+    for point in range(POINTS if names else 1):
+        values = _values_at(left, right, names, point, log_base)
+        if values is None:
+            continue
+        if not _is_close(*values):
+            return False
+        agreed += 1
+    if not names:
+        return agreed == 1
+    for point in range(-3, 0):
+        values = _values_at(left, right, names, point, log_base)
+        if values is not None and all(abs(value.imag) < 1e-30 for value in values) and not _is_close(*values):
+            return False
+    return agreed >= 2
+
+
+def _is_close(left: Any, right: Any) -> bool:
+    size = max(abs(left), abs(right))
+    return bool(abs(left - right) <= size * _tolerance() or size < _tolerance())
+
+
+@cache
+def _tolerance() -> Any:
+    return _mpmath().mpf(10) ** -AGREEMENT
+
+
+def _values_at(
+    left: Node, right: Node, names: frozenset[str], point: int, log_base: str
+) -> tuple[Any, Any] | None:
+    """Both values as complex numbers at a point; negative numbers are points with variables below zero."""
+    mp = _mpmath()
+    environment = {name: _coordinate(name, point) for name in names}
+    try:
+        return mp.mpc(_value(left, environment, log_base)), mp.mpc(_value(right, environment, log_base))
+    except (ArithmeticError, ValueError, TypeError, mp.NoConvergence):  # a pole, a logarithm of zero
+        return None
+
+
+@lru_cache(maxsize=4096)
+def _coordinate(name: str, point: int) -> Any:
+    source = random.Random(f"{name}/{point}")
+    value = _mpmath().mpf(source.randrange(10**40, 3 * 10**40)) / 10**40
+    return -value if point < 0 and source.random() < 0.7 else value
+
+
+@cache
+def _mpmath() -> Any:
+    """A context of mpmath of our own, so that its precision is nobody else's."""
+    import mpmath
+
+    context = mpmath.mp.clone()
+    context.dps = DIGITS
+    return context
+
+
+def _value(node: Node, environment: Mapping[str, Any], log_base: str) -> Any:
+    mp = _mpmath()
+    kind = node[0]
+    if kind == "num":
+        return mp.mpf(node[1].numerator) / node[1].denominator
+    if kind == "var":
+        return environment[node[1]]
+    if kind == "const":
+        return {"pi": mp.pi, "e": mp.e, "i": mp.mpc(0, 1)}[node[1]] * mp.mpf(1)
+    if kind == "inf":
+        raise NoValueError("infinite")
+    if kind == "call":
+        return _call(node, environment, log_base)
+    if kind == "deg":
+        return _value(node[1], environment, log_base)
+    values = [_value(child, environment, log_base) for child in node[1:] if isinstance(child, tuple)]
+    if kind == "neg":
+        return -values[0]
+    if kind == "pow":
+        return _power(*values)
+    if kind == "div" and values[1] == 0:
+        raise NoValueError("division by zero")
+    operations: dict[str, Callable[[], Any]] = {
+        "add": lambda: values[0] + values[1],
+        "sub": lambda: values[0] - values[1],
+        "mul": lambda: values[0] * values[1],
+        "div": lambda: values[0] / values[1],
+    }
+    return operations[kind]()
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    mp = _mpmath()
+    if base == 0:
+        if mp.re(exponent) <= 0:
+            raise NoValueError("a power of zero")
+        return mp.mpf(0)
+    size = abs(mp.log(abs(base))) + mp.pi
+    if abs(exponent) * size > MAX_EXPONENT:
+        raise NoValueError("too large")
+    return mp.power(base, exponent)
+
+
+_RADIANS = frozenset(("sin", "cos", "tan", "cot", "sec", "csc"))
+
+
+def _call(node: Node, environment: Mapping[str, Any], log_base: str) -> Any:
+    mp = _mpmath()
+    name = node[1]
+    arguments = [
+        _value(_in_radians(child) if name in _RADIANS else child, environment, log_base) for child in node[2:]
+    ]
+    if name == "root":
+        return _root(*arguments)
+    if name == "log":
+        return mp.log(arguments[0]) / (1 if log_base == "e" else mp.log(10))
+    if name in ("log_", "ln_", "lg_"):
+        return mp.log(arguments[0]) / mp.log(arguments[1])
+    if name in _real_functions():
+        return _real_functions()[name](*arguments)
+    if any(abs(argument) > MAX_EXPONENT for argument in arguments):
+        raise NoValueError("too large")
+    if name in _functions():
+        return _functions()[name](*arguments)
+    key = ",".join(mp.nstr(mp.mpc(argument), 30) for argument in arguments)
+    return _coordinate(f"{name}({key})", 0)  # a function without a meaning here: any value, the same for the same
+
+
+def _root(value: Any, index: Any) -> Any:
+    mp = _mpmath()
+    if value == 0:
+        return mp.mpf(0)
+    if mp.im(value) == 0 and mp.re(value) < 0 and mp.im(index) == 0 and mp.isint(index) and int(index.real) % 2:
+        return -mp.power(-value, 1 / index)  # the real cube root
+    return _power(value, 1 / index)
+
+
+@cache
+def _functions() -> dict[str, Callable[..., Any]]:
+    mp = _mpmath()
+    return {
+        "sin": mp.sin, "cos": mp.cos, "tan": mp.tan, "cot": mp.cot, "sec": mp.sec, "csc": mp.csc,
+        "arcsin": mp.asin, "arccos": mp.acos, "arctan": mp.atan, "arccot": mp.acot, "sinh": mp.sinh,
+        "cosh": mp.cosh, "tanh": mp.tanh, "arcsinh": mp.asinh, "arccosh": mp.acosh, "exp": mp.exp,
+        "ln": mp.log, "lg": lambda x: mp.log(x) / mp.log(10), "factorial": mp.factorial, "binom": mp.binomial,
+    }  # fmt: skip
+
+
+@cache
+def _real_functions() -> dict[str, Callable[..., Any]]:
+    mp = _mpmath()
+
+    def whole(value: Any, function: Callable[[Any], Any]) -> Any:
+        nearest = mp.nint(mp.re(value))
+        return nearest if abs(value - nearest) < _tolerance() else function(mp.re(value))
+
+    return {
+        "abs": abs,
+        "floor": lambda value: whole(value, mp.floor),
+        "ceil": lambda value: whole(value, mp.ceil),
+        "max": lambda *values: max(values, key=mp.re),
+        "min": lambda *values: min(values, key=mp.re),
+    }
+
+
+def _in_radians(node: Node) -> Node:
+    """The argument of a trigonometric function with degrees converted; radians elsewhere in it stay."""
+    if node[0] == "deg":
+        return ("mul", node[1], ("div", ("const", "pi"), ("num", Fraction(180))))
+    return (node[0], *(_in_radians(child) if isinstance(child, tuple) else child for child in node[1:]))

@@ -1,0 +1,303 @@
+"""Answers in plain notation to what they say: the kinds of eval.grading.answers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+
+from eval.grading.answers import (
+    INFINITY,
+    REALS,
+    Answer,
+    Approximate,
+    Interval,
+    Listing,
+    Matrix,
+    Named,
+    Point,
+    Region,
+    Relation,
+    Value,
+    Words,
+)
+from eval.grading.expression import Node, parse_expression
+from eval.grading.latex import clean
+from eval.grading.numeric import variables
+from eval.grading.regions import as_region, merged, ordered, region_of_inequality
+from eval.grading.units import split_unit
+
+MAX_NESTING = 12
+
+
+_OPEN, _CLOSE = "([{⦃⟨⟦⌊⌈", ")]}⦄⟩⟧⌋⌉"
+_RELATION = "=<≤>≥≠∈≡"
+_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
+_NAME = re.compile(
+    r"""(?:[A-Za-z]|\\[a-zA-Z]+)\s*(?:_\s*(?:\{[^{}]*\}|\S))?\s*'*\s*(?:\([^()]*\)|\[[^\[\]]*\])?
+    |(?:m\s*)?\\(?:angle|triangle)[\s{]*[A-Z ]+[}\s]* | \|?\\?(?:overline|overrightarrow)?[\s{]*[A-Z]{2,5}[}\s]*\|?
+    |\[\s*[A-Z ]+\] | "[^"]*"(?:\s*\([^()]*\))? | \(\s*[a-zA-Z\\]+\s*(?:,\s*[a-zA-Z\\]+\s*)+\) | [A-Za-z]\s*"[^"]*"
+    |[a-z](?:\s*[-+*]?\s*[a-z])+ | [A-Za-z]_\S+\s*[-+*]\s*[A-Za-z]_\S+
+    |(?:\\(?:sin|cos|tan|cot|sec|csc|log|ln)\s*\{?\(?(?:[A-Za-z]|\\(?:angle)?\s*[A-Za-z]*)\)?\}?)
+    |(?:[a-z]\s*\^\s*\{?\d\}?\s*[+]\s*)+[a-z]\s*\^\s*\{?\d\}? | \|[a-z](?:\s*[-+]\s*[a-z])?\|
+    |\\frac\s*\{\s*[A-Za-z]+\s*\}\s*\{\s*[A-Za-z]+\s*\} | [A-Z]{1,3}\s*/\s*[A-Z]{1,3} | [a-z]\s*/\s*[a-z]""",
+    re.VERBOSE,
+)
+_EMPTY = re.compile(
+    r"(?i)\W*((there (is|are) )?no (real )?(solutions?|roots?)( exists?)?|none|(the )?empty( set)?|∅|⦃ *⦄|无解)\W*"
+)
+_ALL_REALS = re.compile(r"(?i)\W*(all( the)? real( number)?s?( numbers?)?|ℝ|any real number|全体实数|所有实数)\W*")
+
+
+@lru_cache(maxsize=8192)
+def read_answer(text: str) -> Answer:
+    """What an answer says; Words when its structure cannot be read."""
+    plain = clean(text)
+    grouped = _GROUPED.sub(lambda match: match.group().replace(",", ""), plain) if "," in plain else plain
+    if grouped != plain and not any(bracket in plain for bracket in "([⦃⟨⟦"):
+        plain = grouped
+    return read(plain)
+
+
+@lru_cache(maxsize=1024)
+def read_ungrouped(text: str) -> Answer:
+    """As read_answer, with each comma a separator: `120,240` as two numbers."""
+    return read(clean(text))
+
+
+def read(plain: str, nesting: int = 0) -> Answer:
+    """What an answer in plain notation says."""
+    plain = _without_outer_braces(plain.strip())
+    if nesting > MAX_NESTING or not plain:
+        return Words(plain)
+    parts, joiners = split_top(plain)
+    if len(parts) == 1:
+        return read_one(parts[0], nesting)
+    items = [read_one(part, nesting + 1) for part in parts]
+    if any(isinstance(item, Words) and '"' not in part for item, part in zip(items, parts, strict=True)):
+        return Words(plain)
+    return _combined(items, "or" in joiners)
+
+
+def _without_outer_braces(plain: str) -> str:
+    while plain.startswith("{") and plain.endswith("}") and _closing(plain, 0) == len(plain) - 1:
+        plain = plain[1:-1].strip()
+    return plain
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the bracket that closes the one at start; -1 when none does."""
+    depth = 0
+    for index in range(start, len(text)):
+        depth += (text[index] in _OPEN) - (text[index] in _CLOSE)
+        if depth == 0:
+            return index
+    return -1
+
+
+def split_at(text: str, separators: str) -> tuple[list[str], list[str]]:
+    """Pieces of the text between separators outside all brackets, and the separators."""
+    pieces: list[str] = []
+    found: list[str] = []
+    depth = start = 0
+    quoted = False
+    for index, character in enumerate(text):
+        if character == '"':
+            quoted = not quoted
+        elif quoted:
+            continue
+        elif character in _OPEN:
+            depth += 1
+        elif character in _CLOSE:
+            depth -= 1
+        elif depth == 0 and character in separators:
+            pieces.append(text[start:index].strip())
+            found.append(character)
+            start = index + 1
+    return [*pieces, text[start:].strip()], found
+
+
+_JOINED_TEXT = re.compile(r'"\s*[,;]?\s*(and|or|和|或)\s*"')
+
+
+def split_top(plain: str) -> tuple[list[str], list[str]]:
+    """The answers of a list and what stood between them, `,` `;` `and` `or`; one piece for no list."""
+    marked = _JOINED_TEXT.sub(lambda match: "\x01" if match.group(1) in ("or", "或") else "\x02", plain)
+    pieces, found = split_at(marked, ",;\x01\x02")
+    joiners = ["or" if separator == "\x01" else "," for separator in found]
+    return ([piece for piece in pieces if piece] or [plain]), joiners
+
+
+def _combined(items: list[Answer], has_or: bool) -> Answer:
+    """A list of answers; assignments to different names are a point, pieces of the line joined by or a region."""
+    names = [item.name for item in items if isinstance(item, Named)]
+    if names and len(names) == len(items):
+        values = tuple(item.value for item in items if isinstance(item, Named))
+        if len(set(names)) == len(names):
+            functions = all("(" in name for name in names)
+            return Listing(values) if functions else Point("=", "=", values)
+        return Listing(_flattened(values))
+    if all(isinstance(item, Region) for item in items):
+        pieces = tuple(piece for item in items if isinstance(item, Region) for piece in item.pieces)
+        if len(merged(pieces) or ()) == len(pieces):
+            return Region(pieces)
+    if has_or and all(as_region(item) is not None for item in items):
+        regions = [as_region(item) for item in items]
+        return Region(tuple(piece for region in regions if region for piece in region.pieces))
+    return Listing(_flattened(tuple(item.value if isinstance(item, Named) else item for item in items)))
+
+
+def _flattened(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
+    flat: list[Answer] = []
+    for item in items:
+        flat += item.items if isinstance(item, Listing) and not item.is_set else (item,)
+    return tuple(flat)
+
+
+def read_one(text: str, nesting: int) -> Answer:
+    """What one answer says that is no list."""
+    text = _without_outer_braces(text.strip())
+    if not text:
+        return Words(text)
+    if _EMPTY.fullmatch(text):
+        return Listing((), is_set=True)
+    if _ALL_REALS.fullmatch(text):
+        return Region(REALS)
+    if re.fullmatch(r'\(?\s*"[^"]*"\s*\)?', text):
+        inner = text.strip('() "')
+        is_mathematics = any(character.isdigit() for character in inner) and nesting < 2
+        return read(inner, nesting + 2) if is_mathematics or "," in inner else Words(text)
+    pieces, found = split_at(text, "≈")
+    if found and all(pieces):
+        return Approximate(tuple(read_one(piece, nesting + 1) for piece in pieces))
+    pieces, found = split_at(text, _RELATION)
+    if found:
+        return _read_relation(text, pieces, found, nesting)
+    for reader in (_read_region, _read_matrix, _read_enclosed):
+        answer = reader(text, nesting)
+        if answer is not None:
+            return answer
+    return _read_value(text)
+
+
+def _read_relation(text: str, pieces: list[str], operators: list[str], nesting: int) -> Answer:
+    if not all(pieces) or nesting > MAX_NESTING:
+        return Words(text)
+    if set(operators) <= set("=∈≡"):
+        value = read_one(pieces[-1], nesting + 1)
+        if not isinstance(value, Words | Relation):
+            if _NAME.fullmatch(pieces[0]):
+                return Named(re.sub(r'[\s"]', "", pieces[0]), value)
+            first = parse_expression(pieces[0])
+            if first is not None and not variables(first):
+                return Named("", value)  # 2 + 3 = 5
+        elif isinstance(value, Words) and _NAME.fullmatch(pieces[0]) and '"' in value.text:
+            return Named(re.sub(r'[\s"]', "", pieces[0]), value)
+    sides = tuple(parse_expression(split_unit(piece)[0]) for piece in pieces)
+    known = tuple(side for side in sides if side is not None)
+    if len(known) < len(sides) or "∈" in operators:
+        return Words(text)
+    return region_of_inequality(operators, known) or Relation(tuple(operators), known)
+
+
+def _read_region(text: str, nesting: int) -> Answer | None:
+    """A union of intervals and sets, or the line without some points."""
+    pieces, found = split_at(text, "∪")
+    if found:
+        regions = [as_region(read_one(piece, nesting + 1)) for piece in pieces] if all(pieces) else [None]
+        if any(region is None for region in regions):
+            items = tuple(read_one(piece, nesting + 1) for piece in pieces)
+            sets = all(isinstance(item, Listing) and item.is_set for item in items)
+            return (
+                Listing(tuple(i for s in items if isinstance(s, Listing) for i in s.items), True) if sets else None
+            )
+        return Region(tuple(piece for region in regions if region for piece in region.pieces))
+    pieces, found = split_at(text.replace("\\ ", "∖"), "∖-" if "ℝ" in text else "∖")
+    if len(found) != 1 or not all(pieces):
+        return None
+    whole, removed = as_region(read_one(pieces[0], nesting + 1)), read_one(pieces[1], nesting + 1)
+    if whole != Region(REALS) or not isinstance(removed, Listing):
+        return None
+    points = [item.node for item in removed.items if isinstance(item, Value)]
+    in_order = ordered(points) if len(points) == len(removed.items) else None
+    if in_order is None:
+        return None
+    ends = [("neg", INFINITY), *in_order, INFINITY]
+    return Region(tuple(Interval(a, False, b, False) for a, b in pairwise(ends)))
+
+
+_MATRIX = re.compile(r"^(.*?)\s*\*?\s*⟦([^⟦⟧]*)⟧(\s*\^\s*\{?\s*(?:T|\\top\s*)\s*\}?)?$")
+
+
+def _read_matrix(text: str, nesting: int) -> Answer | None:
+    match = _MATRIX.match(text)
+    if match is None:
+        return None
+    scale = parse_expression({"": "1", "-": "-1"}.get(match.group(1).strip(), match.group(1)))
+    rows = tuple(
+        tuple(read_one(entry, nesting + 1) for entry in split_at(row, "&")[0])
+        for row in match.group(2).split("⏎")
+        if row.strip()
+    )
+    if scale is None or len({len(row) for row in rows}) != 1:
+        return None
+    if scale != ("num", Fraction(1)):
+        rows = tuple(
+            tuple(replace(e, node=("mul", scale, e.node)) if isinstance(e, Value) else e for e in row)
+            for row in rows
+        )
+    return Matrix(tuple(zip(*rows, strict=True)) if match.group(3) else rows)
+
+
+def _read_enclosed(text: str, nesting: int) -> Answer | None:
+    """What stands in one pair of brackets."""
+    if text[0] not in "([⦃⟨" or text[-1] not in ")]⦄⟩" or _closing(text, 0) != len(text) - 1:
+        return None
+    inner = text[1:-1].strip()
+    pieces, found = split_at(inner, ",;")
+    if text[0] == "⦃":
+        if not inner:
+            return Listing((), is_set=True)
+        items = _flattened(tuple(read_one(piece, nesting + 1) for piece in pieces if piece))
+        return Listing(items, is_set=True)
+    if not found:
+        return read(inner, nesting + 1) if text[0] == "(" and text[-1] == ")" and inner else None
+    items = tuple(read_one(piece, nesting + 1) for piece in pieces if piece)
+    signs = [index for index, item in enumerate(items) if isinstance(item, Listing) and not item.is_set]
+    if len(signs) == 1:
+        both = items[signs[0]]
+        assert isinstance(both, Listing)
+        choices = [(*items[: signs[0]], one, *items[signs[0] + 1 :]) for one in both.items]
+        return Listing(tuple(Point(text[0], text[-1], choice) for choice in choices))
+    return Point(text[0], text[-1], items)
+
+
+def _read_value(text: str) -> Answer:
+    text = re.sub(r"\s*\(?\s*\\?p?mod\s*\{?\s*\d+\s*\}?\s*\)?$", "", text)
+    bare, unit, factor = split_unit(text)
+    is_percent = bare.endswith("%")
+    if is_percent:
+        bare = bare[:-1].strip()
+    node = parse_expression(re.sub(r"_\s*\{?\s*10\s*\}?$", "", bare) if re.match(r"-?\d", bare) else bare)
+    if node is None:
+        return Words(text)
+    if factor != 1:
+        node = ("mul", node, ("num", factor))
+    signed = expanded(node)
+    values = tuple(Value(one, unit, is_percent) for one in signed)
+    return values[0] if len(values) == 1 else Listing(values)
+
+
+def expanded(node: Node) -> list[Node]:
+    """The two expressions of one with ±, upper signs and lower signs; the expression itself without."""
+    upper = _with_sign(node, 1)
+    return [node] if upper == node else [upper, _with_sign(node, -1)]
+
+
+def _with_sign(node: Node, sign: int) -> Node:
+    if node[0] == "pm":
+        left, right = _with_sign(node[2], sign), _with_sign(node[3], sign)
+        return ("add" if node[1] == sign else "sub", left, right)
+    return (node[0], *(_with_sign(child, sign) if isinstance(child, tuple) else child for child in node[1:]))

@@ -1,0 +1,65 @@
+"""Grading a results directory again: new verdicts, the same responses, and nothing asked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from eval.benchmark import Item
+from eval.client import Endpoint, Sampling
+from eval.errors import ResultsError
+from eval.grading import GRADER
+from eval.regrade import describe, regrade
+from eval.results import Row, make_settings, read_rows, write_rows
+
+ROW = Row(
+    id="a", sample=0, prompt=({"role": "user", "content": "1/2?"},), response=r"\boxed{0.5}", finish_reason="stop",
+    response_tokens=4, answer="0.5", gold=r"\frac12", verdict="wrong", aisbench_answer="0.5", aisbench_right=True,
+    aisbench_raises=False, attempts=1, seconds=0.1, subject=None, level=None, failure=None,
+)  # fmt: skip
+
+
+def write_results(directory: Path, rows: list[Row]) -> Path:
+    directory.mkdir()
+    items = [Item(row.id, ({"role": "user", "content": row.problem},), row.gold) for row in rows]
+    settings = make_settings(items, Endpoint("http://localhost", "m"), Sampling(max_tokens=8), None)
+    (directory / "settings.json").write_text(json.dumps({**settings, "grader": "old/1"}))
+    write_rows(directory, rows)
+    return directory
+
+
+def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> None:
+    rows = [
+        ROW,  # exact: wrong -> right, aisbench: right -> wrong, since neither was what the rulers say
+        replace(ROW, id="b", finish_reason="length", verdict="right", aisbench_right=False),
+        replace(ROW, id="c", response=None, verdict="request_failed", aisbench_answer=None, aisbench_right=False,
+                failure="timeout"),
+        replace(ROW, id="d", gold="0.5", verdict="right"),
+    ]  # fmt: skip
+    directory = write_results(tmp_path / "before", rows)
+    regraded = regrade(directory / "results.jsonl")
+    assert regraded.verdicts == {("wrong", "right"): 1, ("right", "truncated"): 1}
+    assert regraded.aisbench == {("right", "wrong"): 1}
+    after = read_rows(directory)
+    assert [row.verdict for row in after.values()] == ["right", "truncated", "request_failed", "right"]
+    assert [row.response for row in after.values()] == [row.response for row in rows]
+    assert json.loads((directory / "settings.json").read_text())["grader"] == GRADER
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["accuracy"], summary["n"]) == (2 / 3, 3)  # a and d of the three that were answered
+    assert "old/1" in describe(regraded)
+    assert "exact: 1 right -> truncated, 1 wrong -> right" in describe(regraded)
+    assert "no verdict changed" in describe(regrade(directory))
+
+
+def test_what_is_no_results_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match="not a results directory"):
+        regrade(tmp_path)
+    directory = write_results(tmp_path / "short", [ROW, replace(ROW, id="b")])
+    write_rows(directory, [ROW])
+    before = (directory / "results.jsonl").read_bytes()
+    with pytest.raises(ResultsError, match="holds 1 of 2 items"):
+        regrade(directory)
+    assert (directory / "results.jsonl").read_bytes() == before
