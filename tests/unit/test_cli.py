@@ -41,6 +41,7 @@ COMMANDS = (
     "serve",
     "eval",
     "report",
+    "compare",
 )
 
 
@@ -194,7 +195,8 @@ def write_results(folder: Path, answers: list[str]) -> Path:
     for item, answer in zip(items, answers, strict=True):
         graded = grade(f"Answer: {answer}", "stop", item.gold)
         rows.append(
-            Row(item.id, item.messages, f"Answer: {answer}", "stop", 4, graded.answer, item.gold, graded.verdict,
+            Row(item.id, 0, item.messages, f"Answer: {answer}", "stop", 4, graded.answer, item.gold,
+                graded.verdict, graded.aisbench_answer, graded.aisbench_right, graded.aisbench_raises,
                 attempts=1, seconds=0.1, subject=None, level=None, failure=None)
         )  # fmt: skip
     write_rows(folder, rows)
