@@ -205,7 +205,7 @@ def _bars(groups: Sequence[tuple[str, Side | GroupResult, Side | GroupResult]]) 
             ],
             error_kw={"ecolor": _COLOUR["ink"], "elinewidth": 1, "capsize": 2.5},
         )
-    names = [f"{_wrapped(_plain(name))}\nn = {x.n}" for name, x, _ in groups]
+    names = [f"{_plain(_wrapped(name))}\nn = {x.n}" for name, x, _ in groups]
     axes.set_xticks(range(len(groups)), names)
     axes.set_ylim(0, 100)
     axes.set_ylabel("accuracy (%)")

@@ -18,11 +18,14 @@ def verdict(comparison: Comparison) -> str:
         f"No significant change in accuracy: {x} before, {y} after, {points(comparison.difference)} points "
         f"(95 % interval {low} to {high}) on {_items(comparison)}: {_evidence(comparison)}."
     )
-    detectable = 100 * comparison.minimal_detectable_difference
-    second = (
-        f"That does not show that nothing changed: with these items, a true change of less than about "
-        f"{detectable:.1f} points is missed more than one time in five."
+    detectable = comparison.minimal_detectable_difference
+    missed = (
+        f"with these items, a true change of less than about {100 * detectable:.1f} points is missed more than one "
+        f"time in five"
+        if detectable < 1
+        else "with so few items, no change is found reliably, however large"
     )
+    second = f"That does not show that nothing changed: {missed}."
     return " ".join([first, second, *_left_out(comparison)])
 
 

@@ -268,7 +268,7 @@ def report(
     typer.secho(f"\nReport with plots: {output / REPORT_PAGE}\n{content['verdict']}", bold=True)
 
 
-@app.command(epilog="Examples: dapo compare before after; dapo compare --history night1 night2 night3 .dapo")
+@app.command(epilog="Example: dapo compare before after; dapo compare --history monday tuesday .dapo")
 def compare(
     results: Annotated[
         list[Path],
