@@ -10,6 +10,7 @@ from typing import Any, Literal
 from eval import breakdown
 from eval.breakdown import GroupChange, Lengths, Pair, Part, Rulers
 from eval.errors import ComparisonError
+from eval.grading import grade
 from eval.results import Row, differences, group_by, mean_response_tokens, rate
 from eval.samples import (
     Evaluation,
@@ -20,6 +21,7 @@ from eval.samples import (
     is_answered,
     load_evaluation,
     num_right,
+    same_answer_by,
 )
 from eval.statistics import (
     adjusted_interval,
@@ -169,7 +171,7 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         transitions=breakdown.transitions_of(paired),
         lengths=breakdown.length_change(_rows(sides[0]), _rows(sides[1])),
         rulers=breakdown.compare_rulers(paired),
-        metrics=compare_metrics(*sides) if k > 1 else {},
+        metrics=compare_metrics(*sides, same_answer_by(grade)) if k > 1 else {},
         lost=_flips(lost, is_gain=False),
         gained=_flips(gained, is_gain=True),
         items={x[0].id: (_right_or_none(x), _right_or_none(y)) for x, y in pairs},

@@ -138,10 +138,21 @@ def _points(path: Path) -> list[Point]:
         if report.is_file():
             return [_from_report(report)]
     if (path / "runs").is_dir():
-        return [_from_report(report) for report in sorted(path.glob(f"runs/*/report/{REPORT_JSON}"))]
+        return _from_store(path)
     raise ResultsError(
         f"{path} is no results directory of `dapo eval`, no {REPORT_JSON} or folder with one, and no store of runs"
     )
+
+
+def _from_store(store: Path) -> list[Point]:
+    """The runs that have a report; one that cannot be read is named in the log and left out."""
+    points = []
+    for path in sorted(store.glob(f"runs/*/report/{REPORT_JSON}")):
+        try:
+            points.append(_from_report(path))
+        except ResultsError as error:
+            logger.warning("left out of the history: %s", error)
+    return points
 
 
 def _from_results(folder: Path) -> Point:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -98,8 +99,8 @@ def accuracy_plots(before: Side, after: Side) -> list[str]:
     """SVGs of both accuracies, overall and by level, then by subject where there are any, with 95 % intervals."""
     levels = [(f"level {key}", x, after.by_level[key]) for key, x in before.by_level.items()]
     subjects = [(key, x, after.by_subject[key]) for key, x in before.by_subject.items()]
-    plots = [_bars([("all", before, after), *levels])]
-    return [*plots, _bars(subjects)] if subjects else plots
+    plots = [_bars([("all", before, after), *levels], "Accuracy before and after, by level")]
+    return [*plots, _bars(subjects, "Accuracy before and after, by subject")] if subjects else plots
 
 
 def length_plot(comparison: Comparison) -> str:
@@ -114,7 +115,7 @@ def length_plot(comparison: Comparison) -> str:
     axes.set_xlim(left=0)
     axes.set_ylabel("responses")
     _legend(axes)
-    return _svg(figure)
+    return _svg(figure, "Response lengths before and after")
 
 
 def gain_plot(comparison: Comparison) -> str:
@@ -138,7 +139,7 @@ def gain_plot(comparison: Comparison) -> str:
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x", color=_COLOUR["line"], linewidth=0.8)
     axes.set_title("Parts of the difference (points)", loc="left", fontsize=9.5)
-    return _svg(figure)
+    return _svg(figure, "Parts of the difference")
 
 
 def transition_plot(comparison: Comparison) -> str:
@@ -161,7 +162,7 @@ def transition_plot(comparison: Comparison) -> str:
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("items")
     axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
-    return _svg(figure)
+    return _svg(figure, "Verdicts after, by verdict before")
 
 
 def history_plot(labels: Sequence[str], points: Sequence[Any], trend: tuple[float, float] | None) -> str:
@@ -186,19 +187,19 @@ def history_plot(labels: Sequence[str], points: Sequence[Any], trend: tuple[floa
     axes.set_xticks(places[::step], [_plain(label) for label in labels[::step]])
     axes.set_ylabel("accuracy (%)")
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
-    return _svg(figure)
+    return _svg(figure, "Accuracy over runs")
 
 
-def _bars(groups: Sequence[tuple[str, Side | GroupResult, Side | GroupResult]]) -> str:
+def _bars(groups: Sequence[tuple[str, Side | GroupResult, Side | GroupResult]], label: str) -> str:
     figure, axes = _new_figure(width=7.6, height=2.9)
-    for side, label in enumerate(("before", "after")):
+    for side, name in enumerate(("before", "after")):
         results = [(x, y)[side] for _, x, y in groups]
         axes.bar(
             [place + 0.38 * (side - 0.5) for place in range(len(groups))],
             [100 * result.accuracy for result in results],
             width=0.36,
-            color=_COLOUR[label],
-            label=label,
+            color=_COLOUR[name],
+            label=name,
             yerr=[
                 [100 * max(0.0, r.accuracy - r.interval[0]) for r in results],
                 [100 * max(0.0, r.interval[1] - r.accuracy) for r in results],
@@ -210,7 +211,7 @@ def _bars(groups: Sequence[tuple[str, Side | GroupResult, Side | GroupResult]]) 
     axes.set_ylim(0, 100)
     axes.set_ylabel("accuracy (%)")
     axes.legend(frameon=False, fontsize=8.5, loc="lower left", ncols=2, bbox_to_anchor=(0, 1), borderaxespad=0)
-    return _svg(figure)
+    return _svg(figure, label)
 
 
 def _curve_svg(plot: CurvePlot, curves: Mapping[str, tuple[list[int], list[float]]]) -> str:
@@ -229,7 +230,7 @@ def _curve_svg(plot: CurvePlot, curves: Mapping[str, tuple[list[int], list[float
         _legend(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.set_xlabel("step")
-    return _svg(figure)
+    return _svg(figure, plot.title)
 
 
 def _legend(axes: Axes) -> None:
@@ -264,14 +265,24 @@ def _new_figure(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _svg(figure: Figure) -> str:
-    """The figure's <svg> element alone: text as text, and no date, so that equal data give equal bytes."""
+def _svg(figure: Figure, label: str) -> str:
+    """The figure's <svg> element alone: text as text, and no date, so that equal data give equal bytes.
+
+    `label` is what a screen reader says.
+    """
     import matplotlib
+    from markupsafe import escape
 
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}):
+    with (
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}),
+        warnings.catch_warnings(),
+    ):
+        # Our font measures the text, the reader's draws it, and may know letters that ours does not.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     drawing = buffer.getvalue()
     drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL)
     drawing = re.sub(r' id="[A-Za-z.0-9]+_\d+"', "", drawing)  # the same in every figure of the page
-    return re.sub("|".join(_PAGE_COLOURS), lambda match: f"var({_PAGE_COLOURS[match.group()]})", drawing)
+    drawing = re.sub("|".join(_PAGE_COLOURS), lambda match: f"var({_PAGE_COLOURS[match.group()]})", drawing)
+    return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)

@@ -37,10 +37,14 @@ def write_report(
     report = make_report(comparison, steps, stages, artifacts, title)
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
-    write_atomically(output_dir / REPORT_JSON, text + "\n")
-    write_atomically(output_dir / REPORT_MARKDOWN, render_markdown(report))
-    write_atomically(output_dir / REPORT_PAGE, render_html(report, comparison, steps))
+    files = {
+        REPORT_JSON: json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        REPORT_MARKDOWN: render_markdown(report),
+        REPORT_PAGE: render_html(report, comparison, steps),
+    }
+    for name, text in files.items():
+        # A response may hold half of a surrogate pair, which no file can.
+        write_atomically(output_dir / name, text.encode(errors="replace").decode())
     return report
 
 

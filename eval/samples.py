@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import ResultsError
-from eval.grading import grade
+from eval.grading import Grade
 from eval.results import Row, load_results
 from eval.statistics import bootstrap_mean, paired_bootstrap, wilson_interval
 
 Samples = tuple[Row, ...]  # the k rows of one item, by sample number
+IsSame = Callable[[str, str], bool]  # of two answers
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,10 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
     return 1 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
 
-def majority_share(samples: Samples) -> float:
+def majority_share(samples: Samples, is_same: IsSame) -> float:
     """1 when the answer given most often is right, 0 when it is not; of m answers given equally often, 1/m.
 
-    Answers that the exact ruler finds equal count as one; a response without an answer, or cut short, has no vote.
+    Answers that `is_same` finds equal count as one; a response without an answer, or cut short, has no vote.
     The fair share of a tie is what drawing one of the m by lot gives on average.
     """
     right = num_right(samples)
@@ -96,29 +98,36 @@ def majority_share(samples: Samples) -> float:
         return 0.0  # merging equal wrong answers can only add to their votes
     if sum(wrong.values()) < right:
         return 1.0
-    votes = _merged(wrong, is_same_answer)
+    votes = _merged(wrong, is_same)
     return 0.0 if max(votes) > right else 1 / (1 + votes.count(right))
 
 
-def is_same_answer(answer: str, other: str) -> bool:
-    """True when the exact ruler would accept one answer where the other is gold."""
-    return grade(f"\\boxed{{{answer}}}", "stop", other).verdict == "right"
+def same_answer_by(grade: Callable[[str, str, str], Grade]) -> IsSame:
+    """`is_same(answer, other)`: whether the exact ruler accepts one answer where the other is gold."""
+
+    @functools.cache
+    def is_same(answer: str, other: str) -> bool:
+        return grade(f"\\boxed{{{answer}}}", "stop", other).verdict == "right"
+
+    return is_same
 
 
-def item_metrics(items: Sequence[Samples]) -> dict[str, list[float]]:
+def item_metrics(items: Sequence[Samples], is_same: IsSame) -> dict[str, list[float]]:
     """{avg@k, pass@2, pass@4, ..., pass@k, maj@k: one value per item}, k being the samples per item."""
     k = len(items[0])
     sizes = sorted({size for size in (2**power for power in range(1, k.bit_length())) if size < k} | {k})
     return {
         f"avg@{k}": [num_right(samples) / k for samples in items],
         **{f"pass@{size}": [pass_at(size, k, num_right(samples)) for samples in items] for size in sizes},
-        f"maj@{k}": [majority_share(samples) for samples in items],
+        f"maj@{k}": [majority_share(samples, is_same) for samples in items],
     }
 
 
-def compare_metrics(before: Sequence[Samples], after: Sequence[Samples]) -> dict[str, MetricChange]:
+def compare_metrics(
+    before: Sequence[Samples], after: Sequence[Samples], is_same: IsSame
+) -> dict[str, MetricChange]:
     """avg@k, pass@k and maj@k of both sides over the same items."""
-    values = item_metrics(before), item_metrics(after)
+    values = item_metrics(before, is_same), item_metrics(after, is_same)
     return {
         name: MetricChange(
             before=_mean(x),
@@ -143,7 +152,7 @@ def accuracy_interval(right: Sequence[int], num_samples: int) -> tuple[float, fl
     return bootstrap_mean([count / num_samples for count in right])
 
 
-def _merged(votes: Counter[str], is_same: Callable[[str, str], bool]) -> list[int]:
+def _merged(votes: Counter[str], is_same: IsSame) -> list[int]:
     """Votes after answers that are the same have been put together."""
     merged: dict[str, int] = {}
     for answer, count in votes.most_common():

@@ -20,8 +20,8 @@ def verdict(comparison: Comparison) -> str:
     )
     detectable = comparison.minimal_detectable_difference
     missed = (
-        f"with these items, a true change of less than about {100 * detectable:.1f} points is missed more than one "
-        f"time in five"
+        f"with these items, a true change of less than about {100 * detectable:.1f} points is missed more than "
+        f"one time in five"
         if detectable < 1
         else "with so few items, no change is found reliably, however large"
     )

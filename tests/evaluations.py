@@ -9,6 +9,7 @@ from typing import Any
 
 from eval.benchmark import Item
 from eval.client import Endpoint, Sampling
+from eval.compare import Comparison, compare_evaluations
 from eval.grading import VERDICTS
 from eval.results import Row, make_settings, write_rows
 from eval.samples import Evaluation
@@ -91,3 +92,10 @@ def write_results(
     (directory / "settings.json").write_text(json.dumps(settings_of(items, model, **(settings or {}))))
     write_rows(directory, make_rows(items, outcomes))
     return directory
+
+
+def compared(before: str, after: str) -> Comparison:
+    """The comparison of two evaluations of the same items, all of one level."""
+    num_items = len(before.split()) if " " in before else len(before)
+    items = make_items(num_items, per_level=max(4, num_items))
+    return compare_evaluations(evaluation(items, before, "base"), evaluation(items, after, "trained"))

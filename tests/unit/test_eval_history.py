@@ -58,7 +58,7 @@ def test_runs_with_other_settings_are_listed_apart(tmp_path: Path) -> None:
     assert "<script" not in page
 
 
-def test_reports_folders_and_stores_are_read_alike(tmp_path: Path) -> None:
+def test_reports_folders_and_stores_are_read_alike(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = write_night(tmp_path, 1, "wwwwwwww")
     after = write_night(tmp_path, 2, "rrrrwwwf")
     folder = tmp_path / "store" / "runs" / "20260101T000000Z-1" / "report"
@@ -67,6 +67,11 @@ def test_reports_folders_and_stores_are_read_alike(tmp_path: Path) -> None:
         ((point,),) = [series.points for series in make_history([path])]
         assert point.label == "20260101T000000Z-1"
         assert point.accuracy == 4 / 7  # of the answered items, after
+    other = tmp_path / "store" / "runs" / "20250101T000000Z-1" / "report" / "report.json"
+    other.parent.mkdir(parents=True)
+    other.write_text("{}")  # of another version
+    assert len(make_history([tmp_path / "store"])[0].points) == 1
+    assert f"left out of the history: {other}" in caplog.text
     (series,) = make_history([before, after, folder])
     assert [change.n for change in series.to_first if change] == [7, 7]  # item 7 failed
     assert series.trend is not None

@@ -15,27 +15,21 @@ from xml.etree import ElementTree
 import pytest
 
 from eval.client import Sampling
-from eval.compare import Comparison, compare, compare_evaluations
+from eval.compare import compare, compare_evaluations
 from eval.errors import ComparisonError, ResultsError
 from eval.pages import format_duration
 from eval.plots import accuracy_plots
 from eval.report import make_report, render_markdown, write_report
 from eval.samples import Evaluation
 from eval.training import read_training_metrics, training_totals, with_kept_share
-from eval.wording import notes, verdict
-from tests.evaluations import evaluation, make_items, make_row, make_rows, settings_of, write_results
+from eval.wording import verdict
+from tests.evaluations import compared, evaluation, make_items, make_row, make_rows, settings_of, write_results
 
 ITEMS = make_items(8)
 #         id: 0123 4567; levels 1 and 2
 BEFORE = "rrwn wtfr"
 AFTER = "rwrr wrrr"
 FATES = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
-
-
-def compared(before: str, after: str) -> Comparison:
-    num_items = len(before.split()) if " " in before else len(before)
-    items = make_items(num_items, per_level=max(4, num_items))
-    return compare_evaluations(evaluation(items, before, "base"), evaluation(items, after, "trained"))
 
 
 def write_metrics(path: Path) -> Path:
@@ -215,63 +209,6 @@ def test_lengths_are_tokens_where_the_server_counted_all() -> None:
     assert (lengths.unit, lengths.quantiles["before"]["max"]) == ("characters", len(rows[0].response or ""))
 
 
-def test_verdict_of_a_significant_change() -> None:
-    # The reference table: n = 500, 28 gained, 10 lost.
-    result = compared("w" * 28 + "r" * 472, "r" * 28 + "w" * 10 + "r" * 462)
-    assert verdict(result) == (
-        "Accuracy rose by 3.6 points (95 % interval of the change +1.2 to +6.0), from 94.4 % to 98.0 % on the "
-        "same 500 items: 28 gained, 10 lost, exact McNemar p = 0.0051."
-    )
-    assert notes(result) == [
-        "This compares these two models on items like these. It does not tell how another training with another "
-        "seed would end."
-    ]
-    assert verdict(compared("r" * 8, "w" * 8)).startswith(
-        "Accuracy fell by 100.0 points (95 % interval of the change -"
-    )
-
-
-def test_verdict_says_not_significant_and_what_would_have_been_missed() -> None:
-    result = compared("w" * 58 + "r" * 442, "r" * 58 + "w" * 40 + "r" * 402)
-    assert verdict(result) == (
-        "No significant change in accuracy: 88.4 % before, 92.0 % after, +3.6 points (95 % interval -0.2 to +7.4) "
-        "on the same 500 items: 58 gained, 40 lost, exact McNemar p = 0.085. That does not show that nothing "
-        "changed: with these items, a true change of less than about 5.5 points is missed more than one time in "
-        "five."
-    )
-
-
-def test_verdict_of_very_few_items() -> None:
-    assert "with so few items, no change is found reliably, however large." in verdict(compared("rwww", "wrrw"))
-
-
-@pytest.mark.parametrize(("before", "after"), [("wwwwwwww", "rrrrrrrr"), ("rrrrrrrr", "rrrrrrrr")])
-def test_an_interval_has_width_where_all_items_changed_alike(before: str, after: str) -> None:
-    result = compared(before, after)
-    assert result.interval_method == "adjusted Wald"
-    assert result.ci95[1] - result.ci95[0] > 0.3
-    assert any("so a bootstrap has no width" in note for note in notes(result))
-
-
-def test_notes_tell_what_makes_a_reader_careful() -> None:
-    assert any(
-        "same model" in note
-        for note in notes(compare_evaluations(*2 * [evaluation(ITEMS, AFTER.replace(" ", ""))]))
-    )
-    # 5 of 5 gained among 20: p = 0.0625, while the interval leaves out zero.
-    borderline = compared("w" * 5 + "r" * 15, "r" * 20)
-    assert any(
-        "Borderline: the interval leaves out zero, yet the exact test does not reject" in n
-        for n in notes(borderline)
-    )
-    rows = [replace(row, aisbench_right=False) for row in make_rows(make_items(8), "r" * 8)]
-    before, after = evaluation(make_items(8), "w" * 8), Evaluation.of(settings_of(make_items(8)), rows)
-    assert any(
-        "under AISBench's string rule the change is +0.0" in note
-        for note in notes(compare_evaluations(before, after))
-    )
-
-
 def test_html_is_one_file_that_runs_no_script_but_ours(folder: Path) -> None:
     page = (folder / "report" / "report.html").read_text()
     assert page.count("<script") == 1
@@ -317,6 +254,18 @@ def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None
     assert "## Gained (8)" in lines
     assert any("some_subject/7\\|0.json`" in line for line in lines)  # the end of an id, which tells items apart
     assert "## Training" not in lines
+
+
+def test_letters_that_a_font_or_a_file_cannot_hold(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    items = [replace(item, subject="基金从业") for item in ITEMS]
+    rows = write_results(tmp_path / "before", "n" * 8, items) / "results.jsonl"
+    rows.write_text(rows.read_text().replace("no idea", "no \\ud800 idea"))  # as a server may send it
+    write_results(tmp_path / "after", "r" * 8, items)
+    write_report(tmp_path / "before", tmp_path / "after", None, tmp_path / "report", {}, {})
+    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert "基金从业" in page
+    assert page.count("no ? idea") == 8
+    assert [warning for warning in recwarn if issubclass(warning.category, UserWarning)] == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from eval.errors import ResultsError
-from eval.samples import Evaluation, compare_metrics, item_metrics, majority_share, pass_at
+from eval.grading import grade
+from eval.samples import Evaluation, compare_metrics, item_metrics, majority_share, pass_at, same_answer_by
 from eval.statistics import (
     PValues,
     adjusted_interval,
@@ -25,6 +26,8 @@ from eval.statistics import (
     wilson_interval,
 )
 from tests.evaluations import evaluation, make_items, make_row, make_rows, settings_of
+
+IS_SAME = same_answer_by(grade)
 
 
 @pytest.mark.parametrize(
@@ -202,25 +205,25 @@ def test_majority_by_hand(answers: str, expected: float) -> None:
         )
         for sample, text in enumerate(answers.split())
     ]
-    assert majority_share(tuple(rows)) == expected
+    assert majority_share(tuple(rows), IS_SAME) == expected
 
 
 def test_a_truncated_response_has_no_vote() -> None:
     item = make_items(1)[0]
     rows = [make_row(item, "r"), *(make_row(item, "t", sample, answer="5") for sample in (1, 2))]
-    assert majority_share(tuple(rows)) == 1.0
+    assert majority_share(tuple(rows), IS_SAME) == 1.0
 
 
 def test_metrics_of_four_samples_by_hand() -> None:
     items = list(evaluation(make_items(2), "rwwn rrrw").items.values())
     # Item 0: 1 of 4; item 1: 3 of 4. pass@2: 1/2 and 1. Majority of item 0: two equal wrong ones against one.
-    assert item_metrics(items) == {
+    assert item_metrics(items, IS_SAME) == {
         "avg@4": [0.25, 0.75],
         "pass@2": [0.5, 1.0],
         "pass@4": [1.0, 1.0],
         "maj@4": [0.0, 1.0],
     }
-    change = compare_metrics(items, list(reversed(items)))["avg@4"]
+    change = compare_metrics(items, list(reversed(items)), IS_SAME)["avg@4"]
     assert (change.before, change.after, change.difference) == (0.5, 0.5, 0.0)
     assert change.ci95 == (-0.5, 0.5)  # both items drawn from the one that rose by half, or from the other
 
@@ -229,7 +232,9 @@ def test_copies_of_a_sample_do_not_narrow_an_interval() -> None:
     """Samples are nested in items: asking a greedy model four times tells nothing more than once."""
     once, fourfold = "rwrrw" * 8, " ".join(4 * letter for letter in "rwrrw" * 8)
     intervals = [
-        compare_metrics(*2 * [list(evaluation(make_items(40), outcomes).items.values())])[name].before_interval
+        compare_metrics(*2 * [list(evaluation(make_items(40), outcomes).items.values())], IS_SAME)[
+            name
+        ].before_interval
         for outcomes, name in ((once, "avg@1"), (fourfold, "avg@4"))
     ]
     assert intervals[0] == intervals[1]
