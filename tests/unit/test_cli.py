@@ -17,15 +17,12 @@ import yaml
 from prefect.states import Failed
 
 from dapo_core.errors import ChildProcessFailed, ConfigError, NotEnoughSignal, RolloutError, ServeError
-from eval.benchmark import Item
-from eval.client import Endpoint, Sampling
 from eval.errors import EvaluationError
-from eval.grading import grade
-from eval.results import Row, make_settings, write_rows
 from flows.cli import app
 from tasks.evaluate_model import evaluate_model
 from tasks.retries import describe, exit_code_of, may_succeed_next_time
 from tasks.train_policy import train_policy
+from tests.evaluations import write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/arith_cpu.yaml"
@@ -185,27 +182,9 @@ def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     assert lines[1][3:] == ["61", "1/2", "40.0", "62.5", "+22.5", "0.00012", "40"]
 
 
-def write_results(folder: Path, answers: list[str]) -> Path:
-    items = [Item(str(i), ({"role": "user", "content": f"{i} + 1?"},), str(i + 1)) for i in range(len(answers))]
-    sampling = Sampling(max_tokens=64)
-    folder.mkdir()
-    settings = make_settings(items, Endpoint("http://localhost", "m"), sampling, None)
-    (folder / "settings.json").write_text(json.dumps(settings))
-    rows = []
-    for item, answer in zip(items, answers, strict=True):
-        graded = grade(f"Answer: {answer}", "stop", item.gold)
-        rows.append(
-            Row(item.id, 0, item.messages, f"Answer: {answer}", "stop", 4, graded.answer, item.gold,
-                graded.verdict, graded.aisbench_answer, graded.aisbench_right, graded.aisbench_raises,
-                attempts=1, seconds=0.1, subject=None, level=None, failure=None)
-        )  # fmt: skip
-    write_rows(folder, rows)
-    return folder
-
-
 def test_report_of_two_result_folders(tmp_path: Path) -> None:
-    before = write_results(tmp_path / "before", ["1", "0", "0", "0"])  # right answers are 1, 2, 3, 4
-    after = write_results(tmp_path / "after", ["0", "2", "3", "0"])
+    before = write_results(tmp_path / "before", "rwww")
+    after = write_results(tmp_path / "after", "wrrw")
     output = tmp_path / "report"
     done = dapo("report", "--before", before, "--after", after, "--output", output, "--title", "Two folders")
     assert done.returncode == 0, done.stderr
@@ -218,8 +197,8 @@ def test_report_of_two_result_folders(tmp_path: Path) -> None:
 
 
 def test_compare_prints_markdown_and_writes_only_what_is_asked_for(tmp_path: Path) -> None:
-    before = write_results(tmp_path / "before", ["1", "0", "0", "0"])
-    after = write_results(tmp_path / "after", ["0", "2", "3", "0"])
+    before = write_results(tmp_path / "before", "rwww")
+    after = write_results(tmp_path / "after", "wrrw")
     done = dapo("compare", before, after)
     assert done.stdout.startswith("# Before/after comparison")
     assert re.search(r"^\| accuracy +\| +25\.0 % \| +50\.0 % \| +\+25\.0 \|$", done.stdout, re.MULTILINE)
@@ -234,14 +213,14 @@ def test_compare_prints_markdown_and_writes_only_what_is_asked_for(tmp_path: Pat
 
 
 def test_compare_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
-    before = write_results(tmp_path / "before", ["1", "0"])
+    before = write_results(tmp_path / "before", "rw")
     assert "BEFORE and AFTER are needed, 1 given; for more, add --history" in refusal("compare", before)
-    other = write_results(tmp_path / "after", ["1", "0", "0"])
+    other = write_results(tmp_path / "after", "rww")
     assert "1 of 3 items are only in after (first: '2')" in refusal("compare", before, other)
 
 
 def test_compare_renders_markdown_on_a_terminal(tmp_path: Path) -> None:
-    sides = [write_results(tmp_path / name, ["1", "0"]) for name in ("before", "after")]
+    sides = [write_results(tmp_path / name, "rw") for name in ("before", "after")]
     master, slave = os.openpty()
     command = [sys.executable, "-m", "flows.cli", "compare", *map(str, sides)]
     with subprocess.Popen(
