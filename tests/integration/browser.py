@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +21,7 @@ OPTIONS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
     *("--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe"),
 )
+PATIENCE_SECONDS = 60
 COMPLAINTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Inspector.targetCrashed")
 
 
@@ -118,9 +120,13 @@ class Browser:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._unread:
-            text = os.read(self._to_us, 1 << 16)
+            is_ready, _, _ = select.select([self._to_us], [], [], PATIENCE_SECONDS)
+            text = os.read(self._to_us, 1 << 16) if is_ready else b""
             if not text:
-                raise AssertionError(f"Chromium ended with status {self._process.wait(10)}")
+                state = (
+                    f"said nothing for {PATIENCE_SECONDS} s" if not is_ready else f"ended ({self._process.poll()})"
+                )
+                raise AssertionError(f"Chromium {state}")
             self._unread += text
         message, _, self._unread = self._unread.partition(b"\0")
         return json.loads(message)

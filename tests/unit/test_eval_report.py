@@ -177,9 +177,10 @@ def test_both_rulers_and_their_disagreements() -> None:
     after = make_rows(ITEMS, "rrrr rrww")
     before[0] = replace(before[0], aisbench_right=False, aisbench_answer="1.0")
     after[7] = replace(after[7], aisbench_right=True, aisbench_raises=True)
-    rulers = compare_evaluations(
+    result = compare_evaluations(
         Evaluation.of(settings_of(ITEMS), before), Evaluation.of(settings_of(ITEMS), after)
-    ).rulers
+    )
+    rulers = result.rulers
     assert (rulers.before, rulers.after, rulers.difference) == (3 / 8, 7 / 8, 0.5)
     assert rulers.p == 0.125  # none lost, four gained: 2 / 2^4
     assert rulers.agreement["before"] == {"both_right": 3, "only_exact": 1, "only_aisbench": 0, "neither": 4}
@@ -188,6 +189,12 @@ def test_both_rulers_and_their_disagreements() -> None:
     assert [(row["side"], row["id"], row["aisbench_right"]) for row in rulers.disagreements] == [
         ("before", "0", False),
         ("after", "7", True),
+    ]
+    lines = render_markdown(make_report(result, [], {}, {}, "rulers")).splitlines()
+    assert "Disagreements (2):" in lines
+    assert [line.replace("|", "").split() for line in lines if "exact |" in line or "AISBench |" in line] == [
+        ["`0`", "before", "`1`", "exact", "`1`"],
+        ["`7`", "after", "`8`", "AISBench", "`-1`"],
     ]
 
 
