@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from eval import breakdown
+from eval.breakdown import GroupChange, Lengths, Pair, Part, Rulers
 from eval.errors import ComparisonError
-from eval.grading import VERDICTS
-from eval.results import Row, differences, group_by, load_results, mean_response_tokens, rate
-from eval.statistics import mcnemar_exact, minimal_detectable_difference, paired_bootstrap, wilson_interval
+from eval.grading import grade
+from eval.results import Row, differences, group_by, mean_response_tokens, rate
+from eval.samples import (
+    Evaluation,
+    MetricChange,
+    Samples,
+    accuracy_interval,
+    compare_metrics,
+    is_answered,
+    load_evaluation,
+    num_right,
+    same_answer_by,
+)
+from eval.statistics import (
+    adjusted_interval,
+    bootstrap_mean,
+    minimal_detectable_difference,
+    minimal_detectable_mean,
+)
 
 SIGNIFICANCE = 0.05
+GROUP_FIELDS = ("level", "subject")
+# Settings that may differ: the model is what is compared, and the rest is looked at item by item.
+_NOT_COMPARED = ("model", "num_items", "prompts", "golds")
 
 
 @dataclass(frozen=True)
 class GroupResult:
-    """One side's accuracy on a level, a subject or everything, with Wilson's 95 % interval."""
+    """One side's accuracy on a level, a subject or everything, with its 95 % interval."""
 
-    n: int
-    right: int
+    n: int  # items
+    right: int  # responses
     accuracy: float
     interval: tuple[float, float]
 
@@ -37,7 +57,7 @@ class Side:
     interval: tuple[float, float]
     by_level: dict[str, GroupResult]
     by_subject: dict[str, GroupResult]
-    no_answer_rate: float
+    no_answer_rate: float  # of responses
     truncated_rate: float
     request_failed_rate: float  # over all items of this side, paired or not
     mean_response_tokens: float | None
@@ -45,162 +65,240 @@ class Side:
 
 @dataclass(frozen=True)
 class Flip:
-    """An item whose verdict changed between right and not right, with both sides in full."""
+    """An item that changed between right and not right, or of which more or fewer samples are right."""
 
     id: str
     level: str | None
     subject: str | None
     problem: str  # the last message of the prompt
     gold: str
-    before: dict[str, Any]  # {verdict, answer, response}
+    before: dict[str, Any]  # {verdict, answer, response, num_right}
     after: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A paired comparison.
+class Unpaired:
+    """Items left out because a request failed, and where the difference over all items would then lie."""
 
-    `b` counts items right before and not right after (lost), `c` items not right before and right after
-    (gained); `difference` = after - before = (c - b) / n. `n` counts the items answered on both sides;
-    `num_unpaired` are left out because a request failed. `transitions[x][y]` counts verdict x before, y after.
+    num_items: int
+    before: int  # of them, those that failed before
+    after: int
+    difference_range: tuple[float, float]  # whatever the failed requests would have answered
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A paired comparison over the `n` items that were answered on both sides, `num_samples` times each.
+
+    `difference` = after - before, of mean accuracy. `b` counts items that got worse (lost), `c` items that got
+    better (gained): with one sample each, difference = (c - b) / n. `transitions[x][y]` counts items with
+    verdict x before and y after.
     """
 
     before: Side
     after: Side
     n: int
-    num_unpaired: int
+    num_samples: int
+    unpaired: Unpaired
     difference: float
     ci95: tuple[float, float]
+    interval_method: Literal["paired bootstrap", "adjusted Wald"]
+    test: Literal["exact McNemar", "exact sign-flip"]
+    p: float
+    mid_p: float
     b: int
     c: int
-    p: float
     minimal_detectable_difference: float
+    groups: dict[str, dict[str, GroupChange]]
+    gain: dict[str, Part]
+    transitions: dict[str, dict[str, float]]
+    lengths: Lengths
+    rulers: Rulers
+    metrics: dict[str, MetricChange]
     lost: tuple[Flip, ...]
     gained: tuple[Flip, ...]
-    transitions: dict[str, dict[str, int]]
-    sampling: dict[str, Any]
-    grader: str
+    items: dict[str, tuple[int | None, int | None]]  # right responses before and after, None where one failed
+    settings: dict[str, Any]  # what both sides share
 
     @property
     def is_significant(self) -> bool:
         """True when the exact test rejects "no change" at the 5 % level."""
         return self.p < SIGNIFICANCE
 
-    def verdict(self) -> str:
-        """One sober sentence with n, the difference in points, its interval and p."""
-        figures = (
-            f"from {100 * self.before.accuracy:.1f} % to {100 * self.after.accuracy:.1f} % "
-            f"on {self.n} paired items: "
-            f"{points(self.difference)} points, 95 % interval [{points(self.ci95[0])}, {points(self.ci95[1])}], "
-            f"exact McNemar p {format_p(self.p)} ({self.c} gained, {self.b} lost)"
-        )
-        if self.is_significant:
-            return f"Accuracy {'rose' if self.difference > 0 else 'fell'} {figures}."
-        return (
-            f"Not significant: accuracy went {figures}. These data do not show that the model changed; "
-            f"with this many items, a true difference below about "
-            f"{100 * self.minimal_detectable_difference:.1f} points would often go unnoticed (80 % power)."
-        )
-
 
 def compare(before_dir: str | Path, after_dir: str | Path) -> Comparison:
     """Pair two results directories by item id.
 
-    Raises ComparisonError, saying what differs, when items, prompts, gold answers, sampling settings or the
-    grader are not the same on both sides, and ResultsError when one of them is unfinished.
+    Raises ComparisonError, saying what differs, when benchmark, items, prompts, gold answers, api, sampling
+    settings or grader are not the same on both sides, and ResultsError when one of them is unfinished.
     """
-    before_settings, before_rows = load_results(before_dir)
-    after_settings, after_rows = load_results(after_dir)
-    _refuse_different(before_rows, after_rows, before_settings, after_settings)
-    pairs = [(row, after_rows[identity]) for identity, row in before_rows.items()]
-    paired = [(x, y) for x, y in pairs if x.is_answered and y.is_answered]
+    return compare_evaluations(load_evaluation(before_dir), load_evaluation(after_dir))
+
+
+def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
+    """As `compare`, of evaluations that have been read."""
+    _refuse_different(before, after)
+    pairs = [(samples, after.items[identity]) for identity, samples in before.items.items()]
+    paired = [(x, y) for x, y in pairs if is_answered(x) and is_answered(y)]
     if not paired:
         raise ComparisonError(
             f"none of the {len(pairs)} items was answered on both sides: nothing can be compared"
         )
-    before, after = [x for x, _ in paired], [y for _, y in paired]
-    lost = [(x, y) for x, y in paired if x.is_right and not y.is_right]
-    gained = [(x, y) for x, y in paired if y.is_right and not x.is_right]
-    n = len(paired)
+    k, n = before.num_samples, len(paired)
+    sides = [x for x, _ in paired], [y for _, y in paired]
+    changes = breakdown.changes_of(paired)
+    test = breakdown.test_of(paired)
+    lost = [pair for pair, change in zip(paired, changes, strict=True) if change < 0]
+    gained = [pair for pair, change in zip(paired, changes, strict=True) if change > 0]
+    ci95, method = _interval(changes, k)
     return Comparison(
-        before=_side(before_settings["model"], before, list(before_rows.values())),
-        after=_side(after_settings["model"], after, list(after_rows.values())),
+        before=_side(before, sides[0]),
+        after=_side(after, sides[1]),
         n=n,
-        num_unpaired=len(pairs) - n,
-        difference=(len(gained) - len(lost)) / n,
-        ci95=paired_bootstrap([x.is_right for x in before], [y.is_right for y in after]),
+        num_samples=k,
+        unpaired=_unpaired(pairs),
+        difference=sum(changes) / (k * n),
+        ci95=ci95,
+        interval_method=method,
+        test="exact McNemar" if k == 1 else "exact sign-flip",
+        p=test.p,
+        mid_p=test.mid_p,
         b=len(lost),
         c=len(gained),
-        p=mcnemar_exact(len(lost), len(gained)),
-        minimal_detectable_difference=minimal_detectable_difference(n, len(lost) + len(gained)),
-        lost=tuple(_flip(x, y) for x, y in lost),
-        gained=tuple(_flip(x, y) for x, y in gained),
-        transitions=_transitions(paired),
-        sampling=before_settings["sampling"],
-        grader=before_settings["grader"],
+        minimal_detectable_difference=_detectable(changes, k),
+        groups=breakdown.group_changes(paired, GROUP_FIELDS),
+        gain=breakdown.gain_parts(paired),
+        transitions=breakdown.transitions_of(paired),
+        lengths=breakdown.length_change(_rows(sides[0]), _rows(sides[1])),
+        rulers=breakdown.compare_rulers(paired),
+        metrics=compare_metrics(*sides, same_answer_by(grade)) if k > 1 else {},
+        lost=_flips(lost, is_gain=False),
+        gained=_flips(gained, is_gain=True),
+        items={x[0].id: (_right_or_none(x), _right_or_none(y)) for x, y in pairs},
+        settings=shared_settings(before.settings),
     )
 
 
-def points(share: float) -> str:
-    """A difference of shares in signed percentage points; never "-0.0"."""
-    return f"{round(100 * share, 1) + 0.0:+.1f}"
+def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What two evaluations that can be compared have in common: everything but the model."""
+    return {key: value for key, value in settings.items() if key != "model"}
 
 
-def format_p(p: float) -> str:
-    """A p-value with its relation sign, e.g. "= 0.0051" or "< 0.0001"."""
-    return "< 0.0001" if p < 0.0001 else f"= {p:.2g}" if p < 0.995 else "= 1"
-
-
-def _refuse_different(
-    before: dict[str, Row], after: dict[str, Row], before_settings: dict[str, Any], after_settings: dict[str, Any]
-) -> None:
+def _refuse_different(before: Evaluation, after: Evaluation) -> None:
     reasons = []
-    for label, left, right in (("before", before, after), ("after", after, before)):
+    for key in sorted((before.settings.keys() | after.settings.keys()) - set(_NOT_COMPARED)):
+        reasons += differences(before.settings.get(key), after.settings.get(key), key)
+    if before.num_samples != after.num_samples:
+        reasons.append(f"responses to each item: {before.num_samples} before, {after.num_samples} after")
+    for label, left, right in (("before", before.items, after.items), ("after", after.items, before.items)):
         only = [identity for identity in left if identity not in right]
         if only:
             reasons.append(f"{len(only)} of {len(left)} items are only in {label} (first: {only[0]!r})")
-    shared = [identity for identity in before if identity in after]
+    shared = [identity for identity in before.items if identity in after.items]
     for field in ("prompt", "gold", "level", "subject"):
-        other = [i for i in shared if getattr(before[i], field) != getattr(after[i], field)]
+        other = [i for i in shared if getattr(before.items[i][0], field) != getattr(after.items[i][0], field)]
         if other:
             reasons.append(f"{field}s: {len(other)} of {len(shared)} shared items differ (first: {other[0]!r})")
-    for key in ("api", "grader", "sampling"):
-        reasons += differences(before_settings.get(key), after_settings.get(key), key)
     if reasons:
+        hint = " Grade both by the same rule with `dapo grade`." if "grader:" in "; ".join(reasons) else ""
         raise ComparisonError(
             f"the two evaluations cannot be compared: {'; '.join(reasons)}. A difference in accuracy would not "
-            f"be the model's alone: evaluate both with the same evaluate.* settings."
+            f"be the model's alone: evaluate both with the same evaluate.* settings.{hint}"
         )
 
 
-def _side(model: str, rows: Sequence[Row], all_rows: Sequence[Row]) -> Side:
-    total = _group(rows)
+def _interval(
+    changes: Sequence[int], k: int
+) -> tuple[tuple[float, float], Literal["paired bootstrap", "adjusted Wald"]]:
+    """Bootstrap interval; where all items changed alike, which leaves it without width, the adjusted one."""
+    shares = [change / k for change in changes]
+    if len(set(changes)) == 1:
+        return adjusted_interval(shares), "adjusted Wald"
+    return bootstrap_mean(shares), "paired bootstrap"
+
+
+def _detectable(changes: Sequence[int], k: int) -> float:
+    if k == 1:
+        return minimal_detectable_difference(len(changes), sum(change != 0 for change in changes))
+    return minimal_detectable_mean([change / k for change in changes])
+
+
+def _unpaired(pairs: Sequence[Pair]) -> Unpaired:
+    left_out = [(x, y) for x, y in pairs if not (is_answered(x) and is_answered(y))]
+    bounds = [(_bounds(x), _bounds(y)) for x, y in pairs]
+    k = len(pairs[0][0])
+    return Unpaired(
+        num_items=len(left_out),
+        before=sum(not is_answered(x) for x, _ in left_out),
+        after=sum(not is_answered(y) for _, y in left_out),
+        difference_range=(
+            sum(y[0] - x[1] for x, y in bounds) / (k * len(pairs)),
+            sum(y[1] - x[0] for x, y in bounds) / (k * len(pairs)),
+        ),
+    )
+
+
+def _bounds(samples: Samples) -> tuple[int, int]:
+    """Fewest and most right responses that an item can have, whatever its failed requests would have answered."""
+    right = num_right(samples)
+    return right, right + sum(not row.is_answered for row in samples)
+
+
+def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
+    total = _group(items)
+    rows = _rows(items)
     return Side(
-        model=model,
+        model=str(evaluation.settings["model"]),
         n=total.n,
         right=total.right,
         accuracy=total.accuracy,
         interval=total.interval,
-        by_level={key: _group(group) for key, group in group_by(rows, "level").items()},
-        by_subject={key: _group(group) for key, group in group_by(rows, "subject").items()},
+        by_level=_grouped(items, "level"),
+        by_subject=_grouped(items, "subject"),
         no_answer_rate=rate(rows, lambda row: row.verdict == "no_answer"),
         truncated_rate=rate(rows, lambda row: row.verdict == "truncated"),
-        request_failed_rate=rate(all_rows, lambda row: not row.is_answered),
+        request_failed_rate=rate(_rows(list(evaluation.items.values())), lambda row: not row.is_answered),
         mean_response_tokens=mean_response_tokens(rows),
     )
 
 
-def _group(rows: Sequence[Row]) -> GroupResult:
-    right = sum(row.is_right for row in rows)
-    return GroupResult(len(rows), right, right / len(rows), wilson_interval(right, len(rows)))
+def _grouped(items: Sequence[Samples], field: str) -> dict[str, GroupResult]:
+    return {
+        key: _group([samples for samples in items if getattr(samples[0], field) == key])
+        for key in group_by((samples[0] for samples in items), field)
+    }
 
 
-def _flip(before: Row, after: Row) -> Flip:
-    sides = [{"verdict": x.verdict, "answer": x.answer, "response": x.response} for x in (before, after)]
-    return Flip(before.id, before.level, before.subject, before.problem, before.gold, *sides)
+def _group(items: Sequence[Samples]) -> GroupResult:
+    right = [num_right(samples) for samples in items]
+    k = len(items[0])
+    return GroupResult(len(items), sum(right), sum(right) / (k * len(items)), accuracy_interval(right, k))
 
 
-def _transitions(paired: Sequence[tuple[Row, Row]]) -> dict[str, dict[str, int]]:
-    counts = Counter((x.verdict, y.verdict) for x, y in paired)
-    verdicts = [verdict for verdict in VERDICTS if verdict != "request_failed"]
-    return {x: {y: counts[x, y] for y in verdicts} for x in verdicts}
+def _rows(items: Sequence[Samples]) -> list[Row]:
+    return [row for samples in items for row in samples]
+
+
+def _right_or_none(samples: Samples) -> int | None:
+    return num_right(samples) if is_answered(samples) else None
+
+
+def _flips(pairs: Sequence[Pair], is_gain: bool) -> tuple[Flip, ...]:
+    """Flips, the largest first; of several samples those are shown that tell the change."""
+    ordered = sorted(pairs, key=lambda pair: -abs(num_right(pair[1]) - num_right(pair[0])))
+    flips = []
+    for before, after in ordered:
+        first = before[0]
+        sides = _shown(before, right=not is_gain), _shown(after, right=is_gain)
+        flips.append(Flip(first.id, first.level, first.subject, first.problem, first.gold, *sides))
+    return tuple(flips)
+
+
+def _shown(samples: Samples, right: bool) -> dict[str, Any]:
+    row = next((row for row in samples if row.is_right == right), samples[0])
+    return {
+        "verdict": row.verdict,
+        "answer": row.answer,
+        "response": row.response,
+        "num_right": num_right(samples),
+    }

@@ -1,23 +1,29 @@
-"""Plots of the report, as SVG text that can stand inside an HTML page."""
+"""Plots of the report, as SVG text that can stand inside an HTML page, in the page's colours, light and dark."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from eval.compare import GroupResult, Side
-from eval.training import Steps, series
+from eval.compare import Comparison, GroupResult, Side
+from eval.training import Steps, series, with_kept_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BEFORE_COLOUR = "#9aa5b1"
-AFTER_COLOUR = "#2563a8"
-_LINE_COLOURS = ("#2563a8", "#d9822b", "#3c8a5a", "#8e5ea2")
+# Drawn as these colours, which nothing else has, then replaced by the page's own, which are light or dark.
+_PAGE_COLOURS = {
+    "#010101": "--ink", "#020202": "--soft", "#030303": "--line", "#040404": "--before", "#050505": "--after",
+    "#060606": "--up", "#070707": "--down", "#080808": "--third", "#090909": "--fourth", "#0a0a0a": "--fifth",
+}  # fmt: skip
+_COLOUR = {name.removeprefix("--"): code for code, name in _PAGE_COLOURS.items()}
+_LINE_COLOURS = tuple(_COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth"))
+_MARKED_BELOW = 12  # points of a curve: few are marked one by one
 
 
 @dataclass(frozen=True)
@@ -30,19 +36,38 @@ class CurvePlot:
 
 
 CURVE_PLOTS = (
-    CurvePlot("Score per response", {"critic/score/mean": "mean"}),
+    CurvePlot("Reward per response", {"critic/rewards/mean": "reward", "critic/score/mean": "score alone"}),
     CurvePlot(
-        "Share of responses", {"reward/right_ratio": "right", "reward/no_answer_ratio": "no answer"}, has_zero=True
+        "Accuracy (share)",
+        {
+            "validation/accuracy": "held-out, greedy",
+            "sampler/accuracy": "all sampled",
+            "reward/right_ratio": "trained on",
+        },
+        has_zero=True,
+    ),
+    CurvePlot(
+        "Without a finished answer (share)",
+        {"reward/no_answer_ratio": "no answer", "response_length/clip_ratio": "truncated"},
+        has_zero=True,
     ),
     CurvePlot("Policy entropy", {"actor/entropy": "entropy"}, has_zero=True),
-    CurvePlot("Response length (tokens)", {"response_length/mean": "mean"}, has_zero=True),
+    CurvePlot(
+        "Response length (tokens)",
+        {"response_length/mean": "mean", "validation/response_length/mean": "held-out"},
+        has_zero=True,
+    ),
     CurvePlot(
         "Clipped tokens (share)",
         {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "dual clip"},
         has_zero=True,
     ),
     CurvePlot("Gradient norm", {"actor/grad_norm": "before clipping"}, has_zero=True),
-    CurvePlot("Generated tokens not trained on (share)", {"sampler/waste_ratio": "waste"}, has_zero=True),
+    CurvePlot(
+        "Dynamic sampling (share)",
+        {"sampler/kept_share": "groups kept", "sampler/waste_ratio": "tokens wasted"},
+        has_zero=True,
+    ),
     CurvePlot(
         "Seconds per step",
         {
@@ -50,6 +75,8 @@ CURVE_PLOTS = (
             "timing_s/update_actor": "update",
             "timing_s/old_log_prob": "old log-probs",
             "timing_s/weight_sync": "weight sync",
+            "timing_s/save_checkpoint": "checkpoint",
+            "timing_s/testing": "validation",
         },
         has_zero=True,
     ),
@@ -58,6 +85,7 @@ CURVE_PLOTS = (
 
 def training_plots(steps: Steps) -> list[str]:
     """SVGs of the curves for which the steps carry values."""
+    steps = with_kept_share(steps)
     plots = []
     for plot in CURVE_PLOTS:
         curves = {label: series(steps, key) for key, label in plot.curves.items()}
@@ -67,52 +95,157 @@ def training_plots(steps: Steps) -> list[str]:
     return plots
 
 
-def accuracy_plot(before: Side, after: Side) -> str:
-    """SVG of both accuracies, overall and by level, with Wilson's 95 % intervals."""
-    groups: dict[str, tuple[Side | GroupResult, ...]] = {"all": (before, after)}
-    groups |= {
-        f"level {key}".replace("$", r"\$"): (before.by_level[key], after.by_level[key]) for key in before.by_level
-    }
-    figure, axes = _new_figure(width=7.6, height=3.0)
-    for side, (label, colour) in enumerate((("before", BEFORE_COLOUR), ("after", AFTER_COLOUR))):
-        results = [pair[side] for pair in groups.values()]
-        heights = [100 * result.accuracy for result in results]
-        errors = [
-            [100 * (r.accuracy - r.interval[0]) for r in results],
-            [100 * (r.interval[1] - r.accuracy) for r in results],
-        ]
-        axes.bar(
-            [position + 0.38 * (side - 0.5) for position in range(len(groups))],
-            heights,
-            width=0.36,
-            color=colour,
-            label=label,
-            yerr=errors,
-            error_kw={"ecolor": "#3a4653", "elinewidth": 1, "capsize": 2.5},
+def accuracy_plots(before: Side, after: Side) -> list[str]:
+    """SVGs of both accuracies, overall and by level, then by subject where there are any, with 95 % intervals."""
+    levels = [(f"level {key}", x, after.by_level[key]) for key, x in before.by_level.items()]
+    subjects = [(key, x, after.by_subject[key]) for key, x in before.by_subject.items()]
+    plots = [_bars([("all", before, after), *levels], "Accuracy before and after, by level")]
+    return [*plots, _bars(subjects, "Accuracy before and after, by subject")] if subjects else plots
+
+
+def length_plot(comparison: Comparison) -> str:
+    """SVG of both length distributions, drawn as outlines over common bins."""
+    lengths = comparison.lengths
+    figure, axes = _new_figure(width=5.2, height=2.6)
+    for side in ("before", "after"):
+        axes.stairs(lengths.histogram[side], lengths.edges, color=_COLOUR[side], linewidth=1.6, label=side)
+        axes.stairs(lengths.histogram[side], lengths.edges, color=_COLOUR[side], fill=True, alpha=0.18)
+        axes.axvline(lengths.quantiles[side]["50"], color=_COLOUR[side], linewidth=1, linestyle=(0, (4, 3)))
+    axes.set_title(f"Response length ({lengths.unit}); medians dashed", loc="left", fontsize=9.5)
+    axes.set_xlim(left=0)
+    axes.set_ylabel("responses")
+    _legend(axes)
+    return _svg(figure, "Response lengths before and after")
+
+
+def gain_plot(comparison: Comparison) -> str:
+    """SVG of the difference and its parts, in points with 95 % intervals."""
+    parts = [
+        ("difference", comparison.difference, comparison.ci95),
+        *(
+            (name, part.difference, part.ci95)
+            for name, part in comparison.gain.items()
+            if name in ("content", "format")
+        ),
+    ]
+    figure, axes = _new_figure(width=5.2, height=2.6)
+    for row, (_, value, (low, high)) in enumerate(reversed(parts)):
+        axes.barh(row, 100 * value, height=0.55, color=_COLOUR["up" if value >= 0 else "down"], alpha=0.85)
+        axes.plot(
+            [100 * low, 100 * high], [row, row], color=_COLOUR["ink"], linewidth=1.2, marker="|", markersize=7
         )
-    axes.set_xticks(range(len(groups)), [f"{name}\nn = {pair[0].n}" for name, pair in groups.items()])
+    axes.axvline(0, color=_COLOUR["soft"], linewidth=1)
+    axes.set_yticks(range(len(parts)), [name for name, *_ in reversed(parts)])
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x", color=_COLOUR["line"], linewidth=0.8)
+    axes.set_title("Parts of the difference (points)", loc="left", fontsize=9.5)
+    return _svg(figure, "Parts of the difference")
+
+
+def transition_plot(comparison: Comparison) -> str:
+    """SVG of how many items went from each verdict to each: one bar per verdict before, split by verdict after."""
+    colours = dict(
+        zip(comparison.transitions, (_COLOUR[x] for x in ("up", "down", "before", "third")), strict=True)
+    )
+    figure, axes = _new_figure(width=7.6, height=2.4)
+    names = list(comparison.transitions)
+    starts = [0.0] * len(names)
+    for outcome in names:
+        counts = [comparison.transitions[name][outcome] for name in names]
+        axes.barh(
+            range(len(names)), counts, left=starts, height=0.62, color=colours[outcome],
+            label=f"{outcome.replace('_', ' ')} after",
+        )  # fmt: skip
+        starts = [start + count for start, count in zip(starts, counts, strict=True)]
+    axes.set_yticks(range(len(names)), [f"{name.replace('_', ' ')} before" for name in names])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("items")
+    axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
+    return _svg(figure, "Verdicts after, by verdict before")
+
+
+def history_plot(labels: Sequence[str], points: Sequence[Any], trend: tuple[float, float] | None) -> str:
+    """SVG of accuracies over runs with 95 % intervals; `points` have accuracy and interval, `trend` is the line's
+    first and last value.
+    """
+    figure, axes = _new_figure(width=7.6, height=3.0)
+    places = list(range(len(points)))
+    values = [100 * point.accuracy for point in points]
+    errors = [
+        [100 * (point.accuracy - point.interval[0]) for point in points],
+        [100 * (point.interval[1] - point.accuracy) for point in points],
+    ]
+    axes.errorbar(
+        places, values, yerr=errors, color=_COLOUR["after"], ecolor=_COLOUR["soft"], linewidth=1.5, elinewidth=1,
+        capsize=2.5, marker="o", markersize=4, label="accuracy, 95 % interval",
+    )  # fmt: skip
+    if trend is not None:
+        line = [100 * value for value in trend]
+        axes.plot([0, len(points) - 1], line, color=_COLOUR["third"], linewidth=1.2, linestyle="--", label="trend")
+    step = max(1, len(labels) // 8)
+    axes.set_xticks(places[::step], [_plain(label) for label in labels[::step]])
+    axes.set_ylabel("accuracy (%)")
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
+    return _svg(figure, "Accuracy over runs")
+
+
+def _bars(groups: Sequence[tuple[str, Side | GroupResult, Side | GroupResult]], label: str) -> str:
+    figure, axes = _new_figure(width=7.6, height=2.9)
+    for side, name in enumerate(("before", "after")):
+        results = [(x, y)[side] for _, x, y in groups]
+        axes.bar(
+            [place + 0.38 * (side - 0.5) for place in range(len(groups))],
+            [100 * result.accuracy for result in results],
+            width=0.36,
+            color=_COLOUR[name],
+            label=name,
+            yerr=[
+                [100 * max(0.0, r.accuracy - r.interval[0]) for r in results],
+                [100 * max(0.0, r.interval[1] - r.accuracy) for r in results],
+            ],
+            error_kw={"ecolor": _COLOUR["ink"], "elinewidth": 1, "capsize": 2.5},
+        )
+    names = [f"{_plain(_wrapped(name))}\nn = {x.n}" for name, x, _ in groups]
+    axes.set_xticks(range(len(groups)), names)
     axes.set_ylim(0, 100)
     axes.set_ylabel("accuracy (%)")
-    axes.legend(frameon=False, fontsize=8.5, loc="upper left", ncols=2, bbox_to_anchor=(0, 1.14))
-    return _svg(figure)
+    axes.legend(frameon=False, fontsize=8.5, loc="lower left", ncols=2, bbox_to_anchor=(0, 1), borderaxespad=0)
+    return _svg(figure, label)
 
 
 def _curve_svg(plot: CurvePlot, curves: Mapping[str, tuple[list[int], list[float]]]) -> str:
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = _new_figure(width=3.7, height=2.2)
+    figure, axes = _new_figure(width=3.7, height=2.3)
     axes.set_title(plot.title, loc="left", fontsize=9.5)
     for (label, (steps, values)), colour in zip(curves.items(), _LINE_COLOURS, strict=False):
-        marker = "o" if len(steps) < 4 else None
+        marker = "o" if len(steps) < _MARKED_BELOW else None
         axes.plot(steps, values, color=colour, label=label, linewidth=1.5, marker=marker, markersize=3)
     if plot.has_zero:
         axes.set_ylim(bottom=0)
     if len(curves) > 1:  # room above the curves, so that the legend hides none
-        axes.set_ylim(top=axes.get_ylim()[1] * 1.3)
-        axes.legend(frameon=False, fontsize=7.5, ncols=2, loc="upper right", borderaxespad=0)
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(top=top + (top - bottom) * 0.16 * ((len(curves) + 1) // 2))
+        _legend(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.set_xlabel("step")
-    return _svg(figure)
+    return _svg(figure, plot.title)
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(frameon=False, fontsize=7.5, ncols=2, loc="upper right", borderaxespad=0)
+
+
+def _plain(text: str) -> str:
+    """Text as it stands: matplotlib takes what is between dollar signs for mathematics."""
+    return text.replace("$", r"\$")
+
+
+def _wrapped(text: str) -> str:
+    import textwrap
+
+    return "\n".join(textwrap.wrap(text, 13, max_lines=3, placeholder=" ...")) or text
 
 
 def _new_figure(width: float, height: float) -> tuple[Figure, Axes]:
@@ -123,21 +256,33 @@ def _new_figure(width: float, height: float) -> tuple[Figure, Axes]:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#b8c0c8")
-    axes.grid(axis="y", color="#e6eaee", linewidth=0.8)
+    axes.spines[["left", "bottom"]].set_color(_COLOUR["line"])
+    axes.grid(axis="y", color=_COLOUR["line"], linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, colors="#4a5560", length=0)
+    axes.tick_params(labelsize=8, colors=_COLOUR["soft"], length=0)
     axes.xaxis.label.set_fontsize(8)
     axes.yaxis.label.set_fontsize(8)
     return figure, axes
 
 
-def _svg(figure: Figure) -> str:
-    """The figure's <svg> element alone: text as text, and no date, so that equal data give equal bytes."""
+def _svg(figure: Figure, label: str) -> str:
+    """The figure's <svg> element alone: text as text, and no date, so that equal data give equal bytes.
+
+    `label` is what a screen reader says.
+    """
     import matplotlib
+    from markupsafe import escape
 
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}):
+    with (
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}),
+        warnings.catch_warnings(),
+    ):
+        # Our font measures the text, the reader's draws it, and may know letters that ours does not.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    text = buffer.getvalue()
-    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    drawing = buffer.getvalue()
+    drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL)
+    drawing = re.sub(r' id="[A-Za-z.0-9]+_\d+"', "", drawing)  # the same in every figure of the page
+    drawing = re.sub("|".join(_PAGE_COLOURS), lambda match: f"var({_PAGE_COLOURS[match.group()]})", drawing)
+    return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from eval.compare import Comparison, compare, format_p, points
+from eval.compare import SIGNIFICANCE, Comparison, compare
+from eval.pages import field_of, inline_script, render
 from eval.results import write_atomically
 from eval.training import Steps, read_training_metrics, training_totals
+from eval.wording import notes, verdict
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-_TEMPLATES = Path(__file__).parent / "templates"
-_MAX_TEXT_CHARS = 6000  # of one response in the page; report.json has all of it
-_MAX_CELL_CHARS = 40
-_FORMAT_VERDICTS = ("no_answer", "truncated")
+REPORT_JSON, REPORT_MARKDOWN, REPORT_PAGE = "report.json", "report.md", "report.html"
 
 
 def write_report(
@@ -40,10 +37,14 @@ def write_report(
     report = make_report(comparison, steps, stages, artifacts, title)
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
-    write_atomically(output_dir / "report.json", text + "\n")
-    write_atomically(output_dir / "report.md", render_markdown(report))
-    write_atomically(output_dir / "report.html", render_html(report, comparison, steps))
+    files = {
+        REPORT_JSON: json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        REPORT_MARKDOWN: render_markdown(report),
+        REPORT_PAGE: render_html(report, comparison, steps),
+    }
+    for name, text in files.items():
+        # A response may hold half of a surrogate pair, which no file can.
+        write_atomically(output_dir / name, text.encode(errors="replace").decode())
     return report
 
 
@@ -54,130 +55,55 @@ def make_report(
     artifacts: Mapping[str, str | Path],
     title: str,
 ) -> dict[str, Any]:
-    """The content of report.json."""
-    return {
+    """The content of report.json: the comparison, what follows from it in words, the training, the run."""
+    fields = asdict(comparison)
+    flips = {kind: fields.pop(kind) for kind in ("gained", "lost")}
+    num_lost, num_gained = fields.pop("b"), fields.pop("c")
+    num_groups = sum(map(len, comparison.groups.values()))
+    report = {
         "title": title,
-        "verdict": comparison.verdict(),
+        "created_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "verdict": verdict(comparison),
+        "notes": notes(comparison),
         "is_significant": comparison.is_significant,
-        "n": comparison.n,
-        "num_unpaired": comparison.num_unpaired,
-        "before": asdict(comparison.before),
-        "after": asdict(comparison.after),
-        "difference": comparison.difference,
-        "ci95": list(comparison.ci95),
-        "mcnemar": {"b": comparison.b, "c": comparison.c, "p": comparison.p},
-        "minimal_detectable_difference": comparison.minimal_detectable_difference,
-        "gained_by_format": sum(flip.before["verdict"] in _FORMAT_VERDICTS for flip in comparison.gained),
-        "transitions": comparison.transitions,
-        "flips": {
-            "gained": [asdict(flip) for flip in comparison.gained],
-            "lost": [asdict(flip) for flip in comparison.lost],
-        },
+        **fields,
+        "num_gained": num_gained,
+        "num_lost": num_lost,
+        "mcnemar": None,  # only of one sample per item
+        "num_groups": num_groups,
+        "expected_false_alarms": SIGNIFICANCE * num_groups,
+        "flips": flips,
         "train": training_totals(steps),
         "stages": {name: dict(stage) for name, stage in stages.items()},
         "artifacts": {name: str(path) for name, path in artifacts.items()},
-        "sampling": comparison.sampling,
-        "grader": comparison.grader,
     }
+    if comparison.num_samples == 1:
+        report["mcnemar"] = {"b": num_lost, "c": num_gained, "p": comparison.p, "mid_p": comparison.mid_p}
+    return json.loads(json.dumps(report))  # tuples become lists, as a reader of the file finds them
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """report.md: aligned tables that read well on a terminal too."""
-    return _environment(autoescape=False).get_template("report.md.j2").render(report=report)
+    """report.md for terminals and Prefect's page: aligned tables, at most 100 columns but for paths."""
+    return render("report.md.j2", report=report)
 
 
 def render_html(report: Mapping[str, Any], comparison: Comparison, steps: Steps) -> str:
-    """report.html: one self-contained page; whatever a model wrote is escaped."""
+    """report.html: one self-contained page; whatever a model wrote is escaped, and no script but ours may run."""
     from markupsafe import Markup
 
-    from eval.plots import accuracy_plot, training_plots
+    from eval import plots
 
-    # Markup only around SVG that we drew, whose texts come from levels: escaped by matplotlib.
-    return (
-        _environment(autoescape=True)
-        .get_template("report.html.j2")
-        .render(
-            report=report,
-            accuracy_plot=Markup(accuracy_plot(comparison.before, comparison.after)),
-            training_plots=[Markup(plot) for plot in training_plots(steps)],
-        )
+    script, script_hash = inline_script("flips.js")
+    # Markup only around SVG that we drew, whose texts come from levels and subjects: escaped by matplotlib.
+    return render(
+        "report.html.j2",
+        report=report,
+        field=field_of(report),
+        script=script,
+        script_hash=script_hash,
+        accuracy_plots=[Markup(plot) for plot in plots.accuracy_plots(comparison.before, comparison.after)],
+        gain_plot=Markup(plots.gain_plot(comparison)),
+        transition_plot=Markup(plots.transition_plot(comparison)),
+        length_plot=Markup(plots.length_plot(comparison)),
+        training_plots=[Markup(plot) for plot in plots.training_plots(steps)],
     )
-
-
-def _environment(autoescape: bool) -> Environment:
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=autoescape,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    filters: dict[str, Callable[..., str]] = {
-        "percent": lambda share: f"{100 * share:.1f} %",
-        "interval": lambda bounds: f"{100 * bounds[0]:.1f} to {100 * bounds[1]:.1f}",
-        "points": points,
-        "p_value": format_p,
-        "duration": format_duration,
-        "count": lambda number: "unknown" if number is None else f"{number:,.0f}",
-        "verdict_name": lambda verdict: verdict.replace("_", " "),
-        "shortened": _shortened,
-        "cell": _cell,
-        "answer_cell": _answer_cell,
-    }
-    environment.filters.update(filters)
-    environment.globals["markdown_table"] = _markdown_table
-    return environment
-
-
-def format_duration(seconds: float | None) -> str:
-    """A duration for people: "0.4 s", "12 s", "3 min 05 s", "2 h 10 min"."""
-    if seconds is None:
-        return "unknown"
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def _shortened(text: str) -> str:
-    """A long text without its middle."""
-    if len(text) <= _MAX_TEXT_CHARS:
-        return text
-    half = _MAX_TEXT_CHARS // 2
-    gap = f"[... {len(text) - 2 * half:,} characters left out; report.json has them ...]"
-    return f"{text[:half]}\n\n{gap}\n\n{text[-half:]}"
-
-
-def _cell(text: Any) -> str:
-    """Text of a model or a problem as a one-line code span that cannot break a Markdown table."""
-    line = " ".join(str(text).split()).replace("`", "'")
-    if len(line) > _MAX_CELL_CHARS:
-        line = line[: _MAX_CELL_CHARS - 3] + "..."
-    return f"`{line}`".replace("|", "\\|") if line else "-"
-
-
-def _answer_cell(side: Mapping[str, Any]) -> str:
-    """The answer of one side of a flip, or its verdict where it has none."""
-    return side["verdict"].replace("_", " ") if side["answer"] is None else _cell(side["answer"])
-
-
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table with padded columns: the first flush left, the others flush right."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
-    lines = [
-        "| "
-        + " | ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        + " |"
-        for row in cells
-    ]
-    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])

@@ -12,6 +12,7 @@ from eval.errors import ResultsError
 logger = logging.getLogger(__name__)
 
 Steps = list[dict[str, Any]]  # one dict of metrics per training step, in order
+_FATES = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")  # of a group, as training counts them
 
 
 def read_training_metrics(path: str | Path) -> Steps:
@@ -57,6 +58,19 @@ def series(steps: Steps, key: str) -> tuple[list[int], list[float]]:
     points = [(int(m["step"]), m[key]) for m in steps if isinstance(m.get(key), (int, float))]
     finite = [(step, float(value)) for step, value in points if abs(value) != float("inf") and value == value]
     return [step for step, _ in finite], [value for _, value in finite]
+
+
+def with_kept_share(steps: Steps) -> Steps:
+    """The steps with `sampler/kept_share`: groups trained on, of all whose fate the step decided."""
+    return [{**metrics, **_kept_share(metrics)} for metrics in steps]
+
+
+def _kept_share(metrics: dict[str, Any]) -> dict[str, float]:
+    counts = [metrics.get(f"sampler/{fate}_groups") for fate in _FATES]
+    total = sum(count for count in counts if isinstance(count, (int, float)))
+    return (
+        {"sampler/kept_share": metrics["sampler/kept_groups"] / total} if counts[0] is not None and total else {}
+    )
 
 
 def _total(steps: Steps, key: str) -> float | None:

@@ -52,7 +52,7 @@ def main() -> None:
 def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     """Run the whole chain as the Prefect flow dapo-full and print the report."""
     from dapo_core.config import load_config
-    from flows.console import print_chain
+    from flows.console import print_chain, print_markdown
     from flows.prefect_settings import apply_prefect_settings
     from tasks.run import check_start
 
@@ -68,8 +68,8 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     wait_for_api()
     result = dapo_full(str(config), tuple(overrides or ()))
     report = Path(result["run"]) / "report"
-    typer.echo((report / "report.md").read_text(encoding="utf-8"))
-    typer.secho(f"{result['verdict']}\nReport with plots: {report / 'report.html'}", bold=True)
+    print_markdown((report / "report.md").read_text(encoding="utf-8"))
+    typer.secho(f"\n{result['verdict']}\nReport with plots: {report / 'report.html'}", bold=True)
 
 
 @app.command(epilog="Example: dapo plan configs/arith_cpu.yaml")
@@ -291,11 +291,58 @@ def report(
     title: Annotated[str, typer.Option(help="Heading of the report.")] = "Before/after report",
 ) -> None:
     """Compare two evaluations item by item and write the report."""
-    from eval.report import write_report
+    from eval.report import REPORT_PAGE, render_markdown, write_report
+    from flows.console import print_markdown
 
     content = write_report(before, after, metrics, output, stages={}, artifacts={}, title=title)
-    typer.echo((output / "report.md").read_text(encoding="utf-8"))
-    typer.secho(content["verdict"], bold=True)
+    print_markdown(render_markdown(content))
+    typer.secho(f"\nReport with plots: {output / REPORT_PAGE}\n{content['verdict']}", bold=True)
+
+
+@app.command(epilog="Example: dapo compare before after; dapo compare --history monday tuesday .dapo")
+def compare(
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RESULTS", help="BEFORE and AFTER, results folders of dapo eval; any number with --history."
+        ),
+    ],
+    is_history: Annotated[
+        bool,
+        typer.Option(
+            "--history",
+            help="Runs over time: results folders, reports, stores of runs. Prints a table, writes history.html.",
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for report.json, report.md and report.html, or for history.html (default: .)."),
+    ] = None,
+) -> None:
+    """Compare evaluations of the same items: two of them pair by pair, or with --history many over time."""
+    if is_history:
+        _print_history(results, output or Path())
+        return
+    if len(results) != 2:
+        raise typer.BadParameter(f"BEFORE and AFTER are needed, {len(results)} given; for more, add --history")
+    if output is not None:
+        report(results[0], results[1], output)
+        return
+    from eval.compare import compare as compare_results
+    from eval.report import make_report, render_markdown
+    from flows.console import print_markdown
+
+    content = make_report(compare_results(*results), [], {}, {}, "Before/after comparison")
+    print_markdown(render_markdown(content))
+    typer.secho(f"\n{content['verdict']}", bold=True)
+
+
+def _print_history(paths: list[Path], output: Path) -> None:
+    from eval.history import HISTORY_PAGE, write_history
+    from flows.console import print_markdown
+
+    print_markdown(write_history(paths, output))
+    typer.secho(f"\nHistory with a plot: {output / HISTORY_PAGE}", bold=True)
 
 
 def _new_folder(path: Path) -> Path:

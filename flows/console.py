@@ -28,6 +28,17 @@ def print_chain() -> None:
             handler.addFilter(StepBar())
 
 
+def print_markdown(text: str) -> None:
+    """Show Markdown on a terminal; where standard output is none, write it as it is."""
+    if not sys.stdout.isatty():
+        sys.stdout.write(text)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(text))
+
+
 class StandardOutput(logging.StreamHandler[TextIO]):
     """Writes to what sys.stdout is at the time, which a progress bar replaces to keep lines above itself.
 

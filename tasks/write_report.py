@@ -46,6 +46,6 @@ def headline(report: dict[str, Any]) -> dict[str, Any]:
         "before": report["before"]["accuracy"],
         "after": report["after"]["accuracy"],
         "difference": report["difference"],
-        "p": report["mcnemar"]["p"],
+        "p": report["p"],
         "n": report["n"],
     }

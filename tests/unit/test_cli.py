@@ -17,15 +17,12 @@ import yaml
 from prefect.states import Failed
 
 from dapo_core.errors import ChildProcessFailed, ConfigError, NotEnoughSignal, RolloutError, ServeError
-from eval.benchmark import Item
-from eval.client import Endpoint, Sampling
 from eval.errors import EvaluationError
-from eval.grading import grade
-from eval.results import Row, make_settings, write_rows
 from flows.cli import app
 from tasks.evaluate_model import evaluate_model
 from tasks.retries import describe, exit_code_of, may_succeed_next_time
 from tasks.train_policy import train_policy
+from tests.evaluations import write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/arith_cpu.yaml"
@@ -42,6 +39,7 @@ COMMANDS = (
     "eval",
     "grade",
     "report",
+    "compare",
 )
 
 
@@ -185,35 +183,69 @@ def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     assert lines[1][3:] == ["61", "1/2", "40.0", "62.5", "+22.5", "0.00012", "40"]
 
 
-def write_results(folder: Path, answers: list[str]) -> Path:
-    items = [Item(str(i), ({"role": "user", "content": f"{i} + 1?"},), str(i + 1)) for i in range(len(answers))]
-    sampling = Sampling(max_tokens=64)
-    folder.mkdir()
-    settings = make_settings(items, Endpoint("http://localhost", "m"), sampling, None)
-    (folder / "settings.json").write_text(json.dumps(settings))
-    rows = []
-    for item, answer in zip(items, answers, strict=True):
-        graded = grade(f"Answer: {answer}", "stop", item.gold)
-        rows.append(
-            Row(item.id, item.messages, f"Answer: {answer}", "stop", 4, graded.answer, item.gold, graded.verdict,
-                attempts=1, seconds=0.1, subject=None, level=None, failure=None)
-        )  # fmt: skip
-    write_rows(folder, rows)
-    return folder
-
-
 def test_report_of_two_result_folders(tmp_path: Path) -> None:
-    before = write_results(tmp_path / "before", ["1", "0", "0", "0"])  # right answers are 1, 2, 3, 4
-    after = write_results(tmp_path / "after", ["0", "2", "3", "0"])
+    before = write_results(tmp_path / "before", "rwww")
+    after = write_results(tmp_path / "after", "wrrw")
     output = tmp_path / "report"
     done = dapo("report", "--before", before, "--after", after, "--output", output, "--title", "Two folders")
     assert done.returncode == 0, done.stderr
     report = json.loads((output / "report.json").read_text())
     assert (report["before"]["accuracy"], report["after"]["accuracy"]) == (0.25, 0.5)
-    assert report["mcnemar"] == {"b": 1, "c": 2, "p": 1.0}  # 2 * (1 + 3) / 2^3, at most 1
+    assert report["mcnemar"] == {"b": 1, "c": 2, "p": 1.0, "mid_p": 0.625}  # 2 * (1 + 3) / 2^3, less 3 / 2^3
     assert done.stdout.startswith("# Two folders")
     assert done.stdout.rstrip().endswith(report["verdict"])
     assert {path.name for path in output.iterdir()} == {"report.json", "report.md", "report.html"}
+
+
+def test_compare_prints_markdown_and_writes_only_what_is_asked_for(tmp_path: Path) -> None:
+    before = write_results(tmp_path / "before", "rwww")
+    after = write_results(tmp_path / "after", "wrrw")
+    done = dapo("compare", before, after)
+    assert done.stdout.startswith("# Before/after comparison")
+    assert re.search(r"^\| accuracy +\| +25\.0 % \| +50\.0 % \| +\+25\.0 \|$", done.stdout, re.MULTILINE)
+    assert "No significant change in accuracy: 25.0 % before, 50.0 % after" in done.stdout.splitlines()[-1]
+    assert {path.name for path in tmp_path.iterdir()} == {"before", "after"}
+    dapo("compare", before, after, "--output", tmp_path / "report")
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.json", "report.md", "report.html"}
+    done = dapo("compare", "--history", before, after, tmp_path / "report", "--output", tmp_path / "nights")
+    assert len([line for line in done.stdout.splitlines() if line.startswith("| 2")]) == 3
+    assert "Trend over 3 runs" in done.stdout
+    assert {path.name for path in (tmp_path / "nights").iterdir()} == {"history.html"}
+
+
+def test_compare_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
+    before = write_results(tmp_path / "before", "rw")
+    assert "BEFORE and AFTER are needed, 1 given; for more, add --history" in refusal("compare", before)
+    other = write_results(tmp_path / "after", "rww")
+    assert "1 of 3 items are only in after (first: '2')" in refusal("compare", before, other)
+
+
+def test_compare_renders_markdown_on_a_terminal(tmp_path: Path) -> None:
+    sides = [write_results(tmp_path / name, "rw") for name in ("before", "after")]
+    master, slave = os.openpty()
+    command = [sys.executable, "-m", "flows.cli", "compare", *map(str, sides)]
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "COLUMNS": "120", "TERM": "xterm"}, stdout=slave
+    ) as done:
+        os.close(slave)
+        text = b""
+        while chunk := read_terminal(master):
+            text += chunk
+    os.close(master)
+    assert done.returncode == 0
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", text.decode())
+    assert shown != text.decode()  # with colours or bold
+    assert "Both sides are the same model" in shown
+    assert "**" not in shown
+    assert "|--" not in shown
+
+
+def read_terminal(descriptor: int) -> bytes:
+    """What a terminal shows next; nothing when its program has ended."""
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:  # Linux says EIO when nobody has the other end open
+        return b""
 
 
 def test_prepare_data_writes_both_sets_and_keeps_what_is_there(tmp_path: Path) -> None:

@@ -1,73 +1,35 @@
-"""Comparison and report: numbers by hand, refusals, escaping."""
+"""Comparison and report: numbers by hand, sentences, refusals, escaping."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import random
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from eval.benchmark import Item
-from eval.client import Endpoint, Sampling
-from eval.compare import compare
+from eval.client import Sampling
+from eval.compare import compare, compare_evaluations
 from eval.errors import ComparisonError, ResultsError
-from eval.grading import grade
-from eval.plots import accuracy_plot
-from eval.report import format_duration, write_report
-from eval.results import Row, make_settings, write_rows
-from eval.training import read_training_metrics, training_totals
+from eval.pages import format_duration
+from eval.plots import accuracy_plots
+from eval.report import make_report, render_markdown, write_report
+from eval.samples import Evaluation
+from eval.training import read_training_metrics, training_totals, with_kept_share
+from eval.wording import verdict
+from tests.evaluations import compared, evaluation, make_items, make_row, make_rows, settings_of, write_results
 
-SAMPLING = Sampling(max_tokens=64)
-ITEMS = [
-    Item(str(i), ({"role": "user", "content": f"{i} + 1 | <b>?"},), str(i + 1), "add", str(1 + i // 4))
-    for i in range(8)
-]
-# One letter per item: r right, w wrong, n no answer, t truncated, f failed request.
-#         id: 0123 4567
+ITEMS = make_items(8)
+#         id: 0123 4567; levels 1 and 2
 BEFORE = "rrwn wtfr"
 AFTER = "rwrr wrrr"
-
-
-def write_results(
-    directory: Path, outcomes: str, items: list[Item] = ITEMS, sampling: Sampling = SAMPLING, model: str = "m"
-) -> Path:
-    directory.mkdir()
-    settings = make_settings(items, Endpoint("http://localhost", model), sampling, None)
-    (directory / "settings.json").write_text(json.dumps(settings))
-    write_rows(
-        directory, [make_row(item, letter) for item, letter in zip(items, outcomes.replace(" ", ""), strict=True)]
-    )
-    return directory
-
-
-def make_row(item: Item, letter: str) -> Row:
-    response, finish_reason = {
-        "r": (f"<script>alert('x')</script>\nAnswer: {item.gold}", "stop"),
-        "w": ("Answer: -1", "stop"),
-        "n": ("no idea", "stop"),
-        "t": (f"Answer: {item.gold} or", "length"),
-        "f": (None, None),
-    }[letter]
-    graded = grade(response, finish_reason, item.gold)
-    return Row(
-        id=item.id,
-        prompt=item.messages,
-        response=response,
-        finish_reason=finish_reason,
-        response_tokens=None if response is None else 10,
-        answer=graded.answer,
-        gold=item.gold,
-        verdict=graded.verdict,
-        attempts=1,
-        seconds=0.5,
-        subject=item.subject,
-        level=item.level,
-        failure="HTTP 500: boom" if response is None else None,
-    )
+FATES = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
 
 
 def write_metrics(path: Path) -> Path:
@@ -81,30 +43,39 @@ def write_metrics(path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def report(tmp_path: Path) -> dict[str, Any]:
-    return write_report(
-        write_results(tmp_path / "before", BEFORE),
-        write_results(tmp_path / "after", AFTER),
-        write_metrics(tmp_path / "metrics.jsonl"),
-        tmp_path / "report",
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both evaluations, metrics.jsonl, and the report on them."""
+    folder = tmp_path_factory.mktemp("report")
+    write_report(
+        write_results(folder / "before", BEFORE, ITEMS, "base"),
+        write_results(folder / "after", AFTER, ITEMS, "trained"),
+        write_metrics(folder / "metrics.jsonl"),
+        folder / "report",
         stages={"train": {"cached": False, "seconds": 125.0}, "merge": {"cached": True, "seconds": 0.02}},
-        artifacts={"merged model": tmp_path / "merged"},
+        artifacts={"merged model": folder / "merged"},
         title="A <test>",
     )
+    return folder
 
 
-def test_report_numbers_by_hand(report: dict[str, Any], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report" / "report.json").read_text())
+
+
+def test_report_numbers_by_hand(report: dict[str, Any], folder: Path) -> None:
     # Item 6 failed before and is left out: 7 pairs, ids 0-5 and 7.
     # before right: 0, 1, 7 = 3/7; after right: 0, 2, 3, 5, 7 = 5/7. Lost: 1. Gained: 2, 3, 5.
-    assert (report["n"], report["num_unpaired"]) == (7, 1)
+    assert report["n"] == 7
     assert report["before"]["accuracy"] == 3 / 7
     assert report["after"]["accuracy"] == 5 / 7
     assert report["difference"] == 2 / 7
-    assert report["mcnemar"] == {"b": 1, "c": 3, "p": 0.625}  # 2 * (1 + 4) / 2^4
+    # 2 * (1 + 4) / 2^4; mid-p (2 * 5 - 4) / 2^4
+    assert report["mcnemar"] == {"b": 1, "c": 3, "p": 0.625, "mid_p": 0.375}
+    assert (report["test"], report["p"], report["mid_p"]) == ("exact McNemar", 0.625, 0.375)
     assert [flip["id"] for flip in report["flips"]["lost"]] == ["1"]
     assert [flip["id"] for flip in report["flips"]["gained"]] == ["2", "3", "5"]
-    assert report["gained_by_format"] == 2  # 3 had no answer, 5 was truncated
     assert (report["before"]["no_answer_rate"], report["before"]["truncated_rate"]) == (1 / 7, 1 / 7)
     assert (report["before"]["request_failed_rate"], report["after"]["request_failed_rate"]) == (1 / 8, 0.0)
     levels = {key: (x["right"], x["n"], x["accuracy"]) for key, x in report["before"]["by_level"].items()}
@@ -114,91 +85,229 @@ def test_report_numbers_by_hand(report: dict[str, Any], tmp_path: Path) -> None:
     # 100 + 200 + 300 trained; step 2 was trained twice, its last line counts: 3 * 250 generated.
     assert report["train"] == {"steps": 3, "tokens_trained": 600, "tokens_generated": 750, "seconds": 7.5}
     assert report["stages"]["merge"] == {"cached": True, "seconds": 0.02}
-    assert report["artifacts"] == {"merged model": str(tmp_path / "merged")}
-    assert json.loads((tmp_path / "report" / "report.json").read_text()) == json.loads(json.dumps(report))
+    assert report["artifacts"] == {"merged model": str(folder / "merged")}
+    assert report["items"]["1"] == [1, 0]
+    assert report["items"]["6"] == [None, 1]
+    assert (report["before"]["model"], report["after"]["model"]) == ("base", "trained")
+    assert report["settings"]["sampling"]["max_tokens"] == 64
+    assert "model" not in report["settings"]
 
 
 def test_flips_hold_problem_gold_and_both_texts(report: dict[str, Any]) -> None:
     flip = report["flips"]["gained"][1]
     assert (flip["problem"], flip["gold"], flip["level"], flip["subject"]) == ("3 + 1 | <b>?", "4", "1", "add")
-    assert flip["before"] == {"verdict": "no_answer", "answer": None, "response": "no idea"}
+    assert flip["before"] == {"verdict": "no_answer", "answer": None, "response": "no idea", "num_right": 0}
     assert flip["after"]["answer"] == "4"
 
 
-def test_verdict_says_not_significant(report: dict[str, Any]) -> None:
-    assert report["is_significant"] is False
-    assert report["verdict"].startswith(
-        "Not significant: accuracy went from 42.9 % to 71.4 % on 7 paired items: +28.6 points, 95 % interval ["
+def test_failed_requests_bound_the_difference_over_all_items(report: dict[str, Any]) -> None:
+    # Seven pairs changed by +2 together; item 6, right after, would have changed by 0 or by 1: 2/8 to 3/8.
+    unpaired = {"num_items": 1, "before": 1, "after": 0, "difference_range": [0.25, 0.375]}
+    assert report["unpaired"] == unpaired
+    assert report["verdict"].endswith(
+        "1 further item is left out because a request failed (1 before, 0 after); whatever the answers would have "
+        "been, the change over all 8 items lies between +25.0 and +37.5 points."
     )
-    assert "exact McNemar p = 0.62 (3 gained, 1 lost)" in report["verdict"]
 
 
-@pytest.mark.parametrize(("first", "second", "word"), [("w", "r", "rose"), ("r", "w", "fell")])
-def test_verdict_of_a_significant_change(tmp_path: Path, first: str, second: str, word: str) -> None:
-    result = compare(write_results(tmp_path / "b", first * 8), write_results(tmp_path / "a", second * 8))
-    assert result.p == 2 / 2**8
-    assert result.verdict().startswith(f"Accuracy {word} from ")
-    assert "p = 0.0078" in result.verdict()
+def test_format_and_content_by_hand(report: dict[str, Any]) -> None:
+    # Format: 3 came from no answer, 5 from truncated, none went there. Content: 2 gained, 1 lost.
+    parts = {name: part["difference"] for name, part in report["gain"].items()}
+    assert parts == {"format": 2 / 7, "no_answer": 1 / 7, "truncated": 1 / 7, "content": 0.0}
+    assert report["gain"]["content"]["ci95"][0] < 0 < report["gain"]["content"]["ci95"][1]
 
 
-def test_html_is_one_file_that_escapes_what_models_wrote(report: dict[str, Any], tmp_path: Path) -> None:
-    page = (tmp_path / "report" / "report.html").read_text()
-    assert "<script" not in page
-    assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in page
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_format_and_content_add_up_to_the_difference(num_samples: int) -> None:
+    rng = random.Random(num_samples)
+    sides = [" ".join("".join(rng.choices("rwnt", k=num_samples)) for _ in range(40)) for _ in range(2)]
+    result = compared(*sides)
+    assert result.gain["format"].difference + result.gain["content"].difference == pytest.approx(result.difference)
+    assert sum(sum(row.values()) for row in result.transitions.values()) == pytest.approx(40)
+
+
+def test_several_samples_by_hand() -> None:
+    # Item 0: 1 to 3 of 4 right, item 1: 2 to 1, item 2: 4 to 4. Changes 2, -1, 0: 1 of 12.
+    result = compared("rwwn rrww rrrr", "rrrw rwwt rrrr")
+    assert (result.n, result.num_samples) == (3, 4)
+    assert (result.before.right, result.before.accuracy) == (7, 7 / 12)
+    assert result.difference == pytest.approx(1 / 12)
+    # Signs of 2 and 1: sums 3, 1, -1, -3, all at least as far out as 1; two of them further.
+    assert (result.test, result.p, result.mid_p) == ("exact sign-flip", 1.0, 0.75)
+    assert (result.c, result.b) == (1, 1)
+    assert list(result.metrics) == ["avg@4", "pass@2", "pass@4", "maj@4"]
+    # Item 0: 2 samples wrong before and 3 right after, of 16 ways to pair them: 6/16 to right; back 1/16.
+    # Item 1: 2 wrong and 1 right, 2 right and 2 wrong: 2/16 - 4/16. Content (6 - 1 - 2) / 16 / 3.
+    assert result.gain["content"].difference == pytest.approx(3 / 48)
+    assert result.transitions["wrong"]["right"] == pytest.approx((6 + 2) / 16)
+    # The samples shown are those that tell the change: one not right before, one right after.
+    flip = result.gained[0]
+    assert (flip.before["verdict"], flip.before["num_right"]) == ("wrong", 1)
+    assert (flip.after["verdict"], flip.after["num_right"]) == ("right", 3)
+    report = make_report(result, [], {}, {}, "k")
+    assert report["mcnemar"] is None
+    assert "on the same 3 items, 4 responses each: 1 items better, 1 worse, exact sign-flip p = 1" in verdict(
+        result
+    )
+    assert "| accuracy (avg@4)" in render_markdown(report)
+
+
+def test_groups_hold_intervals_and_adjusted_p(report: dict[str, Any]) -> None:
+    # Level 1: items 0-3, one lost and two gained, 2 * (1 + 3) / 2^3 = 1. Level 2: one gained of three.
+    level = report["groups"]["level"]["1"]
+    assert (level["n"], level["difference"], level["gained"], level["lost"], level["p"]) == (4, 0.25, 2, 1, 1.0)
+    assert report["groups"]["level"]["2"]["difference"] == 1 / 3
+    assert level["interval"][0] < 0 < level["interval"][1]
+    assert report["groups"]["subject"]["add"]["p"] == 0.625
+    assert report["groups"]["subject"]["add"]["p_holm"] == 1.0  # 3 * 0.625, at most 1
+    assert (report["num_groups"], report["expected_false_alarms"]) == (3, pytest.approx(0.15))
+
+
+def test_holm_spans_the_groups_of_both_fields() -> None:
+    items = [replace(item, level="1" if i < 8 else "2") for i, item in enumerate(make_items(12))]
+    result = compare_evaluations(evaluation(items, "w" * 12), evaluation(items, "r" * 8 + "w" * 4))
+    # p: level 1 2/2^8, level 2 1, subject 2/2^8: the smallest of three is multiplied by 3, the second by 2.
+    assert result.groups["level"]["1"].p_holm == 3 * 2 / 2**8
+    assert result.groups["subject"]["add"].p_holm == 3 * 2 / 2**8  # never below the one before
+    assert result.groups["level"]["2"].p_holm == 1.0
+
+
+def test_both_rulers_and_their_disagreements() -> None:
+    before = make_rows(ITEMS, "rrrr wwww")
+    after = make_rows(ITEMS, "rrrr rrww")
+    before[0] = replace(before[0], aisbench_right=False, aisbench_answer="1.0")
+    after[7] = replace(after[7], aisbench_right=True, aisbench_raises=True)
+    result = compare_evaluations(
+        Evaluation.of(settings_of(ITEMS), before), Evaluation.of(settings_of(ITEMS), after)
+    )
+    rulers = result.rulers
+    assert (rulers.before, rulers.after, rulers.difference) == (3 / 8, 7 / 8, 0.5)
+    assert rulers.p == 0.125  # none lost, four gained: 2 / 2^4
+    assert rulers.agreement["before"] == {"both_right": 3, "only_exact": 1, "only_aisbench": 0, "neither": 4}
+    assert rulers.agreement["after"] == {"both_right": 6, "only_exact": 0, "only_aisbench": 1, "neither": 1}
+    assert rulers.raises == {"before": 0, "after": 1}
+    assert [(row["side"], row["id"], row["aisbench_right"]) for row in rulers.disagreements] == [
+        ("before", "0", False),
+        ("after", "7", True),
+    ]
+    lines = render_markdown(make_report(result, [], {}, {}, "rulers")).splitlines()
+    assert "Disagreements (2):" in lines
+    assert [line.replace("|", "").split() for line in lines if "exact |" in line or "AISBench |" in line] == [
+        ["`0`", "before", "`1`", "exact", "`1`"],
+        ["`7`", "after", "`8`", "AISBench", "`-1`"],
+    ]
+
+
+def test_lengths_are_tokens_where_the_server_counted_all() -> None:
+    items = make_items(4)
+    rows = [
+        make_row(item, "r", response_tokens=tokens) for item, tokens in zip(items, (10, 20, 30, 40), strict=True)
+    ]
+    lengths = compare_evaluations(*2 * [Evaluation.of(settings_of(items), rows)]).lengths
+    assert lengths.unit == "tokens"
+    assert lengths.quantiles["before"] == {
+        "5": pytest.approx(11.5), "25": 17.5, "50": 25.0, "75": 32.5, "95": pytest.approx(38.5),
+        "mean": 25.0, "max": 40.0,
+    }  # fmt: skip
+    assert lengths.edges[-1] == 40
+    assert sum(lengths.histogram["after"]) == 4
+    rows[0] = replace(rows[0], response_tokens=None)
+    lengths = compare_evaluations(*2 * [Evaluation.of(settings_of(items), rows)]).lengths
+    assert (lengths.unit, lengths.quantiles["before"]["max"]) == ("characters", len(rows[0].response or ""))
+
+
+def test_html_is_one_file_that_runs_no_script_but_ours(folder: Path) -> None:
+    page = (folder / "report" / "report.html").read_text()
+    assert page.count("<script") == 1
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    assert (
+        f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}';" in policy[1]
+    )
+    assert "&lt;script&gt;hacked = 1&lt;/script&gt;&lt;/script&gt;" in page
     assert "3 + 1 | &lt;b&gt;?" in page
     assert "<title>A &lt;test&gt;</title>" in page
-    assert "42.9 %" in page
-    assert "71.4 %" in page
-    assert page.count("<svg") == 3  # accuracy, score, seconds per step: the only curves with values
-    assert not re.search(r"""(?:src|href)=["'](?:https?:|//)""", page)
+    # Accuracy by level and by subject, parts, lengths, transitions; of training score and seconds have values.
+    assert page.count("<svg") == 7
+    assert not re.search(r"""(?:src|href)=["'](?!#|data:)""", page)
+    assert not re.search(r"#0[0-9a]0[0-9a]0[0-9a]\b", page)  # every stand-in became a colour of the page
 
 
-def test_plots_are_well_formed_whatever_a_level_is_called(tmp_path: Path) -> None:
-    items = [replace(item, level="$x^ <&>") for item in ITEMS]
-    result = compare(write_results(tmp_path / "b", "w" * 8, items), write_results(tmp_path / "a", "r" * 8, items))
-    drawing = ElementTree.fromstring(accuracy_plot(result.before, result.after))
-    assert any("level $x^ <&>" in (text or "") for text in drawing.itertext())
+def test_plots_are_well_formed_whatever_a_level_is_called() -> None:
+    items = [replace(item, level="$x^ <&>", subject="a_$b$ & <c>") for item in ITEMS]
+    result = compare_evaluations(evaluation(items, "w" * 8), evaluation(items, "r" * 8))
+    plots = accuracy_plots(result.before, result.after)
+    words = " ".join(text for plot in plots for text in ElementTree.fromstring(plot).itertext()).split()
+    assert {"level", "$x^", "<&>", "a_$b$", "&", "<c>"} <= set(words)
 
 
-def test_markdown_tables_survive_pipes_and_have_equal_widths(tmp_path: Path) -> None:
-    items = [replace(item, gold="1|2") for item in ITEMS]
-    before, after = write_results(tmp_path / "b", "w" * 8, items), write_results(tmp_path / "a", "r" * 8, items)
-    write_report(before, after, None, tmp_path / "report", stages={}, artifacts={})
+def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None:
+    items = [
+        replace(item, id=f"test/some_subject/{i}|0.json", gold="1|2", subject="a|b")
+        for i, item in enumerate(ITEMS)
+    ]
+    before = write_results(tmp_path / "b", "w" * 8, items)
+    write_report(before, write_results(tmp_path / "a", "r" * 8, items), None, tmp_path / "report", {}, {})
     lines = (tmp_path / "report" / "report.md").read_text().splitlines()
-    start = lines.index("## Gained (8)") + 2
-    table = lines[start : start + 10]
-    assert {len(line) for line in table} == {len(table[0])}
-    assert len(re.findall(r"(?<!\\)\|", table[2])) == 6
+    assert max(map(len, lines)) <= 100
+    tables: list[list[str]] = [[]]
+    for line in lines:
+        tables[-1].append(line) if line.startswith("|") else tables.append([])
+    for table in filter(None, tables):
+        assert {len(line) for line in table} == {len(table[0])}
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+    assert "## Gained (8)" in lines
+    assert any("some_subject/7\\|0.json`" in line for line in lines)  # the end of an id, which tells items apart
     assert "## Training" not in lines
 
 
-def test_different_settings_are_refused_by_name(tmp_path: Path) -> None:
+def test_letters_that_a_font_or_a_file_cannot_hold(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    items = [replace(item, subject="基金从业") for item in ITEMS]
+    rows = write_results(tmp_path / "before", "n" * 8, items) / "results.jsonl"
+    rows.write_text(rows.read_text().replace("no idea", "no \\ud800 idea"))  # as a server may send it
+    write_results(tmp_path / "after", "r" * 8, items)
+    write_report(tmp_path / "before", tmp_path / "after", None, tmp_path / "report", {}, {})
+    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert "基金从业" in page
+    assert page.count("no ? idea") == 8
+    assert [warning for warning in recwarn if issubclass(warning.category, UserWarning)] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"sampling": asdict(Sampling(max_tokens=32, temperature=0.6))},
+            "sampling.max_tokens: 64 before, 32 after; sampling.temperature: 0.0 before, 0.6 after",
+        ),
+        ({"api": "completions"}, "api: chat/completions before, completions after"),
+        ({"benchmark": "math500"}, "benchmark: None before, math500 after"),
+        (
+            {"grader": "exact/2"},
+            r"grader: .* before, exact/2 after.*Grade both by the same rule with `dapo grade`",
+        ),
+    ],
+)
+def test_different_settings_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     before = write_results(tmp_path / "before", BEFORE)
-    after = write_results(tmp_path / "after", AFTER, sampling=Sampling(max_tokens=32, temperature=0.6))
-    message = r"sampling.max_tokens: 64 before, 32 after; sampling.temperature: 0.0 before, 0.6 after"
+    after = write_results(tmp_path / "after", AFTER, settings=changes)
     with pytest.raises(ComparisonError, match=message):
         compare(before, after)
 
 
-def test_different_items_prompts_and_golds_are_refused_with_counts(tmp_path: Path) -> None:
-    before = write_results(tmp_path / "before", BEFORE)
+def test_different_items_prompts_golds_and_samples_are_refused_with_counts() -> None:
     items = [replace(ITEMS[0], id="other"), replace(ITEMS[1], gold="9"), *ITEMS[2:]]
     items[2] = replace(items[2], messages=({"role": "user", "content": "changed"},))
-    after = write_results(tmp_path / "after", AFTER, items)
     with pytest.raises(ComparisonError) as caught:
-        compare(before, after)
+        compare_evaluations(evaluation(ITEMS, "r" * 8), evaluation(items, " ".join(["rr"] * 8)))
     message = str(caught.value)
+    assert "responses to each item: 1 before, 2 after" in message
     assert "1 of 8 items are only in before (first: '0')" in message
     assert "1 of 8 items are only in after (first: 'other')" in message
     assert "prompts: 1 of 7 shared items differ (first: '2')" in message
     assert "golds: 1 of 7 shared items differ (first: '1')" in message
-
-
-def test_the_model_may_differ(tmp_path: Path) -> None:
-    before = write_results(tmp_path / "before", BEFORE, model="base")
-    after = write_results(tmp_path / "after", AFTER, model="trained")
-    result = compare(before, after)
-    assert (result.before.model, result.after.model) == ("base", "trained")
 
 
 def test_an_unfinished_evaluation_is_refused(tmp_path: Path) -> None:
@@ -206,8 +315,13 @@ def test_an_unfinished_evaluation_is_refused(tmp_path: Path) -> None:
     after = write_results(tmp_path / "after", AFTER)
     lines = (after / "results.jsonl").read_text().splitlines(keepends=True)
     (after / "results.jsonl").write_text("".join(lines[:-1]) + lines[-1][:30])
-    with pytest.raises(ResultsError, match=r"after holds 7 of 8 items: the evaluation did not finish"):
+    with pytest.raises(ResultsError, match=r"after holds 7 of 8 .*: the evaluation did not finish"):
         compare(before, after)
+
+
+def test_nothing_in_common_is_refused() -> None:
+    with pytest.raises(ComparisonError, match="none of the 2 items was answered on both sides"):
+        compared("fr", "rf")
 
 
 def test_metrics_without_steps_are_refused(tmp_path: Path) -> None:
@@ -221,6 +335,13 @@ def test_metrics_without_steps_are_refused(tmp_path: Path) -> None:
 def test_totals_are_unknown_rather_than_zero_without_their_keys() -> None:
     totals = training_totals([{"step": 1, "timing_s/step": float("nan")}])
     assert totals == {"steps": 1, "tokens_trained": None, "tokens_generated": None, "seconds": None}
+
+
+def test_kept_share_is_of_all_groups_whose_fate_was_decided() -> None:
+    fates = dict(zip(FATES, (4, 3, 2, 1, 0, 6), strict=True))
+    steps = with_kept_share([{f"sampler/{fate}_groups": count for fate, count in fates.items()}, {"step": 2}])
+    assert steps[0]["sampler/kept_share"] == 0.25  # 4 of 16
+    assert steps[1] == {"step": 2}
 
 
 @pytest.mark.parametrize(

@@ -1,57 +1,130 @@
-"""Paired statistics against hand-computed and published values."""
+"""Statistics of paired evaluations and of several samples, against hand-computed and published values."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
+import time
 
+import numpy as np
 import pytest
 
-from eval.statistics import mcnemar_exact, minimal_detectable_difference, paired_bootstrap, wilson_interval
+from eval.errors import ResultsError
+from eval.grading import grade
+from eval.samples import Evaluation, compare_metrics, item_metrics, majority_share, pass_at, same_answer_by
+from eval.statistics import (
+    PValues,
+    adjusted_interval,
+    bootstrap_mean,
+    holm,
+    mcnemar,
+    minimal_detectable_difference,
+    minimal_detectable_mean,
+    paired_bootstrap,
+    sign_flip_test,
+    wilson_interval,
+)
+from tests.evaluations import evaluation, make_items, make_row, make_rows, settings_of
+
+IS_SAME = same_answer_by(grade)
 
 
 @pytest.mark.parametrize(
-    ("b", "c", "p"),
+    ("b", "c", "p", "mid_p"),
     [
-        (0, 0, 1.0),  # nothing changed
-        (3, 3, 1.0),  # twice the tail is (1 + 6 + 15 + 20) * 2 / 64 = 1.3125, bounded by 1
-        (0, 5, 0.0625),  # 2 * 1 / 2^5
-        (1, 5, 0.21875),  # 2 * (1 + 6) / 2^6
+        (0, 0, 1.0, 1.0),  # nothing changed
+        (3, 3, 1.0, 0.84375),  # no split is more even; mid-p 1 - (20 / 64) / 2
+        (0, 5, 0.0625, 0.03125),  # 2 * 1 / 2^5; mid-p (2 * 1 - 1) / 2^5
+        (1, 5, 0.21875, 0.125),  # 2 * (1 + 6) / 2^6; mid-p (2 * 7 - 6) / 2^6
     ],
 )
-def test_mcnemar_equals_the_binomial_tail_by_hand(b: int, c: int, p: float) -> None:
-    assert mcnemar_exact(b, c) == p
-    assert mcnemar_exact(c, b) == p
+def test_mcnemar_equals_the_binomial_tail_by_hand(b: int, c: int, p: float, mid_p: float) -> None:
+    assert mcnemar(b, c) == PValues(p, mid_p)
+    assert mcnemar(c, b) == PValues(p, mid_p)
 
 
 def test_mcnemar_on_the_reference_tables() -> None:
-    assert mcnemar_exact(10, 28) == pytest.approx(0.0051, abs=5e-5)
-    assert mcnemar_exact(40, 58) == pytest.approx(0.085, abs=5e-4)
+    assert mcnemar(10, 28).p == pytest.approx(0.0051, abs=5e-5)
+    assert mcnemar(40, 58).p == pytest.approx(0.085, abs=5e-4)
 
 
 def test_mcnemar_of_many_pairs_does_not_overflow() -> None:
     # Normal approximation with continuity correction: z = (|4200 - 3800| - 1) / sqrt(8000) = 4.461.
     expected = math.erfc(399 / math.sqrt(8000) / math.sqrt(2))
-    assert mcnemar_exact(3800, 4200) == pytest.approx(expected, rel=0.02)
+    assert mcnemar(3800, 4200).p == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "p", "mid_p"),
+    [
+        ([0, 0, 0], 1.0, 1.0),
+        ([3, 1], 0.5, 0.25),  # sums 4, 2, -2, -4: two of four as far out as 4
+        ([2, 1, -1], 0.75, 0.5),  # sums 4, 2, 2, 0, 0, -2, -2, -4; observed 2: six of eight, four of them equal
+    ],
+)
+def test_sign_flips_by_hand(changes: list[int], p: float, mid_p: float) -> None:
+    test = sign_flip_test(changes)
+    assert (test.p, test.mid_p) == (pytest.approx(p), pytest.approx(mid_p))
+
+
+def test_sign_flips_equal_every_pattern_counted_one_by_one() -> None:
+    changes = [4, -1, 2, 2, -3, 1, 0, 4, 1, -2]
+    sums = [
+        abs(sum(s * x for s, x in zip(signs, changes, strict=True)))
+        for signs in itertools.product((1, -1), repeat=10)
+    ]
+    assert sign_flip_test(changes).p == pytest.approx(sum(total >= 8 for total in sums) / 2**10)
+
+
+@pytest.mark.parametrize(("b", "c"), [(10, 28), (40, 58), (7, 7), (0, 3)])
+def test_sign_flips_of_single_samples_are_mcnemars_test(b: int, c: int) -> None:
+    test, expected = sign_flip_test([-1] * b + [1] * c + [0] * 100), mcnemar(b, c)
+    assert (test.p, test.mid_p) == (pytest.approx(expected.p, rel=1e-9), pytest.approx(expected.mid_p, rel=1e-9))
+
+
+def test_sign_flips_of_a_large_benchmark_are_quick() -> None:
+    changes = np.random.default_rng(0).integers(-32, 33, size=500).tolist()
+    started = time.perf_counter()
+    normal = math.erfc(abs(sum(changes)) / math.sqrt(sum(x * x for x in changes)) / math.sqrt(2))
+    assert sign_flip_test(changes).p == pytest.approx(normal, abs=0.01)
+    assert time.perf_counter() - started < 5
+
+
+def test_holm_by_hand() -> None:
+    # In order 0.01 * 3, 0.03 * 2, 0.04 * 1, and never below the one before.
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.9, 0.6]) == [1.0, 1.0]
+    assert holm([]) == []
 
 
 def test_bootstrap_interval_of_the_reference_table() -> None:
     before = [1] * 10 + [0] * 28 + [1] * 462
     after = [0] * 10 + [1] * 28 + [1] * 462
     # The resampled difference is trinomial; its exact 2.5 % and 97.5 % quantiles (by convolution) are
-    # 6/500 and 30/500.
+    # 6/500 and 30/500; the published interval, 1.2 to 6.2, is Wald's: 3.6 +- 1.96 * 1.22.
     assert paired_bootstrap(before, after) == pytest.approx((0.012, 0.060))
     assert paired_bootstrap(after, before) == pytest.approx((-0.060, -0.012))
 
 
 def test_bootstrap_is_reproducible_and_degenerate_without_change() -> None:
-    before, after = [1, 0, 1, 1] * 20, [1, 1, 0, 1] * 20
-    assert paired_bootstrap(before, after, seed=3) == paired_bootstrap(before, after, seed=3)
-    assert paired_bootstrap(before, before) == (0.0, 0.0)
+    values = [1.0, 0.0, 0.5, 0.25] * 20
+    assert bootstrap_mean(values, seed=3) == bootstrap_mean(values, seed=3)
+    assert bootstrap_mean([0.25] * 9) == (0.25, 0.25)
 
 
-def test_bootstrap_takes_averages_of_several_responses_per_item() -> None:
-    # Every item changes by exactly 0.25: no resampling can move the mean.
-    assert paired_bootstrap([0.25, 0.5, 0.75], [0.5, 0.75, 1.0]) == (0.25, 0.25)
+def test_adjusted_interval_by_hand() -> None:
+    # Eight items without a change and the two added ones: variance 2 / 10, half width 1.959964 * sqrt(0.2 / 10).
+    assert adjusted_interval([0.0] * 8) == pytest.approx((-0.277181, 0.277181), abs=1e-6)
+    # 28 up, 10 down of 500: mean 18 / 502, variance 40 / 502 - (18 / 502)^2 = 0.0783955, over 502 items.
+    assert adjusted_interval([1] * 28 + [-1] * 10 + [0] * 462) == pytest.approx((0.011364, 0.060350), abs=1e-6)
+    assert adjusted_interval([1] * 3)[1] == 1.0  # a mean change cannot be larger
+
+
+def test_adjusted_interval_covers_small_groups() -> None:
+    draws = np.random.default_rng(0).multinomial(20, [0.05, 0.15, 0.8], size=2000)
+    intervals = [adjusted_interval([-1] * int(b) + [1] * int(c) + [0] * int(same)) for b, c, same in draws]
+    assert 0.94 < sum(low <= 0.1 <= high for low, high in intervals) / 2000 <= 1
 
 
 def test_wilson_interval_by_hand() -> None:
@@ -79,10 +152,109 @@ def test_minimal_detectable_difference_with_few_discordant_pairs_goes_one_way() 
 def test_minimal_detectable_difference_has_the_promised_power() -> None:
     # Simulated: 500 pairs, discordant share 0.2, true difference as returned. McNemar's normal form is what
     # the formula assumes; the exact test is a little more conservative.
-    import numpy as np
-
     n, q = 500, 0.2
     d = minimal_detectable_difference(n, int(n * q))
     draws = np.random.default_rng(0).multinomial(n, [(q - d) / 2, (q + d) / 2, 1 - q], size=4000)
-    found = sum(mcnemar_exact(int(b), int(c)) < 0.05 for b, c, _ in draws) / len(draws)
+    found = sum(mcnemar(int(b), int(c)).p < 0.05 for b, c, _ in draws) / len(draws)
     assert 0.74 < found < 0.84
+
+
+def test_minimal_detectable_mean_by_hand() -> None:
+    # 100 changes of half an item and the two added: variance (25 + 2) / 102, so (1.959964 + 0.841621) * 0.0509427.
+    assert minimal_detectable_mean([0.5, -0.5] * 50) == pytest.approx(0.142720, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("k", "num_samples", "num_right", "expected"),
+    [
+        (1, 4, 1, 0.25),
+        (2, 4, 1, 0.5),  # 1 - C(3, 2) / C(4, 2) = 1 - 3 / 6
+        (2, 4, 3, 1.0),  # two of four cannot both be the one wrong
+        (4, 4, 0, 0.0),
+    ],
+)
+def test_pass_at_k_by_hand(k: int, num_samples: int, num_right: int, expected: float) -> None:
+    assert pass_at(k, num_samples, num_right) == expected
+
+
+def test_pass_at_k_is_the_mean_over_every_choice_of_k_samples() -> None:
+    samples = [True, True, False, False, False, False, False]
+    choices = list(itertools.combinations(samples, 3))
+    assert pass_at(3, 7, 2) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ("7 7 9", 1.0),
+        ("7 9 9", 0.0),
+        ("7 7 9 9", 0.5),  # a tie of two, shared fairly
+        ("7 8 9", 1 / 3),
+        ("7 1/2 0.5", 0.0),  # one answer given twice, in two ways
+        ("7 7 1/2 0.5", 0.5),
+        ("7 - - -", 1.0),  # no answer has no vote
+        ("- - -", 0.0),
+        ("9 9 -", 0.0),
+    ],
+)
+def test_majority_by_hand(answers: str, expected: float) -> None:
+    item = make_items(7)[6]  # its answer is 7
+    rows = [
+        make_row(
+            item, "n" if text == "-" else "r" if text == "7" else "w", sample, answer=None if text == "-" else text
+        )
+        for sample, text in enumerate(answers.split())
+    ]
+    assert majority_share(tuple(rows), IS_SAME) == expected
+
+
+def test_a_truncated_response_has_no_vote() -> None:
+    item = make_items(1)[0]
+    rows = [make_row(item, "r"), *(make_row(item, "t", sample, answer="5") for sample in (1, 2))]
+    assert majority_share(tuple(rows), IS_SAME) == 1.0
+
+
+def test_metrics_of_four_samples_by_hand() -> None:
+    items = list(evaluation(make_items(2), "rwwn rrrw").items.values())
+    # Item 0: 1 of 4; item 1: 3 of 4. pass@2: 1/2 and 1. Majority of item 0: two equal wrong ones against one.
+    assert item_metrics(items, IS_SAME) == {
+        "avg@4": [0.25, 0.75],
+        "pass@2": [0.5, 1.0],
+        "pass@4": [1.0, 1.0],
+        "maj@4": [0.0, 1.0],
+    }
+    change = compare_metrics(items, list(reversed(items)), IS_SAME)["avg@4"]
+    assert (change.before, change.after, change.difference) == (0.5, 0.5, 0.0)
+    assert change.ci95 == (-0.5, 0.5)  # both items drawn from the one that rose by half, or from the other
+
+
+def test_copies_of_a_sample_do_not_narrow_an_interval() -> None:
+    """Samples are nested in items: asking a greedy model four times tells nothing more than once."""
+    once, fourfold = "rwrrw" * 8, " ".join(4 * letter for letter in "rwrrw" * 8)
+    intervals = [
+        compare_metrics(*2 * [list(evaluation(make_items(40), outcomes).items.values())], IS_SAME)[
+            name
+        ].before_interval
+        for outcomes, name in ((once, "avg@1"), (fourfold, "avg@4"))
+    ]
+    assert intervals[0] == intervals[1]
+    spread = 1.96 * math.sqrt(0.6 * 0.4 / 40)
+    assert intervals[0] == pytest.approx((0.6 - spread, 0.6 + spread), abs=0.03)
+
+
+def test_interval_of_avg_covers_the_noise_of_sampling() -> None:
+    """200 evaluations of 30 items with 4 samples each: 95 % intervals hold the true mean nearly that often."""
+    rng = np.random.default_rng(0)
+    hits = []
+    for seed in range(200):
+        chances = rng.beta(1, 1, size=30)  # of the items drawn; the true mean over all items is 1/2
+        low, high = bootstrap_mean((rng.binomial(4, chances) / 4).tolist(), num_resamples=2000, seed=seed)
+        hits.append(low <= 0.5 <= high)
+    assert 0.89 < statistics.mean(hits) < 0.99
+
+
+def test_items_with_missing_samples_are_refused() -> None:
+    items = make_items(2)
+    rows = make_rows(items, "rw rw")
+    with pytest.raises(ResultsError, match=r"1 of 2 items have not the samples 0 to 1 \(first: '1'\)"):
+        Evaluation.of(settings_of(items), rows[:3])

@@ -1,0 +1,206 @@
+"""Templates of the pages: how numbers are written, tables for terminals, pages that run no script but ours."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.wording import format_p, percent, points
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    from eval.history import Change
+
+TEMPLATES = Path(__file__).parent / "templates"
+MARKDOWN_WIDTH = 100
+_MAX_TEXT_CHARS = 6000  # of one response in the page; report.json has all of it
+_MAX_CELL_CHARS = 17
+_MAX_ID_CHARS = 24
+
+
+def render(template: str, **values: Any) -> str:
+    """A template of this package with these values; an .html.j2 escapes everything that is not Markup."""
+    is_html = template.endswith(".html.j2")
+    return _environment(is_html).get_template(template).render(**values)
+
+
+def inline_script(name: str) -> tuple[Markup, str]:
+    """(a script of ours to stand in a page, its hash for the page's content security policy)."""
+    from markupsafe import Markup
+
+    text = (TEMPLATES / name).read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return Markup(text), f"sha256-{digest}"
+
+
+def field_of(content: Mapping[str, Any]) -> Callable[..., Markup]:
+    """`field(filter, *keys)`: that number of `content` as the page writes it, in an element that names it.
+
+    The element's data-field is the path of the keys, so that the page can be checked against the JSON.
+    """
+    from markupsafe import Markup, escape
+
+    def field(form: str, *keys: str) -> Markup:
+        value: Any = content
+        for key in keys:
+            value = value[int(key)] if isinstance(value, (list, tuple)) else value[key]
+        path = "/".join(key.replace("/", "~1") for key in keys)
+        return Markup('<span data-field="{}" data-form="{}">{}</span>').format(
+            path, form, escape(FORMS[form](value))
+        )
+
+    return field
+
+
+def format_duration(seconds: float | None) -> str:
+    """A duration for people: "0.4 s", "12 s", "3 min 05 s", "2 h 10 min"."""
+    if seconds is None:
+        return "unknown"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def interval(bounds: Sequence[float]) -> str:
+    """An interval of shares, in percent."""
+    return f"{100 * bounds[0]:.1f} to {100 * bounds[1]:.1f}"
+
+
+def points_interval(bounds: Sequence[float]) -> str:
+    """An interval of differences, in signed points."""
+    return f"{points(bounds[0])} to {points(bounds[1])}"
+
+
+def count(number: float | None) -> str:
+    """A count with thousands separators; of expected counts one decimal."""
+    if number is None:
+        return "unknown"
+    return f"{number:,.0f}" if number == int(number) or number >= 100 else f"{number:,.1f}"
+
+
+FORMS: dict[str, Callable[[Any], str]] = {
+    "percent": percent,
+    "points": points,
+    "interval": interval,
+    "points_interval": points_interval,
+    "p_value": format_p,
+    "plain_p": lambda p: format_p(p).removeprefix("= "),
+    "size": lambda share: f"{100 * share:.1f}",
+    "points_2": lambda share: f"{round(100 * share, 2) + 0.0:+.2f}",
+    "count": count,
+    "text": str,
+}
+
+
+def _environment(is_html: bool) -> Environment:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=is_html,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= FORMS
+    environment.filters |= {
+        "duration": format_duration,
+        "verdict_name": lambda verdict: verdict.replace("_", " "),
+        "shortened": _shortened,
+        "cell": _cell,
+        "id_cell": _id_cell,
+        "plain_cell": _plain_cell,
+        "answer_cell": _answer_cell,
+        "change_cell": _change_cell,
+        "p_cell": _p_cell,
+        "paragraph": _paragraph,
+        "line": lambda text: " ".join(str(text).split()),
+    }
+    environment.globals["markdown_table"] = _markdown_table
+    return environment
+
+
+def _shortened(text: str | None) -> str:
+    """A long text without its middle."""
+    if text is None:
+        return ""
+    if len(text) <= _MAX_TEXT_CHARS:
+        return text
+    half = _MAX_TEXT_CHARS // 2
+    gap = f"[... {len(text) - 2 * half:,} characters left out; report.json has them ...]"
+    return f"{text[:half]}\n\n{gap}\n\n{text[-half:]}"
+
+
+def _cell(text: Any) -> str:
+    """Text of a model or a problem as a one-line code span that cannot break a Markdown table."""
+    line = " ".join(str(text).split()).replace("`", "'")
+    if len(line) > _MAX_CELL_CHARS:
+        line = line[: _MAX_CELL_CHARS - 3] + "..."
+    return f"`{line}`".replace("|", "\\|") if line else "-"
+
+
+def _id_cell(identity: str) -> str:
+    """An item's id in a table; of a long one the end, which tells items apart."""
+    short = identity if len(identity) <= _MAX_ID_CHARS else "..." + identity[3 - _MAX_ID_CHARS :]
+    return "`" + " ".join(short.split()).replace("`", "'").replace("|", "\\|") + "`"
+
+
+def _plain_cell(text: Any) -> str:
+    """A group's name as it is, or as a code span where it holds what Markdown reads."""
+    text = str(text)
+    is_plain = all(char.isalnum() or char in " &-_.,:/" for char in text) and len(text) <= 1.5 * _MAX_CELL_CHARS
+    return text if is_plain else _cell(text)
+
+
+def _answer_cell(side: Mapping[str, Any]) -> str:
+    """The answer of one side of a flip, or its verdict where it has none."""
+    return side["verdict"].replace("_", " ") if side["answer"] is None else _cell(side["answer"])
+
+
+def _change_cell(change: Change | None) -> str:
+    return "" if change is None else f"{points(change.difference)} [{points_interval(change.ci95)}]"
+
+
+def _p_cell(change: Change | None) -> str:
+    """The p-value, with a star when it holds after adjustment."""
+    if change is None:
+        return ""
+    return format_p(change.p).removeprefix("= ") + (" *" if change.is_significant else "")
+
+
+def _paragraph(text: str, indent: str = "") -> str:
+    """A paragraph in lines that a terminal of MARKDOWN_WIDTH columns shows whole."""
+    return textwrap.fill(
+        text,
+        MARKDOWN_WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table with padded columns: the first flush left, the others flush right."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
+    lines = [
+        "| "
+        + " | ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        + " |"
+        for row in cells
+    ]
+    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])

@@ -1,0 +1,101 @@
+"""Results directories whose every verdict a test chooses, written as an evaluation writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eval.benchmark import Item
+from eval.client import Endpoint, Sampling
+from eval.compare import Comparison, compare_evaluations
+from eval.grading import VERDICTS
+from eval.results import Row, make_settings, write_rows
+from eval.samples import Evaluation
+
+SAMPLING = Sampling(max_tokens=64)
+# One letter per response: r right, w wrong, n no answer, t truncated, f failed request.
+LETTERS = {verdict[0] if verdict != "request_failed" else "f": verdict for verdict in VERDICTS}
+
+
+def make_items(num_items: int, per_level: int = 4) -> list[Item]:
+    """Items 0, 1, ... whose gold answer is their number plus one, of subject `add`."""
+    return [
+        Item(
+            str(i),
+            ({"role": "user", "content": f"{i} + 1 | <b>?"},),
+            str(i + 1),
+            subject="add",
+            level=str(1 + i // per_level),
+        )
+        for i in range(num_items)
+    ]
+
+
+def make_row(item: Item, letter: str, sample: int = 0, **changes: Any) -> Row:
+    """The row of one response; both rulers agree unless `changes` say otherwise."""
+    answer = {"r": item.gold, "w": "-1"}.get(letter)
+    texts = {"n": "no idea", "t": f"\\boxed{{{item.gold}}} or", "f": None}
+    fields: dict[str, Any] = {
+        "id": item.id,
+        "sample": sample,
+        "prompt": item.messages,
+        "response": texts.get(letter, f"<script>hacked = 1</script></script>\n\\boxed{{{answer}}}"),
+        "finish_reason": {"f": None, "t": "length"}.get(letter, "stop"),
+        "response_tokens": None if letter == "f" else 10 + sample,
+        "answer": answer,
+        "gold": item.gold,
+        "verdict": LETTERS[letter],
+        "aisbench_answer": answer,
+        "aisbench_right": letter == "r",
+        "aisbench_raises": False,
+        "attempts": 1,
+        "seconds": 0.5,
+        "subject": item.subject,
+        "level": item.level,
+        "failure": "HTTP 500: boom" if letter == "f" else None,
+    }
+    return Row(**{**fields, **changes})
+
+
+def make_rows(items: list[Item], outcomes: str) -> list[Row]:
+    """Rows of `outcomes`, a group of letters for each item; without spaces one letter for each."""
+    groups = outcomes.split() if len(outcomes.split()) == len(items) else list(outcomes.replace(" ", ""))
+    return [
+        make_row(item, letter, sample)
+        for item, letters in zip(items, groups, strict=True)
+        for sample, letter in enumerate(letters)
+    ]
+
+
+def settings_of(items: list[Item], model: str = "m", **changes: Any) -> dict[str, Any]:
+    """The settings of an evaluation of these items."""
+    return {**make_settings(items, Endpoint("http://localhost", model), SAMPLING, None), **changes}
+
+
+def evaluation(items: list[Item], outcomes: str, model: str = "m") -> Evaluation:
+    """An evaluation as it is read, with one or more samples per item."""
+    return Evaluation.of(settings_of(items, model), make_rows(items, outcomes))
+
+
+def write_results(
+    directory: Path,
+    outcomes: str,
+    items: list[Item] | None = None,
+    model: str = "m",
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """A results directory with one sample per item; `settings` change or add to those written."""
+    items = items or make_items(len(outcomes.replace(" ", "")))
+    directory.mkdir(parents=True)
+    (directory / "settings.json").write_text(json.dumps(settings_of(items, model, **(settings or {}))))
+    write_rows(directory, make_rows(items, outcomes))
+    return directory
+
+
+def compared(before: str, after: str) -> Comparison:
+    """The comparison of two evaluations of the same items, all of one level."""
+    num_items = len(before.split()) if " " in before else len(before)
+    items = make_items(num_items, per_level=max(4, num_items))
+    return compare_evaluations(evaluation(items, before, "base"), evaluation(items, after, "trained"))

@@ -1,0 +1,89 @@
+"""Runs over time: what is read, what is paired, the trend by hand, and what is kept apart."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from eval.client import Sampling
+from eval.errors import ResultsError
+from eval.history import make_history, write_history
+from eval.report import write_report
+from tests.evaluations import make_items, write_results
+
+ITEMS = make_items(8)
+
+
+def write_night(folder: Path, day: int, outcomes: str, **settings: object) -> Path:
+    directory = write_results(folder / f"night{day}", outcomes, ITEMS, f"model {day}", settings)
+    os.utime(directory / "results.jsonl", (86400.0 * day, 86400.0 * day))
+    return directory
+
+
+def test_a_history_by_hand(tmp_path: Path) -> None:
+    outcomes = {3: "rrrrrrrw", 1: "rrrrwwww", 2: "wrrrrrww"}
+    (series,) = make_history([write_night(tmp_path, day, letters) for day, letters in outcomes.items()])
+    assert [point.label for point in series.points] == ["night1", "night2", "night3"]  # by date
+    assert [point.accuracy for point in series.points] == [4 / 8, 5 / 8, 7 / 8]
+    assert series.to_previous[0] is None
+    # night2 against night1: one lost, two gained, 2 * (1 + 3) / 2^3. night3 against night2: two gained, 2 / 2^2.
+    previous = [change for change in series.to_previous if change]
+    assert [(x.difference, x.p) for x in previous] == [(1 / 8, 1.0), (2 / 8, 0.5)]
+    # night3 against night1: three gained, 2 / 2^3; night2 against night1 is the comparison above.
+    first = [change for change in series.to_first if change]
+    assert [(x.difference, x.p) for x in first] == [(1 / 8, 1.0), (3 / 8, 0.25)]
+    assert series.num_tests == 3  # counted once
+    assert series.expected_false_alarms == pytest.approx(0.15)
+    # Least squares through 0.5, 0.625, 0.875 at 0, 1, 2: slope (0.875 - 0.5) / 2, mean 2 / 3.
+    assert series.trend is not None
+    assert series.trend.slope == pytest.approx(0.1875)
+    assert (series.trend.first, series.trend.last) == pytest.approx((2 / 3 - 0.1875, 2 / 3 + 0.1875))
+    assert series.trend.ci95[0] < 0.1875 < series.trend.ci95[1]
+
+
+def test_runs_with_other_settings_are_listed_apart(tmp_path: Path) -> None:
+    nights = [write_night(tmp_path, day, "rrrrwwww") for day in (1, 3)]
+    other = write_night(tmp_path, 2, "rrrrrrrr", sampling={**vars(Sampling(max_tokens=64)), "temperature": 0.6})
+    text = write_history([*nights, other], tmp_path / "out")
+    first, second = make_history([*nights, other])
+    assert [len(series.points) for series in (first, second)] == [2, 1]
+    assert (first.differs, first.trend) == ((), None)
+    assert second.differs == ("sampling.temperature: 0.0 in the first table, 0.6 here",)
+    assert "cannot be compared with the first table: sampling.temperature: 0.0" in " ".join(text.split())
+    page = (tmp_path / "out" / "history.html").read_text()
+    assert page.count("<svg") == 2
+    assert "<script" not in page
+
+
+def test_reports_folders_and_stores_are_read_alike(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = write_night(tmp_path, 1, "wwwwwwww")
+    after = write_night(tmp_path, 2, "rrrrwwwf")
+    folder = tmp_path / "store" / "runs" / "20260101T000000Z-1" / "report"
+    write_report(before, after, None, folder, stages={}, artifacts={})
+    for path in (folder / "report.json", folder, folder.parent, tmp_path / "store"):
+        ((point,),) = [series.points for series in make_history([path])]
+        assert point.label == "20260101T000000Z-1"
+        assert point.accuracy == 4 / 7  # of the answered items, after
+    other = tmp_path / "store" / "runs" / "20250101T000000Z-1" / "report" / "report.json"
+    other.parent.mkdir(parents=True)
+    other.write_text("{}")  # of another version
+    assert len(make_history([tmp_path / "store"])[0].points) == 1
+    assert f"left out of the history: {other}" in caplog.text
+    (series,) = make_history([before, after, folder])
+    assert [change.n for change in series.to_first if change] == [7, 7]  # item 7 failed
+    assert series.trend is not None
+    assert series.trend.n == 7
+
+
+def test_what_is_no_evaluation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match="is no results directory of `dapo eval`"):
+        make_history([tmp_path])
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ResultsError, match="no run there has a report"):
+        make_history([tmp_path])
+    (tmp_path / "report.json").write_text(json.dumps({"created_at": "2026-01-01T00:00:00+00:00"}))
+    with pytest.raises(ResultsError, match=r"not a report that a history can be made of.*`dapo report`"):
+        make_history([tmp_path / "report.json"])

@@ -1,0 +1,69 @@
+"""What a comparison says: the sentences that people quote, word for word."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from eval.compare import compare_evaluations
+from eval.samples import Evaluation
+from eval.wording import notes, verdict
+from tests.evaluations import compared, evaluation, make_items, make_rows, settings_of
+
+ITEMS = make_items(8)
+AFTER = "rwrrwrrr"
+
+
+def test_verdict_of_a_significant_change() -> None:
+    # The reference table: n = 500, 28 gained, 10 lost.
+    result = compared("w" * 28 + "r" * 472, "r" * 28 + "w" * 10 + "r" * 462)
+    assert verdict(result) == (
+        "Accuracy rose by 3.6 points (95 % interval of the change +1.2 to +6.0), from 94.4 % to 98.0 % on the "
+        "same 500 items: 28 gained, 10 lost, exact McNemar p = 0.0051."
+    )
+    assert notes(result) == [
+        "This compares these two models on items like these. It does not tell how another training with another "
+        "seed would end."
+    ]
+    assert verdict(compared("r" * 8, "w" * 8)).startswith(
+        "Accuracy fell by 100.0 points (95 % interval of the change -"
+    )
+
+
+def test_verdict_says_not_significant_and_what_would_have_been_missed() -> None:
+    result = compared("w" * 58 + "r" * 442, "r" * 58 + "w" * 40 + "r" * 402)
+    assert verdict(result) == (
+        "No significant change in accuracy: 88.4 % before, 92.0 % after, +3.6 points (95 % interval -0.2 to +7.4) "
+        "on the same 500 items: 58 gained, 40 lost, exact McNemar p = 0.085. That does not show that nothing "
+        "changed: with these items, a true change of less than about 5.5 points is missed more than one time in "
+        "five."
+    )
+
+
+def test_verdict_of_very_few_items() -> None:
+    assert "with so few items, no change is found reliably, however large." in verdict(compared("rwww", "wrrw"))
+
+
+@pytest.mark.parametrize(("before", "after"), [("wwwwwwww", "rrrrrrrr"), ("rrrrrrrr", "rrrrrrrr")])
+def test_an_interval_has_width_where_all_items_changed_alike(before: str, after: str) -> None:
+    result = compared(before, after)
+    assert result.interval_method == "adjusted Wald"
+    assert result.ci95[1] - result.ci95[0] > 0.3
+    assert any("so a bootstrap has no width" in note for note in notes(result))
+
+
+def test_notes_tell_what_makes_a_reader_careful() -> None:
+    assert any("same model" in note for note in notes(compare_evaluations(*2 * [evaluation(ITEMS, AFTER)])))
+    # 5 of 5 gained among 20: p = 0.0625, while the interval leaves out zero.
+    borderline = compared("w" * 5 + "r" * 15, "r" * 20)
+    assert any(
+        "Borderline: the interval leaves out zero, yet the exact test does not reject" in n
+        for n in notes(borderline)
+    )
+    rows = [replace(row, aisbench_right=False) for row in make_rows(ITEMS, "r" * 8)]
+    before, after = evaluation(ITEMS, "w" * 8), Evaluation.of(settings_of(ITEMS), rows)
+    assert any(
+        "under AISBench's string rule the change is +0.0" in note
+        for note in notes(compare_evaluations(before, after))
+    )
