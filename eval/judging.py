@@ -8,7 +8,8 @@ from typing import Protocol
 
 from eval.benchmark import Ruler
 from eval.benchmark.choice import CHOICE_GRADER, grade_choice
-from eval.grading import GRADER, Grade, grade
+from eval.grading import GRADER, Grade
+from eval.grading import Judge as MathematicsJudge
 
 
 class Judge(Protocol):
@@ -16,11 +17,6 @@ class Judge(Protocol):
 
     def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
         """The verdict on a response; None stands for a failed request."""
-
-
-class _MathematicsJudge:
-    def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
-        return grade(response, finish_reason, gold)
 
 
 class _ChoiceJudge:
@@ -35,5 +31,9 @@ def grader_name(ruler: Ruler) -> str:
 
 @contextlib.contextmanager
 def open_judge(ruler: Ruler) -> Iterator[Judge]:
-    """The judge of a ruler, with what it needs to run."""
-    yield _ChoiceJudge() if ruler == "choice" else _MathematicsJudge()
+    """The judge of a ruler, with the processes it needs."""
+    if ruler == "choice":
+        yield _ChoiceJudge()
+        return
+    with MathematicsJudge() as judge:
+        yield judge

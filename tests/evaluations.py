@@ -40,7 +40,7 @@ def make_row(item: Item, letter: str, sample: int = 0, **changes: Any) -> Row:
     fields: dict[str, Any] = {
         "id": item.id,
         "sample": sample,
-        "prompt": item.messages,
+        "prompt": item.prompt,
         "response": texts.get(letter, f"<script>hacked = 1</script></script>\n\\boxed{{{answer}}}"),
         "finish_reason": {"f": None, "t": "length"}.get(letter, "stop"),
         "response_tokens": None if letter == "f" else 10 + sample,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from eval.benchmark import load_items
+from eval.benchmark import load_set
 from eval.grading import extract_aisbench, grade, is_equal_aisbench
 from eval.grading.exact import is_equal_exact
 from eval.grading.verdict import parse_number
@@ -197,7 +197,8 @@ def test_gold_solutions_of_real_benchmarks_grade_right() -> None:
     data = Path(os.environ["DAPO_TEST_DATA"])
     path = data / "math500" / "test.jsonl"
     solutions = [json.loads(line)["solution"] for line in path.read_text(encoding="utf-8").splitlines()]
-    grades = [grade(s, "stop", item.gold) for s, item in zip(solutions, load_items(path, "math500"), strict=True)]
+    items = load_set(path, "math500").items
+    grades = [grade(s, "stop", item.gold) for s, item in zip(solutions, items, strict=True)]
     assert Counter((g.verdict, g.aisbench_right, g.aisbench_raises) for g in grades) == {
         ("right", True, False): 500
     }

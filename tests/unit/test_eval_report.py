@@ -299,7 +299,7 @@ def test_different_settings_are_refused_by_name(tmp_path: Path, changes: dict[st
 
 def test_different_items_prompts_golds_and_samples_are_refused_with_counts() -> None:
     items = [replace(ITEMS[0], id="other"), replace(ITEMS[1], gold="9"), *ITEMS[2:]]
-    items[2] = replace(items[2], messages=({"role": "user", "content": "changed"},))
+    items[2] = replace(items[2], prompt=({"role": "user", "content": "changed"},))
     with pytest.raises(ComparisonError) as caught:
         compare_evaluations(evaluation(ITEMS, "r" * 8), evaluation(items, " ".join(["rr"] * 8)))
     message = str(caught.value)
