@@ -47,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, prompt: str, finish_reason: str = "stop") -> bool:
         left, right = re.findall(r"\d+", prompt)
-        text = f"Answer: {int(left) + int(right)}"
+        text = f"Answer: \\boxed{{{int(left) + int(right)}}}"
         is_chat = self.path.endswith("/chat/completions")
         said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
         choice = {**said, "finish_reason": finish_reason}

@@ -24,6 +24,7 @@ from eval.run import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Behaviour, Handler, make_set, running
 
 SAMPLING = Sampling(max_tokens=64, temperature=0.0, top_p=0.9, seed=7)
+FIVE = "Answer: \\boxed{5}"
 LIMITS = Limits(concurrency=8, timeout_seconds=5.0, max_attempts=4, backoff_seconds=0.01, outage_seconds=10.0)
 
 
@@ -81,7 +82,7 @@ def test_a_chat_request_carries_key_model_sampling_and_its_own_seed(
     outcome = ask(endpoint, sample=2)
     assert outcome.answer is not None
     assert (outcome.answer.text, outcome.answer.finish_reason, outcome.answer.response_tokens) == (
-        "Answer: 5",
+        FIVE,
         "stop",
         5,
     )
@@ -101,7 +102,7 @@ def test_a_chat_request_carries_key_model_sampling_and_its_own_seed(
 def test_text_goes_to_completions_and_fields_that_are_not_set_are_not_sent(
     server: ArithmeticServer, endpoint: Endpoint
 ) -> None:
-    assert text_of(ask(endpoint, "2 + 3 = ?")) == "Answer: 5"
+    assert text_of(ask(endpoint, "2 + 3 = ?")) == FIVE
     path, _, body = server.requests[0]
     assert (path, body["prompt"]) == ("/v1/completions", "2 + 3 = ?")
     assert not {"messages", "top_k", "stop", "stream"} & body.keys()
@@ -110,14 +111,14 @@ def test_text_goes_to_completions_and_fields_that_are_not_set_are_not_sent(
 
 
 def test_base_url_may_end_in_v1(server: ArithmeticServer) -> None:
-    assert text_of(ask(Endpoint(server.url + "/v1/", "m"))) == "Answer: 5"
+    assert text_of(ask(Endpoint(server.url + "/v1/", "m"))) == FIVE
 
 
 def test_a_proxy_of_the_environment_is_not_used_for_this_machine(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    assert text_of(ask(endpoint)) == "Answer: 5"
+    assert text_of(ask(endpoint)) == FIVE
 
 
 FAULTS: dict[str, Behaviour] = {
@@ -140,7 +141,7 @@ def test_a_fault_that_passes_is_retried_and_one_that_stays_is_told(
     fault = FAULTS[reason]
     server.behave = lambda handler, prompt, attempt: attempt <= 2 and fault(handler, prompt, attempt)
     outcome = ask(endpoint)
-    assert (text_of(outcome), outcome.attempts, outcome.failure) == ("Answer: 5", 3, None)
+    assert (text_of(outcome), outcome.attempts, outcome.failure) == (FIVE, 3, None)
 
     server.behave = fault
     outcome = ask(endpoint, ({"role": "user", "content": "4 + 4 = ?"},))
@@ -157,7 +158,7 @@ def test_a_truncated_body_is_retried(server: ArithmeticServer, endpoint: Endpoin
         return attempt == 1
 
     server.behave = cut
-    assert (text_of(ask(endpoint)), server.asked["2 + 3 = ?"]) == ("Answer: 5", 2)
+    assert (text_of(ask(endpoint)), server.asked["2 + 3 = ?"]) == (FIVE, 2)
 
 
 def test_a_refusal_is_final(server: ArithmeticServer, endpoint: Endpoint) -> None:
@@ -171,7 +172,7 @@ def test_retry_after_is_waited_for(server: ArithmeticServer, endpoint: Endpoint)
         attempt == 1 and handler.send(429, b"slow down", headers={"Retry-After": "0.3"})
     )
     outcome = ask(endpoint)
-    assert (text_of(outcome), outcome.attempts) == ("Answer: 5", 2)
+    assert (text_of(outcome), outcome.attempts) == (FIVE, 2)
     assert outcome.seconds >= 0.3  # the backoff alone is at most 0.01 s
 
 
@@ -219,13 +220,13 @@ def test_nan_null_and_lone_surrogates_in_a_body(
     server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path
 ) -> None:
     body = (
-        b'{"choices": [{"message": {"content": "\\ud800 Answer: 1"}, "finish_reason": NaN, "logprob": NaN}],'
+        b'{"choices": [{"message": {"content": "\\ud800 \\\\boxed{1}"}, "finish_reason": NaN, "logprob": NaN}],'
         b' "usage": {"completion_tokens": NaN}}'
     )
     server.behave = lambda handler, prompt, attempt: handler.send(200, body)
     assert evaluate(make_set(1), [endpoint], SAMPLING, tmp_path).accuracy == 1.0
     row = read_rows(tmp_path)["item-0", 0]
-    assert (row.response, row.finish_reason, row.response_tokens) == ("\ufffd Answer: 1", None, None)
+    assert (row.response, row.finish_reason, row.response_tokens) == ("\ufffd \\boxed{1}", None, None)
     assert b"NaN" not in (tmp_path / "results.jsonl").read_bytes()
     (tmp_path / "results.jsonl").read_bytes().decode("utf-8")
 

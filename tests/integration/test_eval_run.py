@@ -42,9 +42,8 @@ def endpoints(server: ArithmeticServer) -> list[Endpoint]:
 def test_rows_and_summary_hold_what_was_asked_and_answered(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
-    # Item 0 is cut off, items 1-3 are right; gold of item 3 is made wrong, that of item 2 another way to write it.
+    # Item 0 is cut off, items 1-3 are right; gold of item 3 is made wrong.
     items = list(make_set(4).items)
-    items[2] = replace(items[2], gold="3.0")
     items[3] = replace(items[3], gold="-1", level="2")
     server.behave = lambda handler, prompt, attempt: prompt.startswith("0 ") and handler.answer(prompt, "length")
     evaluation_set = replace(make_set(1), items=tuple(items), benchmark="arithmetic")
@@ -55,7 +54,7 @@ def test_rows_and_summary_hold_what_was_asked_and_answered(
         "2": {"n": 1, "right": 0, "accuracy": 0.0},
     }
     assert (summary.mean_response_tokens, summary.num_samples, summary.repeats) == (5.0, 1, None)
-    # AISBench does not look at how a response ended, so it alone calls the cut-off item 0 right; 3.0 is its 3 too.
+    # AISBench does not look at how a response ended, so it alone calls the cut-off item 0 right.
     assert summary.aisbench == {"accuracy": 0.75, "raises": 0}
     assert summary.agreement == {"both": 2, "exact_only": 0, "aisbench_only": 1, "neither": 1}
     assert [(row["id"], row["verdict"]) for row in summary.disagreements] == [("item-0", "truncated")]
@@ -68,7 +67,7 @@ def test_rows_and_summary_hold_what_was_asked_and_answered(
     assert list(read_rows(tmp_path)) == [("item-0", 0), ("item-1", 0), ("item-2", 0), ("item-3", 0)]
     row = read_rows(tmp_path)["item-1", 0]
     assert row.prompt == ({"role": "user", "content": "1 + 1 = ?"},)
-    assert (row.response, row.answer, row.gold, row.verdict) == ("Answer: 2", "2", "2", "right")
+    assert (row.response, row.answer, row.gold, row.verdict) == ("Answer: \\boxed{2}", "2", "2", "right")
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == ["results.jsonl", "settings.json", "summary.json"]
     assert "secret" not in "".join((tmp_path / name).read_text() for name in written)
@@ -79,7 +78,7 @@ def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_told(
 ) -> None:
     # Two of four items say something else at their second sample, one of these the same answer in other words.
     def differ(handler: Handler, prompt: str, attempt: int) -> bool:
-        text = {"1 + 1 = ?": "Answer: 9", "2 + 1 = ?": "So:\nAnswer: 3"}.get(prompt)
+        text = {"1 + 1 = ?": "\\boxed{9}", "2 + 1 = ?": "So \\boxed{3}"}.get(prompt)
         if attempt < 2 or text is None:
             return False
         choice = {"message": {"content": text}, "finish_reason": "stop"}
