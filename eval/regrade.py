@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.grading import GRADER, Judge
+from eval.judging import grader_name, open_judge, ruler_of
 from eval.results import (
     RESULTS_FILE,
     SETTINGS_FILE,
     SUMMARY_FILE,
     Row,
+    exclusive,
     load_results,
     write_atomically,
     write_rows,
 )
-from eval.run import Summary, summarise
+from eval.run import regrade_row
+from eval.samples import same_answer_by
+from eval.summary import Summary, summarise
 
 
 @dataclass(frozen=True)
@@ -34,24 +37,6 @@ class Regraded:
     summary: Summary
 
 
-def regrade_rows(rows: Iterable[Row], judge: Judge) -> list[Row]:
-    """The rows with the verdicts of this version's rulers."""
-    regraded = []
-    for row in rows:
-        graded = judge.grade(row.response, row.finish_reason, row.gold)
-        regraded.append(
-            replace(
-                row,
-                answer=graded.answer,
-                verdict=graded.verdict,
-                aisbench_answer=graded.aisbench_answer,
-                aisbench_right=graded.aisbench_right,
-                aisbench_raises=graded.aisbench_raises,
-            )
-        )
-    return regraded
-
-
 def regrade(path: str | Path) -> Regraded:
     """Grade a finished results directory, or its results.jsonl, again and rewrite rows, settings and summary.
 
@@ -63,14 +48,16 @@ def regrade(path: str | Path) -> Regraded:
         directory = directory.parent
     settings, rows = load_results(directory)
     before = list(rows.values())
-    with Judge() as judge:
-        after = regrade_rows(before, judge)
+    ruler = ruler_of(str(settings["grader"]))
+    regraded_settings: dict[str, Any] = {**settings, "grader": grader_name(ruler)}
+    with exclusive(directory), open_judge(ruler) as judge:
+        after = [regrade_row(row, judge) for row in before]
         num_killed = judge.num_killed
-    regraded_settings: dict[str, Any] = {**settings, "grader": GRADER}
-    summary = summarise(after, regraded_settings)
-    write_rows(directory, after)
-    write_atomically(directory / SETTINGS_FILE, json.dumps(regraded_settings, indent=2) + "\n")
-    write_atomically(directory / SUMMARY_FILE, json.dumps(asdict(summary), indent=2, ensure_ascii=False) + "\n")
+        summary = summarise(after, regraded_settings, same_answer_by(judge.grade))
+        write_rows(directory, after)
+        write_atomically(directory / SETTINGS_FILE, json.dumps(regraded_settings, indent=2) + "\n")
+        text = json.dumps(asdict(summary), indent=2, ensure_ascii=False)
+        write_atomically(directory / SUMMARY_FILE, text + "\n")
     return Regraded(
         directory=directory,
         grader_before=str(settings.get("grader")),
@@ -83,7 +70,8 @@ def regrade(path: str | Path) -> Regraded:
 
 def describe(regraded: Regraded) -> str:
     """The changes as lines for a terminal."""
-    lines = [f"{regraded.directory}: {regraded.summary.num_items} rows, {regraded.grader_before} -> {GRADER}"]
+    grader = regraded.summary.settings["grader"]
+    lines = [f"{regraded.directory}: {regraded.summary.num_items} items, {regraded.grader_before} -> {grader}"]
     for ruler, transitions in (("exact", regraded.verdicts), ("aisbench", regraded.aisbench)):
         changes = [f"{count} {before} -> {after}" for (before, after), count in sorted(transitions.items())]
         lines.append(f"{ruler}: {', '.join(changes) or 'no verdict changed'}")

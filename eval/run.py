@@ -32,6 +32,7 @@ from eval.results import (
     write_atomically,
     write_rows,
 )
+from eval.samples import same_answer_by
 from eval.summary import Summary, summarise
 
 logger = logging.getLogger(__name__)
@@ -83,10 +84,10 @@ def evaluate(
                 asyncio.run(recorder.record(missing))
                 rows = read_rows(output_dir)
                 _refuse_failures(rows, dispatcher, endpoints, max_failed, len(wanted), output_dir)
-        # Rows are appended as they finish; a finished file has the items' order.
-        ordered = [rows[item.id, sample] for item, sample in wanted]
-        write_rows(output_dir, ordered)
-        summary = summarise(ordered, settings)
+            # Rows are appended as they finish; a finished file has the items' order.
+            ordered = [rows[item.id, sample] for item, sample in wanted]
+            write_rows(output_dir, ordered)
+            summary = summarise(ordered, settings, same_answer_by(judge.grade))
         text = json.dumps(asdict(summary), indent=2, ensure_ascii=False)
         write_atomically(output_dir / SUMMARY_FILE, text + "\n")
     _log(summary)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.results import Row, group_by, mean_response_tokens, rate
+from eval.samples import Evaluation, IsSame, is_answered, item_metrics
+from eval.statistics import bootstrap_mean
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,13 @@ class Summary:
     aisbench: dict[str, float]  # {accuracy, raises: rows on which AISBench itself would have raised}
     agreement: dict[str, int]  # of the two rulers over answered rows, see _agreement
     disagreements: list[dict[str, Any]]  # the rows that one ruler alone calls right
+    samples: dict[str, dict[str, Any]] | None  # avg@k, pass@k, maj@k -> {value, ci95}; None for one sample
     repeats: dict[str, float] | None  # of greedy samples, see _repeats; None without repeats
     settings: dict[str, Any]
 
 
-def summarise(rows: Sequence[Row], settings: dict[str, Any]) -> Summary:
-    """The summary of all rows of an evaluation."""
+def summarise(rows: Sequence[Row], settings: dict[str, Any], is_same: IsSame) -> Summary:
+    """The summary of all rows of an evaluation; `is_same` says whether two answers count as one (maj@k)."""
     answered = [row for row in rows if row.is_answered]
     sampling = settings["sampling"]
     is_repeated = sampling["num_samples"] > 1 and sampling["temperature"] == 0
@@ -57,6 +60,7 @@ def summarise(rows: Sequence[Row], settings: dict[str, Any]) -> Summary:
         },
         agreement=_agreement(answered),
         disagreements=[_disagreement(row) for row in answered if row.is_right != row.aisbench_right],
+        samples=_samples(rows, settings, is_same) if sampling["num_samples"] > 1 else None,
         repeats=_repeats(answered) if is_repeated else None,
         settings=settings,
     )
@@ -70,6 +74,16 @@ def _accuracy_by(rows: Sequence[Row], field: str) -> dict[str, dict[str, float]]
             "accuracy": rate(group, lambda row: row.is_right),
         }
         for key, group in group_by(rows, field).items()
+    }
+
+
+def _samples(rows: Sequence[Row], settings: dict[str, Any], is_same: IsSame) -> dict[str, dict[str, Any]]:
+    """Over the items of which every sample was answered, with bootstrap intervals over items."""
+    items = [samples for samples in Evaluation.of(settings, rows).items.values() if is_answered(samples)]
+    metrics = item_metrics(items, is_same) if items else {}
+    return {
+        name: {"value": sum(values) / len(values), "ci95": bootstrap_mean(values)}
+        for name, values in metrics.items()
     }
 
 

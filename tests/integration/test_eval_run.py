@@ -19,6 +19,7 @@ from eval import judging
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
 from eval.errors import EvaluationError, ResultsError
+from eval.regrade import regrade
 from eval.results import exclusive, load_results, read_rows
 from eval.run import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
@@ -90,6 +91,14 @@ def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_told(
     )
     assert (summary.num_items, summary.num_samples, summary.n) == (4, 3, 12)
     assert summary.accuracy == 10 / 12  # samples 1 and 2 of item 1 are wrong
+    # Of 3 samples each item has 3, 1, 3, 3 right; the answer 9, given twice, outvotes item 1's right one.
+    assert summary.samples is not None
+    values = {name: metric["value"] for name, metric in summary.samples.items()}
+    # pass@2 of item 1: 1 - C(2, 2) / C(3, 2) = 2 / 3
+    assert values == pytest.approx({"avg@3": 10 / 12, "pass@2": (3 + 2 / 3) / 4, "pass@3": 1.0, "maj@3": 0.75})
+    assert all(
+        low <= values[name] <= high for name, metric in summary.samples.items() for low, high in [metric["ci95"]]
+    )
     assert summary.repeats == {
         "num_items": 4,
         "differing_responses": 0.5,
@@ -212,6 +221,19 @@ def test_another_grader_or_gold_grades_again_and_asks_nothing(
     assert (row.gold, row.verdict, row.subject, row.aisbench_right) == ("5", "wrong", "sum", False)
     assert set(server.asked.values()) == {1}
     assert not list(tmp_path.glob("superseded-*"))
+
+
+def test_letters_are_regraded_as_letters(
+    server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
+) -> None:
+    choice = {"choices": [{"message": {"content": "\\boxed{C}\\boxed{A}"}, "finish_reason": "stop"}]}
+    server.behave = lambda handler, prompt, attempt: handler.send(200, json.dumps(choice).encode())
+    items = tuple(replace(item, gold="AC") for item in make_set(3).items)
+    evaluation_set = replace(make_set(3), items=items, benchmark="choice", ruler="choice")
+    assert evaluate(evaluation_set, endpoints, SAMPLING, tmp_path).accuracy == 1.0
+    regraded = regrade(tmp_path)
+    assert (regraded.summary.accuracy, regraded.verdicts, regraded.num_killed) == (1.0, {}, 0)
+    assert regraded.summary.settings["grader"] == "choice-letters/1"
 
 
 def test_two_evaluations_do_not_write_to_one_folder(

@@ -60,6 +60,6 @@ def test_what_is_no_results_directory_is_refused(tmp_path: Path) -> None:
     directory = write_results(tmp_path / "short", [ROW, replace(ROW, id="b")])
     write_rows(directory, [ROW])
     before = (directory / "results.jsonl").read_bytes()
-    with pytest.raises(ResultsError, match="holds 1 of 2 items"):
+    with pytest.raises(ResultsError, match="holds 1 of 2 responses"):
         regrade(directory)
     assert (directory / "results.jsonl").read_bytes() == before
