@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import functools
 import json
-import ssl
 import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 
 from eval.prompts import Prompt
 
@@ -93,22 +91,18 @@ class RequestError(Exception):
 
 
 class Connection:
-    """One connection to a server, kept open, for one request at a time. Use as an async context manager.
-
-    One client per request in flight: httpx's own pool looks at all its connections for every request, which
-    costs more than the requests once dozens are in flight.
-    """
+    """One connection to a server, kept open, for one request at a time. Use as an async context manager."""
 
     def __init__(self, endpoint: Endpoint, sampling: Sampling, timeout_seconds: float) -> None:
         self._endpoint = endpoint
         self._sampling = sampling
         self._timeout_seconds = timeout_seconds
         headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
-        self._http = httpx.AsyncClient(
+        connect_seconds = min(_CONNECT_SECONDS, timeout_seconds)
+        self._http = aiohttp.ClientSession(
             headers=headers,
-            timeout=httpx.Timeout(None, connect=min(_CONNECT_SECONDS, timeout_seconds)),
-            limits=httpx.Limits(max_connections=1),
-            verify=_ssl_context(endpoint.base_url.startswith("https")),
+            timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
+            connector=aiohttp.TCPConnector(limit=1),
             # A proxy from the environment must not stand between us and a server on this machine.
             trust_env=urlsplit(endpoint.base_url).hostname not in _LOOPBACK,
         )
@@ -119,7 +113,7 @@ class Connection:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def ask(self, prompt: Prompt, sample: int = 0) -> Answer:
         """The response to one prompt: messages go to chat/completions, text to completions. Raises RequestError.
@@ -131,49 +125,51 @@ class Connection:
         body = {"model": self._endpoint.model, **fields, **self._sampling.body(sample)}
         url = self._endpoint.url("chat/completions" if is_chat else "completions")
         try:
-            response = await asyncio.wait_for(self._http.post(url, json=body), self._timeout_seconds)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            async with self._http.post(url, json=body, allow_redirects=False) as response:
+                content = await response.read()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise RequestError(f"{type(error).__name__}: {error}", is_unreachable=True) from error
         except (TimeoutError, asyncio.TimeoutError) as error:
             reason = f"no answer within {self._timeout_seconds:g} s"
             raise RequestError(reason, is_timeout=True) from error
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        except (aiohttp.InvalidURL, ValueError) as error:
             raise RequestError(f"{type(error).__name__}: {error}", is_final=True) from error
-        except httpx.HTTPError as error:
+        except aiohttp.ClientError as error:
             raise RequestError(f"{type(error).__name__}: {error}") from error
-        if response.status_code != 200:
+        if response.status != 200:
             raise RequestError(
-                f"HTTP {response.status_code}: {response.text[:_MAX_REASON_CHARS]}",
-                is_final=response.status_code not in _RETRIED_STATUS,
-                retry_after_seconds=_retry_after(response),
+                f"HTTP {response.status}: {content.decode('utf-8', 'replace')}",
+                is_final=response.status not in _RETRIED_STATUS,
+                retry_after_seconds=_retry_after(response.headers.get("Retry-After", "")),
             )
-        return _read_answer(response, is_chat)
+        return _read_answer(content, is_chat)
 
     async def is_there(self) -> bool:
         """Whether a server takes connections; what it says does not matter."""
+        timeout = aiohttp.ClientTimeout(total=_CONNECT_SECONDS)
         try:
-            await asyncio.wait_for(self._http.get(self._endpoint.url("models")), _CONNECT_SECONDS)
-        except (httpx.ConnectError, httpx.ConnectTimeout, TimeoutError, asyncio.TimeoutError):
+            async with self._http.get(self._endpoint.url("models"), timeout=timeout):
+                return True
+        except (aiohttp.ClientConnectorError, TimeoutError, asyncio.TimeoutError):
             return False
-        except httpx.HTTPError:
+        except aiohttp.ClientError:
             return True
-        return True
 
 
-def _read_answer(response: httpx.Response, is_chat: bool) -> Answer:
+def _read_answer(content: bytes, is_chat: bool) -> Answer:
+    beginning = content[:_MAX_REASON_CHARS].decode("utf-8", "replace")
     try:
-        payload = json.loads(response.content)
+        payload = json.loads(content)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(
-            f"invalid JSON in a body of {len(response.content)} bytes ({error}): {response.text[:100]!r}"
+            f"invalid JSON in a body of {len(content)} bytes ({error}): {beginning[:100]!r}"
         ) from error
     try:
         choice = payload["choices"][0]
         text = choice["message"]["content"] if is_chat else choice["text"]
         finish_reason = choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        kind = "chat completion" if is_chat else "completion"
-        raise RequestError(f"not a {kind}: {response.text[:_MAX_REASON_CHARS]!r}") from error
+        raise RequestError(f"not a {'chat ' if is_chat else ''}completion: {beginning!r}") from error
     if text is None:
         text = ""
     if not isinstance(text, str):
@@ -190,15 +186,9 @@ def _utf8(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-@functools.cache
-def _ssl_context(is_used: bool) -> ssl.SSLContext:
-    """One for all connections: loading the certificate authorities takes tens of milliseconds."""
-    return httpx.create_ssl_context() if is_used else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-
-
-def _retry_after(response: httpx.Response) -> float:
+def _retry_after(value: str) -> float:
     """Seconds that the header asks for, as a number or a date; 0 without one."""
-    value = response.headers.get("retry-after", "").strip()
+    value = value.strip()
     try:
         seconds = float(value) if value[:1].isdigit() else _seconds_until(value)
     except ValueError:

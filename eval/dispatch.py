@@ -86,7 +86,7 @@ class Dispatcher:
         self._fresh: deque[Request] = deque()
         self._again: list[Request] = []
         self._num_open = 0
-        # Beside cancelling: before Python 3.12 wait_for loses a cancellation that comes with the answer.
+        # Beside cancelling: what a worker awaits may lose a cancellation that comes with the answer.
         self._is_stopped = False
         self._changed = asyncio.Event()
         self._next_start = 0.0
