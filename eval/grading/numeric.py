@@ -168,7 +168,12 @@ def _agree(left: Node, right: Node, log_base: str) -> bool:
 
 def _is_close(left: Any, right: Any) -> bool:
     size = max(abs(left), abs(right))
-    return bool(abs(left - right) <= size * _tolerance() or size < _tolerance())
+    return bool(abs(left - right) <= size * _tolerance() or (_is_rounding(left) and _is_rounding(right)))
+
+
+def _is_rounding(value: Any) -> bool:
+    """True for zero, also when rounding left 1e-70 or so of it; smaller values are meant."""
+    return bool(value == 0 or 1e-90 < abs(value) < 1e-55)
 
 
 @cache
