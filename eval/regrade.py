@@ -19,7 +19,6 @@ from eval.results import (
     write_atomically,
     write_rows,
 )
-from eval.run import Summary, summarise
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,9 @@ class Regraded:
     verdicts: dict[tuple[str, str], int]
     aisbench: dict[tuple[str, str], int]
     num_killed: int
-    summary: Summary
+    num_rows: int
+    num_answered: int
+    accuracy: float
 
 
 def regrade_rows(rows: Iterable[Row], judge: Judge) -> list[Row]:
@@ -58,6 +59,8 @@ def regrade(path: str | Path) -> Regraded:
     Each file is replaced atomically, the rows before the settings that name their grader: what is interrupted can
     be graded again. Raises ResultsError when the directory is not one of `dapo eval`, or not finished.
     """
+    from eval.run import summarise  # which continues directories with regrade_rows
+
     directory = Path(path)
     if directory.name == RESULTS_FILE:
         directory = directory.parent
@@ -77,19 +80,21 @@ def regrade(path: str | Path) -> Regraded:
         verdicts=_transitions((row.verdict for row in before), (row.verdict for row in after)),
         aisbench=_transitions(map(_aisbench_verdict, before), map(_aisbench_verdict, after)),
         num_killed=num_killed,
-        summary=summary,
+        num_rows=summary.num_items,
+        num_answered=summary.n,
+        accuracy=summary.accuracy,
     )
 
 
 def describe(regraded: Regraded) -> str:
     """The changes as lines for a terminal."""
-    lines = [f"{regraded.directory}: {regraded.summary.num_items} rows, {regraded.grader_before} -> {GRADER}"]
+    lines = [f"{regraded.directory}: {regraded.num_rows} rows, {regraded.grader_before} -> {GRADER}"]
     for ruler, transitions in (("exact", regraded.verdicts), ("aisbench", regraded.aisbench)):
         changes = [f"{count} {before} -> {after}" for (before, after), count in sorted(transitions.items())]
         lines.append(f"{ruler}: {', '.join(changes) or 'no verdict changed'}")
     if regraded.num_killed:
         lines.append(f"{regraded.num_killed} rows went beyond the limits of time or memory and count as wrong")
-    lines.append(f"accuracy {regraded.summary.accuracy:.1%} of {regraded.summary.n}")
+    lines.append(f"accuracy {regraded.accuracy:.1%} of {regraded.num_answered}")
     return "\n".join(lines)
 
 

@@ -112,6 +112,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
+            start_new_session=True,  # Ctrl-C is ours to handle
         )
         self.process = process
         if _read_line(process, START_SECONDS) is None:

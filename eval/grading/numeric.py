@@ -188,7 +188,8 @@ def _values_at(
     mp = _mpmath()
     environment = {name: _coordinate(name, point) for name in names}
     try:
-        return mp.mpc(_value(left, environment, log_base)), mp.mpc(_value(right, environment, log_base))
+        values = mp.mpc(_value(left, environment, log_base)), mp.mpc(_value(right, environment, log_base))
+        return values if mp.isfinite(values[0]) and mp.isfinite(values[1]) else None
     except (ArithmeticError, ValueError, TypeError, mp.NoConvergence):  # a pole, a logarithm of zero
         return None
 

@@ -50,10 +50,14 @@ _REMARKS = re.compile(
     r"""(?x)^"[^"]*\b(?:is|are|:)\s*:?"\s* | \s*[,;(]?\s*"\(?(?:since|because|as|where)\b.*$
     | \s*[,;(]\s*(?:"[^"]*"\s*)?[a-z]\s*∈\s*[ℤℕℝℚℂ][^,;]*$"""
 )
+_AROUND = r'[\s".(){}]*'
 _EMPTY = re.compile(
-    r"(?i)\W*((there (is|are) )?no (real )?(solutions?|roots?)( exists?)?|none|(the )?empty( set)?|∅|⦃ *⦄|无解)\W*"
+    rf"(?i){_AROUND}((there (is|are) )?no (real )?(solutions?|roots?)( exists?)?|none|(the )?empty( set)?"
+    rf"|∅|⦃ *⦄|无解){_AROUND}"
 )
-_ALL_REALS = re.compile(r"(?i)\W*(all( the)? real( number)?s?( numbers?)?|ℝ|any real number|全体实数|所有实数)\W*")
+_ALL_REALS = re.compile(
+    rf"(?i){_AROUND}(all( the)? real( number)?s?( numbers?)?|ℝ|any real number|全体实数|所有实数){_AROUND}"
+)
 
 
 @lru_cache(maxsize=8192)
