@@ -26,6 +26,7 @@ class _Box(NamedTuple):
 
 
 _BRACES = re.compile(r"\\{1,4}(boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
+_MACRO = re.compile(r"\\(?:boxed|fbox|framebox)")
 _BARE_BOX = re.compile(r"\\boxed\s*([+-]?[\w.,/]+)")
 _CUE = re.compile(
     r"""(?ix)(?: (?P<tag><answer>) | ^\W{0,8}\#{1,4}\W{0,4}(?:final\ )?answer\b\W{0,4}$ | ^\#{4}\s
@@ -102,11 +103,12 @@ def _behind_thinking(text: str) -> tuple[str, bool]:
 
 def _boxes(text: str) -> tuple[list[_Box], bool]:
     """(boxes with content in order of their beginning, True when the last one never closes)."""
-    if "box" not in text:
+    first = _MACRO.search(text)
+    if first is None:
         return [], False
     open_braces: list[tuple[str, int, int]] = []  # (macro or "", its index, index behind the brace)
     closed: dict[str, list[_Box]] = {"boxed": [], "fbox": [], "framebox": []}
-    for match in _BRACES.finditer(text):
+    for match in _BRACES.finditer(text, first.start()):
         token = match.group()
         if token == "}" and open_braces:
             macro, start, inner = open_braces.pop()

@@ -196,7 +196,7 @@ def _values_at(
 
 @lru_cache(maxsize=4096)
 def _coordinate(name: str, point: int) -> Any:
-    source = random.Random(f"{name}/{point}")
+    source = random.Random(f"{name!a}/{point}")
     value = _mpmath().mpf(source.randrange(10**40, 3 * 10**40)) / 10**40
     return -value if point < 0 and source.random() < 0.7 else value
 
