@@ -86,13 +86,19 @@ def same(prediction: Answer, gold: Answer) -> bool:
 
 
 def _same_value(prediction: Value, gold: Value) -> bool:
-    if is_unit_conflict(prediction.unit, gold.unit):
+    if is_unit_conflict(_unit_of(prediction), _unit_of(gold)):
         return False
     if prediction.is_percent == gold.is_percent:
         return is_same_value(prediction.node, gold.node)
     percent, number = (prediction, gold) if prediction.is_percent else (gold, prediction)
     hundredth: Node = ("div", percent.node, ("num", Fraction(100)))
     return is_same_value(percent.node, number.node) or is_same_value(hundredth, number.node)
+
+
+def _unit_of(value: Value) -> str:
+    if value.is_percent:
+        return "percent"
+    return "degree" if value.node[0] == "deg" and not value.unit else value.unit
 
 
 def _same_words_answer(prediction: Words, gold: Words) -> bool:

@@ -37,6 +37,8 @@ _SPELLINGS = {
     "N": "newton newtons",
     "W": "watt watts",
     "unit": "unit units",
+    "percent": "percent",
+    "degree": "degree degrees",
 }  # fmt: skip
 _CANONICAL = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3", "cu": "3"}
