@@ -86,7 +86,7 @@ def same(prediction: Answer, gold: Answer) -> bool:
 
 
 def _same_value(prediction: Value, gold: Value) -> bool:
-    if is_unit_conflict(prediction.unit, gold.unit):
+    if is_unit_conflict(_unit_of(prediction), _unit_of(gold)):
         return False
     if prediction.is_percent == gold.is_percent:
         return is_same_value(prediction.node, gold.node)
@@ -95,9 +95,17 @@ def _same_value(prediction: Value, gold: Value) -> bool:
     return is_same_value(percent.node, number.node) or is_same_value(hundredth, number.node)
 
 
+def _unit_of(value: Value) -> str:
+    if value.is_percent:
+        return "percent"
+    return "degree" if value.node[0] == "deg" and not value.unit else value.unit
+
+
 def _same_words_answer(prediction: Words, gold: Words) -> bool:
     words = _bare_words(prediction.text), _bare_words(gold.text)
-    return bool(words[1]) and words[0] == words[1]
+    return compact(prediction.text) == compact(gold.text) or (
+        words[0] == words[1] and _WORDY.fullmatch(words[1]) is not None
+    )
 
 
 def _same_listing(prediction: Listing, gold: Listing) -> bool:
@@ -134,9 +142,12 @@ def _same_tuple(prediction: Point, gold: Point) -> bool:
         return False
     brackets = [(answer.opening, answer.closing) for answer in (prediction, gold)]
     may_be_interval = len(gold.items) == 2 and all(bracket[0] in "([" for bracket in brackets)
-    if may_be_interval and brackets[0] != brackets[1]:
+    if brackets[0] != brackets[1] and (may_be_interval or not all(bracket in _PAIRS for bracket in brackets)):
         return False
     return all(same(p, g) for p, g in zip(prediction.items, gold.items, strict=True))
+
+
+_PAIRS = (("(", ")"), ("[", "]"), ("⟨", "⟩"), ("=", "="))
 
 
 def _same_vector(prediction: Answer, gold: Answer) -> bool:
@@ -240,16 +251,15 @@ def _value_of(answer: Answer) -> Answer:
 
 
 def _same_name(left: str, right: str) -> bool:
-    """Letters must agree; a function's name and its value's, or words, may stand for each other."""
-    if left == right or not left or not right:
+    """A word stands for any name, y for a function; letters must agree, but for an index or argument."""
+    if left == right or not left or not right or '"' in left + right:
         return True
-    plain = [len(re.sub(r"\\[a-zA-Z]+", "a", name)) == 1 for name in (left, right)]
-    if plain[0] and plain[1]:
-        return False
     functions = [re.fullmatch(r"[a-zA-Z]'*\([^()]*\)", name) is not None for name in (left, right)]
-    if functions[0] and functions[1]:
-        return left[0] == right[0]
-    return (any(functions) and bool({"y", "z"} & {left, right})) or any(len(name) > 3 for name in (left, right))
+    if any(functions) and not all(functions) and {"y", "z"} & {left, right}:
+        return True
+    short = [re.match(r"\\?[a-zA-Z]+", name) for name in (left, right)]
+    is_indexed = any(re.fullmatch(r"\\?[a-zA-Z]+(_.*|'*\(.*\))", name) for name in (left, right))
+    return is_indexed and short[0] is not None and short[1] is not None and short[0].group() == short[1].group()
 
 
 def _same_equation(prediction: Answer, gold: Answer) -> bool:
@@ -274,20 +284,25 @@ _SAME: dict[type, Callable[..., bool]] = {
 }
 
 
+_WORDY = re.compile(r"[^\W\d_][\w\s.,'-]*")
+
+
 def _same_words(prediction: str, gold: str, *answers: Answer) -> bool:
     """A word is the same with and without \\text; letters in a row are no word unless one side says so."""
-    if not any(isinstance(answer, Words) for answer in answers) and '"' not in prediction + gold:
+    is_quoted = '"' in prediction + gold
+    if not is_quoted and not any(isinstance(answer, Words) for answer in answers):
         return False
     words = _bare_words(prediction), _bare_words(gold)
-    is_word = any('"' in plain for plain in (prediction, gold)) or len(words[1]) > 3
-    return is_word and bool(words[1]) and words[0] == words[1]
+    if len(words[1]) == 1 and compact(prediction) != compact(gold):
+        return False  # a letter's case counts
+    return (is_quoted or len(words[1]) > 3) and words[0] == words[1] and _WORDY.fullmatch(words[1]) is not None
 
 
 def _bare_words(plain: str) -> str:
-    """Words in lower case without quotes, punctuation, articles and the endings of ordinals."""
-    text = re.sub(r"(?i)\b(the|an?|is|it)\b(?=.*\w)", " ", plain.replace('"', " ").lower())
-    text = re.sub(r"(?<=\d)(st|nd|rd|th)\b", "", re.sub(r"[^\w\s+\-*/^=<>≤≥∞°%\\]", " ", text))
-    return re.sub(r"\s+", " ", text).strip()
+    """Words in lower case without quotes, the brackets around all, articles and the endings of ordinals."""
+    text = re.sub(r"\b(the|an?|is|it|due)\s+(?=\w\w)", " ", plain.replace('"', " ").lower())
+    text = re.sub(r"(?<=\d)(st|nd|rd|th)\b", "", text).strip(" .,;:!()")
+    return re.sub(r"\s+", " ", text)
 
 
 _TIME = re.compile(r"(\d{1,2})(?::(\d\d))?(?::00)?([ap])\.?m\.?")
@@ -310,7 +325,7 @@ def _same_time(prediction: str, gold: str) -> bool | None:
     return minutes[0] == minutes[1]
 
 
-_BASED = re.compile(r'(-?[0-9A-Z.]+)(?:_\{?\(?"?(\w+)"?\)?\}?|"?\(?base"?(\d+)\)?"?)')
+_BASED = re.compile(r'(-?[0-9A-Z.]+)(?:_\{?\(?"?(?:base)?"?(\w+)"?\)?\}?|"?\(?base"?(\d+)\)?"?)')
 _BASE_WORDS = [
     "zero",
     "one",
@@ -332,6 +347,7 @@ def _same_base(prediction: str, gold: str) -> bool | None:
     """Verdict when the gold answer names its base: the same digits, and the same base unless it is left out."""
     texts = [re.sub(r"\s|\\", "", plain) for plain in (prediction, gold)]
     texts = [re.sub(r'^[a-zA-Z]=|(?<=\d)"(?=base)', "", text) for text in texts]
+    texts = [re.sub(r"^\(([0-9A-Z.]+)\)(?=_)", r"\1", text) for text in texts]
     ours, theirs = _BASED.fullmatch(texts[0]), _BASED.fullmatch(texts[1])
     if theirs is None or not re.search(r"\d", theirs.group(1)):
         return None
@@ -344,7 +360,7 @@ def _same_base(prediction: str, gold: str) -> bool | None:
 
 _CHOICE = re.compile(r'\(?\s*"?\s*\(?\s*([A-Za-z])\s*\)?\s*"?\s*\)?')
 _CHOSEN = re.compile(
-    r'(?is)\W*(?:(?:option|choice|answer|选项|选)\s*:?\s*)?\(?\s*"?\s*\(?([A-Z])\s*(?:\)|"|[.:]\s|\s*-\s|$)\s*"?\s*\)?(.*)'
+    r'(?is)\W*(?:(?:option|choice|answer|选项|选)\s*:?\s*)?\(?\s*"?\s*\(?([A-Z])\s*(?:\)|"|[.:](?=\W)|\s*-\s|$)\s*"?\s*\)?(.*)'
 )
 _FURTHER_LETTER = re.compile(r"\W*(?:(?:and|or)\W*)?[A-Z]\b")
 
@@ -363,7 +379,8 @@ def _same_choice(prediction: str, gold: str) -> bool | None:
 
 def _same_ratio(prediction: str, gold: str) -> bool | None:
     """Verdict on ratios: 3:2 is 6:4, and the fraction 3/2."""
-    sides = [plain.split(":") for plain in (prediction, gold)]
+    bare = [re.sub(r"^[^=]*=", "", plain) for plain in (prediction, gold)]
+    sides = [re.sub(r'(?<=\d)\s*"?\s*\bto\b\s*"?\s*(?=\d)', ":", plain).split(":") for plain in bare]
     if max(map(len, sides)) == 1:
         return None
     values = [[read_answer(part) for part in parts] for parts in sides]

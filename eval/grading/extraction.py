@@ -26,6 +26,7 @@ class _Box(NamedTuple):
 
 
 _BRACES = re.compile(r"\\{1,4}(boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
+_MACRO = re.compile(r"\\(?:boxed|fbox|framebox)")
 _BARE_BOX = re.compile(r"\\boxed\s*([+-]?[\w.,/]+)")
 _CUE = re.compile(
     r"""(?ix)(?: (?P<tag><answer>) | ^\W{0,8}\#{1,4}\W{0,4}(?:final\ )?answer\b\W{0,4}$ | ^\#{4}\s
@@ -35,12 +36,15 @@ _CUE = re.compile(
     | (?:最终)?答案(?:\s*[是为:：]+\s*|\W{0,4}[:：]\s*) | 故选\s*[:：]? | (?:因此|所以|故)答?选\s*[:：]? )""",
     re.MULTILINE,
 )
-_SENTENCE_END = re.compile(r"(?<!\d)[.!](?=\s)|(?<=\d)\.(?=\s+[A-Z]|\s*$)|。|</answer>|\s(?:I hope it is correct)")
+_SENTENCE_END = re.compile(
+    r"(?<![\d\\])[.!](?=\s)|(?<=\d)\.(?=\s+[A-Z]|\s*$)|。|</answer>|\s(?:I hope it is correct)"
+)
 _MATHS = re.compile(r"(?<!\\)\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _BETWEEN = re.compile(
     r"""(?ix)[\s$,;.&*\\()\[\]、，。]*(?:\\(?:quad|qquad|text|mbox|,|;|\ )[\s{]*)*
     (?:and|or|或|和|以及|及)?[\s$,;.&*\\()\[\]{}]*(?:[a-z](?:_\{?\w\}?)?\s*=\s*)?[\s$,;.&*\\()\[\]]*"""
 )
+_COMMANDS = re.compile(r"\\(?:text|mbox|textbf|mathrm|begin|end|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|[{}]")
 _PLACEHOLDER = re.compile(r"[.…\s]*|\\[lc]?dots|(?i:your )?answer")
 _TURN_END = re.compile(
     r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end▁of▁sentence)\|>|<｜end▁of▁sentence｜>|</s>"
@@ -90,6 +94,7 @@ def _behind_thinking(text: str) -> tuple[str, bool]:
 
     What a model goes on to write behind the end of its turn is no part of its answer.
     """
+    text = re.sub(r"^\s*<\|im_start\|>\w*", "", text)
     turn = _TURN_END.search(text)
     text = text[: turn.start()] if turn else text
     _, end, after = text.rpartition("</think>")
@@ -98,11 +103,12 @@ def _behind_thinking(text: str) -> tuple[str, bool]:
 
 def _boxes(text: str) -> tuple[list[_Box], bool]:
     """(boxes with content in order of their beginning, True when the last one never closes)."""
-    if "box" not in text:
+    first = _MACRO.search(text)
+    if first is None:
         return [], False
     open_braces: list[tuple[str, int, int]] = []  # (macro or "", its index, index behind the brace)
     closed: dict[str, list[_Box]] = {"boxed": [], "fbox": [], "framebox": []}
-    for match in _BRACES.finditer(text):
+    for match in _BRACES.finditer(text, first.start()):
         token = match.group()
         if token == "}" and open_braces:
             macro, start, inner = open_braces.pop()
@@ -160,17 +166,21 @@ def _cued(text: str) -> Found:
 
 
 def _is_bare_answer(text: str) -> bool:
-    """True for a response that is nothing but a short formula with a digit, or the letter of a choice."""
-    without_commands = re.sub(r"\\[A-Za-z]+|[{}]", " ", text)
-    is_short = (
-        len(text) <= MAX_BARE_CHARS and "\n" not in text and re.search(r"[^\W\d_]{2}", without_commands) is None
-    )
-    return is_short and (any(c.isdigit() for c in text) or re.fullmatch(r"\(?[A-J]\)?", text) is not None)
+    """True for a response that is nothing but a short formula, perhaps with a unit, or the letter of a choice."""
+    if not text or len(text) > MAX_BARE_CHARS or "\n" in text or re.search(r"\\(?:boxed|fbox)", text):
+        return False
+    words = re.findall(r"[^\W\d_]{2,}", _COMMANDS.sub(" ", text))
+    has_formula = any(character.isdigit() or character == "\\" for character in text)
+    is_formula = not words or (len(words) <= 2 and (" " not in text or not text[0].isalpha()))
+    return (has_formula and is_formula) or re.fullmatch(r"\(?[A-J]\)?", text) is not None
 
 
 def _unwrap(line: str) -> str | None:
     """An answer without Markdown emphasis, surrounding dollar signs or a closing full stop."""
     bare = line.strip().strip("*`").strip().rstrip(".").strip().strip("*`").strip()
+    bare = (
+        re.sub(r"^\}\s*|\s*(?:\\\]|\$\$)$", "", bare) if bare.count("{") < bare.count("}") else bare
+    )  # of a \text{
     if len(bare) > 1 and bare.startswith("$") and bare.endswith("$") and bare.count("$") in (2, 4):
         bare = bare.strip("$").strip()
     return bare or None

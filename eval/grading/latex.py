@@ -96,11 +96,10 @@ _STYLE = frozenset(
         "ensuremath",
         "mathop",
         "pmb",
-        "color",
     ]
 )
 _UPRIGHT = frozenset(("mathrm", "operatorname"))
-_DROPPED = frozenset(("phantom", "hspace", "vspace", "label", "tag", "hphantom", "vphantom"))
+_DROPPED = frozenset(["phantom", "hspace", "vspace", "label", "tag", "hphantom", "vphantom", "color", "textcolor"])
 FUNCTIONS = frozenset(
     [
         "sin",
@@ -132,9 +131,7 @@ _NUMBER_SETS = {"R": "ℝ", "N": "ℕ", "Z": "ℤ", "Q": "ℚ", "C": "ℂ"}
 _ENVIRONMENT = re.compile(
     r"\\(begin|end)\s*\{\s*([a-zA-Z]*matrix|array|aligned|align|cases|gathered|split)\*?\s*\}"
 )
-_DOUBLED = re.compile(
-    r"\\\\(?=(?:d?frac|sqrt|pi|text|left|right|begin|end|cdot|times|boxed|infty|circ|cup|pm|in|le|ge)\b)"
-)
+_DOUBLED = re.compile(r"\\\\(?=[A-Za-z{}%$!,;|])")
 _GROUPED_SPACES = re.compile(r"(?<![\d.\w}])(\d{1,3})((?:(?:\\[,;:! ]|~| |\{ \})\d{3})+)(?![\d\w])")
 
 
@@ -163,7 +160,9 @@ def clean(text: str) -> str:
     text = re.sub(
         r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\circ(?![A-Za-z])\s*(?=[,)]|$)|\^\s*°", "°", text
     )
+    text = re.sub(r"\^\s*\{?\s*\\(?:text|mathrm)\s*\{o\}\s*\}?", "°", text)
     text = _commands(text)
+    text = re.sub(r'\^\s*\{\s*"(?:st|nd|rd|th)"\s*\}', "", text)
     text = _words(text)
     text = text.replace("<=", "≤").replace(">=", "≥").replace("!=", "≠").replace("**", "^").replace("\n", " ")
     return _trim(text)
@@ -218,12 +217,21 @@ def _commands(text: str) -> str:
         position = match.end()
         if name in _TEXT or name in _STYLE or name in _UPRIGHT or name in _DROPPED:
             inner, position = _argument(text, position)
-            pieces.append(_styled(name, inner))
+            after_number = any(c.isdigit() for c in "".join(pieces[-2:]).rstrip()[-1:])
+            pieces.append(_quoted(inner) if _is_unit(name, inner, after_number) else _styled(name, inner))
         elif name in _COMMANDS:
             pieces.append(_COMMANDS[name])
         else:
             pieces.append(f"\\{name} " if name[0].isalpha() else name)
     return "".join([*pieces, text[position:]])
+
+
+def _is_unit(name: str, inner: str, after_number: bool) -> bool:
+    """True for \\mathrm{~m}, and for \\mathrm{m} behind a number."""
+    if name != "mathrm":
+        return False
+    letter = re.sub(r"\\[,; ]|~|\s", "", inner)
+    return len(letter) == 1 and letter in "mshgNJWKVALl" and (after_number or letter != inner)
 
 
 def _argument(text: str, position: int) -> tuple[str, int]:

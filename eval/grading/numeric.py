@@ -168,7 +168,12 @@ def _agree(left: Node, right: Node, log_base: str) -> bool:
 
 def _is_close(left: Any, right: Any) -> bool:
     size = max(abs(left), abs(right))
-    return bool(abs(left - right) <= size * _tolerance() or size < _tolerance())
+    return bool(abs(left - right) <= size * _tolerance() or (_is_rounding(left) and _is_rounding(right)))
+
+
+def _is_rounding(value: Any) -> bool:
+    """True for zero, also when rounding left 1e-70 or so of it; smaller values are meant."""
+    return bool(value == 0 or 1e-90 < abs(value) < 1e-55)
 
 
 @cache
@@ -183,14 +188,15 @@ def _values_at(
     mp = _mpmath()
     environment = {name: _coordinate(name, point) for name in names}
     try:
-        return mp.mpc(_value(left, environment, log_base)), mp.mpc(_value(right, environment, log_base))
+        values = mp.mpc(_value(left, environment, log_base)), mp.mpc(_value(right, environment, log_base))
+        return values if mp.isfinite(values[0]) and mp.isfinite(values[1]) else None
     except (ArithmeticError, ValueError, TypeError, mp.NoConvergence):  # a pole, a logarithm of zero
         return None
 
 
 @lru_cache(maxsize=4096)
 def _coordinate(name: str, point: int) -> Any:
-    source = random.Random(f"{name}/{point}")
+    source = random.Random(f"{name!a}/{point}")
     value = _mpmath().mpf(source.randrange(10**40, 3 * 10**40)) / 10**40
     return -value if point < 0 and source.random() < 0.7 else value
 

@@ -36,7 +36,7 @@ _OPEN, _CLOSE = "([{⦃⟨⟦⌊⌈", ")]}⦄⟩⟧⌋⌉"
 _RELATION = "=<≤>≥≠∈≡"
 _GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
 _NAME = re.compile(
-    r"""(?:[A-Za-z]|\\[a-zA-Z]+)\s*(?:_\s*(?:\{[^{}]*\}|\S))?\s*'*\s*(?:\([^()]*\)|\[[^\[\]]*\])?
+    r"""(?:[A-Za-z]|\\[a-zA-Z]+)\s*(?:_\s*(?:\{[^{}]*\}|\S))?\s*(?:'*|\^\s*\{\s*-1\s*\})\s*(?:\([^()]*\)|\[[^\[\]]*\])?
     |(?:m\s*)?\\(?:angle|triangle)[\s{]*[A-Z ]+[}\s]* | \|?\\?(?:overline|overrightarrow)?[\s{]*[A-Z]{2,5}[}\s]*\|?
     |\[\s*[A-Z ]+\] | "[^"]*"(?:\s*\([^()]*\))? | \(\s*[a-zA-Z\\]+\s*(?:,\s*[a-zA-Z\\]+\s*)+\) | [A-Za-z]\s*"[^"]*"
     |[a-z](?:\s*[-+*]?\s*[a-z])+ | [A-Za-z]_\S+\s*[-+*]\s*[A-Za-z]_\S+
@@ -45,10 +45,19 @@ _NAME = re.compile(
     |\\frac\s*\{\s*[A-Za-z]+\s*\}\s*\{\s*[A-Za-z]+\s*\} | [A-Z]{1,3}\s*/\s*[A-Z]{1,3} | [a-z]\s*/\s*[a-z]""",
     re.VERBOSE,
 )
-_EMPTY = re.compile(
-    r"(?i)\W*((there (is|are) )?no (real )?(solutions?|roots?)( exists?)?|none|(the )?empty( set)?|∅|⦃ *⦄|无解)\W*"
+# "the answer is" in front; a reason, a condition or the range of an index behind.
+_REMARKS = re.compile(
+    r"""(?x)^"[^"]*\b(?:is|are|:)\s*:?"\s* | \s*[,;(]?\s*"\(?(?:since|because|as|where)\b.*$
+    | \s*[,;(]\s*(?:"[^"]*"\s*)?[a-z]\s*∈\s*[ℤℕℝℚℂ][^,;]*$"""
 )
-_ALL_REALS = re.compile(r"(?i)\W*(all( the)? real( number)?s?( numbers?)?|ℝ|any real number|全体实数|所有实数)\W*")
+_AROUND = r'[\s".(){}]*'
+_EMPTY = re.compile(
+    rf"(?i){_AROUND}((there (is|are) )?no (real )?(solutions?|roots?)( exists?)?|none|(the )?empty( set)?"
+    rf"|∅|⦃ *⦄|无解){_AROUND}"
+)
+_ALL_REALS = re.compile(
+    rf"(?i){_AROUND}(all( the)? real( number)?s?( numbers?)?|ℝ|any real number|全体实数|所有实数){_AROUND}"
+)
 
 
 @lru_cache(maxsize=8192)
@@ -69,7 +78,7 @@ def read_ungrouped(text: str) -> Answer:
 
 def read(plain: str, nesting: int = 0) -> Answer:
     """What an answer in plain notation says."""
-    plain = _without_outer_braces(plain.strip())
+    plain = _without_outer_braces(_REMARKS.sub("", plain).strip())
     if nesting > MAX_NESTING or not plain:
         return Words(plain)
     parts, joiners = split_top(plain)
@@ -156,6 +165,12 @@ def _flattened(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     return tuple(flat)
 
 
+_NUMBER_WORDS = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+)  # fmt: skip
+
+
 def read_one(text: str, nesting: int) -> Answer:
     """What one answer says that is no list."""
     text = _without_outer_braces(text.strip())
@@ -166,9 +181,14 @@ def read_one(text: str, nesting: int) -> Answer:
     if _ALL_REALS.fullmatch(text):
         return Region(REALS)
     if re.fullmatch(r'\(?\s*"[^"]*"\s*\)?', text):
-        inner = text.strip('() "')
+        inner = re.sub(r"(?i)\b(and|or)\b", ",", text.strip('() "'))
+        if inner.lower() in _NUMBER_WORDS:
+            return Value(("num", Fraction(_NUMBER_WORDS.index(inner.lower()))))
         is_mathematics = any(character.isdigit() for character in inner) and nesting < 2
         return read(inner, nesting + 2) if is_mathematics or "," in inner else Words(text)
+    if text.lower() in _NUMBER_WORDS:
+        return Value(("num", Fraction(_NUMBER_WORDS.index(text.lower()))))
+    text = re.sub(r"(?<=[\])])\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$", "", text)
     pieces, found = split_at(text, "≈")
     if found and all(pieces):
         return Approximate(tuple(read_one(piece, nesting + 1) for piece in pieces))
@@ -189,12 +209,12 @@ def _read_relation(text: str, pieces: list[str], operators: list[str], nesting: 
         value = read_one(pieces[-1], nesting + 1)
         if not isinstance(value, Words | Relation):
             if _NAME.fullmatch(pieces[0]):
-                return Named(re.sub(r'[\s"]', "", pieces[0]), value)
+                return Named(re.sub(r"\s", "", pieces[0]), value)
             first = parse_expression(pieces[0])
             if first is not None and not variables(first):
                 return Named("", value)  # 2 + 3 = 5
         elif isinstance(value, Words) and _NAME.fullmatch(pieces[0]) and '"' in value.text:
-            return Named(re.sub(r'[\s"]', "", pieces[0]), value)
+            return Named(re.sub(r"\s", "", pieces[0]), value)
     sides = tuple(parse_expression(split_unit(piece)[0]) for piece in pieces)
     known = tuple(side for side in sides if side is not None)
     if len(known) < len(sides) or "∈" in operators:
@@ -206,13 +226,13 @@ def _read_region(text: str, nesting: int) -> Answer | None:
     """A union of intervals and sets, or the line without some points."""
     pieces, found = split_at(text, "∪")
     if found:
-        regions = [as_region(read_one(piece, nesting + 1)) for piece in pieces] if all(pieces) else [None]
+        parts = [read_one(piece, nesting + 1) for piece in pieces]
+        sets = [part for part in parts if isinstance(part, Listing) and part.is_set]
+        if len(sets) == len(parts):
+            return Listing(tuple(item for part in sets for item in part.items), True)
+        regions = [as_region(part) for part in parts]
         if any(region is None for region in regions):
-            items = tuple(read_one(piece, nesting + 1) for piece in pieces)
-            sets = all(isinstance(item, Listing) and item.is_set for item in items)
-            return (
-                Listing(tuple(i for s in items if isinstance(s, Listing) for i in s.items), True) if sets else None
-            )
+            return None
         return Region(tuple(piece for region in regions if region for piece in region.pieces))
     pieces, found = split_at(text.replace("\\ ", "∖"), "∖-" if "ℝ" in text else "∖")
     if len(found) != 1 or not all(pieces):
@@ -251,6 +271,9 @@ def _read_matrix(text: str, nesting: int) -> Answer | None:
     return Matrix(tuple(zip(*rows, strict=True)) if match.group(3) else rows)
 
 
+_SUCH_THAT = re.compile(r"[a-z]\s*(?:∈\s*ℝ\s*)?[|:](.*[<≤>≥≠∈].*)$")
+
+
 def _read_enclosed(text: str, nesting: int) -> Answer | None:
     """What stands in one pair of brackets."""
     if text[0] not in "([⦃⟨" or text[-1] not in ")]⦄⟩" or _closing(text, 0) != len(text) - 1:
@@ -258,6 +281,9 @@ def _read_enclosed(text: str, nesting: int) -> Answer | None:
     inner = text[1:-1].strip()
     pieces, found = split_at(inner, ",;")
     if text[0] == "⦃":
+        condition = _SUCH_THAT.match(inner)
+        if condition:
+            return read(condition.group(1), nesting + 1)
         if not inner:
             return Listing((), is_set=True)
         items = _flattened(tuple(read_one(piece, nesting + 1) for piece in pieces if piece))

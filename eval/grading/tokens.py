@@ -67,4 +67,6 @@ def number_of(text: str) -> Fraction:
     mantissa, _, exponent = text.lower().partition("e")
     if len(exponent) > 4:
         raise NotReadableError("too large an exponent")
+    if not mantissa.rstrip("."):
+        raise NotReadableError("no digit")
     return Fraction(mantissa.rstrip(".")) * Fraction(10) ** int(exponent or "0")

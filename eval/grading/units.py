@@ -36,6 +36,9 @@ _SPELLINGS = {
     "J": "joule joules",
     "N": "newton newtons",
     "W": "watt watts",
+    "unit": "unit units",
+    "percent": "percent",
+    "degree": "degree degrees",
 }  # fmt: skip
 _CANONICAL = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3", "cu": "3"}
@@ -72,7 +75,6 @@ _MEANINGFUL = frozenset(
         "under",
         "over",
         "times",
-        "mod",
         "base",
         "plus",
         "minus",
@@ -103,8 +105,12 @@ _MEANINGFUL = frozenset(
 )
 # Written without \text; one letter alone is a variable.
 _PLAIN_UNIT = re.compile(
-    r"(?i)(?<=[\d)}⟧])\s*("
-    + "|".join(sorted((w for w in _CANONICAL if len(w) > 1 and w not in ("in", "mi")), key=len, reverse=True))
+    r"(?i)(?<=[\d)}⟧ ])\s*("
+    + "|".join(
+        sorted(
+            (w for w in _CANONICAL if len(w) > 1 and w not in ("in", "mi", "sec", "min")), key=len, reverse=True
+        )
+    )
     + r"|units?|square|sq|cubic|ways?|points?|people|students?)(?![A-Za-z])"
 )
 _CHINESE = re.compile(r"(?<=[\d)}%])\s*[\u4e00-\u9fff]+$")
@@ -135,11 +141,11 @@ def split_unit(text: str) -> tuple[str, str, Fraction]:
     return text.strip(), " ".join(unit), factor
 
 
-def canonical_unit(words: str) -> str | None:
-    """The unit under one spelling, e.g. "cm^2" for "square centimeters"; None for what is no unit of measure."""
+def canonical_unit(words: str) -> tuple[str, str] | None:
+    """Unit and power under one spelling, ("cm", "2") for "square centimeters"; None for no unit of measure."""
     power = ""
     base = None
-    for word in re.sub(r"[\^]", " ^", words).replace("-", " ").split():
+    for word in re.sub(r"\^", " ^", words).replace("-", " ").split():
         if word in _POWERS:
             power = _POWERS[word]
         elif word.startswith("^") or (word.isdigit() and base):
@@ -148,10 +154,14 @@ def canonical_unit(words: str) -> str | None:
             base = _CANONICAL[word]
         elif base is not None:
             return None  # compound: miles per hour, newton meters
-    return None if base is None else (f"{base}^{power}" if power not in ("", "1") else base)
+    return None if base is None else (base, "" if power == "1" else power)
 
 
 def is_unit_conflict(left: str, right: str) -> bool:
-    """True when both are units of measure and not the same one."""
+    """True when both are units of measure and not the same one; "units" may stand for any, of its power."""
     units = canonical_unit(left), canonical_unit(right)
-    return units[0] is not None and units[1] is not None and units[0] != units[1]
+    if units[0] is None or units[1] is None:
+        return False
+    if "unit" in (units[0][0], units[1][0]):
+        return bool(units[0][1] and units[1][1] and units[0][1] != units[1][1])
+    return units[0] != units[1]

@@ -17,10 +17,11 @@ from eval.grading.exact import is_equal_exact
 from eval.grading.verdict import parse_number
 
 TABLE = Path(__file__).resolve().parents[1] / "grading" / "pairs.tsv"
-# Only a prediction may leave out a base or brackets, or add a choice's text: the gold answer says what is asked for.
+# Only a prediction may leave out a base or brackets, or add a choice's text: the gold answer tells what is asked.
 ONE_WAY = {
     "52 | 52_8", "52_8 | 52", "6, 31, -1 | (6,31,-1)", "(6, 31, -1) | 6, 31, -1", "(1,-2) | 1,-2",
-    r"\text{(C) } 12 | \text{(C)}", r"(C)\ 12 | \text{(C)}", r"选C | \text{C}",
+    r"\text{(C) } 12 | \text{(C)}", r"(C)\ 12 | \text{(C)}", r"选C | \text{C}", r"\text{C: }5 | \text{(C)}",
+    r"c | \text{(C)}", r"\text{E} | e",
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from eval.benchmark import Item
 from eval.client import Endpoint, Sampling
@@ -14,6 +15,7 @@ from eval.errors import ResultsError
 from eval.grading import GRADER
 from eval.regrade import describe, regrade
 from eval.results import Row, make_settings, read_rows, write_rows
+from flows.cli import app
 
 ROW = Row(
     id="a", sample=0, prompt=({"role": "user", "content": "1/2?"},), response=r"\boxed{0.5}", finish_reason="stop",
@@ -51,7 +53,10 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
     assert (summary["accuracy"], summary["n"]) == (2 / 3, 3)  # a and d of the three that were answered
     assert "old/1" in describe(regraded)
     assert "exact: 1 right -> truncated, 1 wrong -> right" in describe(regraded)
-    assert "no verdict changed" in describe(regrade(directory))
+    again = CliRunner().invoke(app, ["grade", str(directory)])
+    assert again.exit_code == 0
+    assert again.output.count("no verdict changed") == 2  # of either ruler
+    assert "accuracy 66.7% of 3" in again.output
 
 
 def test_what_is_no_results_directory_is_refused(tmp_path: Path) -> None:
