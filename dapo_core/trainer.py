@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,18 +18,17 @@ from dapo_core.checkpoint import (
     TrainerState,
     latest_checkpoint,
     read_state,
-    refuse_other_training,
     write_checkpoint,
 )
 from dapo_core.cluster import Cluster, start_cluster
-from dapo_core.config import result_values
 from dapo_core.config.derived import derive
 from dapo_core.data import PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
 from dapo_core.flops import ActorUtilization
+from dapo_core.identity import refuse_other_training, training_identity
 from dapo_core.kl import KLController, reward_penalties
 from dapo_core.loss import LossTotals
-from dapo_core.model_folder import model_fingerprint, require_model_folder
+from dapo_core.model_folder import require_model_folder
 from dapo_core.policy import UpdateSums, read_model_config, require_trainable
 from dapo_core.reward import require_scorers
 from dapo_core.rollout_correction import correct_rollouts, mismatch_metrics
@@ -122,7 +119,9 @@ class Trainer:
         self.utilization = ActorUtilization(
             read_model_config(model_path), cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
         )
-        self.identity = self._identity()  # as it began: a scorer may be edited meanwhile
+        self.identity = training_identity(
+            config, stream, model_path
+        )  # as it began: a scorer may be edited meanwhile
         self.step = 0  # training steps done
         self.policy_version = 0  # optimizer steps behind the engines' weights
 
@@ -270,7 +269,7 @@ class Trainer:
 
     def _keep(self, metrics: dict[str, float]) -> None:
         is_last = self.step == self.config.train.total_steps
-        if self.step % self.config.train.save_every and not is_last:
+        if self.step % self.config.checkpoint.save_every and not is_last:
             return
         state = TrainerState(
             step=self.step,
@@ -283,30 +282,8 @@ class Trainer:
             identity=self.identity,
         )
         # The output holds one checkpoint, so that its content does not depend on a volatile key.
-        keep_last = 1 if is_last else self.config.train.keep_last
+        keep_last = 1 if is_last else self.config.checkpoint.keep_last
         write_checkpoint(self.checkpoint_dir, state, self.model_path, self.cluster.policy.save, keep_last)
-
-    def _identity(self) -> dict[str, Any]:
-        """What must not change between the attempts at one training; it may only become longer."""
-        sections = ("algorithm", "reward", "custom_reward", "sampler", "rollout", "train")
-        values = {
-            f"{section}.{name}": value
-            for section in sections
-            for name, value in result_values(getattr(self.config, section)).items()
-        }
-        del values["train.total_steps"]
-        if values["custom_reward.path"] is not None:  # what the file says counts, not its place
-            values["custom_reward.path"] = hashlib.sha256(
-                Path(values["custom_reward.path"]).read_bytes()
-            ).hexdigest()
-        data = {
-            "data.shuffle": self.config.data.shuffle,
-            "data.max_prompt_tokens": self.config.data.max_prompt_tokens,
-        }
-        run = {f"run.{name}": value for name, value in result_values(self.config.run).items()}
-        model = model_fingerprint(self.model_path)
-        identity = {**run, **data, **values, "prompts": self.stream.digest, "model": model}
-        return json.loads(json.dumps(identity))  # as a checkpoint gives it back
 
     def _tell(self, metrics: dict[str, float]) -> dict[str, float]:
         self.log.append(self.step, self.policy_version, metrics)

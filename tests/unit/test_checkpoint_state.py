@@ -16,12 +16,12 @@ from dapo_core.checkpoint import (
     copy_model_files,
     latest_checkpoint,
     read_state,
-    refuse_other_training,
     write_checkpoint,
 )
 from dapo_core.data import Prompt
 from dapo_core.engines import Response
 from dapo_core.errors import CheckpointError
+from dapo_core.identity import refuse_other_training
 from dapo_core.rollout import GroupRequest
 from tests.batches import make_group
 
