@@ -112,6 +112,7 @@ def check_inputs(config: Config) -> None:
     """Raise ConfigError, DataError or ModelError when data, model or scorers are named that a run cannot use."""
     prepare_data_inputs(config)
     require_scorers((), config.reward, config.custom_reward)
+    require_resume(config.checkpoint.resume)
     if config.data.source == "path":
         require_columns(str(config.data.train_path))
     if config.model.source == "path":

@@ -118,12 +118,17 @@ def fetch_model_inputs(config: Config, data: Artifact) -> dict[str, str]:
 
 
 def train_policy_inputs(config: Config, data: Artifact, model: Artifact) -> dict[str, str]:
-    """The training rows, the model, and the user's scorer if there is one.
+    """The training rows and the model; where they are used, held-out rows, scorer, and checkpoint to begin from.
 
-    Raises ConfigError for a scorer that is not there, as require_scorers does.
+    Raises ConfigError for a scorer or a checkpoint that is not there, as require_scorers and require_resume do.
     """
     require_scorers((), config.reward, config.custom_reward)
+    require_resume(config.checkpoint.resume)
     inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
+    if config.validation.every:
+        inputs["held_out"] = file_digest(data, eval_file(data).name)
+    if is_resume_path(config.checkpoint.resume):
+        inputs["checkpoint"] = checkpoint_digest(config.checkpoint.resume)
     if config.custom_reward.path is not None:
         inputs["custom_reward"] = _file_digest("custom_reward.path", config.custom_reward.path)
     return inputs
