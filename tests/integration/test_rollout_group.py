@@ -17,7 +17,7 @@ from dapo_core.errors import RolloutError
 from dapo_core.rollout import GroupRequest
 from tests.configs import make_config
 
-REQUESTS = [GroupRequest(number, Prompt(number, (5,), "arithmetic", "1")) for number in range(2)]
+REQUESTS = [GroupRequest(number, Prompt(number, (5,), "arithmetic", "1"), step=1) for number in range(2)]
 
 
 class _Hanging:

@@ -33,8 +33,8 @@ def _state(step: int) -> TrainerState:
     prompt = Prompt(7, (3, 4), "arithmetic", "1", {"level": 3, "answers": [1.5, None]})
     responses = [Response("12/0", [5, 6], [-0.1, -1 / 3], "stop"), Response("12/1", [5], [-2.5], "abort")]
     unfinished = [
-        (step, GroupRequest(12, prompt, responses, policy_version=8)),
-        (step, GroupRequest(13, replace(prompt, index=8))),
+        (step, GroupRequest(12, prompt, step - 1, responses, policy_version=8)),
+        (step, GroupRequest(13, replace(prompt, index=8), step)),
     ]
     return TrainerState(
         step=step,
