@@ -26,7 +26,7 @@ from dapo_core.checkpoint import (
 )
 from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.config.derived import derive
-from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_held_out, read_rows, tokenize_prompts
+from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError, DapoError, WorkerDied
 from dapo_core.flops import ActorUtilization
@@ -39,7 +39,7 @@ from dapo_core.restarts import Restarts
 from dapo_core.reward import require_scorers
 from dapo_core.rollout_correction import correct_rollouts, mismatch_metrics
 from dapo_core.sampler import Sampler
-from dapo_core.validation import validate
+from dapo_core.validation import held_out_prompts, validate
 from dapo_core.weight_sync import probe_difference, publish_weights
 
 if TYPE_CHECKING:
@@ -112,11 +112,8 @@ def _read_prompts(
                 f"validation.every={config.validation.every} needs a held-out set; name one with --held-out, or set "
                 "validation.every=0"
             )
-        rows = read_held_out(held_out_path)[: config.validation.num_prompts]
-        held_out = tokenize_prompts(rows, tokenizer, config.data.max_prompt_tokens)
-    require_scorers(
-        {prompt.data_source for prompt in [*prompts, *held_out]}, config.reward, config.custom_reward
-    )
+        held_out = held_out_prompts(held_out_path, tokenizer, config)
+    require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
     return PromptStream(prompts, config.run.seed, config.data.shuffle), held_out
 
 
