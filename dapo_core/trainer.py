@@ -71,9 +71,9 @@ def train(
     """Train the model on the parquet's prompts; checkpoints and metrics.jsonl go to `output_dir`.
 
     checkpoint.resume says what it continues from. When a rank or a rollout worker dies, all are started again from
-    the last checkpoint, within the bound of train.max_restarts; then WorkerDied is raised. `held_out_path` is asked
-    every validation.every steps. `on_step(step, metrics)` is called after each training step. Input is checked
-    before any worker starts.
+    the last checkpoint, within the bound of train.max_restarts; beyond it WorkerDied is raised. `held_out_path` is
+    what validations ask. `on_step(step, metrics)` is called after each training step. Input is checked before any
+    worker starts.
     """
     stream, held_out = _read_prompts(config, train_path, model_path, held_out_path)
     folder = output_dir / CHECKPOINTS
@@ -99,7 +99,7 @@ def train(
 def _read_prompts(
     config: Config, train_path: Path, model_path: Path, held_out_path: Path | None
 ) -> tuple[PromptStream, list[Prompt]]:
-    """The training's prompts and those of validations, which may be none; checked with the model and the scorers."""
+    """The training's prompts and those of validations, if there are any; checked with model and scorers."""
     require_resume(config.checkpoint.resume)
     require_model_folder(model_path)
     require_trainable(read_model_config(model_path), config.train.sequence_parallel)
@@ -109,8 +109,8 @@ def _read_prompts(
     if config.validation.every:
         if held_out_path is None:
             raise ConfigError(
-                f"validation.every={config.validation.every} needs a held-out set; name one with --held-out, or set "
-                "validation.every=0"
+                f"validation.every={config.validation.every} needs a held-out set; name one with --held-out, or "
+                "set validation.every=0"
             )
         held_out = held_out_prompts(held_out_path, tokenizer, config)
     require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
