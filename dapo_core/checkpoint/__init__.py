@@ -6,13 +6,15 @@ from dapo_core.checkpoint.folder import (
     NAMES_FILE,
     PARTIAL,
     WEIGHT_SUFFIXES,
+    best_checkpoint,
     checkpoint_folders,
     copy_model_files,
     latest_checkpoint,
-    write_checkpoint,
 )
+from dapo_core.checkpoint.resume import find_start, locked, require_resume
 from dapo_core.checkpoint.shards import load_shards, save_shards
-from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state
+from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state, read_step_metrics, state_files
+from dapo_core.checkpoint.writer import CheckpointWriter, Published, ShardWriter
 
 __all__ = [
     "HUGGINGFACE_FOLDER",
@@ -21,12 +23,20 @@ __all__ = [
     "PARTIAL",
     "STATE_FILE",
     "WEIGHT_SUFFIXES",
+    "CheckpointWriter",
+    "Published",
+    "ShardWriter",
     "TrainerState",
+    "best_checkpoint",
     "checkpoint_folders",
     "copy_model_files",
+    "find_start",
     "latest_checkpoint",
     "load_shards",
+    "locked",
     "read_state",
+    "read_step_metrics",
+    "require_resume",
     "save_shards",
-    "write_checkpoint",
+    "state_files",
 ]

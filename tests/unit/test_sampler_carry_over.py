@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 
-from dapo_core.checkpoint import STATE_FILE, TrainerState, read_state
+from dapo_core.checkpoint import TrainerState, read_state, state_files
 from dapo_core.data import PromptStream
 from dapo_core.errors import NotEnoughSignal
 from dapo_core.sampler import Sampler
@@ -115,7 +113,8 @@ def _through_a_checkpoint(sampler: Sampler, folder: Path) -> tuple[int, list, li
         metrics={},
         identity={},
     )
-    (folder / STATE_FILE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
+    for name, text in state_files(state).items():
+        (folder / name).write_text(text, encoding="utf-8")
     read = read_state(folder)
     assert read == state
     return read.prompt_position, read.surplus, read.unfinished
