@@ -11,7 +11,6 @@ from dapo_core.checkpoint.folder import (
     latest_checkpoint,
     write_checkpoint,
 )
-from dapo_core.checkpoint.shards import load_shards, save_shards
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state
 
 __all__ = [
@@ -25,8 +24,6 @@ __all__ = [
     "checkpoint_folders",
     "copy_model_files",
     "latest_checkpoint",
-    "load_shards",
     "read_state",
-    "save_shards",
     "write_checkpoint",
 ]
