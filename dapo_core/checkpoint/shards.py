@@ -117,7 +117,7 @@ class Shards:
     def num_bytes(self) -> int:
         """Bytes of parameters and optimizer state that `save` writes for this rank; of copies, one rank's count.
 
-        Beside them a save writes about 1 KiB per tensor and 15 KiB of random generators per rank.
+        Beside them a save writes less than 2 KiB per tensor and 15 KiB of random generators per rank.
         """
         tensors: list[Any] = list(get_model_state_dict(self._model).values())
         for parameter in self._trained():
