@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -283,7 +284,8 @@ class Trainer:
         )
         # The output holds one checkpoint, so that its content does not depend on a volatile key.
         keep_last = 1 if is_last else self.config.checkpoint.keep_last
-        write_checkpoint(self.checkpoint_dir, state, self.model_path, self.cluster.policy.save, keep_last)
+        save = partial(self.cluster.policy.save, asynchronous=False)
+        write_checkpoint(self.checkpoint_dir, state, self.model_path, save, keep_last)
 
     def _tell(self, metrics: dict[str, float]) -> dict[str, float]:
         self.log.append(self.step, self.policy_version, metrics)
