@@ -83,6 +83,8 @@ class PolicyGroup:
 
     def is_saved(self) -> bool:
         """Whether no asynchronous save goes on; raises what the first rank to fail raised, once."""
+        if not self._is_saving:
+            return True
         try:
             self._is_saving = not all(self._call_each("is_saved", [()] * len(self.ranks)))
         except (CheckpointError, OSError):
