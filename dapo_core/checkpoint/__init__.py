@@ -11,10 +11,14 @@ from dapo_core.checkpoint.folder import (
     copy_model_files,
     latest_checkpoint,
 )
+<<<<<<< HEAD
 from dapo_core.checkpoint.resume import find_start, locked, require_resume
 from dapo_core.checkpoint.shards import load_shards, save_shards
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state, read_step_metrics, state_files
 from dapo_core.checkpoint.writer import CheckpointWriter, Published, ShardWriter
+=======
+from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state
+>>>>>>> shards
 
 __all__ = [
     "HUGGINGFACE_FOLDER",
@@ -32,6 +36,7 @@ __all__ = [
     "copy_model_files",
     "find_start",
     "latest_checkpoint",
+<<<<<<< HEAD
     "load_shards",
     "locked",
     "read_state",
@@ -39,4 +44,8 @@ __all__ = [
     "require_resume",
     "save_shards",
     "state_files",
+=======
+    "read_state",
+    "write_checkpoint",
+>>>>>>> shards
 ]

@@ -10,6 +10,7 @@ import torch
 
 from dapo_core.batch import Batch, RankShare, split_batch
 from dapo_core.cluster.answers import get
+from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
 from dapo_core.policy import UpdateSums
 
@@ -27,6 +28,7 @@ class PolicyGroup:
         self.num_data_ranks = train.num_data_ranks
         self.sequence_parallel = train.sequence_parallel
         self.max_tokens = train.micro_batch_tokens * train.sequence_parallel  # of a micro-batch
+        self._is_saving = False  # asynchronously
         self.hidden_size: int = get(ranks[0].call.remote("hidden_size"))
 
     def log_probs(self, batch: Batch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,9 +67,35 @@ class PolicyGroup:
         get(references[1:])
         return references[0]
 
-    def save(self, folder: str) -> None:
-        """Write every rank's shards of model and optimizer into the folder."""
-        self._call_each("save", [(folder,)] * len(self.ranks))
+    def save(self, folder: str, asynchronous: bool) -> None:
+        """Write every rank's part of parameters, optimizer and random generators into the folder.
+
+        Asynchronous: returns when they are copied to host memory; training may go on, and is_saved says the rest.
+        Raises OSError with its errno where a rank could not write, CheckpointError where another save goes on.
+        """
+        if self._is_saving:
+            raise CheckpointError(
+                f"{folder} cannot be saved while another checkpoint is being written; call is_saved until it says "
+                "so, or raises"
+            )
+        self._is_saving = asynchronous
+        self._call_each("save", [(folder, asynchronous)] * len(self.ranks))
+
+    def is_saved(self) -> bool:
+        """Whether no asynchronous save goes on; raises what the first rank to fail raised, once."""
+        if not self._is_saving:
+            return True
+        try:
+            self._is_saving = not all(self._call_each("is_saved", [()] * len(self.ranks)))
+        except (CheckpointError, OSError):
+            self._call_each("end_save", [()] * len(self.ranks))  # all fail alike, some a moment later
+            self._is_saving = False
+            raise
+        return not self._is_saving
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of parameters and optimizer state in a checkpoint of now."""
+        return sum(self._call_each("checkpoint_bytes", [()] * len(self.ranks)))
 
     def load(self, folder: str) -> None:
         """Continue from the shards in the folder, written by any number of ranks."""

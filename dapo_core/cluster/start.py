@@ -17,6 +17,7 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dapo_core.checkpoint.generators import seed_generators
 from dapo_core.cluster.answers import get
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
@@ -155,7 +156,7 @@ class _PolicyRank:
         device = device_for(config.train.device)
         device.require()
         torch.set_num_threads(config.train.threads_per_rank)
-        torch.manual_seed(config.run.seed)
+        seed_generators(config.run.seed, rank, num_optimizer_steps=0)
         torch.distributed.init_process_group(device.backend, init_method=address, rank=rank, world_size=num_ranks)
         self.policy = Policy(model_path, config)
 

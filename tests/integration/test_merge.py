@@ -63,7 +63,7 @@ def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -
     policy = _policy(model_path)
     names = list(policy.weight_sizes())
     _update(policy, rank, num_ranks)
-    policy.save(str(folder))
+    policy.save(str(folder), asynchronous=False)
     shares, indices = split_batch(random_batch(num_groups=4, group_size=2), num_ranks, 4096)
     log_probs, _ = policy.log_probs(shares[rank])
     weights = policy.gather_weights(names)
