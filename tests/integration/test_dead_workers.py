@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from dapo_core.batch import Batch
-from dapo_core.cluster import Cluster, answers, start_cluster
+from dapo_core.cluster import Cluster, RolloutGroup, answers, start_cluster
 from dapo_core.cluster.answers import Roster
 from dapo_core.cluster.start import _connect
 from dapo_core.config import Config
@@ -87,11 +87,20 @@ def test_a_death_ends_every_call_and_is_told_from_errors(actors: list[Any]) -> N
         roster.get([hanging_call, victim.call.remote("hang")])
     with pytest.raises(WorkerDied, match=said):  # though nothing is asked of the dead one
         roster.get([hanging_call])
+    rollouts = RolloutGroup([sound], FAR, roster)
+    with pytest.raises(WorkerDied, match=said):  # while groups are waited for, which takes minutes
+        take_groups(rollouts)
     with pytest.raises(WorkerDied, match=said) as caught:  # as a broken collective ends
         roster.get([sound.call.remote("fail")])
     assert isinstance(caught.value.__cause__, RayActorError)
     with pytest.raises(DataError, match=r"^no rows$"):
         roster.get([sound.call.remote("ours")])
+
+
+def take_groups(rollouts: RolloutGroup) -> NoReturn:
+    """Wait for groups without end."""
+    while True:
+        rollouts.finished()
 
 
 def update(cluster: Cluster, batch: Batch) -> float:
@@ -138,5 +147,4 @@ def test_what_died_is_named_and_started_again(ray_address: str, world: World, tm
         assert {rollout.score for _, group in groups for rollout in group.rollouts} == {1.0}
         assert cluster.rollouts.num_in_flight > 0
         with killed_within(ray.get(cluster.rollouts.workers[0].place.remote())):
-            while True:
-                cluster.rollouts.finished()
+            take_groups(cluster.rollouts)
