@@ -68,8 +68,9 @@ class Training:
     @property
     def command(self) -> list[str]:
         """What a person would type."""
-        words = [self.recipe, "--data", self.data, "--model", self.model, "--output", self.output, *self.options]
-        return dapo_command("train", *words)
+        paths = {"--data": self.data, "--model": self.model, "--output": self.output}
+        words = [word for option, path in paths.items() for word in (option, str(path))]
+        return dapo_command("train", self.recipe, *words, *self.options)
 
     @property
     def log_path(self) -> Path:

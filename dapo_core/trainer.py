@@ -18,6 +18,7 @@ from dapo_core.checkpoint import (
     CHECKPOINTS,
     CheckpointWriter,
     TrainerState,
+    accuracy_of,
     find_start,
     latest_checkpoint,
     locked,
@@ -200,6 +201,8 @@ class Trainer:
                 step_metrics = self.run_step()
                 if on_step is not None:
                     on_step(self.step, step_metrics)
+            self.checkpoints.finish()
+            self.checkpoints.keep_final()
         except WorkerDied:
             raise
         except (DapoError, KeyboardInterrupt):
@@ -331,6 +334,10 @@ class Trainer:
             **self.cluster.policy.memory_metrics(),
         }
 
+    def _is_among_best(self, metrics: dict[str, float]) -> bool:
+        accuracy = accuracy_of(metrics)
+        return accuracy is not None and self.checkpoints.is_among_best(accuracy)
+
     def _is_due(self, every: int) -> bool:
         """Whether what happens every so many steps, 0 for never, happens at this one; at the last one it does."""
         return every > 0 and (self.step % every == 0 or self.step == self.config.train.total_steps)
@@ -343,7 +350,7 @@ class Trainer:
     def _keep(self, metrics: dict[str, float]) -> None:
         """A checkpoint, when one is due or the step validated among the best."""
         self.checkpoints.poll()
-        if not self._is_due(self.config.checkpoint.save_every) and not self.checkpoints.is_among_best(metrics):
+        if not self._is_due(self.config.checkpoint.save_every) and not self._is_among_best(metrics):
             return
         state = TrainerState(
             step=self.step,
@@ -355,7 +362,7 @@ class Trainer:
             metrics=metrics,
             identity=self.identity,
         )
-        self.checkpoints.begin(state, is_last=self.step == self.config.train.total_steps)
+        self.checkpoints.begin(state)
 
     def _tell(self, metrics: dict[str, float]) -> dict[str, float]:
         self.log.append(self.step, self.policy_version, metrics)

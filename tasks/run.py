@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dapo_core.checkpoint import require_resume
 from dapo_core.config import Config, dump_config
 from dapo_core.data import require_columns
 from dapo_core.model_folder import require_model_folder

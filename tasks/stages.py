@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dapo_core.checkpoint import resume_digest
 from dapo_core.config import Config, result_values
 from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
@@ -120,15 +121,14 @@ def fetch_model_inputs(config: Config, data: Artifact) -> dict[str, str]:
 def train_policy_inputs(config: Config, data: Artifact, model: Artifact) -> dict[str, str]:
     """The training rows and the model; where they are used, held-out rows, scorer, and checkpoint to begin from.
 
-    Raises ConfigError for a scorer or a checkpoint that is not there, as require_scorers and require_resume do.
+    Raises ConfigError for a scorer and CheckpointError for a checkpoint that is not there.
     """
     require_scorers((), config.reward, config.custom_reward)
-    require_resume(config.checkpoint.resume)
     inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
     if config.validation.every:
         inputs["held_out"] = file_digest(data, eval_file(data).name)
-    if is_resume_path(config.checkpoint.resume):
-        inputs["checkpoint"] = checkpoint_digest(config.checkpoint.resume)
+    if (checkpoint := resume_digest(config.checkpoint.resume)) is not None:
+        inputs["checkpoint"] = checkpoint
     if config.custom_reward.path is not None:
         inputs["custom_reward"] = _file_digest("custom_reward.path", config.custom_reward.path)
     return inputs

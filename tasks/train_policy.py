@@ -33,12 +33,13 @@ def train_policy(run: Run, data: Artifact, model: Artifact) -> Artifact:
     key = TRAIN_POLICY.key(run.config, train_policy_inputs(run.config, data, model))
 
     def build(folder: Path) -> Mapping[str, Any]:
-        paths = ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
+        words: list[str | Path] = ["train", run.config_path]
+        words += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
         if run.config.validation.every:
-            paths += ["--held-out", eval_file(data)]
+            words += ["--held-out", eval_file(data)]
         if (task_run.run_count or 1) > 1:  # this attempt goes on with what the one before earned
-            paths += ["--set", "checkpoint.resume=auto"]
-        run_dapo(["train", run.config_path, *paths], run.store, key)
+            words += ["--set", "checkpoint.resume=auto"]
+        run_dapo(words, run.store, key)
         return last_metrics(folder)
 
     return run.produce("train_policy", key, build, resumable=True)

@@ -1,26 +1,24 @@
 """Checkpoints: weights and optimizer in shards, the trainer's state, what a merge needs; published atomically."""
 
 from dapo_core.checkpoint.folder import (
+    CHECKPOINTS,
     HUGGINGFACE_FOLDER,
     MANIFESTS,
     NAMES_FILE,
     PARTIAL,
     WEIGHT_SUFFIXES,
+    accuracy_of,
     best_checkpoint,
     checkpoint_folders,
     copy_model_files,
     latest_checkpoint,
 )
-<<<<<<< HEAD
-from dapo_core.checkpoint.resume import find_start, locked, require_resume
-from dapo_core.checkpoint.shards import load_shards, save_shards
+from dapo_core.checkpoint.resume import find_start, locked, require_resume, resume_digest
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state, read_step_metrics, state_files
 from dapo_core.checkpoint.writer import CheckpointWriter, Published, ShardWriter
-=======
-from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state
->>>>>>> shards
 
 __all__ = [
+    "CHECKPOINTS",
     "HUGGINGFACE_FOLDER",
     "MANIFESTS",
     "NAMES_FILE",
@@ -31,21 +29,16 @@ __all__ = [
     "Published",
     "ShardWriter",
     "TrainerState",
+    "accuracy_of",
     "best_checkpoint",
     "checkpoint_folders",
     "copy_model_files",
     "find_start",
     "latest_checkpoint",
-<<<<<<< HEAD
-    "load_shards",
     "locked",
     "read_state",
     "read_step_metrics",
     "require_resume",
-    "save_shards",
+    "resume_digest",
     "state_files",
-=======
-    "read_state",
-    "write_checkpoint",
->>>>>>> shards
 ]

@@ -32,6 +32,7 @@ from dapo_core.model_folder import MERGE_MANIFEST
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"  # in a training's output
 PARTIAL = ".partial"
 LATEST_FILE = "latest"
 CONFIG_FILE = "config.yaml"

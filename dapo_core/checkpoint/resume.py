@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import fcntl
+import hashlib
 import logging
 import os
 import platform
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from dapo_core.checkpoint.folder import LATEST_FILE, PARTIAL, latest_checkpoint, step_folders
+from dapo_core.checkpoint.folder import CHECKPOINTS, LATEST_FILE, PARTIAL, latest_checkpoint, step_folders
 from dapo_core.checkpoint.state import STATE_FILE
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.metrics import METRICS_FILE
@@ -20,6 +21,7 @@ from dapo_core.metrics import METRICS_FILE
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "lock"
+MODES = ("auto", "never")  # of checkpoint.resume, beside a path
 
 
 @contextmanager
@@ -45,11 +47,25 @@ def locked(folder: Path) -> Iterator[None]:
 
 def require_resume(resume: str) -> None:
     """Raise ConfigError when checkpoint.resume names a path that is not there."""
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
+    if resume not in MODES and not Path(resume).is_dir():
         raise ConfigError(
             f"checkpoint.resume={resume} is not a folder; name a checkpoint step_NNNNNN or the output of a "
             "training, or set auto or never"
         )
+
+
+def resume_digest(resume: str) -> str | None:
+    """What tells the checkpoint that checkpoint.resume names from others; None for auto and never.
+
+    Raises CheckpointError when there is none.
+    """
+    if resume in MODES:
+        return None
+    checkpoint = _checkpoint_at(Path(resume))
+    digest = hashlib.sha256((checkpoint / STATE_FILE).read_bytes())
+    for path in sorted(checkpoint.glob("*.distcp")):
+        digest.update(repr((path.name, path.stat().st_size, path.stat().st_mtime_ns)).encode())
+    return digest.hexdigest()
 
 
 def find_start(folder: Path, resume: str) -> Path | None:
@@ -75,7 +91,7 @@ def _checkpoint_at(path: Path) -> Path:
     if path.suffix != PARTIAL:
         if (path / STATE_FILE).is_file():
             return path
-        found = latest_checkpoint(path / "checkpoints") or latest_checkpoint(path)
+        found = latest_checkpoint(path / CHECKPOINTS) or latest_checkpoint(path)
         if found is not None:
             return found
     raise CheckpointError(

@@ -9,7 +9,7 @@ import ray
 import torch
 
 from dapo_core.batch import Batch, RankShare, split_batch
-from dapo_core.cluster.answers import get
+from dapo_core.cluster.answers import Roster
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
 from dapo_core.policy import UpdateSums
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 class PolicyGroup:
     """All policy ranks, called as one; train.sequence_parallel consecutive ranks are given the same share."""
 
-    def __init__(self, ranks: Sequence[Any], train: TrainConfig) -> None:
+    def __init__(self, ranks: Sequence[Any], train: TrainConfig, roster: Roster) -> None:
         self.ranks = ranks
+        self.roster = roster
         self.num_data_ranks = train.num_data_ranks
         self.sequence_parallel = train.sequence_parallel
         self.max_tokens = train.micro_batch_tokens * train.sequence_parallel  # of a micro-batch
         self._is_saving = False  # asynchronously
-        self.hidden_size: int = get(ranks[0].call.remote("hidden_size"))
+        self.hidden_size: int = self.roster.get(ranks[0].call.remote("hidden_size"))
 
     def log_probs(self, batch: Batch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropy at the response tokens: two [B, R] float32, in the batch's order."""
@@ -59,12 +60,12 @@ class PolicyGroup:
 
     def weight_sizes(self) -> dict[str, int]:
         """Bytes of each parameter by name."""
-        return get(self.ranks[0].call.remote("weight_sizes"))
+        return self.roster.get(self.ranks[0].call.remote("weight_sizes"))
 
     def gather_weights(self, names: list[str]) -> Any:
         """A reference to {name: whole tensor}, which stays in Ray's object store until it is dropped."""
         references = [rank.call.remote("gather_weights", names) for rank in self.ranks]
-        get(references[1:])
+        self.roster.get(references[1:])
         return references[0]
 
     def save(self, folder: str, asynchronous: bool) -> None:
@@ -103,7 +104,7 @@ class PolicyGroup:
 
     def device_name(self) -> str:
         """What the vendor calls the first rank's device."""
-        return get(self.ranks[0].call.remote("device_name"))
+        return self.roster.get(self.ranks[0].call.remote("device_name"))
 
     def memory_metrics(self) -> dict[str, float]:
         """Memory in GiB by metric name, the largest over ranks."""
@@ -122,7 +123,7 @@ class PolicyGroup:
 
     def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         calls = zip(self.ranks, arguments, strict=True)
-        return get([rank.call.remote(method, *own) for rank, own in calls])
+        return self.roster.get([rank.call.remote(method, *own) for rank, own in calls])
 
 
 def _rows(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[torch.Tensor]) -> torch.Tensor:
