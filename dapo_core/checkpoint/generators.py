@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import numpy as np
@@ -20,7 +19,7 @@ def generator_states(device_kind: str) -> dict[str, torch.Tensor]:
             [*of_numpy["state"]["key"], of_numpy["state"]["pos"], of_numpy["has_gauss"], of_numpy["gauss"]],
             dtype=torch.float64,
         ),
-        "python": torch.tensor([*words, math.nan if next_gauss is None else next_gauss], dtype=torch.float64),
+        "python": torch.tensor([*words, next_gauss is not None, next_gauss or 0.0], dtype=torch.float64),
     }
     if device_kind != "cpu":
         states[device_kind] = torch.get_device_module(device_kind).get_rng_state()
@@ -36,8 +35,8 @@ def set_generators(states: dict[str, torch.Tensor]) -> None:
             *keys, position, has_gauss, gauss = state.tolist()
             np.random.set_state(("MT19937", np.array(keys, np.uint32), int(position), int(has_gauss), gauss))
         elif name == "python":
-            *words, next_gauss = state.tolist()
-            random.setstate((3, tuple(map(int, words)), None if math.isnan(next_gauss) else next_gauss))
+            *words, has_gauss, gauss = state.tolist()
+            random.setstate((3, tuple(map(int, words)), gauss if has_gauss else None))
         else:
             torch.get_device_module(name).set_rng_state(state)
 

@@ -29,7 +29,7 @@ from dapo_core.device import Device
 from dapo_core.errors import CheckpointError
 
 _RNG = "rng"
-_NO_STEPS = torch.tensor(0.0)
+_NO_STEPS = torch.tensor(0.0, dtype=torch.float32)
 
 
 class Shards:
@@ -65,8 +65,9 @@ class Shards:
         self._require_idle()
         state = self._state(num_optimizer_steps)
         if asynchronous:
-            writer = _Writer(folder, per_thread_copy_ahead=0)  # nothing is on the device any more
-            self._running = folder, dcp.async_save(state, storage_writer=writer, process_group=self._group)  # type: ignore[assignment]
+            writer = _Writer(folder, per_thread_copy_ahead=0)  # which is for copies from a device
+            writing: Any = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+            self._running = folder, writing  # torch gives another answer than a future only to stagers of its own
             return
         try:
             dcp.save(state, storage_writer=_Writer(folder), process_group=self._group)
