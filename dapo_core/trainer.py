@@ -66,8 +66,8 @@ def train(
     train_path: Path,
     model_path: Path,
     output_dir: Path,
-    held_out_path: Path | None = None,
     on_step: OnStep | None = None,
+    held_out_path: Path | None = None,
 ) -> TrainResult:
     """Train the model on the parquet's prompts; checkpoints and metrics.jsonl go to `output_dir`.
 

@@ -166,7 +166,7 @@ def train(
 
     settings = load_config(config, overrides or ())
     with TrainingProgress(settings.train.total_steps) as progress:
-        result = train_model(settings, data, model, output, held_out, progress.on_step)
+        result = train_model(settings, data, model, output, progress.on_step, held_out)
     typer.echo(f"{result.checkpoint}: {result.steps} training steps, {result.policy_version} optimizer steps")
 
 
