@@ -93,6 +93,10 @@ class CheckpointWriter:
         self.model_path = model_path
         self.shards = shards
         self.config = config
+        self._texts = {  # of files that are the same in every checkpoint
+            CONFIG_FILE: dump_config(config),
+            NAMES_FILE: json.dumps(sorted(weight_names(model_path))),
+        }
         self._in_flight: _Write | None = None
 
     def begin(self, state: TrainerState) -> Published | None:
@@ -143,11 +147,7 @@ class CheckpointWriter:
         self._tidy(self.config.checkpoint.keep_last)
         if write.target.exists():
             raise CheckpointError("there is one already, from which this training should have gone on")
-        texts = {
-            **state_files(state),
-            CONFIG_FILE: dump_config(self.config),
-            NAMES_FILE: json.dumps(sorted(weight_names(self.model_path))),
-        }
+        texts = {**state_files(state), **self._texts}
         write.num_bytes = (
             self.shards.checkpoint_bytes()
             + sum(len(text.encode()) for text in texts.values())

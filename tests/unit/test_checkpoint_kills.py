@@ -122,10 +122,12 @@ def _failures(
 
 
 def _assert_all_complete(folder: Path) -> list[int]:
-    """The steps that count, after a look at each."""
+    """The steps that count, after a look at each, and at what names the last of them."""
     steps = [int(path.name.removeprefix("step_")) for path in checkpoint_folders(folder)]
     for path, step in zip(checkpoint_folders(folder), steps, strict=True):
         assert_complete(path, STATES[step])
+    if (folder / LATEST_FILE).exists():
+        assert (folder / LATEST_FILE).read_text(encoding="utf-8") == f"step_{steps[-1]:06d}\n"
     return steps
 
 
@@ -171,7 +173,7 @@ def test_the_changes_of_a_publish_are_seen(tmp_path: Path, model_path: Path) -> 
     # Written: state, groups, configuration, names, 2 shards, latest, 5 files of the model.
     assert disk.names.count("open") == 12
     assert disk.names.count("mkdir") == 3  # checkpoints, which is there; the partial folder; huggingface
-    assert [name for name in disk.names if name in ("rename", "replace")] == ["rename", "replace"]
+    assert disk.names[-6:] == ["open", "fsync", "rename", "fsync", "replace", "fsync"]  # latest; the two names
     # The output; 11 files, huggingface and the folder; latest; the checkpoints after each rename.
     assert disk.names.count("fsync") == 1 + 13 + 1 + 2
 

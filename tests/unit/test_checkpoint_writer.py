@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -22,6 +23,11 @@ from tests.checkpoints import (
     names_in,
     write,
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture
