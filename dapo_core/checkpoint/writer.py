@@ -8,7 +8,7 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,9 +132,11 @@ class CheckpointWriter:
         """
         self._tidy(keep_last=1)
 
-    def is_among_best(self, accuracy: float) -> bool:
-        """Whether a checkpoint of this validation/accuracy would now be kept as one of the best."""
-        keep_best = self.config.checkpoint.keep_best
+    def is_among_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a step of these metrics validated, and so well that its checkpoint would be kept for it."""
+        accuracy, keep_best = accuracy_of(metrics), self.config.checkpoint.keep_best
+        if accuracy is None:
+            return False
         rivals = [accuracy_of(read_step_metrics(path)) for path in best_checkpoints(self.folder, keep_best)]
         if self._in_flight is not None:
             rivals.append(self._in_flight.accuracy)
@@ -174,6 +176,7 @@ class CheckpointWriter:
 
     def _publish(self, write: _Write) -> None:
         """All of it on disk, its name, `latest`; what needs room comes before the first rename."""
+        self._in_flight = None  # an interrupt in here leaves it to the next attempt, which begins it anew
         sync_tree(write.partial)
         latest = _partial(self.folder / LATEST_FILE)
         latest.write_text(f"{write.target.name}\n", encoding="utf-8")
@@ -185,7 +188,6 @@ class CheckpointWriter:
 
     def _conclude(self, write: _Write) -> Published:
         """Say what was published, and remove what it replaces."""
-        self._in_flight = None
         published = Published(
             path=write.target,
             num_bytes=sum(path.stat().st_size for path in write.target.rglob("*") if path.is_file()),
