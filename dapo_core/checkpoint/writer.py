@@ -8,7 +8,7 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,11 +132,9 @@ class CheckpointWriter:
         """
         self._tidy(keep_last=1)
 
-    def is_among_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a step of these metrics validated, and so well that its checkpoint would be kept for it."""
-        accuracy, keep_best = accuracy_of(metrics), self.config.checkpoint.keep_best
-        if accuracy is None:
-            return False
+    def is_among_best(self, accuracy: float) -> bool:
+        """Whether a checkpoint of this validation/accuracy would now be kept as one of the best."""
+        keep_best = self.config.checkpoint.keep_best
         rivals = [accuracy_of(read_step_metrics(path)) for path in best_checkpoints(self.folder, keep_best)]
         if self._in_flight is not None:
             rivals.append(self._in_flight.accuracy)

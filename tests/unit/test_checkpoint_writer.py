@@ -137,24 +137,18 @@ def test_a_lower_keep_last_makes_room_before_the_next_is_written(folder: Path, m
     assert _steps(folder) == [20]
 
 
-def _validated(accuracy: float) -> dict[str, float]:
-    return make_state(99, accuracy).metrics
-
-
 def test_whether_a_step_would_be_among_the_best(folder: Path, model_path: Path) -> None:
     writer = make_writer(folder, model_path, keep_best=2)
-    assert writer.is_among_best(_validated(0.1))
-    assert not writer.is_among_best(_validated(float("nan")))
-    assert not writer.is_among_best(make_state(99).metrics)  # did not validate
+    assert writer.is_among_best(0.1)
     write(writer, make_state(5, 0.3), make_state(10))
-    assert writer.is_among_best(_validated(0.1))  # the second of 0.3, 0.1
+    assert writer.is_among_best(0.1)  # the second of 0.3, 0.1
     writer.begin(make_state(15, 0.5))
     for _ in ("in flight", "on disk"):
-        assert not writer.is_among_best(_validated(0.1))
-        assert not writer.is_among_best(_validated(0.3))  # of equals the earlier is better
-        assert writer.is_among_best(_validated(0.4))
+        assert not writer.is_among_best(0.1)
+        assert not writer.is_among_best(0.3)  # of equals the earlier is better
+        assert writer.is_among_best(0.4)
         writer.finish()
-    assert not make_writer(folder, model_path).is_among_best(_validated(1.0))  # keep_best=0
+    assert not make_writer(folder, model_path).is_among_best(1.0)  # keep_best=0
 
 
 def test_an_interrupt_while_publishing_leaves_a_writer_that_can_finish(
