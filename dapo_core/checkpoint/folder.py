@@ -24,6 +24,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from dapo_core.checkpoint.state import read_step_metrics
@@ -84,7 +85,7 @@ def best_checkpoints(folder: Path, count: int) -> list[Path]:
     return sorted(accuracies, key=lambda path: -accuracies[path])[:count]  # stable: of equals the earlier first
 
 
-def accuracy_of(metrics: dict[str, float]) -> float | None:
+def accuracy_of(metrics: Mapping[str, float]) -> float | None:
     """The accuracy that a step's metrics hold, if any."""
     accuracy = metrics.get(ACCURACY)
     return accuracy if accuracy is not None and math.isfinite(accuracy) else None

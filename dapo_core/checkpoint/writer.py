@@ -93,6 +93,10 @@ class CheckpointWriter:
         self.model_path = model_path
         self.shards = shards
         self.config = config
+        self._texts = {  # of files that are the same in every checkpoint
+            CONFIG_FILE: dump_config(config),
+            NAMES_FILE: json.dumps(sorted(weight_names(model_path))),
+        }
         self._in_flight: _Write | None = None
 
     def begin(self, state: TrainerState) -> Published | None:
@@ -143,11 +147,7 @@ class CheckpointWriter:
         self._tidy(self.config.checkpoint.keep_last)
         if write.target.exists():
             raise CheckpointError("there is one already, from which this training should have gone on")
-        texts = {
-            **state_files(state),
-            CONFIG_FILE: dump_config(self.config),
-            NAMES_FILE: json.dumps(sorted(weight_names(self.model_path))),
-        }
+        texts = {**state_files(state), **self._texts}
         write.num_bytes = (
             self.shards.checkpoint_bytes()
             + sum(len(text.encode()) for text in texts.values())
@@ -174,6 +174,7 @@ class CheckpointWriter:
 
     def _publish(self, write: _Write) -> None:
         """All of it on disk, its name, `latest`; what needs room comes before the first rename."""
+        self._in_flight = None  # an interrupt in here leaves it to the next attempt, which begins it anew
         sync_tree(write.partial)
         latest = _partial(self.folder / LATEST_FILE)
         latest.write_text(f"{write.target.name}\n", encoding="utf-8")
@@ -185,7 +186,6 @@ class CheckpointWriter:
 
     def _conclude(self, write: _Write) -> Published:
         """Say what was published, and remove what it replaces."""
-        self._in_flight = None
         published = Published(
             path=write.target,
             num_bytes=sum(path.stat().st_size for path in write.target.rglob("*") if path.is_file()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -22,6 +23,11 @@ from tests.checkpoints import (
     names_in,
     write,
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture
@@ -143,6 +149,24 @@ def test_whether_a_step_would_be_among_the_best(folder: Path, model_path: Path) 
         assert writer.is_among_best(0.4)
         writer.finish()
     assert not make_writer(folder, model_path).is_among_best(1.0)  # keep_best=0
+
+
+def test_an_interrupt_while_publishing_leaves_a_writer_that_can_finish(
+    folder: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = make_writer(folder, model_path)
+    write(writer, make_state(5))
+    writer.begin(make_state(10))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", interrupt)  # the folder has its name, and `latest` does not name it
+        with pytest.raises(KeyboardInterrupt):
+            writer.finish()
+    assert writer.finish() is None
+    assert latest_checkpoint(folder) == folder / "step_000005"
 
 
 def test_leftovers_of_killed_attempts_are_removed(folder: Path, model_path: Path) -> None:
