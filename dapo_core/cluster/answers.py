@@ -30,6 +30,7 @@ SEARCH_SECONDS = 20.0  # for the death that made a call fail elsewhere: Ray take
 DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
 # Words in Ray's texts of some thousand characters; the first that is found counts.
 REASONS = (
+    ("is unavailable", "it cannot be reached, so its process or its node is lost"),
     ("low on memory", "Ray ended it because its node ran low on memory"),
     ("Owner's node has crashed", "Ray itself ended on the trainer's node"),
     ("node has died", "its node is lost"),
