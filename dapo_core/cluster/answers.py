@@ -25,11 +25,12 @@ from ray.exceptions import (
 from dapo_core.errors import DapoError, WorkerDied
 
 LOOK_SECONDS = 5.0  # of silence, after which everyone is asked for a sign of life
-SEARCH_SECONDS = 5.0  # for the death that made another's call fail to become known
+SEARCH_SECONDS = 20.0  # for the death that made a call fail elsewhere: Ray takes 15 to give up a node
 # Ray's errors when an actor's process is gone, or out of reach, which is final for training as well.
 DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
 # Words in Ray's texts of some thousand characters; the first that is found counts.
 REASONS = (
+    ("is unavailable", "it cannot be reached, so its process or its node is lost"),
     ("low on memory", "Ray ended it because its node ran low on memory"),
     ("Owner's node has crashed", "Ray itself ended on the trainer's node"),
     ("node has died", "its node is lost"),

@@ -14,7 +14,14 @@ from typing import Any, NoReturn
 
 import pytest
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from dapo_core.batch import Batch
 from dapo_core.cluster import Cluster, RolloutGroup, answers, start_cluster
@@ -95,6 +102,23 @@ def test_a_death_ends_every_call_and_is_told_from_errors(actors: list[Any]) -> N
     assert isinstance(caught.value.__cause__, RayActorError)
     with pytest.raises(DataError, match=r"^no rows$"):
         roster.get([sound.call.remote("ours")])
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ActorUnavailableError("RPC error: failed to connect", None), "it cannot be reached, so its process or"),
+        (
+            OutOfMemoryError("2 worker(s) were killed due to the node running low on memory."),
+            "Ray ended it because",
+        ),
+        (NodeDiedError("The actor died because its node has died. Node Id: 5e58"), "its node is lost"),
+        (NodeDiedError("first line\n" + "x" * 500), "x" * 200),  # unknown: the last line, cut
+    ],
+)
+def test_the_reason_is_a_phrase(error: RayError, said: str) -> None:
+    assert answers.death_reason(error).startswith(said)
+    assert len(answers.death_reason(error)) <= 200
 
 
 def take_groups(rollouts: RolloutGroup) -> NoReturn:
