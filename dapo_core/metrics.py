@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, TextIO, get_args
 
 import numpy as np
 
@@ -204,15 +205,18 @@ class MetricsLog:
         self.path = folder / METRICS_FILE
         kept = [line for line in read_metrics(self.path) if line["step"] <= last_step]
         partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in kept)
+            _sync(file)
         partial.rename(self.path)
 
     def append(self, step: int, policy_version: int, metrics: dict[str, float]) -> None:
-        """Write one step's line and flush it; a number that is not finite becomes null, which JSON can hold."""
+        """Have one step's line on the disk; a number that is not finite becomes null, which JSON can hold."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"step": step, "wall_time": time.time(), "policy_version": policy_version, **finite}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+            _sync(file)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -224,6 +228,11 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         except json.JSONDecodeError:
             break
     return lines
+
+
+def _sync(file: TextIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _summary(name: str, values: np.ndarray) -> dict[str, float]:

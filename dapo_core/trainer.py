@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -80,12 +80,17 @@ def train(
     folder = output_dir / CHECKPOINTS
     folder.mkdir(parents=True, exist_ok=True)
     restarts = Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
+    identity = training_identity(config, stream, model_path)  # as it begins: a scorer may be edited meanwhile
     with locked(folder):
         start = find_start(folder, config.checkpoint.resume)
+        if start is not None:
+            allowed = config.checkpoint.allow_changed
+            for change in refuse_other_training(start, read_state(start).identity, identity, allowed):
+                logger.warning("checkpoint.allow_changed: going on from %s with %s", start.name, change)
         while True:
             try:
                 with start_cluster(config, model_path) as cluster:
-                    trainer = Trainer(config, cluster, stream, model_path, output_dir, held_out)
+                    trainer = Trainer(config, cluster, stream, model_path, output_dir, identity, held_out)
                     trainer.resume(start)
                     trainer.run(on_step)
                 break
@@ -142,6 +147,7 @@ class Trainer:
         stream: PromptStream,
         model_path: Path,
         output_dir: Path,
+        identity: Mapping[str, Any],
         held_out: Sequence[Prompt] = (),
     ) -> None:
         self.config = config
@@ -164,9 +170,7 @@ class Trainer:
         self.utilization = ActorUtilization(
             read_model_config(model_path), cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
         )
-        self.identity = training_identity(
-            config, stream, model_path
-        )  # as it began: a scorer may be edited meanwhile
+        self.identity = dict(identity)
         self.step = 0  # training steps done
         self.policy_version = 0  # optimizer steps behind the engines' weights
 
@@ -177,11 +181,6 @@ class Trainer:
             self.log = measure.MetricsLog(self.output_dir, 0)
             return
         state = read_state(checkpoint)
-        changes = refuse_other_training(
-            checkpoint, state.identity, self.identity, self.config.checkpoint.allow_changed
-        )
-        if changes:
-            logger.warning("continuing with changes that checkpoint.allow_changed names: %s", ", ".join(changes))
         self.step, self.policy_version = state.step, state.policy_version
         self.stream.position = state.prompt_position
         self.sampler.surplus, self.sampler.unfinished = state.surplus, state.unfinished

@@ -39,7 +39,7 @@ def _config(total_steps: int, ray_address: str) -> Config:
                 "total_steps": total_steps,
                 "ray_address": ray_address,
             },
-            "checkpoint": {"save_every": 1},
+            "checkpoint": {"save_every": 1, "asynchronous": False},
             "serve": {"max_model_len": 512},
             "evaluate": {"max_response_tokens": 24},
         }

@@ -14,6 +14,7 @@ import pytest
 from dapo_core.batch import build_batch
 from dapo_core.config import Config
 from dapo_core.data import Prompt, PromptStream
+from dapo_core.identity import training_identity
 from dapo_core.metrics import response_metrics
 from dapo_core.trainer import Trainer
 from tasks.stages import TRAIN_POLICY
@@ -33,7 +34,7 @@ def _trainer(model_path: Path, **sections: dict[str, Any]) -> Trainer:
     config = make_config(model_path, **sections)
     cluster: Any = SimpleNamespace(policy=SimpleNamespace(device_name=lambda: "cpu"), rollouts=None)
     stream = PromptStream(PROMPTS, config.run.seed, config.data.shuffle)
-    return Trainer(config, cluster, stream, model_path, model_path)
+    return Trainer(config, cluster, stream, model_path, model_path, training_identity(config, stream, model_path))
 
 
 def _stage_keys(config: Config) -> set[str]:
