@@ -123,11 +123,11 @@ def main() -> None:
 def random_moments(
     roles: Sequence[Role], num_steps: int, spread_seconds: float, chance: random.Random
 ) -> list[Moment]:
-    """A moment for each role, over the whole training."""
-    latest = [int((number + chance.random()) * (num_steps - 1) / len(roles)) for number in range(len(roles))]
+    """A moment for each role, over the training but its last fifth, so that it does not end before."""
+    last = 0.8 * num_steps / len(roles)
     return [
-        Moment(role, after_step, chance.uniform(0, spread_seconds))
-        for role, after_step in zip(roles, latest, strict=True)
+        Moment(role, int((number + chance.random()) * last), chance.uniform(0, spread_seconds))
+        for number, role in enumerate(roles)
     ]
 
 
@@ -303,7 +303,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=30, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of roles and moments (default: %(default)s)")
     parser.add_argument(
-        "--spread-seconds", type=float, default=6.0, help="most seconds after a step (default: %(default)s)"
+        "--spread-seconds", type=float, default=5.0, help="most seconds after a step (default: %(default)s)"
     )
     parser.add_argument("--folder", type=Path, help="for scratch (default: the system's temporary folder)")
     return parser
