@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO, get_args
 
 import numpy as np
 
+from dapo_core.errors import CheckpointError
 from dapo_core.reward import Verdict
 from dapo_core.sampler import FATES, Draw
 
@@ -199,24 +200,44 @@ def format_step(step: int, metrics: dict[str, float]) -> str:
 
 
 class MetricsLog:
-    """metrics.jsonl: one line a step; continuing at step n forgets the lines of later steps."""
+    """metrics.jsonl: one line a step; continuing at step n forgets the lines of later steps.
+
+    Raises CheckpointError when it cannot be written.
+    """
 
     def __init__(self, folder: Path, last_step: int) -> None:
         self.path = folder / METRICS_FILE
         kept = [line for line in read_metrics(self.path) if line["step"] <= last_step]
         partial = self.path.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in kept)
-            _sync(file)
-        partial.rename(self.path)
+        with self._writing():
+            with partial.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in kept)
+                _sync(file)
+            partial.rename(self.path)
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)  # else lines to come could be on disk in a file without a name
+            finally:
+                os.close(descriptor)
 
     def append(self, step: int, policy_version: int, metrics: dict[str, float]) -> None:
         """Have one step's line on the disk; a number that is not finite becomes null, which JSON can hold."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"step": step, "wall_time": time.time(), "policy_version": policy_version, **finite}
-        with self.path.open("a", encoding="utf-8") as file:
+        with self._writing(), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             _sync(file)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise CheckpointError for what the system refuses: the next attempt would end here as well."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be written: {error}; make room, or take an --output or a store.path on a "
+                "larger disk: training then goes on from its latest checkpoint"
+            ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

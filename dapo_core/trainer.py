@@ -24,14 +24,15 @@ from dapo_core.checkpoint import (
     locked,
     read_state,
     require_resume,
+    require_same_training,
 )
 from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.config.derived import derive
 from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
-from dapo_core.errors import ConfigError, DapoError, WorkerDied
+from dapo_core.errors import CheckpointError, ConfigError, DapoError, WorkerDied
 from dapo_core.flops import ActorUtilization
-from dapo_core.identity import refuse_other_training, training_identity
+from dapo_core.identity import training_identity
 from dapo_core.kl import KLController, reward_penalties
 from dapo_core.loss import LossTotals
 from dapo_core.model_folder import require_model_folder
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from dapo_core.rollout import Group
 
 logger = logging.getLogger(__name__)
+
+KL_COEFFICIENT = "algorithm.kl.coefficient"
 
 OnStep = Callable[[int, dict[str, float]], None]
 
@@ -84,9 +87,7 @@ def train(
     with locked(folder):
         start = find_start(folder, config.checkpoint.resume)
         if start is not None:
-            allowed = config.checkpoint.allow_changed
-            for change in refuse_other_training(start, read_state(start).identity, identity, allowed):
-                logger.warning("checkpoint.allow_changed: going on from %s with %s", start.name, change)
+            require_same_training(config, start, folder, identity)
         while True:
             try:
                 with start_cluster(config, model_path) as cluster:
@@ -183,18 +184,24 @@ class Trainer:
         state = read_state(checkpoint)
         self.step, self.policy_version = state.step, state.policy_version
         self.stream.position = state.prompt_position
-        self.sampler.surplus, self.sampler.unfinished = state.surplus, state.unfinished
-        self.kl_controller.coefficient = state.kl_coefficient
+        if state.identity == self.identity:
+            self.sampler.surplus, self.sampler.unfinished = state.surplus, state.unfinished
+        elif state.surplus or state.unfinished:
+            num_groups = len(state.surplus) + len(state.unfinished)
+            logger.warning("checkpoint.allow_changed: %d groups sampled before the change are dropped", num_groups)
+        if state.identity.get(KL_COEFFICIENT) == self.identity[KL_COEFFICIENT]:
+            self.kl_controller.coefficient = state.kl_coefficient
         self.cluster.policy.load(str(checkpoint))
         publish_weights(self.cluster, self.policy_version)
-        self.log = measure.MetricsLog(self.output_dir, self.step)
+        is_own = checkpoint.parent == self.checkpoints.folder  # else lines there are of another training
+        self.log = measure.MetricsLog(self.output_dir, self.step if is_own else 0)
         told = measure.read_metrics(self.log.path)
         if not told or told[-1]["step"] < self.step:
             self.log.append(self.step, self.policy_version, state.metrics)
         logger.info("continuing after step %d from %s", self.step, checkpoint.name)
 
     def run(self, on_step: OnStep | None = None) -> None:
-        """All steps that are left. Whatever ends it but a dead worker, a checkpoint being written is finished."""
+        """All steps that are left. After an error of ours or an interrupt the checkpoint in flight is finished."""
         try:
             while self.step < self.config.train.total_steps:
                 step_metrics = self.run_step()
@@ -205,7 +212,10 @@ class Trainer:
         except WorkerDied:
             raise
         except (DapoError, KeyboardInterrupt):
-            self.checkpoints.finish()
+            try:
+                self.checkpoints.finish()
+            except (CheckpointError, WorkerDied) as error:  # is not why training ends, and begins nothing again
+                logger.error("the checkpoint that was being written is lost: %s", error)
             raise
 
     def run_step(self) -> dict[str, float]:

@@ -37,12 +37,19 @@ def train_policy(run: Run, data: Artifact, model: Artifact) -> Artifact:
         words += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
         if run.config.validation.every:
             words += ["--held-out", eval_file(data)]
-        if (task_run.run_count or 1) > 1:  # this attempt goes on with what the one before earned
-            words += ["--set", "checkpoint.resume=auto"]
+        words += resume_words(run.config.checkpoint.resume, task_run.run_count or 1)
         run_dapo(words, run.store, key)
         return last_metrics(folder)
 
     return run.produce("train_policy", key, build, resumable=True)
+
+
+def resume_words(resume: str, attempt: int) -> list[str]:
+    """What has a later attempt go on with what the one before it earned, which `never` would move aside.
+
+    A path stays: as long as there is no checkpoint of its own, the next attempt begins from it again.
+    """
+    return ["--set", "checkpoint.resume=auto"] if resume == "never" and attempt > 1 else []
 
 
 def last_metrics(folder: Path) -> dict[str, float]:

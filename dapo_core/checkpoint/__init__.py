@@ -13,7 +13,7 @@ from dapo_core.checkpoint.folder import (
     copy_model_files,
     latest_checkpoint,
 )
-from dapo_core.checkpoint.resume import find_start, locked, require_resume, resume_digest
+from dapo_core.checkpoint.resume import find_start, locked, require_resume, require_same_training, resume_digest
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state, read_step_metrics, state_files
 from dapo_core.checkpoint.writer import CheckpointWriter, Published, ShardWriter
 
@@ -39,6 +39,7 @@ __all__ = [
     "read_state",
     "read_step_metrics",
     "require_resume",
+    "require_same_training",
     "resume_digest",
     "state_files",
 ]

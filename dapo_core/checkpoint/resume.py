@@ -8,15 +8,20 @@ import hashlib
 import logging
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, LATEST_FILE, PARTIAL, latest_checkpoint, step_folders
-from dapo_core.checkpoint.state import STATE_FILE
+from dapo_core.checkpoint.state import STATE_FILE, read_state
 from dapo_core.errors import CheckpointError, ConfigError
+from dapo_core.identity import refuse_other_training
 from dapo_core.metrics import METRICS_FILE
+
+if TYPE_CHECKING:
+    from dapo_core.config import Config
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +90,21 @@ def find_start(folder: Path, resume: str) -> Path | None:
         logger.info("going on from %s of this output, not from checkpoint.resume=%s", own.name, resume)
         return own
     return _checkpoint_at(Path(resume))
+
+
+def require_same_training(config: Config, start: Path, folder: Path, identity: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for another training's checkpoint, ConfigError for one without a step to follow.
+
+    The last one of the training's own output is no error: its end is only told again.
+    """
+    state, total_steps = read_state(start), config.train.total_steps
+    for change in refuse_other_training(start, state.identity, identity, config.checkpoint.allow_changed):
+        logger.warning("checkpoint.allow_changed: going on from %s with %s", start.name, change)
+    if state.step > total_steps or (state.step == total_steps and start.parent != folder):
+        raise ConfigError(
+            f"{start} is of training step {state.step}, so that train.total_steps={total_steps} leaves no step to "
+            f"train: raise it above {state.step}, or name another checkpoint or --output"
+        )
 
 
 def _checkpoint_at(path: Path) -> Path:

@@ -22,7 +22,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from dapo_core.errors import DapoError, WorkerDied
+from dapo_core.errors import CheckpointError, DapoError, WorkerDied
 
 LOOK_SECONDS = 5.0  # of silence, after which everyone is asked for a sign of life
 SEARCH_SECONDS = 20.0  # for the death that made a call fail elsewhere: Ray takes 15 to give up a node
@@ -84,6 +84,8 @@ class Roster:
             try:
                 return ray.get(references, timeout=min(seconds_left, LOOK_SECONDS))
             except RayTaskError as error:  # raised in a worker, also of what another one left to it
+                if isinstance(error.cause, CheckpointError):  # shards are saved and loaded together
+                    self._search()
                 if isinstance(error.cause, DapoError | OSError):  # Ray's copy of the latter has no errno
                     raise error.cause from error
                 self._search()

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import utils as dcp_utils
 
 from dapo_core.batch import RankShare, split_batch
 from dapo_core.checkpoint.shards import Shards, _Writer
+from dapo_core.cluster.answers import Roster
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.start import _connect, _PolicyRank
 from dapo_core.config import Config
@@ -361,7 +362,9 @@ def group(model_path: Path) -> Iterator[PolicyGroup]:
     try:
         address = ray.get(ranks[0].rendezvous.remote())
         ray.get([rank.start.remote(n, 2, address, str(model_path), config) for n, rank in enumerate(ranks)])
-        yield PolicyGroup(ranks, config.train)
+        roster = Roster()
+        roster.add("policy rank", ranks)
+        yield PolicyGroup(ranks, config.train, roster)
     finally:
         for rank in ranks:
             ray.kill(rank)

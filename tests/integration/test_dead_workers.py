@@ -29,7 +29,7 @@ from dapo_core.cluster.answers import Roster
 from dapo_core.cluster.start import _connect
 from dapo_core.config import Config
 from dapo_core.data import Prompt
-from dapo_core.errors import DataError, WorkerDied
+from dapo_core.errors import CheckpointError, DataError, WorkerDied
 from dapo_core.rollout import GroupRequest
 from tasks.supervisor import descendants
 from tests.batches import random_batch
@@ -39,7 +39,12 @@ FAR = 60.0
 QUICK = 10.0  # a call on a dead process, and leaving it: far below a collective's time limit of half an hour
 PAUSE = 0.3  # from stopping a process to killing it: the others go on until they wait for it
 SCORER = "def compute_score(**_):\n    return 1.0\n"
-REQUESTS = [GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1")) for number in range(6)]
+ERRORS = {
+    "ours": DataError("no rows"),
+    "shards": CheckpointError("the shards cannot be loaded: rank 0: RuntimeError('Connection closed by peer')"),
+    "fail": RuntimeError("Connection closed by peer"),
+}
+REQUESTS = [GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) for number in range(6)]
 KILLED = r"died: it was killed, as the kernel does when memory runs out, or crashed"
 
 
@@ -68,7 +73,7 @@ def actors(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
         def call(self, what: str) -> None:
             if what == "hang":
                 threading.Event().wait()
-            raise DataError("no rows") if what == "ours" else RuntimeError("Connection closed by peer")
+            raise ERRORS[what]
 
     monkeypatch.setattr(answers, "LOOK_SECONDS", 0.5)
     _connect(config_of(train={"ray_address": ray_address}))
@@ -88,6 +93,8 @@ def test_a_death_ends_every_call_and_is_told_from_errors(actors: list[Any]) -> N
         roster.get([sound.call.remote("fail")])
     with pytest.raises(DataError, match=r"^no rows$"):
         roster.get([sound.call.remote("ours")])
+    with pytest.raises(CheckpointError, match="the shards cannot be loaded"):
+        roster.get([sound.call.remote("shards")])
     hanging_call = hanging.call.remote("hang")
     said = rf"^policy rank 2 of 3 \({place}\) {KILLED}$"
     with killed_within(place), pytest.raises(WorkerDied, match=said):
@@ -99,6 +106,8 @@ def test_a_death_ends_every_call_and_is_told_from_errors(actors: list[Any]) -> N
         take_groups(rollouts)
     with pytest.raises(WorkerDied, match=said) as caught:  # as a broken collective ends
         roster.get([sound.call.remote("fail")])
+    with pytest.raises(WorkerDied, match=said):  # as a save or a load ends that the dead one had a part in
+        roster.get([sound.call.remote("shards")])
     assert isinstance(caught.value.__cause__, RayActorError)
     with pytest.raises(DataError, match=r"^no rows$"):
         roster.get([sound.call.remote("ours")])
