@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+POLL_SECONDS = 1.0  # between looks at the checkpoint in flight
 KL_COEFFICIENT = "algorithm.kl.coefficient"
 
 OnStep = Callable[[int, dict[str, float]], None]
@@ -163,6 +165,7 @@ class Trainer:
             config.algorithm.compat,
             config.run.deterministic,
         )
+        self.sampler.while_waiting = self._poll_checkpoint
         self.kl_controller = KLController(config.algorithm.kl)
         self.output_dir = output_dir
         self.checkpoints = CheckpointWriter(output_dir / CHECKPOINTS, model_path, cluster.policy, config)
@@ -172,6 +175,7 @@ class Trainer:
             read_model_config(model_path), cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
         )
         self.identity = dict(identity)
+        self._polled_seconds = 0.0  # in this step's draw
         self.step = 0  # training steps done
         self.policy_version = 0  # optimizer steps behind the engines' weights
 
@@ -221,8 +225,10 @@ class Trainer:
     def run_step(self) -> dict[str, float]:
         """One training step; returns its metrics."""
         timer = measure.PhaseTimer()
+        self._polled_seconds = 0.0
         with timer.phase("gen"):
             draw = self.sampler.draw(self.step + 1)
+        timer.attribute(self._polled_seconds, "gen", "save_checkpoint")
         timer.attribute(draw.account.reward_seconds, "gen", "reward")
         metrics = measure.draw_metrics(draw)
         num_tokens = (0, 0)  # of responses; of prompts and responses
@@ -355,6 +361,12 @@ class Trainer:
         """Accuracy on the held-out prompts under the weights just published."""
         limit = self.config.sampler.max_seconds_without_kept
         return validate(self.cluster.rollouts, self.held_out, self.step, limit)
+
+    def _poll_checkpoint(self) -> None:
+        """Publish what is written while groups are waited for: a kill must not cost a checkpoint that is there."""
+        started = time.perf_counter()
+        self.checkpoints.poll(POLL_SECONDS)
+        self._polled_seconds += time.perf_counter() - started
 
     def _keep(self, metrics: dict[str, float]) -> None:
         """A checkpoint, when one is due or the step validated among the best."""

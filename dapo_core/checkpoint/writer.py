@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import secrets
 import shutil
 import time
@@ -98,6 +99,7 @@ class CheckpointWriter:
             NAMES_FILE: json.dumps(sorted(weight_names(model_path))),
         }
         self._in_flight: _Write | None = None
+        self._polled_at = -math.inf
 
     def begin(self, state: TrainerState) -> Published | None:
         """Write a checkpoint; with checkpoint.asynchronous, a later `poll`, `finish` or `begin` publishes it.
@@ -117,8 +119,15 @@ class CheckpointWriter:
             self._publish(write)
         return self._conclude(write)
 
-    def poll(self) -> Published | None:
-        """Publish the checkpoint in flight if its shards are written; else None."""
+    def poll(self, every_seconds: float = 0.0) -> Published | None:
+        """Publish the checkpoint in flight if its shards are written; else None.
+
+        However often called, it looks once in so many seconds only.
+        """
+        now = time.monotonic()
+        if now < self._polled_at + every_seconds:
+            return None
+        self._polled_at = now
         return self._complete(wait=False)
 
     def finish(self) -> Published | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,19 @@ def test_the_state_comes_back_equal_to_the_bit(tmp_path: Path) -> None:
     assert read == state
     assert read.surplus[0][1].prompt.prompt_ids == state.surplus[0][1].prompt.prompt_ids
     assert read.unfinished[0][1].prompt == state.unfinished[0][1].prompt
+
+
+def test_numbers_that_are_not_finite_come_back(tmp_path: Path) -> None:
+    state = make_state(20)
+    odd = [math.inf, -math.inf, math.nan]
+    group = state.surplus[0][1]
+    group.rollouts[0].rollout_log_probs[:] = odd
+    for name, text in state_files(replace(state, metrics=dict(zip("abc", odd, strict=True)))).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    read = read_state(tmp_path)
+    for values in (read.surplus[0][1].rollouts[0].rollout_log_probs, list(read.metrics.values())):
+        assert values[:2] == odd[:2]
+        assert math.isnan(values[2])
 
 
 def test_metrics_are_read_without_the_groups(tmp_path: Path) -> None:

@@ -85,6 +85,14 @@ def test_an_asynchronous_checkpoint_appears_when_its_shards_are_written(
     assert (writer.poll(), writer.finish()) == (None, None)
 
 
+def test_who_asks_often_is_answered_seldom(folder: Path, model_path: Path) -> None:
+    writer = make_writer(folder, model_path)
+    writer.begin(make_state(20))
+    for _ in range(3):
+        assert writer.poll(every_seconds=1e6) is None  # asked once: the shards are written at the second question
+    assert writer.poll() is not None
+
+
 def test_a_synchronous_checkpoint_is_there_at_once(folder: Path, model_path: Path) -> None:
     published = make_writer(folder, model_path, asynchronous=False).begin(make_state(20))
     assert published is not None

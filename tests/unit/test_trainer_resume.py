@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dapo_core import trainer as trainer_module
 from dapo_core.checkpoint import TrainerState, latest_checkpoint, require_same_training, state_files
 from dapo_core.data import Prompt, PromptStream
 from dapo_core.errors import CheckpointError, ConfigError, NotEnoughSignal, WorkerDied
@@ -18,6 +19,7 @@ from dapo_core.metrics import METRICS_FILE, MetricsLog, read_metrics
 from dapo_core.trainer import Trainer
 from tests.checkpoints import FileShards, make_state
 from tests.configs import make_config
+from tests.sources import MIXED, Clock, SlowSource
 from tests.tiny_models import build_tiny_qwen3
 
 PROMPTS = [Prompt(index, (index + 5,), "arithmetic", "1") for index in range(7)]
@@ -157,3 +159,23 @@ def test_what_ends_a_training_is_told_whatever_becomes_of_the_checkpoint_in_flig
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == (failure is not None)
     assert all(str(failure) in error for error in errors)
+
+
+def test_a_checkpoint_is_published_while_groups_are_waited_for(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's draw may take half an hour: a kill in it must not cost a checkpoint whose shards are all there."""
+    monkeypatch.setattr(trainer_module, "POLL_SECONDS", 0.0)
+    trainer = _trainer(model_path, tmp_path, train={"train_prompts": 1, "mini_prompts": 1})
+    trainer.checkpoints.begin(make_state(5))
+    named: list[Path | None] = []
+
+    class Source(SlowSource):
+        def finished(self) -> list[Any]:
+            named.append(latest_checkpoint(tmp_path / "checkpoints"))
+            return super().finished()
+
+    trainer.sampler.source = Source([MIXED], Clock(), seconds=1.0, pause=4)
+    trainer.sampler.draw(1)
+    assert named == [None, None, *[tmp_path / "checkpoints" / "step_000005"] * 2]  # written at the second question
+    assert trainer._polled_seconds > 0
