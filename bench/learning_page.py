@@ -44,7 +44,8 @@ class Job:
     @property
     def overrides(self) -> tuple[str, ...]:
         steps = () if self.steps is None else (f"train.total_steps={self.steps}",)
-        return (f"run.seed={self.seed}", *steps, *(VARIANTS[self.variant] if self.variant else ()))
+        changes = VARIANTS[self.variant] if self.variant else ()
+        return (f"run.seed={self.seed}", "validation.every=0", *steps, *changes)
 
     @property
     def label(self) -> str:

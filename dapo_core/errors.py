@@ -29,6 +29,10 @@ class RolloutError(DapoError, RuntimeError):
     """An engine failed to produce rollouts or to take new weights."""
 
 
+class WorkerDied(DapoError, RuntimeError):
+    """The process of a policy rank or rollout worker is gone; training goes on from its last checkpoint."""
+
+
 class CheckpointError(DapoError, RuntimeError):
     """A checkpoint is incomplete, damaged, or belongs to another configuration."""
 

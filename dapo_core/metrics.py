@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, TextIO, get_args
 
 import numpy as np
 
+from dapo_core.errors import CheckpointError
 from dapo_core.reward import Verdict
 from dapo_core.sampler import FATES, Draw
 
@@ -198,21 +200,44 @@ def format_step(step: int, metrics: dict[str, float]) -> str:
 
 
 class MetricsLog:
-    """metrics.jsonl: one line a step; continuing at step n forgets the lines of later steps."""
+    """metrics.jsonl: one line a step; continuing at step n forgets the lines of later steps.
+
+    Raises CheckpointError when it cannot be written.
+    """
 
     def __init__(self, folder: Path, last_step: int) -> None:
         self.path = folder / METRICS_FILE
         kept = [line for line in read_metrics(self.path) if line["step"] <= last_step]
         partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        partial.rename(self.path)
+        with self._writing():
+            with partial.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in kept)
+                _sync(file)
+            partial.rename(self.path)
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)  # else lines to come could be on disk in a file without a name
+            finally:
+                os.close(descriptor)
 
     def append(self, step: int, policy_version: int, metrics: dict[str, float]) -> None:
-        """Write one step's line and flush it; a number that is not finite becomes null, which JSON can hold."""
+        """Have one step's line on the disk; a number that is not finite becomes null, which JSON can hold."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"step": step, "wall_time": time.time(), "policy_version": policy_version, **finite}
-        with self.path.open("a", encoding="utf-8") as file:
+        with self._writing(), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+            _sync(file)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise CheckpointError for what the system refuses: the next attempt would end here as well."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be written: {error}; make room, or take an --output or a store.path on a "
+                "larger disk: training then goes on from its latest checkpoint"
+            ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -224,6 +249,11 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         except json.JSONDecodeError:
             break
     return lines
+
+
+def _sync(file: TextIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _summary(name: str, values: np.ndarray) -> dict[str, float]:

@@ -118,7 +118,8 @@ class Sampler:
     """Fills training steps with groups that carry signal. Groups are judged as they finish.
 
     With `is_deterministic` they are judged in prompt order once all of a draw have finished, so that speed
-    decides nothing. `compat` verl lets its standard deviation tell which groups have signal.
+    decides nothing. `compat` verl lets its standard deviation tell which groups have signal. `while_waiting`
+    may be set; it is called about once a second, and whenever groups finished.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class Sampler:
         self.compat = compat
         self.is_deterministic = is_deterministic
         self.clock = clock
+        self.while_waiting: Callable[[], None] = lambda: None
         self.surplus: list[tuple[int, Group]] = []  # (step that sampled its oldest token, group)
         self.unfinished: list[tuple[int, GroupRequest]] = []  # likewise
         self._submitted: dict[
@@ -163,6 +165,7 @@ class Sampler:
                     self._give_up(filling)
                     break
             self._note(self.source.finished(), filling)
+            self.while_waiting()
             self._judge(filling)
             self._refuse_silence(filling)
         self._stop(filling)
@@ -204,7 +207,7 @@ class Sampler:
     def _submit_fresh(self, filling: _Filling) -> None:
         first = self.stream.position
         prompts = self.stream.take(self.settings.gen_prompts)
-        requests = [GroupRequest(first + offset, prompt) for offset, prompt in enumerate(prompts)]
+        requests = [GroupRequest(first + offset, prompt, filling.step) for offset, prompt in enumerate(prompts)]
         self._submitted |= {request.group_id: (filling.step, 0) for request in requests}
         self.source.submit(requests)
         filling.num_gen_batches += 1

@@ -28,9 +28,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "micro_batch_tokens": 512,
         "learning_rate": 1e-3,
         "warmup_steps": 6,  # longer than the interrupted part, so the schedule's position must survive as well
-        "save_every": 1,
-        "keep_last": 2,
     },
+    "checkpoint": {"save_every": 1, "keep_last": 2},
     "serve": {"max_model_len": 192},
     "evaluate": {"max_response_tokens": 24},
 }

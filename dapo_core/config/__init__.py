@@ -14,6 +14,7 @@ from dapo_core.config.sections import (
 )
 from dapo_core.config.training import (
     AlgorithmConfig,
+    CheckpointConfig,
     CustomRewardConfig,
     KLConfig,
     OverlongConfig,
@@ -22,10 +23,12 @@ from dapo_core.config.training import (
     RolloutCorrectionConfig,
     SamplerConfig,
     TrainConfig,
+    ValidationConfig,
 )
 
 __all__ = [
     "AlgorithmConfig",
+    "CheckpointConfig",
     "Config",
     "CustomRewardConfig",
     "DataConfig",
@@ -42,6 +45,7 @@ __all__ = [
     "ServeConfig",
     "StoreConfig",
     "TrainConfig",
+    "ValidationConfig",
     "dump_config",
     "is_volatile",
     "known_keys",

@@ -13,11 +13,13 @@ from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.training import (
     MOST_HORIZONS_PER_STEP,
     AlgorithmConfig,
+    CheckpointConfig,
     CustomRewardConfig,
     RewardConfig,
     RolloutConfig,
     SamplerConfig,
     TrainConfig,
+    ValidationConfig,
 )
 
 
@@ -105,6 +107,9 @@ class ModelConfig(Section):
 class MergeConfig(Section):
     """From FSDP shards to a Hugging Face folder."""
 
+    checkpoint: Literal["latest", "best"] = key(
+        "latest", "Which checkpoint of the training: the last one, or that of the highest validation/accuracy."
+    )
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = key(
         "keep", "Precision of the merged weights; keep: as trained, which is float32."
     )
@@ -170,6 +175,8 @@ class Config(Section):
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
     merge: MergeConfig = Field(default_factory=MergeConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
@@ -191,6 +198,20 @@ class Config(Section):
                 f"sampler.gen_prompts={self.sampler.gen_prompts} x sampler.max_num_gen_batches="
                 f"{self.sampler.max_num_gen_batches} = {most} prompts can never fill train.train_prompts="
                 f"{self.train.train_prompts}; raise one of the two or lower train.train_prompts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> Config:
+        if self.checkpoint.keep_best and not self.validation.every:
+            raise ValueError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best} needs accuracies to compare, and "
+                "validation.every=0 measures none; set validation.every, or checkpoint.keep_best=0"
+            )
+        if self.merge.checkpoint == "best" and not self.checkpoint.keep_best:
+            raise ValueError(
+                "merge.checkpoint=best needs a best checkpoint, and checkpoint.keep_best=0 keeps none; set "
+                "checkpoint.keep_best=1, or merge.checkpoint=latest"
             )
         return self
 

@@ -152,7 +152,7 @@ class RolloutConfig(Section):
     """How responses are generated."""
 
     engine: Literal["vllm", "hf"] = key("vllm", "Inference engine of the rollout workers.")
-    num_workers: int = key(1, "Rollout workers, one engine each.", ge=1, le=4096)
+    num_workers: int = volatile(1, "Rollout workers, one engine each.", ge=1, le=4096)
     threads_per_worker: int = volatile(2, "CPU threads of an engine.", ge=1, le=1024)
     group_size: int = key(16, "Responses per prompt (G).", ge=2, le=1024)
     temperature: float = key(1.0, "Sampling temperature.", gt=0, le=10)
@@ -162,8 +162,8 @@ class RolloutConfig(Section):
     max_num_seqs: int = key(
         256, "Sequences decoded at once per engine; decides which groups finish first.", ge=1, le=65_536
     )
-    memory_utilization: float = key(0.8, "Share of device memory an engine takes.", gt=0, le=1)
-    memory_gigabytes: float = key(1.0, "KV cache of an engine on a CPU.", gt=0)
+    memory_utilization: float = volatile(0.8, "Share of device memory an engine takes.", gt=0, le=1)
+    memory_gigabytes: float = volatile(1.0, "KV cache of an engine on a CPU.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the engine's weights.")
 
 
@@ -171,16 +171,16 @@ class TrainConfig(Section):
     """Steps, batches, the optimizer, and how the model lies on the devices."""
 
     device: Literal["cpu", "cuda", "npu"] = key("cpu", "What the policy runs on.")
-    num_ranks: int = key(1, "FSDP2 ranks, one device each.", ge=1, le=65_536)
-    sequence_parallel: Literal[1, 2, 4] = key(1, "Ranks that share each sequence (Ulysses).")
-    fsdp_size: int | None = key(
+    num_ranks: int = volatile(1, "FSDP2 ranks, one device each.", ge=1, le=65_536)
+    sequence_parallel: Literal[1, 2, 4] = volatile(1, "Ranks that share each sequence (Ulysses).")
+    fsdp_size: int | None = volatile(
         None, "Ranks that a copy of the weights is sharded over (HSDP); unset: all, one copy.", ge=1
     )
     threads_per_rank: int = volatile(1, "CPU threads of a rank.", ge=1, le=1024)
     total_steps: int = key(200, "Training steps, whatever dynamic sampling draws.", ge=1)
     train_prompts: int = key(512, "Prompts trained on per step (P).", ge=1)
     mini_prompts: int = key(32, "Prompts per optimizer step.", ge=1)
-    micro_batch_tokens: int = key(32768, "Most tokens that a device holds at once.", ge=1)
+    micro_batch_tokens: int = volatile(32768, "Most tokens that a device holds at once.", ge=1)
     logits_chunk_tokens: int = volatile(1024, "Tokens whose logits over the vocabulary exist at once.", ge=1)
     learning_rate: float = key(1e-6, "Peak AdamW learning rate.", gt=0, le=1)
     warmup_steps: int = key(320, "Optimizer steps of linear warm-up; the paper's 20 rollout steps of 16.", ge=0)
@@ -192,8 +192,10 @@ class TrainConfig(Section):
     reshard_after_forward: bool = volatile(True, "Free whole weights between forward and backward: less memory.")
     offload_parameters: bool = volatile(False, "Keep weights in host memory while the engines generate.")
     offload_optimizer: bool = volatile(False, "Keep the optimizer's state in host memory between updates.")
-    save_every: int = volatile(20, "Training steps between checkpoints.", ge=1)
-    keep_last: int = volatile(2, "Checkpoints kept.", ge=1)
+    max_restarts: int = volatile(
+        3, "Restarts in a row after a dead rank or worker, without a new checkpoint between.", ge=0, le=1000
+    )
+    restart_delay_seconds: float = volatile(5.0, "Pause before the first of these, doubled with each.", ge=0)
     ray_address: str | None = volatile(None, "Running Ray cluster to join; unset starts a private one.")
 
     @property
@@ -221,3 +223,27 @@ class TrainConfig(Section):
                     "change one of the two"
                 )
         return self
+
+
+class CheckpointConfig(Section):
+    """What a training leaves on disk, and what it continues from."""
+
+    save_every: int = volatile(20, "Training steps between checkpoints.", ge=1)
+    keep_last: int = volatile(2, "Newest checkpoints kept while training; the finished output keeps one.", ge=1)
+    keep_best: int = key(0, "Checkpoints kept besides for the highest validation/accuracy.", ge=0)
+    asynchronous: bool = volatile(
+        True, "Write while training goes on; takes host memory for another copy of weights and optimizer state."
+    )
+    resume: str = volatile(
+        "auto", "auto: from the output's latest checkpoint; never: begin anew; else the checkpoint to begin from."
+    )
+    allow_changed: tuple[str, ...] = volatile(
+        (), "Keys that may differ from those of the checkpoint, such as train.learning_rate."
+    )
+
+
+class ValidationConfig(Section):
+    """Accuracy on the held-out set while training goes on: greedy, one response a prompt."""
+
+    every: int = key(0, "Training steps between validations; 0: none.", ge=0)
+    num_prompts: int | None = key(None, "Prompts asked, the first of the held-out set; unset: all.", ge=1)

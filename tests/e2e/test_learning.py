@@ -31,7 +31,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     dapo("prepare-data", RECIPE, "--output", data)
     dapo("fetch-model", RECIPE, "--data", data / "train.parquet", "--output", model)
     paths = ("--data", data / "train.parquet", "--model", model, "--output", training)
-    dapo("train", RECIPE, *paths, "--set", f"train.total_steps={NUM_STEPS}")
+    dapo("train", RECIPE, *paths, "--set", f"train.total_steps={NUM_STEPS}", "--set", "validation.every=0")
     return read_metrics(training / METRICS_FILE)
 
 

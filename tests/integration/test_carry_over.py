@@ -38,8 +38,8 @@ def _config(total_steps: int, ray_address: str) -> Config:
                 "micro_batch_tokens": 1024,
                 "total_steps": total_steps,
                 "ray_address": ray_address,
-                "save_every": 1,
             },
+            "checkpoint": {"save_every": 1, "asynchronous": False},
             "serve": {"max_model_len": 512},
             "evaluate": {"max_response_tokens": 24},
         }

@@ -21,7 +21,7 @@ from eval.errors import EvaluationError
 from flows.cli import app
 from tasks.evaluate_model import evaluate_model
 from tasks.retries import describe, exit_code_of, may_succeed_next_time
-from tasks.train_policy import train_policy
+from tasks.train_policy import resume_words, train_policy
 from tests.evaluations import write_results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,6 +132,21 @@ def test_only_an_error_that_may_pass_is_retried_and_said(caplog: pytest.LogCaptu
     assert caplog.text == ""
     assert may_succeed_next_time(train_policy, None, Failed(data=RolloutError("engine lost")))
     assert "RolloutError: engine lost; another attempt in 10 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("resume", "attempt", "words"),
+    [
+        ("never", 1, []),
+        ("never", 2, ["--set", "checkpoint.resume=auto"]),  # the first attempt's checkpoints are not moved aside
+        ("auto", 2, []),
+        ("/old/step_000020", 2, []),  # killed before it had a checkpoint: begins from the same one, not from none
+    ],
+)
+def test_a_second_attempt_goes_on_from_the_first_or_from_where_that_began(
+    resume: str, attempt: int, words: list[str]
+) -> None:
+    assert resume_words(resume, attempt) == words
 
 
 def test_an_error_whose_lines_were_shown_is_told_without_them() -> None:

@@ -319,7 +319,7 @@ def test_result_values_drop_volatile_keys_only() -> None:
     config = _resolve()
     values = result_values(config)
     assert values["train"]["total_steps"] == 200
-    assert "save_every" not in values["train"]
+    assert "num_ranks" not in values["train"]
     assert values["reward"]["overlong"] == {"enabled": True, "buffer_tokens": 4096, "penalty_factor": 1.0}
     assert result_values(_with_other_values(config, is_volatile_wanted=True)) == values
     others = result_values(_with_other_values(config, is_volatile_wanted=False))

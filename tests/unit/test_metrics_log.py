@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 
+from dapo_core.errors import CheckpointError
 from dapo_core.metrics import MetricsLog, PhaseTimer, format_step, read_metrics, timing_metrics
 from tests.metric_names import NAME_VALUE
 
@@ -131,3 +134,19 @@ def test_numbers_that_are_not_finite_stay_readable_as_json(tmp_path: Path) -> No
 
     line = json.loads(log.path.read_text(encoding="utf-8"), parse_constant=refuse)
     assert (line["actor/pg_loss"], line["rollout/ess"], line["actor/lr"]) == (None, None, 0.5)
+
+
+def test_a_full_disk_is_told_and_the_lines_there_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MetricsLog(tmp_path, 0)
+    log.append(1, 2, {"timing_s/step": 0.5})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    refused = rf"{log.path} cannot be written: .*No space left on device; make room, or take an --output"
+    with pytest.raises(CheckpointError, match=refused):
+        MetricsLog(tmp_path, 0)
+    assert [line["step"] for line in read_metrics(log.path)] == [1]
+    with pytest.raises(CheckpointError, match=refused):
+        log.append(2, 4, {"timing_s/step": 0.5})

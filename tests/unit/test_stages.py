@@ -60,6 +60,8 @@ READERS: dict[str, set[str]] = {
     "sampler.": {"train_policy"},
     "rollout.": {"train_policy"},
     "train.": {"train_policy"},
+    "checkpoint.": {"train_policy"},
+    "validation.": {"train_policy"},
     "merge.": {"merge_checkpoint"},
     "serve.": {"evaluate_model"},
     "evaluate.": {"evaluate_model"},
@@ -107,7 +109,14 @@ def test_a_field_changes_the_keys_of_its_readers_only(name: str) -> None:
 
 
 def test_waiting_places_and_looks_are_volatile() -> None:
-    silent = {"run.name", "store.path", "train.save_every", "serve.port", "evaluate.concurrency"}
+    silent = {
+        "run.name",
+        "store.path",
+        "checkpoint.save_every",
+        "train.num_ranks",
+        "serve.port",
+        "evaluate.concurrency",
+    }
     assert silent <= {name for name, is_silent in FIELDS.items() if is_silent}
     assert not any(FIELDS[name] for name in ("train.total_steps", "train.device", "serve.dtype", "evaluate.seed"))
 
