@@ -48,7 +48,12 @@ def notes(comparison: Comparison) -> list[str]:
             "No two items changed differently, so a bootstrap has no width; the interval is the adjusted Wald one."
         )
     other = comparison.rulers
-    if (other.p < SIGNIFICANCE) != comparison.is_significant:
+    if other.before == other.after == 0 < max(comparison.before.accuracy, comparison.after.accuracy):
+        found.append(
+            'AISBench\'s rule calls no response of either side right: it reads \\boxed{} and "answer is", and these '
+            "responses give their answers in another form. Its figures say nothing here."
+        )
+    elif (other.p < SIGNIFICANCE) != comparison.is_significant:
         found.append(
             f"The rulers differ: under AISBench's string rule the change is {points(other.difference)} points "
             f"(95 % interval {points(other.ci95[0])} to {points(other.ci95[1])}, p {format_p(other.p)})."

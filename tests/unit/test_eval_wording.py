@@ -67,3 +67,10 @@ def test_notes_tell_what_makes_a_reader_careful() -> None:
         "under AISBench's string rule the change is +0.0" in note
         for note in notes(compare_evaluations(before, after))
     )
+
+
+def test_a_ruler_that_reads_nothing_is_said_to() -> None:
+    result = compared("w" * 20 + "r" * 20, "r" * 40)
+    unread = replace(result, rulers=replace(result.rulers, before=0.0, after=0.0, difference=0.0, p=1.0))
+    assert any("AISBench's rule calls no response of either side right" in note for note in notes(unread))
+    assert not any("The rulers differ" in note for note in notes(unread))
