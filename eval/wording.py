@@ -50,8 +50,8 @@ def notes(comparison: Comparison) -> list[str]:
     other = comparison.rulers
     if other.before == other.after == 0 < max(comparison.before.accuracy, comparison.after.accuracy):
         found.append(
-            'AISBench\'s rule calls no response of either side right: it reads \\boxed{} and "answer is", and these '
-            "responses give their answers in another form. Its figures say nothing here."
+            "AISBench's rule calls no response of either side right: it reads \\boxed{} and 'answer is', and "
+            "these responses give their answers in another form. Its figures say nothing here."
         )
     elif (other.p < SIGNIFICANCE) != comparison.is_significant:
         found.append(
