@@ -76,11 +76,11 @@ def test_defaults_are_the_papers_recipe() -> None:
 
 
 def test_overrides_are_read_as_yaml(recipe: Path) -> None:
-    overrides = ["serve.extra_args=[--enforce-eager]", "data.shuffle=false", "train.learning_rate=2e-6"]
+    overrides = ["serve.extra_args=[--enable-prefix-caching]", "data.shuffle=false", "train.learning_rate=2e-6"]
     config = load_config(
         recipe, [*overrides, "train.ray_address=null", "run.name=a=b", "reward.overlong={enabled: no}"]
     )
-    assert config.serve.extra_args == ("--enforce-eager",)
+    assert config.serve.extra_args == ("--enable-prefix-caching",)
     assert config.data.shuffle is False
     assert config.train.learning_rate == 2e-6
     assert config.train.ray_address is None
@@ -151,6 +151,13 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             "train.micro_batch_tokens=22527",
             r"max_response_tokens = 22528 is above train\.micro_batch_tokens=22527 .*raise train\.micro",
         ),
+        ("serve.extra_args=[--tensor_parallel_size=2]", r"tensor_parallel_size=2 .*; use serve\.tensor_parallel"),
+        (
+            "serve.extra_args=[-tp, '2']",
+            r"serve\.extra_args: -tp has a place of its own; use serve\.tensor_parallel",
+        ),
+        ("serve.extra_args=[--api-key, x]", r"use the environment variable VLLM_API_KEY"),
+        ("serve.host=''", r"serve\.host = '' is refused"),
         ("serve.max_model_len=22527", r"= 22528 is above serve\.max_model_len=22527.*raise serve\.max_model_len"),
     ],
 )
@@ -259,7 +266,7 @@ def test_a_dump_loads_back_to_the_same_configuration(tmp_path: Path) -> None:
     config = _resolve(
         run={"name": "größe: 1e-5 # no comment", "seed": 2**31 - 1},
         train={"learning_rate": 1.1e-7, "warmup_steps": 0},
-        serve={"extra_args": ["--enforce-eager", "null", "1e-6", "yes", ""], "memory_gigabytes": 0.1},
+        serve={"extra_args": ["--enable-prefix-caching", "null", "1e-6", "yes", ""], "memory_gigabytes": 0.1},
     )
     path = tmp_path / "dump.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
@@ -396,3 +403,31 @@ def test_the_first_number_beyond_each_bound_is_refused() -> None:
                 with pytest.raises(ValidationError, match=rf"\n{name}\n"):
                     section.model_validate({name: value})
     assert num_bounds > len(LEAVES) / 2
+
+
+@pytest.mark.parametrize(
+    ("serve", "message"),
+    [
+        # 65,533 + 4 - 1 = 65,536
+        ({"port": 65_533, "num_servers": 4}, r"needs ports up to 65536, beyond 65535; lower serve\.port"),
+        (
+            {"memory_gigabytes": 2, "memory_utilization": 0.5},
+            r"serve\.memory_utilization=0\.5 would be ignored by serve\.memory_gigabytes=2",
+        ),
+    ],
+)
+def test_serving_keys_that_contradict_each_other_are_refused(serve: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _resolve(serve=serve)
+
+
+def test_the_place_of_serving_is_no_result() -> None:
+    places = {
+        "num_servers": 4,
+        "tensor_parallel": 2,
+        "data_parallel": 2,
+        "memory_utilization": 0.5,
+        "port": 65_532,
+    }
+    assert result_values(_resolve(serve=places).serve) == result_values(_resolve().serve)
+    assert _resolve(serve=places).serve.devices_per_server == 4
