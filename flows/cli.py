@@ -215,7 +215,9 @@ def serve(
     from dapo_core.config import load_config_or_defaults
     from tasks.serve_model import serve_until_interrupted
 
-    settings = load_config_or_defaults(config, overrides or ())
+    # Without a recipe there are no prompts and responses that must fit.
+    lengths = [] if config else ["data.max_prompt_tokens=1", "evaluate.max_response_tokens=1"]
+    settings = load_config_or_defaults(config, [*lengths, *(overrides or ())])
     log_path = Path(settings.store.path) / ".logs" / f"serve-{os.getpid()}.log"
     serve_until_interrupted(model, settings.serve, log_path, dict(os.environ))
 

@@ -43,8 +43,8 @@ def require_servable(model_path: str | Path, settings: ServeConfig, environment:
     if longest is not None and settings.max_model_len > longest:
         raise ModelError(
             f"serve.max_model_len={settings.max_model_len} is above the {longest} positions of {model_path} "
-            "(config.json, rope scaling counted): vLLM would refuse it; lower serve.max_model_len, and "
-            "evaluate.max_response_tokens with it"
+            "(config.json, rope scaling counted): vLLM would refuse it; lower serve.max_model_len, and in a "
+            "recipe evaluate.max_response_tokens with it"
         )
 
 

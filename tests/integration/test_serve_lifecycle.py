@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,7 @@ import pytest
 from dapo_core.config import ServeConfig
 from dapo_core.errors import ServeError
 from tasks import supervisor
+from tasks.evaluation_settings import served_model_identity
 from tasks.serve_model import Server, serve_model, serve_until_interrupted, servers
 from tests.tiny_models import build_tiny_qwen3
 
@@ -197,3 +199,21 @@ def test_servers_in_the_foreground_end_with_the_first_that_ends(
     with pytest.raises(ServeError, match=r"vllm serve 2 of 2 ended with exit code 3(.|\n)*The other servers are"):
         serve_until_interrupted(model_path, settings(num_servers=2), tmp_path / "s.log", environment)
     assert len(ports) == 2
+
+
+def test_a_server_is_reused_when_it_is_the_right_one(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, "answers")
+    with serve_model(model_path, settings(num_servers=1), tmp_path / "s.log") as [server]:
+        assert served_model_identity([server]) == served_model_identity([server, server])
+        for wrong, message in (
+            (replace(server, model="other"), "/v1/models serves policy, not 'other'; set --model-name"),
+            (replace(server, api_key="guess"), "refuses the key: HTTP 401; VLLM_API_KEY is not the server's"),
+            (replace(server, api_key=""), "refuses the key: HTTP 401; VLLM_API_KEY is not set"),
+            (replace(server, base_url="127.0.0.1:1"), "does not answer: .*check --base-url"),
+        ):
+            with pytest.raises(ServeError, match=message):
+                served_model_identity([wrong])
+    with pytest.raises(ServeError, match=r"/v1/models does not answer: .*; start it with dapo serve"):
+        served_model_identity([server])

@@ -151,13 +151,6 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             "train.micro_batch_tokens=22527",
             r"max_response_tokens = 22528 is above train\.micro_batch_tokens=22527 .*raise train\.micro",
         ),
-        ("serve.extra_args=[--tensor_parallel_size=2]", r"tensor_parallel_size=2 .*; use serve\.tensor_parallel"),
-        (
-            "serve.extra_args=[-tp, '2']",
-            r"serve\.extra_args: -tp has a place of its own; use serve\.tensor_parallel",
-        ),
-        ("serve.extra_args=[--api-key, x]", r"use the environment variable VLLM_API_KEY"),
-        ("serve.host=''", r"serve\.host = '' is refused"),
         ("serve.max_model_len=22527", r"= 22528 is above serve\.max_model_len=22527.*raise serve\.max_model_len"),
     ],
 )
@@ -403,31 +396,3 @@ def test_the_first_number_beyond_each_bound_is_refused() -> None:
                 with pytest.raises(ValidationError, match=rf"\n{name}\n"):
                     section.model_validate({name: value})
     assert num_bounds > len(LEAVES) / 2
-
-
-@pytest.mark.parametrize(
-    ("serve", "message"),
-    [
-        # 65,533 + 4 - 1 = 65,536
-        ({"port": 65_533, "num_servers": 4}, r"needs ports up to 65536, beyond 65535; lower serve\.port"),
-        (
-            {"memory_gigabytes": 2, "memory_utilization": 0.5},
-            r"serve\.memory_utilization=0\.5 would be ignored by serve\.memory_gigabytes=2",
-        ),
-    ],
-)
-def test_serving_keys_that_contradict_each_other_are_refused(serve: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        _resolve(serve=serve)
-
-
-def test_the_place_of_serving_is_no_result() -> None:
-    places = {
-        "num_servers": 4,
-        "tensor_parallel": 2,
-        "data_parallel": 2,
-        "memory_utilization": 0.5,
-        "port": 65_532,
-    }
-    assert result_values(_resolve(serve=places).serve) == result_values(_resolve().serve)
-    assert _resolve(serve=places).serve.devices_per_server == 4

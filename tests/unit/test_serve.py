@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from dapo_core.config import ServeConfig
+from dapo_core.config import ServeConfig, result_values
 from dapo_core.device import device_for
 from dapo_core.errors import ModelError, ServeError
 from tasks.serve_model import command as serving
@@ -29,6 +30,35 @@ from tasks.serve_model.failure import is_port_taken, raised_error, refused_argum
 from tests.tiny_models import build_tiny_qwen3
 
 ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        # 65,533 + 4 - 1 = 65,536
+        ({"port": 65_533, "num_servers": 4}, r"needs ports up to 65536, beyond 65535; lower serve\.port"),
+        (
+            {"memory_gigabytes": 2, "memory_utilization": 0.5},
+            r"serve\.memory_utilization=0\.5 would be ignored by serve\.memory_gigabytes=2",
+        ),
+        (
+            {"extra_args": ("--tensor_parallel_size=2",)},
+            r"tensor_parallel_size=2 has .*; use serve\.tensor",
+        ),
+        ({"extra_args": ("-tp", "2")}, r"serve\.extra_args: -tp has a place of its own; use serve\.tensor_par"),
+        ({"extra_args": ("--api-key", "x")}, r"use the environment variable VLLM_API_KEY"),
+        ({"host": ""}, r"at least 1 character"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ServeConfig.model_validate(keys)
+
+
+def test_the_place_of_serving_is_no_result() -> None:
+    places = ServeConfig(num_servers=4, tensor_parallel=2, data_parallel=3, memory_utilization=0.5, port=65_532)
+    assert result_values(places) == result_values(ServeConfig())
+    assert places.devices_per_server == 6  # 2 x 3
 
 
 def test_every_setting_is_on_the_command_line() -> None:
