@@ -18,7 +18,7 @@ import httpx
 from eval.prompts import Prompt
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _MAX_REASON_CHARS = 300
 _MAX_RETRY_AFTER_SECONDS = 300.0
 _CONNECT_SECONDS = 30.0
@@ -110,7 +110,7 @@ class Connection:
             limits=httpx.Limits(max_connections=1),
             verify=_ssl_context(endpoint.base_url.startswith("https")),
             # A proxy from the environment must not stand between us and a server on this machine.
-            trust_env=urlsplit(endpoint.base_url).hostname not in _LOOPBACK,
+            trust_env=urlsplit(endpoint.base_url).hostname not in LOOPBACK,
         )
 
     async def __aenter__(self) -> Connection:
