@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ class Device:
     backend: str  # torch.distributed collective backend
     ray_resource: str  # what one policy rank or engine asks Ray for, one each
     low_precision: str  # compute dtype that `auto` means
+    visible_variable: str = ""  # environment variable that names the devices a process may use
 
     def torch_device(self) -> torch.device:
         """The process's device; Ray shows each worker only its own, so it is number 0."""
@@ -53,6 +55,20 @@ class Device:
 
         return str(getattr(torch, self.kind).get_device_name(0))
 
+    def visible(self, environment: Mapping[str, str]) -> list[str]:
+        """Names of the devices that a process with this environment may use, as `visible_variable` takes them."""
+        named = environment.get(self.visible_variable)
+        if named is not None:
+            names = [name.strip() for name in named.split(",")]
+            # From the first name that is no device on, CUDA ignores the rest: "-1" hides all.
+            end = next((place for place, name in enumerate(names) if name in ("", "-1")), len(names))
+            return names[:end]
+        import torch
+
+        if self.kind == "npu":
+            _import_torch_npu()
+        return [str(number) for number in range(getattr(torch, self.kind).device_count())]
+
     def memory_metrics(self) -> dict[str, float]:
         """Memory in use on the node and peak memory of this process, in GiB, under the field's metric names."""
         import psutil
@@ -75,8 +91,8 @@ class Device:
 
 _DEVICES = {
     "cpu": Device("cpu", "gloo", "CPU", "float32"),
-    "cuda": Device("cuda", "nccl", "GPU", "bfloat16"),
-    "npu": Device("npu", "hccl", "NPU", "bfloat16"),
+    "cuda": Device("cuda", "nccl", "GPU", "bfloat16", "CUDA_VISIBLE_DEVICES"),
+    "npu": Device("npu", "hccl", "NPU", "bfloat16", "ASCEND_RT_VISIBLE_DEVICES"),
 }
 
 # FLOP/s of dense bfloat16 matrix products by the name torch gives; half of what data sheets print "with sparsity".

@@ -16,7 +16,7 @@ import aiohttp
 from eval.prompts import Prompt
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _MAX_REASON_CHARS = 300
 _MAX_RETRY_AFTER_SECONDS = 300.0
 _CONNECT_SECONDS = 30.0
@@ -104,7 +104,7 @@ class Connection:
             timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
             connector=aiohttp.TCPConnector(limit=1),
             # A proxy from the environment must not stand between us and a server on this machine.
-            trust_env=urlsplit(endpoint.base_url).hostname not in _LOOPBACK,
+            trust_env=urlsplit(endpoint.base_url).hostname not in LOOPBACK,
         )
 
     async def __aenter__(self) -> Connection:

@@ -211,13 +211,18 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="Recipe whose section serve applies.")] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Serve a model with vLLM as the evaluation does, until interrupted."""
-    from dapo_core.config import load_config_or_defaults
-    from dapo_core.model_folder import require_model_folder
-    from tasks.serve_model import exec_server
+    """Serve a model with vLLM as the evaluation does, until interrupted.
 
-    require_model_folder(model)
-    exec_server(model, load_config_or_defaults(config, overrides or ()).serve, dict(os.environ))
+    Several servers (serve.num_servers) write to serve-PID.log files in the store's folder .logs.
+    """
+    from dapo_core.config import load_config_or_defaults
+    from tasks.serve_model import serve_until_interrupted
+
+    # Without a recipe there are no prompts and responses that must fit.
+    lengths = [] if config else ["data.max_prompt_tokens=1", "evaluate.max_response_tokens=1"]
+    settings = load_config_or_defaults(config, [*lengths, *(overrides or ())])
+    log_path = Path(settings.store.path) / ".logs" / f"serve-{os.getpid()}.log"
+    serve_until_interrupted(model, settings.serve, log_path, dict(os.environ))
 
 
 @app.command(

@@ -18,7 +18,7 @@ import httpx
 
 from dapo_core.errors import ServeError
 from tasks.process import SupervisedProcess, background_command
-from tasks.serve_model import free_port
+from tasks.serve_model import free_ports
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def provide_prefect_api() -> Callable[[], None]:
 
     if get_current_settings().api.url:
         return lambda: None
-    port = free_port(HOST)
+    port = free_ports(HOST)[0]
     os.environ["PREFECT_API_URL"] = f"http://{HOST}:{port}/api"
     refresh_global_settings_context()
     log_path = Path(os.environ["PREFECT_HOME"]).expanduser() / "servers" / f"{os.getpid()}.log"

@@ -40,19 +40,19 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
         evaluation_set = set_of(eval_file(data), settings)
-        with serve_model(model.path, run.config.serve, log_path=log_path) as server:
-            logger.info(
-                "%s serves on %s; asking %d items", server.model, server.base_url, len(evaluation_set.items)
-            )
+        with serve_model(model.path, run.config.serve, log_path=log_path) as servers:
+            urls = ", ".join(server.base_url for server in servers)
+            logger.info("%s serves on %s; asking %d items", servers[0].model, urls, len(evaluation_set.items))
             summary = evaluate(
                 evaluation_set,
-                [endpoint_of(server)],
+                [endpoint_of(server) for server in servers],
                 sampling_of(settings),
                 folder,
                 limits=limits_of(settings),
                 model_digest=model.digest,
                 max_failed_ratio=settings.max_failed_ratio,
             )
-        return {"accuracy": summary.accuracy, "n": summary.n}
+        commands = [server.command for server in servers]
+        return {"accuracy": summary.accuracy, "n": summary.n, "serve_commands": commands}
 
     return run.produce(label, key, build, resumable=True)

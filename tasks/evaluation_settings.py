@@ -11,7 +11,7 @@ import httpx
 from dapo_core.config import EvaluateConfig
 from dapo_core.errors import ServeError
 from eval.benchmark import EvaluationSet, load_set
-from eval.client import Endpoint, Sampling
+from eval.client import LOOPBACK, Endpoint, Sampling
 from eval.dispatch import Limits
 from tasks.serve_model import Server
 
@@ -54,13 +54,8 @@ def served_model_identity(servers: Sequence[Server]) -> str:
 
 
 def _identity(server: Server) -> tuple[str, list[tuple[str, int, int]]]:
-    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
-    url = f"{server.base_url.rstrip('/').removesuffix('/v1')}/v1/models"
-    try:
-        answer = httpx.get(url, headers=headers, timeout=30.0).raise_for_status().json()
-        roots = {model["id"]: str(model.get("root") or model["id"]) for model in answer["data"]}
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        raise ServeError(f"{url} does not list models: {error}; check --base-url and VLLM_API_KEY") from None
+    url = endpoint_of(server).url("models")
+    roots = _served_models(url, server.api_key)
     if server.model not in roots:
         raise ServeError(f"{url} serves {', '.join(roots)}, not {server.model!r}; set --model-name")
     folder = Path(roots[server.model])
@@ -68,6 +63,32 @@ def _identity(server: Server) -> tuple[str, list[tuple[str, int, int]]]:
         (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))
     ]
     return str(folder), files
+
+
+def _served_models(url: str, api_key: str) -> dict[str, str]:
+    """The folder, where the server tells it, by served name."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        # A proxy from the environment must not stand between us and a server on this machine.
+        is_near = httpx.URL(url).host in LOOPBACK
+        with httpx.Client(headers=headers, timeout=30.0, trust_env=not is_near) as client:
+            answer = client.get(url)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServeError(
+            f"{url} does not answer: {str(error) or type(error).__name__}; start it with dapo serve, or check "
+            "--base-url"
+        ) from None
+    if answer.status_code in (401, 403):
+        said = "VLLM_API_KEY is not the server's" if api_key else "VLLM_API_KEY is not set"
+        raise ServeError(f"{url} refuses the key: HTTP {answer.status_code}; {said}")
+    try:
+        models = answer.raise_for_status().json()["data"]
+        return {model["id"]: str(model.get("root") or model["id"]) for model in models}
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
+        raise ServeError(
+            f"{url} does not list models: HTTP {answer.status_code}, {answer.text[:100]!r}; --base-url must be an "
+            "OpenAI-compatible server"
+        ) from None
 
 
 def sampling_of(settings: EvaluateConfig) -> Sampling:

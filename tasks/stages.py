@@ -20,8 +20,15 @@ from tasks.artifacts import MANIFEST_NAME, Artifact, StageKey, code_digest, hash
 TRAIN_FILE = "train.parquet"
 EVAL_STEM = "eval"
 
-# Their effect is in the configuration slice, or they only speak, or only see to it that processes end.
-_NOT_IN_CODE_DIGEST = ("dapo_core.config", "dapo_core.errors", "tasks.process")
+# Their effect is in the configuration slice, or they only speak, or only see to it that processes start and end.
+_NOT_IN_CODE_DIGEST = (
+    "dapo_core.config",
+    "dapo_core.errors",
+    "tasks.process",
+    "tasks.serve_model.checks",
+    "tasks.serve_model.failure",
+    "tasks.serve_model.servers",
+)
 
 
 @dataclass(frozen=True)

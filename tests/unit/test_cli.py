@@ -23,6 +23,7 @@ from tasks.evaluate_model import evaluate_model
 from tasks.retries import describe, exit_code_of, may_succeed_next_time
 from tasks.train_policy import resume_words, train_policy
 from tests.evaluations import write_results
+from tests.tiny_models import build_tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/arith_cpu.yaml"
@@ -101,6 +102,13 @@ def test_a_refusal_is_one_clear_message(words: list[str], message: str) -> None:
     said = refusal(*words)
     assert message in said
     assert said.count(message) == 1
+
+
+def test_serve_takes_its_own_keys_alone_and_looks_at_the_model_first(tmp_path: Path) -> None:
+    model_path = build_tiny_qwen3(tmp_path / "model")  # 512 positions
+    said = refusal("serve", model_path, "--set", "serve.max_model_len=513", "--set", "serve.num_servers=2")
+    assert f"serve.max_model_len=513 is above the 512 positions of {model_path}" in said
+    assert "VLLM_API_KEY" not in said
 
 
 @pytest.mark.parametrize(

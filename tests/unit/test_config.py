@@ -76,11 +76,11 @@ def test_defaults_are_the_papers_recipe() -> None:
 
 
 def test_overrides_are_read_as_yaml(recipe: Path) -> None:
-    overrides = ["serve.extra_args=[--enforce-eager]", "data.shuffle=false", "train.learning_rate=2e-6"]
+    overrides = ["serve.extra_args=[--enable-prefix-caching]", "data.shuffle=false", "train.learning_rate=2e-6"]
     config = load_config(
         recipe, [*overrides, "train.ray_address=null", "run.name=a=b", "reward.overlong={enabled: no}"]
     )
-    assert config.serve.extra_args == ("--enforce-eager",)
+    assert config.serve.extra_args == ("--enable-prefix-caching",)
     assert config.data.shuffle is False
     assert config.train.learning_rate == 2e-6
     assert config.train.ray_address is None
@@ -259,7 +259,7 @@ def test_a_dump_loads_back_to_the_same_configuration(tmp_path: Path) -> None:
     config = _resolve(
         run={"name": "größe: 1e-5 # no comment", "seed": 2**31 - 1},
         train={"learning_rate": 1.1e-7, "warmup_steps": 0},
-        serve={"extra_args": ["--enforce-eager", "null", "1e-6", "yes", ""], "memory_gigabytes": 0.1},
+        serve={"extra_args": ["--enable-prefix-caching", "null", "1e-6", "yes", ""], "memory_gigabytes": 0.1},
     )
     path = tmp_path / "dump.yaml"
     path.write_text(dump_config(config), encoding="utf-8")

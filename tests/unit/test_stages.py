@@ -138,8 +138,8 @@ def test_config_inputs_code_and_versions_are_all_in_the_key(stage: Stage) -> Non
 def test_the_code_of_a_stage_is_what_makes_its_bytes(stage: Stage) -> None:
     code = set(_closure(PROJECT_ROOT, stage.modules, _NOT_IN_CODE_DIGEST))
     assert set(stage.modules) <= code
-    # Neither the command line, nor Prefect's tasks, nor how processes are run changes a result; how we serve does.
-    served = {"tasks", "tasks.serve_model"} if stage is EVALUATE_MODEL else set()
+    # Neither our command line, nor Prefect's tasks, nor how processes run changes a result; vLLM's arguments do.
+    served = {"tasks", "tasks.serve_model", "tasks.serve_model.command"} if stage is EVALUATE_MODEL else set()
     assert {name for name in code if name.partition(".")[0] in ("flows", "tasks")} == served
     if stage is TRAIN_POLICY:
         assert {f"dapo_core.{name}" for name in ("loss", "sampler", "policy", "rollout", "advantage")} <= code

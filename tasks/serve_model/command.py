@@ -1,0 +1,174 @@
+"""The command line, ports, devices and environment of each `vllm serve` process."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from dapo_core.config import ServeConfig
+from dapo_core.device import Device, device_for
+from dapo_core.errors import ServeError
+
+SERVED_NAME = "policy"
+API_KEY_VARIABLE = "VLLM_API_KEY"
+CPU_BINDING_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def serve_command(model_path: str | Path, settings: ServeConfig, port: int) -> list[str]:
+    """The `vllm serve` command line; the API key travels in the environment, where `ps` does not show it."""
+    num_bytes = settings.memory_gigabytes and int(settings.memory_gigabytes * 1024**3)
+    optional = {
+        "--tensor-parallel-size": settings.tensor_parallel if settings.tensor_parallel > 1 else None,
+        "--data-parallel-size": settings.data_parallel if settings.data_parallel > 1 else None,
+        "--gpu-memory-utilization": settings.memory_utilization,
+        "--kv-cache-memory-bytes": num_bytes,
+    }
+    return [
+        sys.executable,
+        "-m",
+        "dapo_core.engines.vllm_command",
+        "serve",
+        str(model_path),
+        "--served-model-name",
+        SERVED_NAME,
+        "--host",
+        settings.host,
+        "--port",
+        str(port),
+        "--dtype",
+        settings.dtype,
+        "--max-model-len",
+        str(settings.max_model_len),
+        "--max-num-seqs",
+        str(settings.max_num_seqs),
+        "--generation-config",
+        "vllm",
+        *(word for flag, value in optional.items() if value is not None for word in (flag, str(value))),
+        *(["--enforce-eager"] if settings.eager else []),
+        *settings.extra_args,
+    ]
+
+
+def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The command as one would type it, with its environment before it; the API key is left out."""
+    shown = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if name != API_KEY_VARIABLE]
+    return " ".join([*shown, shlex.join(command)])
+
+
+def serve_environments(settings: ServeConfig, environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """What each server's environment has beside ours: nothing is reported to anyone, and its own devices."""
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    if settings.eager:
+        # --enforce-eager leaves the sampler compiled, which needs a C++ compiler on a CPU
+        quiet["TORCHDYNAMO_DISABLE"] = "1"
+    places: list[dict[str, str]] = [{}] * settings.num_servers
+    if settings.num_servers > 1 or settings.devices_per_server > 1:
+        device = vllm_device()
+        if device.kind == "cpu":
+            places = _share_cores(settings, environment)
+        elif settings.num_servers > 1:
+            places = _share_devices(settings, device, environment)
+    return [{**quiet, **place} for place in places]
+
+
+def vllm_device() -> Device:
+    """The kind of device that the installed vLLM is built for. Raises ServeError when there is none."""
+    for distribution in ("vllm-ascend", "vllm-cpu", "vllm"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            version = metadata.version(distribution)
+            if distribution == "vllm-ascend":
+                return device_for("npu")
+            return device_for("cpu" if distribution == "vllm-cpu" or "cpu" in version else "cuda")
+    raise ServeError("vLLM is not installed for this interpreter; install requirements/cpu.txt or your device's")
+
+
+def _share_devices(settings: ServeConfig, device: Device, environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """A part of the visible devices for each server."""
+    each, names = settings.devices_per_server, device.visible(environment)
+    needed = each * settings.num_servers
+    if needed > len(names):
+        raise ServeError(
+            f"serve.num_servers={settings.num_servers} x serve.tensor_parallel={settings.tensor_parallel} x "
+            f"serve.data_parallel={settings.data_parallel} = {needed} devices, but {len(names)} are visible "
+            f"({device.visible_variable}={environment.get(device.visible_variable, 'unset')}); lower one"
+        )
+    parts = [names[start : start + each] for start in range(0, needed, each)]
+    return [{device.visible_variable: ",".join(part)} for part in parts]
+
+
+def _share_cores(settings: ServeConfig, environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """Cores of its own for each worker of each server: left alone, vLLM binds every server to the same ones.
+
+    As vLLM does, one core of a worker is left to the scheduler. With fewer cores than workers nothing is bound.
+    """
+    if CPU_BINDING_VARIABLE in environment:
+        return [{}] * settings.num_servers
+    cores, each = sorted(os.sched_getaffinity(0)), settings.devices_per_server
+    share = len(cores) // (each * settings.num_servers)
+    if share == 0:
+        return [{CPU_BINDING_VARIABLE: "nobind"}] * settings.num_servers
+    num_bound = max(1, share - 1)
+    workers = [
+        ",".join(map(str, cores[worker * share : worker * share + num_bound]))
+        for worker in range(each * settings.num_servers)
+    ]
+    parts = [workers[start : start + each] for start in range(0, len(workers), each)]
+    return [{CPU_BINDING_VARIABLE: "|".join(part)} for part in parts]
+
+
+def base_url(host: str, port: int) -> str:
+    """Where a server bound to the host is reached from this machine."""
+    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{address}]:{port}" if _is_ipv6(address) else f"http://{address}:{port}"
+
+
+def choose_ports(settings: ServeConfig) -> list[int]:
+    """A port that is free now for each server: serve.port and those after it, or free ones."""
+    if settings.port == 0:
+        return free_ports(settings.host, settings.num_servers)
+    ports = [settings.port + number for number in range(settings.num_servers)]
+    for port in ports:
+        require_free_port(settings.host, port)
+    return ports
+
+
+def free_ports(host: str, count: int = 1) -> list[int]:
+    """Different ports that are free on the host now."""
+    try:
+        with contextlib.ExitStack() as stack:  # all are held until the last is chosen
+            probes = [stack.enter_context(_new_socket(host)) for _ in range(count)]
+            for probe in probes:
+                probe.bind((host, 0))
+            return [probe.getsockname()[1] for probe in probes]
+    except OSError as error:
+        raise ServeError(f"serve.host={host} has no free port to bind: {error}; set serve.host") from None
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raise ServeError when something else listens on the port."""
+    try:
+        with _new_socket(host) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise ServeError(
+            f"port {port} on {host} cannot be bound: {error.strerror}; set serve.port=0 to take a free one"
+        ) from None
+
+
+def _new_socket(host: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET)  # as vLLM decides it
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False

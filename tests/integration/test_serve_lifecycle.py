@@ -1,0 +1,219 @@
+"""Several servers start, fail and end together; a small stand-in for vLLM fails at will and at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dapo_core.config import ServeConfig
+from dapo_core.errors import ServeError
+from tasks import supervisor
+from tasks.evaluation_settings import served_model_identity
+from tasks.serve_model import Server, serve_model, serve_until_interrupted, servers
+from tests.tiny_models import build_tiny_qwen3
+
+# Arguments: behaviour, port. It says what vLLM says.
+STAND_IN = r"""
+import http.server, json, os, sys, threading, time
+
+behaviour, port = sys.argv[1], int(sys.argv[2])
+key = "Bearer " + os.environ["VLLM_API_KEY"]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def answer(self, content):
+        if self.headers["Authorization"] != key:
+            self.send_error(401)
+            return
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        if behaviour == "ends later" and self.command == "POST":
+            threading.Timer(0.5, os._exit, (3,)).start()
+
+    def do_GET(self):
+        if behaviour == "hangs":
+            time.sleep(60)
+        self.answer({"data": [{"id": "other" if behaviour == "other" else "policy"}]})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer({"choices": [{"text": "1"}]})
+
+    def log_message(self, *words):
+        pass
+
+
+if behaviour == "refuses":
+    sys.exit("usage: vllm [-h]\nvllm: error: unrecognized arguments: --typo")
+if behaviour == "breaks":
+    raise ValueError("no room")
+http.server.ThreadingHTTPServer.allow_reuse_address = False
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    return build_tiny_qwen3(tmp_path / "model")
+
+
+@pytest.fixture(autouse=True)
+def everything_is_gone() -> object:
+    before = set(supervisor.descendants(os.getpid()))
+    yield
+    assert set(supervisor.descendants(os.getpid())) <= before
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, *behaviours: str) -> list[int]:
+    """Has the n-th start behave so, the last one all further ones; returns the ports, filled with each start."""
+    ports: list[int] = []
+
+    def command(model_path: str | Path, settings: ServeConfig, port: int) -> list[str]:
+        ports.append(port)
+        return [sys.executable, "-c", STAND_IN, behaviours[min(len(ports), len(behaviours)) - 1], str(port)]
+
+    monkeypatch.setattr(servers, "serve_command", command)
+    return ports
+
+
+def settings(**changes: object) -> ServeConfig:
+    return ServeConfig.model_validate({"num_servers": 3, "max_model_len": 128, "startup_seconds": 60, **changes})
+
+
+def has_no_listener(server: Server) -> bool:
+    try:
+        httpx.get(server.base_url, trust_env=False)
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+def test_all_servers_answer_and_are_gone_however_the_block_is_left(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+) -> None:
+    ports = stand_in(monkeypatch, "answers")
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        serve_model(model_path, settings(), tmp_path / "s.log") as running,
+    ):
+        assert [server.base_url for server in running] == [f"http://127.0.0.1:{port}" for port in ports]
+        assert len({server.api_key for server in running}) == 1
+        for server in running:
+            headers = {"Authorization": f"Bearer {server.api_key}"}
+            assert httpx.get(f"{server.base_url}/v1/models", headers=headers, trust_env=False).is_success
+            assert server.api_key not in server.command
+            assert server.command.endswith(server.base_url.rpartition(":")[2])
+        raise KeyboardInterrupt
+    assert all(has_no_listener(server) for server in running)
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["s-2.log", "s-3.log", "s.log"]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ("refuses", r"^vllm serve 2 of 3 ended with exit code 1; its log is .*s-2\.log\n"
+         r"vLLM says: vllm: error: unrecognized arguments: --typo\nCorrect serve\.extra_args"),
+        ("breaks", r"^vLLM says: ValueError: no room\nvllm serve 2 of 3 ended with exit code 1\. Its last lines, "
+         r"from .*s-2\.log:\n(  \| .*\n)+The server ended before it was healthy"),
+    ],
+)  # fmt: skip
+def test_one_that_dies_is_named_with_its_words_and_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path, behaviour: str, message: str
+) -> None:
+    ports = stand_in(monkeypatch, "hangs", behaviour, "answers")
+    started = time.monotonic()
+    with (
+        pytest.raises(ServeError, match=message) as caught,
+        serve_model(model_path, settings(), tmp_path / "s.log"),
+    ):
+        pass
+    assert time.monotonic() - started < 30  # not the 60 s for which the first one's health request would wait
+    assert len(ports) == 3  # nothing was started again
+    assert ("  |" in str(caught.value)) == (behaviour == "breaks")
+
+
+def test_the_deadline_holds_while_a_health_request_hangs(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, "hangs", "answers", "other")
+    started = time.monotonic()
+    with (
+        pytest.raises(
+            ServeError, match=r"^2 of 3 servers not healthy after serve\.startup_seconds=3; .*"
+        ) as caught,
+        serve_model(model_path, settings(startup_seconds=3), tmp_path / "s.log"),
+    ):
+        pass
+    assert time.monotonic() - started < 15
+    assert "vllm serve 1 of 3, " in str(caught.value)
+    assert "vllm serve 2 of 3, " not in str(caught.value)
+    assert "vllm serve 3 of 3, " in str(caught.value)
+
+
+def test_a_port_taken_between_choosing_and_binding_is_replaced_once(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(servers, "choose_ports", lambda settings: [port])
+        ports = stand_in(monkeypatch, "answers")
+        with serve_model(model_path, settings(num_servers=1), tmp_path / "s.log") as [server]:
+            assert server.base_url == f"http://127.0.0.1:{ports[1]}"
+        assert (ports[0], len(ports)) == (port, 2)
+        # a port that the user chose is not replaced
+        ports.clear()
+        with (
+            pytest.raises(ServeError, match=rf"port {port} on 127\.0\.0\.1 cannot be bound: .*serve\.port=0"),
+            serve_model(model_path, settings(num_servers=1, port=port), tmp_path / "s.log"),
+        ):
+            pass
+        assert ports == [port]
+        # and one that is taken again is an error
+        monkeypatch.setattr(servers, "free_ports", lambda host: [port])
+        with (
+            pytest.raises(ServeError, match=r"vLLM says: OSError: \[Errno 98\] Address already in use"),
+            serve_model(model_path, settings(num_servers=1), tmp_path / "s.log"),
+        ):
+            pass
+        assert ports == [port] * 3
+
+
+def test_servers_in_the_foreground_end_with_the_first_that_ends(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+) -> None:
+    ports = stand_in(monkeypatch, "answers", "ends later")
+    environment = {**os.environ, "VLLM_API_KEY": "mine"}
+    with pytest.raises(ServeError, match=r"vllm serve 2 of 2 ended with exit code 3(.|\n)*The other servers are"):
+        serve_until_interrupted(model_path, settings(num_servers=2), tmp_path / "s.log", environment)
+    assert len(ports) == 2
+
+
+def test_a_server_is_reused_when_it_is_the_right_one(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, "answers")
+    with serve_model(model_path, settings(num_servers=1), tmp_path / "s.log") as [server]:
+        assert served_model_identity([server]) == served_model_identity([server, server])
+        for wrong, message in (
+            (replace(server, model="other"), "/v1/models serves policy, not 'other'; set --model-name"),
+            (replace(server, api_key="guess"), "refuses the key: HTTP 401; VLLM_API_KEY is not the server's"),
+            (replace(server, api_key=""), "refuses the key: HTTP 401; VLLM_API_KEY is not set"),
+            (replace(server, base_url="127.0.0.1:1"), "does not answer: .*check --base-url"),
+        ):
+            with pytest.raises(ServeError, match=message):
+                served_model_identity([wrong])
+    with pytest.raises(ServeError, match=r"/v1/models does not answer: .*; start it with dapo serve"):
+        served_model_identity([server])

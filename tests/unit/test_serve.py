@@ -1,0 +1,349 @@
+"""Serving before anything starts: command lines, places, what is refused; and what a server's last words mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from dapo_core.config import ServeConfig, result_values
+from dapo_core.device import device_for
+from dapo_core.errors import ModelError, ServeError
+from tasks.serve_model import command as serving
+from tasks.serve_model.checks import longest_sequence, require_servable
+from tasks.serve_model.command import (
+    base_url,
+    choose_ports,
+    serve_command,
+    serve_environments,
+    shell_line,
+    vllm_device,
+)
+from tasks.serve_model.failure import is_port_taken, raised_error, refused_argument
+from tests.tiny_models import build_tiny_qwen3
+
+ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        # 65,533 + 4 - 1 = 65,536
+        ({"port": 65_533, "num_servers": 4}, r"needs ports up to 65536, beyond 65535; lower serve\.port"),
+        (
+            {"memory_gigabytes": 2, "memory_utilization": 0.5},
+            r"serve\.memory_utilization=0\.5 would be ignored by serve\.memory_gigabytes=2",
+        ),
+        (
+            {"extra_args": ("--tensor_parallel_size=2",)},
+            r"tensor_parallel_size=2 has .*; use serve\.tensor",
+        ),
+        ({"extra_args": ("-tp", "2")}, r"serve\.extra_args: -tp has a place of its own; use serve\.tensor_par"),
+        ({"extra_args": ("--api-key", "x")}, r"use the environment variable VLLM_API_KEY"),
+        ({"host": ""}, r"at least 1 character"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ServeConfig.model_validate(keys)
+
+
+def test_the_place_of_serving_is_no_result() -> None:
+    places = ServeConfig(num_servers=4, tensor_parallel=2, data_parallel=3, memory_utilization=0.5, port=65_532)
+    assert result_values(places) == result_values(ServeConfig())
+    assert places.devices_per_server == 6  # 2 x 3
+
+
+def test_every_setting_is_on_the_command_line() -> None:
+    settings = ServeConfig(
+        tensor_parallel=4,
+        data_parallel=2,
+        dtype="bfloat16",
+        max_model_len=100,
+        max_num_seqs=7,
+        memory_utilization=0.5,
+        eager=True,
+        host="::1",
+        extra_args=("--seed", "3"),
+    )
+    assert shlex.join(serve_command("m x", settings, 8000)) == (
+        f"{sys.executable} -m dapo_core.engines.vllm_command serve 'm x' --served-model-name policy --host ::1 "
+        "--port 8000 --dtype bfloat16 --max-model-len 100 --max-num-seqs 7 --generation-config vllm "
+        "--tensor-parallel-size 4 --data-parallel-size 2 --gpu-memory-utilization 0.5 --enforce-eager --seed 3"
+    )
+
+
+def test_defaults_leave_the_choice_to_vllm() -> None:
+    words = serve_command("m", ServeConfig(), 1)
+    assert not {"--tensor-parallel-size", "--data-parallel-size", "--enforce-eager"} & set(words)
+    assert not any("memory" in word for word in words)
+    # 0.5 GiB = 2^29 bytes
+    assert serve_command("m", ServeConfig(memory_gigabytes=0.5), 1)[-2:] == [
+        "--kv-cache-memory-bytes",
+        "536870912",
+    ]
+
+
+def test_the_line_that_is_reported_can_be_typed_and_holds_no_key() -> None:
+    line = shell_line(["vllm", "a b"], {"CUDA_VISIBLE_DEVICES": "0,1", "X": "1 2", "VLLM_API_KEY": "secret"})
+    assert line == "CUDA_VISIBLE_DEVICES=0,1 X='1 2' vllm 'a b'"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("::1", "http://[::1]:80"),
+        ("2001:db8::7", "http://[2001:db8::7]:80"),
+        ("node7", "http://node7:80"),
+    ],
+)
+def test_a_server_is_reached_where_it_binds(host: str, url: str) -> None:
+    assert base_url(host, 80) == url
+
+
+def test_each_server_has_a_port_of_its_own() -> None:
+    assert len(set(choose_ports(ServeConfig(num_servers=20)))) == 20
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServeError, match=rf"port {port} on 127\.0\.0\.1 cannot be bound: .*serve\.port=0"):
+            choose_ports(ServeConfig(num_servers=2, port=port - 1))  # the second one's is taken
+
+
+def test_a_host_that_is_not_ours_is_refused_with_the_key_to_change() -> None:
+    # TEST-NET-1 and the documentation prefix: no machine has them
+    for host in ("192.0.2.77", "2001:db8::7"):
+        with pytest.raises(ServeError, match=rf"serve\.host={host} has no free port .*; set serve\.host"):
+            choose_ports(ServeConfig(host=host))
+
+
+def places(
+    monkeypatch: pytest.MonkeyPatch, kind: str, settings: ServeConfig, environment: dict[str, str]
+) -> list[dict[str, str]]:
+    """What tells the servers' environments apart on a machine with vLLM for that kind of device."""
+    monkeypatch.setattr(serving, "vllm_device", lambda: device_for(kind))
+    found = serve_environments(settings, environment)
+    assert all(ALWAYS.items() <= server.items() for server in found)
+    return [{name: value for name, value in server.items() if name not in ALWAYS} for server in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
+)
+def test_servers_share_the_visible_devices(monkeypatch: pytest.MonkeyPatch, kind: str, variable: str) -> None:
+    settings = ServeConfig(num_servers=2, tensor_parallel=2)  # 2 x 2 of the 5; the last stays free
+    assert places(monkeypatch, kind, settings, {variable: "3, 1,4,GPU-a,6"}) == [
+        {variable: "3,1"},
+        {variable: "4,GPU-a"},
+    ]
+    # one server: it sees what we see
+    assert places(monkeypatch, kind, ServeConfig(tensor_parallel=2), {variable: "3,1"}) == [{}]
+
+
+@pytest.mark.parametrize(("visible", "num"), [("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1,2,3", 1)])
+def test_too_few_devices_are_refused(monkeypatch: pytest.MonkeyPatch, visible: str, num: int) -> None:
+    settings = ServeConfig(num_servers=2, tensor_parallel=1, data_parallel=2)
+    with pytest.raises(ServeError, match=rf"num_servers=2 x .* = 4 devices, but {num} are visible \(CUDA_"):
+        places(monkeypatch, "cuda", settings, {"CUDA_VISIBLE_DEVICES": visible})
+
+
+def test_without_the_variable_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert places(monkeypatch, "cuda", ServeConfig(num_servers=2), {}) == [
+        {"CUDA_VISIBLE_DEVICES": "0"},
+        {"CUDA_VISIBLE_DEVICES": "1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "cores", "expected"),
+    [
+        # 8 cores / 2 servers = 4 for a worker, one of them for its scheduler
+        ({"num_servers": 2}, range(8), ["0,1,2", "4,5,6"]),
+        # 8 / (2 x 2) = 2 for a worker
+        ({"num_servers": 2, "tensor_parallel": 2}, range(8), ["0|2", "4|6"]),
+        ({"num_servers": 2}, [5, 9], ["5", "9"]),
+        ({"num_servers": 3}, [5, 9], ["nobind"] * 3),
+        ({}, range(8), [None]),
+    ],
+)
+def test_servers_on_a_cpu_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], cores: Any, expected: list[str | None]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
+    variable = "VLLM_CPU_OMP_THREADS_BIND"
+    found = places(monkeypatch, "cpu", ServeConfig(**changes), {})
+    assert [server.get(variable) for server in found] == expected
+    assert not any(places(monkeypatch, "cpu", ServeConfig(**changes), {variable: "auto"}))
+
+
+def test_the_installed_vllm_says_what_it_runs_on() -> None:
+    import vllm.platforms  # what it decides by itself
+
+    assert vllm_device().kind == vllm.platforms.current_platform.device_type
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": 4096, "seq_length": 2048}, 2048),
+        ({"max_position_embeddings": 8192, "model_max_length": 131_072}, 131_072),
+        ({"max_position_embeddings": 64, "text_config": {"max_position_embeddings": 4096}}, 4096),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16_384),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "dynamic", "factor": 2}}, 8192),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default", "factor": None}}, 4096),
+        ({"max_position_embeddings": 131_072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131_072),
+        # Qwen's advice, 4 x 32,768; and the same model with the scaled length written down
+        (
+            {
+                "max_position_embeddings": 32_768,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+            },
+            131_072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131_072,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32_768,
+                },
+            },
+            131_072,
+        ),
+        (
+            {
+                "max_position_embeddings": 4096,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0},
+                    "sliding_attention": {"rope_type": "default"},
+                },
+            },
+            32_768,
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "max_position_embeddings": 131_072,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            131_072,
+        ),
+    ],
+)
+def test_the_longest_sequence_counts_rope_scaling(config: dict[str, Any], longest: int | None) -> None:
+    assert longest_sequence(config) == longest
+
+
+def test_a_length_without_positions_is_refused(tmp_path: Path) -> None:
+    model_path = build_tiny_qwen3(tmp_path / "model")  # 512 positions
+    require_servable(model_path, ServeConfig(max_model_len=512), {})
+    with pytest.raises(ModelError, match=r"serve\.max_model_len=513 is above the 512 positions .*; lower serve"):
+        require_servable(model_path, ServeConfig(max_model_len=513), {})
+    require_servable(model_path, ServeConfig(max_model_len=513), {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
+    overrides = ("--hf-overrides", json.dumps({"max_position_embeddings": 1024}))
+    require_servable(model_path, ServeConfig(max_model_len=513, extra_args=overrides), {})
+
+
+def _cut_the_weights(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-100])
+
+
+def _put_a_pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+def _index_a_file_that_is_not_there(folder: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _remove_the_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def _empty_the_configuration(folder: Path) -> None:
+    (folder / "config.json").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_cut_the_weights, r"model\.safetensors is not a whole safetensors file \(.*\d+ bytes\)"),
+        (_put_a_pointer, r"model\.safetensors is not a whole safetensors file"),
+        (_index_a_file_that_is_not_there, r"lacks 1 of the 2 files .*model-2\.safetensors"),
+        (_remove_the_tokenizer, r"lacks a tokenizer"),
+        (_empty_the_configuration, r"config\.json is not JSON"),
+    ],
+)
+def test_an_incomplete_folder_is_refused(tmp_path: Path, spoil: Any, message: str) -> None:
+    model_path = build_tiny_qwen3(tmp_path / "model")
+    spoil(model_path)
+    with pytest.raises(ModelError, match=message):
+        require_servable(model_path, ServeConfig(max_model_len=128), {})
+
+
+# Lines that vLLM 0.32 wrote, in its order; "..." where a traceback was.
+UNKNOWN_FLAG = [
+    "Triton is installed, but doesn't include CPU backend. Disabling Triton.",
+    "usage: vllm [-h] [-v]",
+    "            {chat,complete,serve,launch,bench,collect-env,download-kernels,preload,run-batch,snapshot}",
+    "            ...",
+    "vllm: error: unrecognized arguments: --no-such-flag",
+]
+WRONG_CHOICE = [
+    "usage: vllm serve [model_tag] [options]",
+    "vllm serve: error: argument --dtype: invalid choice: 'nosuch' (choose from 'auto', 'bfloat16')",
+]
+WRONG_VALUE = [
+    "    s.__pydantic_validator__.validate_python(ArgsKwargs(args, kwargs), self_instance=s)",
+    "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+    "  Value error, Unknown quantization method: nosuch. Must be one of ['awq', 'auto_awq'].",
+    "    For further information visit https://errors.pydantic.dev/2.14/v/value_error",
+]
+NO_MEMORY = [
+    "(Worker pid=856) ERROR 11-21 19:07:10 [multiproc_executor.py:1063]     raise ValueError(",
+    "(Worker pid=856) ERROR 11-21 19:07:10 [multiproc_executor.py:1063] ValueError: Available memory on node 0",
+    "(EngineCore pid=612) ERROR 11-21 19:07:10 [core.py:1510] RuntimeError: Worker failed with error 'Available "
+    "memory on node 0', please check the stack trace above for the root cause",
+    "(EngineCore pid=612) Process EngineCore:",
+    "    raise RuntimeError(",
+    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+    "resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked shared_memory objects",
+]
+PORT_TAKEN = ["    sock.bind(addr)", "OSError: [Errno 98] Address already in use"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "refused", "raised"),
+    [
+        (UNKNOWN_FLAG, "vllm: error: unrecognized arguments: --no-such-flag", None),
+        (WRONG_CHOICE, WRONG_CHOICE[-1], None),
+        (WRONG_VALUE, None, "\n".join(WRONG_VALUE[1:3])),
+        (NO_MEMORY, None, "ValueError: Available memory on node 0"),
+        (PORT_TAKEN, None, "OSError: [Errno 98] Address already in use"),
+        (["(APIServer pid=7) INFO 11-21 19:07:10 [launcher.py:9] Starting"], None, None),
+        ([], None, None),
+    ],
+)
+def test_a_server_s_own_words_are_found(lines: list[str], refused: str | None, raised: str | None) -> None:
+    assert refused_argument(lines) == refused
+    assert raised_error(lines) == raised
+    assert is_port_taken(lines) == (lines is PORT_TAKEN)
