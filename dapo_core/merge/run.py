@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -15,20 +16,30 @@ from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import Source, open_source
 from dapo_core.merge.verification import (
     MERGE_MANIFEST,
-    Verifier,
     compare_logits,
     computed_names,
     empty_model,
+    manifest_of,
     require_architecture,
     require_equal,
+    require_same,
     tied_names,
     write_manifest,
 )
-from dapo_core.merge.writer import OutputFile, OutputTensor, output_tensors, plan_files, write_files, write_index
+from dapo_core.merge.writer import (
+    FileDigests,
+    OutputFile,
+    OutputTensor,
+    output_tensors,
+    plan_files,
+    write_file,
+    write_index,
+)
 
 if TYPE_CHECKING:
     import torch
 
+_FILES_AT_ONCE = 2
 OnFile = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -85,19 +96,26 @@ def _plan(source: Source, dtype: str, max_shard_bytes: int) -> list[OutputFile]:
 def _write(
     folder: Path, files: Sequence[OutputFile], source: Source, on_file: OnFile | None
 ) -> Mapping[str, object]:
+    """Write each file, sync it and compare it with the source; while one is synced, another is written."""
     total = sum(file.num_bytes for file in files)
     done = 0
-    with Verifier(folder) as verifier:
 
-        def finished(file: OutputFile, digests: dict[str, str]) -> None:
-            nonlocal done
-            verifier.submit(file, digests)
-            done += file.num_bytes
-            if on_file is not None:
-                on_file(done, total)
+    def write(file: OutputFile) -> FileDigests:
+        digests = write_file(folder / file.name, file, source)
+        require_same(folder / file.name, file, source)
+        return digests
 
-        write_files(folder, files, source, finished)
-        return verifier.manifest()
+    with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="merge-file") as pool:
+        running = {pool.submit(write, file): file for file in files}
+        try:
+            for finished in as_completed(running):
+                finished.result()
+                done += running[finished].num_bytes
+                if on_file is not None:
+                    on_file(done, total)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return manifest_of(folder, [(file, future.result()) for future, file in running.items()])
 
 
 @contextmanager

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 
+CHUNK_BYTES = 2 * 1024**2  # of a tensor at once; read, hashed and written while it is in the processor's cache
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A whole tensor of a source, whose values are still in its files."""
@@ -40,7 +43,10 @@ class Source(Protocol):
         """The tensors of a model's files that the tensor becomes, in the order of its rows."""
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
-        """Consecutive rows of the tensor, which together are all of it; a tensor without dimensions is one."""
+        """Consecutive rows of the tensor, which together are all of it; a tensor without dimensions is one.
+
+        They may lie in a mapped file, at any byte: use values_in_order before computing with them.
+        """
 
     def describe(self) -> dict[str, Any]:
         """Where the model comes from, for the manifest; no path, since the same model has the same manifest."""
@@ -56,3 +62,17 @@ def open_source(folders: Sequence[Path]) -> Source:
 
     shards = find_shards(folders)
     return VerlSource(shards) if shards else DcpSource(find_checkpoint(folders[0]), folders[1:])
+
+
+def values_in_order(rows: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """All values in `dtype`, flat, in parts of at most CHUNK_BYTES; no part is empty.
+
+    A part shares the memory of `rows` where the dtype is theirs, and has its own, aligned memory otherwise.
+    """
+    import torch
+
+    for part in rows.contiguous().reshape(-1).split(CHUNK_BYTES // rows.dtype.itemsize):
+        if part.dtype == dtype and part.numel():
+            yield part
+        elif part.numel():
+            yield part.view(torch.uint8).clone().view(part.dtype).to(dtype)

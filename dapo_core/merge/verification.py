@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.writer import OutputFile, OutputTensor
+from dapo_core.merge.sources import values_in_order
+from dapo_core.merge.writer import FileDigests, OutputFile, OutputTensor, chunks
 from dapo_core.model_folder import MERGE_MANIFEST
 from dapo_core.parameter_names import file_pieces
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from dapo_core.merge.sources import Source
 
 _COMPUTED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints hold what the configuration gives
-_BUFFER_BYTES = 1024**2
 _LOGIT_ROWS, _LOGIT_TOKENS = 2, 32
 
 
@@ -83,8 +83,14 @@ def require_equal(source: Source, name: str, other: str) -> None:
     """Raise CheckpointError when tied tensors differ, of which one would be lost."""
     import torch
 
+    def values(stored_name: str) -> Iterator[torch.Tensor]:
+        for block in source.blocks(stored_name):
+            yield from (
+                part.view(torch.uint8).clone() for part in values_in_order(block, source.tensors[name].dtype)
+            )
+
     if source.tensors[name] == source.tensors[other] and all(
-        torch.equal(mine, theirs) for mine, theirs in zip(source.blocks(name), source.blocks(other), strict=True)
+        torch.equal(mine, theirs) for mine, theirs in zip(values(name), values(other), strict=True)
     ):
         return
     raise CheckpointError(
@@ -93,41 +99,50 @@ def require_equal(source: Source, name: str, other: str) -> None:
     )
 
 
-class Verifier:
-    """Reads files back in two threads while others are still written."""
+def require_same(path: Path, file: OutputFile, source: Source) -> None:
+    """Map a written file and compare it with the plan, and byte by byte with what lies in the source's files.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="merge-verifier")
-        self._running: list[tuple[OutputFile, dict[str, str], Future[str], Future[None]]] = []
+    Raises CheckpointError where they differ.
+    """
+    import torch
+    from safetensors import safe_open
 
-    def __enter__(self) -> Verifier:
-        return self
+    memcmp = ctypes.CDLL(None).memcmp  # takes any address, and other threads go on meanwhile
+    with safe_open(path, framework="pt") as opened:
+        written = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+    planned = {tensor.name: (tensor.shape, tensor.dtype) for tensor in file.tensors}
+    if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in written.items()} != planned:
+        raise CheckpointError(f"{path.name} has other tensors than were written to it; is the disk sound?")
+    compared = dict.fromkeys(planned, 0)
+    for output, values in chunks(file.tensors, source):
+        of_file = written[output.name].reshape(-1).view(torch.uint8)[compared[output.name] :]
+        addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (values, of_file))
+        if memcmp(*addresses, ctypes.c_size_t(values.numel())):
+            raise CheckpointError(
+                f"{path.name}: {output.name} read back differs from the checkpoint; is the disk sound?"
+            )
+        compared[output.name] += values.numel()
+    if compared != {tensor.name: tensor.num_bytes for tensor in file.tensors}:
+        raise CheckpointError(f"{path.name} has more values than the checkpoint; was that changed meanwhile?")
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
 
-    def submit(self, file: OutputFile, digests: dict[str, str]) -> None:
-        """Have a finished file compared with the digests of what was read for it."""
-        path = self._folder / file.name
-        compared = self._pool.submit(_require_same, path, file, digests)
-        self._running.append((file, digests, self._pool.submit(_file_digest, path), compared))
-
-    def manifest(self) -> dict[str, Any]:
-        """sha256 of all submitted files and tensors; raises CheckpointError where the disk gave other values."""
-        files, tensors = {}, {}
-        for file, digests, file_digest, compared in self._running:
-            compared.result()
-            path = self._folder / file.name
-            files[file.name] = {"bytes": path.stat().st_size, "sha256": file_digest.result()}
-            for tensor in file.tensors:
-                tensors[tensor.name] = {
-                    "file": file.name,
-                    "shape": list(tensor.shape),
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "sha256": digests[tensor.name],
-                }
-        return {"files": files, "tensors": tensors}
+def manifest_of(folder: Path, written: Sequence[tuple[OutputFile, FileDigests]]) -> dict[str, Any]:
+    """sha256 of all written files and of their tensors."""
+    files = {
+        file.name: {"bytes": (folder / file.name).stat().st_size, "sha256": digests.file}
+        for file, digests in written
+    }
+    tensors = {
+        tensor.name: {
+            "file": file.name,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "sha256": digests.tensors[tensor.name],
+        }
+        for file, digests in written
+        for tensor in file.tensors
+    }
+    return {"files": files, "tensors": tensors}
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
@@ -197,41 +212,19 @@ def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -
         if name in tied:
             continue
         for piece in file_pieces(name, tensor.shape, source.tensors):
-            target, row = piece.view(tensor), 0
+            target, first = piece.view(tensor).view(-1), 0
             for block in source.blocks(piece.file_name):
-                rows = target[row : row + block.shape[0]] if block.ndim else target
-                rows.copy_(block.to(dtypes[piece.file_name]))
-                row += block.shape[0] if block.ndim else 1
+                for values in values_in_order(block, dtypes[piece.file_name]):
+                    target[first : first + values.numel()] = values.clone()
+                    first += values.numel()
     return model
-
-
-def _require_same(path: Path, file: OutputFile, digests: Mapping[str, str]) -> None:
-    """Read a file back and compare its tensors with the plan and with the digests of what was written."""
-    import torch
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as opened:
-        names = set(opened.keys())
-        if names != {tensor.name for tensor in file.tensors}:
-            raise CheckpointError(f"{path} has other tensors than were written to it; is the disk sound?")
-        for planned in file.tensors:
-            tensor = opened.get_tensor(planned.name)
-            digest = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-            is_same = tuple(tensor.shape) == planned.shape and tensor.dtype == planned.dtype
-            if not is_same or digest != digests[planned.name]:
-                raise CheckpointError(
-                    f"{path.name}: {planned.name} read back differs from the checkpoint; is the disk sound?"
-                )
 
 
 def _file_digest(path: Path) -> str:
     """sha256 of a file, after it is on the disk."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_BUFFER_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         os.fsync(file.fileno())
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _some(names: Sequence[str]) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import CheckpointError
+from dapo_core.merge.sources import values_in_order
 from dapo_core.model_folder import INDEX_FILE
 from dapo_core.parameter_names import FilePiece
 
@@ -21,8 +23,7 @@ if TYPE_CHECKING:
 
     from dapo_core.merge.sources import Source
 
-T = TypeVar("T")
-CHUNK_BYTES = 8 * 1024**2  # of a tensor at once; hashed and written while it is in the processor's cache
+_MAX_WAITING = 3  # chunks
 _DTYPES = {  # as safetensors calls them
     "float64": "F64",
     "float32": "F32",
@@ -93,6 +94,14 @@ class OutputFile:
         return len(text).to_bytes(8, "little") + text
 
 
+@dataclass(frozen=True)
+class FileDigests:
+    """sha256 of what was written, and of each tensor by its name."""
+
+    file: str
+    tensors: dict[str, str]
+
+
 def shard_name(number: int, num_shards: int) -> str:
     """The file name that transformers and vLLM expect of output shard `number`, counted from 1."""
     return "model.safetensors" if num_shards == 1 else f"model-{number:05d}-of-{num_shards:05d}.safetensors"
@@ -114,31 +123,21 @@ def plan_files(tensors: Iterable[OutputTensor], max_shard_bytes: int) -> list[Ou
     return [OutputFile(shard_name(number, len(groups)), group) for number, group in enumerate(groups, start=1)]
 
 
-def write_files(
-    folder: Path,
-    files: Sequence[OutputFile],
-    source: Source,
-    on_file: Callable[[OutputFile, dict[str, str]], None],
-) -> None:
-    """Write the planned files; a second thread reads, converts and hashes ahead of the writing.
+def write_file(path: Path, file: OutputFile, source: Source) -> FileDigests:
+    """Write a planned file and return what went into it, when all of it is on the disk.
 
-    `on_file` is called with each file when it is on its path and the sha256 of each of its tensors.
+    Reading and converting, hashing for the tensor, hashing for the file, and writing each have a thread.
     """
-    digests = {tensor.name: hashlib.sha256() for file in files for tensor in file.tensors}
-
-    def hashed() -> Generator[memoryview, None, None]:
-        for tensor, values in _chunks([tensor for file in files for tensor in file.tensors], source):
-            digests[tensor.name].update(values)
-            yield values
-
-    with closing(_read_ahead(hashed())) as chunks:
-        for file in files:
-            with (folder / file.name).open("wb") as stream:
-                stream.write(file.header())
-                missing = file.num_bytes
-                while missing:
-                    missing -= stream.write(next(chunks))
-            on_file(file, {tensor.name: digests[tensor.name].hexdigest() for tensor in file.tensors})
+    of_file, of_tensors = hashlib.sha256(), {tensor.name: hashlib.sha256() for tensor in file.tensors}
+    with path.open("wb") as stream:
+        with _Workers(3) as workers:
+            workers.put(memoryview(file.header()), of_file.update, stream.write)
+            for tensor, values in chunks(file.tensors, source):
+                workers.put(values.numpy().data, of_file.update, stream.write, of_tensors[tensor.name].update)
+            workers.finish()
+        stream.flush()
+        os.fsync(stream.fileno())
+    return FileDigests(of_file.hexdigest(), {name: digest.hexdigest() for name, digest in of_tensors.items()})
 
 
 def write_index(folder: Path, files: Sequence[OutputFile]) -> None:
@@ -149,8 +148,8 @@ def write_index(folder: Path, files: Sequence[OutputFile]) -> None:
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def _chunks(tensors: Sequence[OutputTensor], source: Source) -> Iterator[tuple[OutputTensor, memoryview]]:
-    """The values of all tensors in order; what a stored tensor becomes follows the order of its rows."""
+def chunks(tensors: Sequence[OutputTensor], source: Source) -> Iterator[tuple[OutputTensor, torch.Tensor]]:
+    """The bytes of the tensors, in order; what one stored tensor becomes follows the order of its rows."""
     import torch
 
     parts: dict[str, list[OutputTensor]] = {}
@@ -160,9 +159,8 @@ def _chunks(tensors: Sequence[OutputTensor], source: Source) -> Iterator[tuple[O
         first_row = 0
         for block in source.blocks(stored_name):
             for output, rows in _in_block(outputs, block, first_row):
-                for values in _split(rows):
-                    converted = values.to(output.dtype).contiguous()
-                    yield output, converted.reshape(-1).view(torch.uint8).numpy().data
+                for values in values_in_order(rows, output.dtype):
+                    yield output, values.view(torch.uint8)
             first_row += block.shape[0] if block.ndim else 1
 
 
@@ -174,21 +172,35 @@ def _in_block(
             yield output, output.piece.view(block, first_row)
 
 
-def _split(rows: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Parts of about CHUNK_BYTES, and no empty one."""
-    if not rows.ndim:
-        yield rows
-    elif rows.numel():
-        yield from rows.split(max(CHUNK_BYTES // (rows.nbytes // rows.shape[0]), 1))
+class _Workers:
+    """Threads, each of which takes every chunk in order; the slowest is at most _MAX_WAITING chunks behind."""
 
+    def __init__(self, count: int) -> None:
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="merge") for _ in range(count)]
+        self._waiting: deque[list[Future[object]]] = deque()
 
-def _read_ahead(items: Iterator[T]) -> Generator[T, None, None]:
-    """The items, of which a thread makes the next one while the caller works on the present one."""
-    with ThreadPoolExecutor(1, thread_name_prefix="merge-reader") as reader:
-        coming = reader.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = reader.submit(next, items, None)
-            yield item
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for thread in self._threads:
+            thread.shutdown(cancel_futures=True)
+
+    def put(self, chunk: memoryview, *actions: Callable[[memoryview], object]) -> None:
+        """Have each thread do its action; raises what an earlier one has raised."""
+        while len(self._waiting) >= _MAX_WAITING:
+            self._wait()
+        pairs = zip(self._threads, actions, strict=False)
+        self._waiting.append([thread.submit(action, chunk) for thread, action in pairs])
+
+    def finish(self) -> None:
+        """Wait for all of it."""
+        while self._waiting:
+            self._wait()
+
+    def _wait(self) -> None:
+        for action in self._waiting.popleft():
+            action.result()
 
 
 def output_tensors(source: Source, dtype: str, leave_out: set[str]) -> list[OutputTensor]:
