@@ -1,7 +1,7 @@
 """Measures `dapo merge` against `cp` of the same bytes, on a warm cache, and prints one table.
 
-verl's merger joins the table where verl is installed. The ways take turns, so that a slow minute of a shared machine
-is every way's, and each measurement runs in a process of its own. Peak memory is what that process held beyond
+verl's merger joins the table where verl is installed. The ways take turns, so that a slow minute of a shared
+machine is every way's, and each measurement runs in a process of its own. Peak memory is what that process held beyond
 mapped files.
 """
 
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def table(rounds: dict[str, list[Measurement]]) -> str:
-    """The figures as text; the ratios are of median seconds, over the two kinds of cp, and of median CPU seconds."""
+    """The figures as text; the ratios are of median seconds, over the two kinds of cp."""
     medians = {
         name: (
             statistics.median(row.seconds for row in rows),
@@ -133,7 +133,7 @@ def write_checkpoints(folder: Path, model_files: Path, num_shards: int) -> tuple
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
         dcp.save({"model": whole}, checkpoint_id=ours, no_dist=True)
     (ours / "tensor_names.json").write_text(json.dumps(list(names)))
-    (ours / "trainer_state.json").write_text("{}")
+    (ours / "trainer_state.json").write_text(json.dumps({"step": 1, "metrics": {}}))
     for rank in range(num_shards):
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_shards)
         mesh = DeviceMesh("cpu", list(range(num_shards)), mesh_dim_names=("fsdp",))

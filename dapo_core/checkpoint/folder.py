@@ -43,6 +43,16 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return folders[-1] if folders else None
 
 
+def best_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest validation/accuracy, of equal ones the earliest."""
+    accuracies = {}
+    for path in checkpoint_folders(folder):
+        metrics = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))["metrics"]
+        if "validation/accuracy" in metrics:
+            accuracies[path] = metrics["validation/accuracy"]
+    return max(accuracies, key=lambda path: accuracies[path]) if accuracies else None
+
+
 def write_checkpoint(
     folder: Path, state: TrainerState, model_path: Path, save: Callable[[str], None], keep_last: int
 ) -> Path:

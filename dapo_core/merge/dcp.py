@@ -13,9 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
-from dapo_core.checkpoint import HUGGINGFACE_FOLDER, NAMES_FILE, PARTIAL, STATE_FILE, latest_checkpoint
+from dapo_core.checkpoint import (
+    HUGGINGFACE_FOLDER,
+    NAMES_FILE,
+    PARTIAL,
+    STATE_FILE,
+    best_checkpoint,
+    latest_checkpoint,
+)
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import StoredTensor
+from dapo_core.merge.sources import CheckpointChoice, StoredTensor
 from dapo_core.parameter_names import FilePiece, file_pieces
 
 if TYPE_CHECKING:
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
 
 METADATA_FILE = ".metadata"
 MODEL_PREFIX = "model."
+ACCURACY = "validation/accuracy"
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: what precedes its name, and the lengths at its end
 
 
@@ -78,8 +86,15 @@ class DcpSource:
             yield block
 
     def describe(self) -> dict[str, Any]:
-        """The checkpoint's name says the training step."""
-        return {"format": "dapo", "name": Path(self.label).name, "shards": len(self._shards)}
+        """With the training step and, where it was measured, the validation's accuracy."""
+        state = json.loads((Path(self.label) / STATE_FILE).read_text(encoding="utf-8"))
+        return {
+            "format": "dapo",
+            "name": Path(self.label).name,
+            "shards": len(self._shards),
+            "step": state["step"],
+            "validation_accuracy": state["metrics"].get(ACCURACY),
+        }
 
     def _require_shards(self) -> dict[str, Path]:
         """Each shard file that the metadata names; raises CheckpointError for one that is missing or too short."""
@@ -100,8 +115,13 @@ class DcpSource:
         return shards
 
 
-def find_checkpoint(source: Path) -> Path:
-    """The checkpoint that `source` is, or the newest one in the training output that it is."""
+def find_checkpoint(source: Path, choice: CheckpointChoice = "latest") -> Path:
+    """The checkpoint that `source` is, or the newest or best one in the training output that it is.
+
+    Raises CheckpointError when there is none.
+    """
+    if choice == "best":
+        return _find_best(source)
     for candidate in (source, latest_checkpoint(source / "checkpoints"), latest_checkpoint(source)):
         if candidate is not None and (candidate / METADATA_FILE).is_file():
             _require_complete(candidate)
@@ -110,6 +130,22 @@ def find_checkpoint(source: Path) -> Path:
         f"{source} holds no complete checkpoint: neither a folder step_NNNNNN with {METADATA_FILE}, as dapo train "
         "writes it, nor model_world_size_W_rank_R.pt, as verl does; train first, or pass the folder that holds it"
     )
+
+
+def _find_best(source: Path) -> Path:
+    if (source / METADATA_FILE).is_file():
+        raise CheckpointError(
+            f"{source} is one checkpoint, so there is no best one to choose; name the output of dapo train, "
+            "or leave out --checkpoint best"
+        )
+    best = best_checkpoint(source / "checkpoints")
+    if best is None:
+        raise CheckpointError(
+            f"no checkpoint of {source} was validated, so none is the best; set validation.every and "
+            "checkpoint.keep_best before training, or merge the latest"
+        )
+    _require_complete(best)
+    return best
 
 
 def _require_complete(checkpoint: Path) -> None:
@@ -191,7 +227,7 @@ def _read(section: _Section) -> torch.Tensor:
         section.seek(0)
         return torch.load(section, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     start, num_bytes = place
-    first = empty.storage_offset() * empty.itemsize
+    first = int(empty.storage_offset()) * empty.itemsize
     if first + empty.nbytes > num_bytes:
         raise ValueError(f"{num_bytes} bytes, too few for {list(empty.shape)}")
     if not empty.nbytes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dapo_core.checkpoint import PARTIAL, WEIGHT_SUFFIXES
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import Source, open_source
+from dapo_core.merge.sources import CheckpointChoice, Source, open_source
 from dapo_core.merge.verification import (
     MERGE_MANIFEST,
     compare_logits,
@@ -50,11 +50,12 @@ def merge_checkpoint(
     max_shard_bytes: int = 5 * 1000**3,
     on_file: OnFile | None = None,
     verify_logits: bool = False,
+    checkpoint: CheckpointChoice = "latest",
 ) -> dict[str, int]:
     """Write the sources' model to `target` as a folder that transformers and vLLM load, and prove it.
 
-    `sources` are a checkpoint or training output of ours, of which the newest checkpoint is taken, or an FSDP
-    checkpoint of verl; several folders are the shards of several nodes. `dtype` "keep" leaves each tensor as it
+    `sources` are a checkpoint or training output of ours, of which `checkpoint` is taken, or an FSDP checkpoint
+    of verl; several folders are the shards of several nodes. `dtype` "keep" leaves each tensor as it
     was trained. Tied weights are stored once. Every file is read back and compared; merge_manifest.json keeps the
     digests. `verify_logits` also runs both models. Returns {"tensors", "parameters", "bytes", "shards"}.
 
@@ -63,7 +64,7 @@ def merge_checkpoint(
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not empty; merge into a new folder")
-    source = open_source(sources)
+    source = open_source(sources, checkpoint)
     files = _plan(source, dtype, max_shard_bytes)
     outputs = [tensor for file in files for tensor in file.tensors]
     total = sum(file.num_bytes for file in files)

@@ -76,9 +76,10 @@ def _save(rank: int, folder: Path, num_layers: int) -> None:
     names = {name: parameter.shape for name, parameter in empty_model(verl / "huggingface").named_parameters()}
     state = {name: distribute_tensor(torch.randn(shape), mesh, [Shard(0)]) for name, shape in names.items()}
     torch.save(state, verl / f"model_world_size_2_rank_{rank}.pt")
-    dcp.save({"model": state}, checkpoint_id=ours)
+    rng = {f"rank_{rank}": torch.arange(7, dtype=torch.uint8)}  # of a trainer; a merge leaves it out
+    dcp.save({"model": state, "rng": rng}, checkpoint_id=ours)
     (ours / "tensor_names.json").write_text(json.dumps(list(names)))
-    (ours / "trainer_state.json").write_text("{}")
+    (ours / "trainer_state.json").write_text(json.dumps({"step": 1, "metrics": {}}))
 
 
 def _anonymous_bytes() -> int:
@@ -221,3 +222,58 @@ def test_logits_of_other_weights_are_told_apart(small: tuple[Path, Path], tmp_pa
         CheckpointError, match=r"logits differ by up to \d\S+ from those of \S+/actor on 64 tokens"
     ):
         compare_logits(target, source, outputs)
+
+
+def _validated(output: Path, accuracies: dict[int, float | None], like: Path) -> None:
+    for step, accuracy in accuracies.items():
+        place = output / "checkpoints" / f"step_{step:06d}"
+        shutil.copytree(like, place, copy_function=os.link)
+        (place / "trainer_state.json").unlink()
+        metrics = {} if accuracy is None else {"validation/accuracy": accuracy}
+        (place / "trainer_state.json").write_text(json.dumps({"step": step, "metrics": metrics}))
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "best"),
+    [
+        ({2: 0.25, 4: 0.5, 6: 0.5, 8: None}, 4),  # of two equal ones the earlier
+        ({2: 0.25, 4: None, 6: 0.75}, 6),
+    ],
+)
+def test_the_best_checkpoint_of_a_training_is_merged(
+    large: Path, tmp_path: Path, accuracies: dict[int, float | None], best: int
+) -> None:
+    _validated(tmp_path, accuracies, large / "1" / "ours" / "step_000001")
+    merge_checkpoint([tmp_path], tmp_path / "best", checkpoint="best")
+    merge_checkpoint([tmp_path], tmp_path / "latest")
+    manifests = {name: json.loads((tmp_path / name / MERGE_MANIFEST).read_text()) for name in ("best", "latest")}
+    last = max(accuracies)
+    assert {name: manifest["source"] for name, manifest in manifests.items()} == {
+        name: {
+            "format": "dapo",
+            "name": f"step_{step:06d}",
+            "shards": 2,
+            "step": step,
+            "validation_accuracy": accuracies[step],
+        }
+        for name, step in (("best", best), ("latest", last))
+    }
+    assert not any(name.startswith("rng") or name.startswith("rank") for name in manifests["best"]["tensors"])
+
+
+def test_no_best_checkpoint_is_said_before_anything_is_written(
+    large: Path, small: tuple[Path, Path], tmp_path: Path
+) -> None:
+    one = large / "1" / "ours" / "step_000001"
+    _validated(tmp_path / "output", {2: None}, one)
+    for source, message in (
+        (
+            tmp_path / "output",
+            r"no checkpoint of \S+/output was validated, .* set validation\.every and checkpoint\.k",
+        ),
+        (one, r"step_000001 is one checkpoint, so there is no best one to choose"),
+        (small[1], r"global_step_3 is one checkpoint of verl, so there is no best one"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            merge_checkpoint([source], tmp_path / "merged", checkpoint="best")
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import StoredTensor
-from dapo_core.merge.verification import Verifier
+from dapo_core.merge.sources import CHUNK_BYTES, StoredTensor, values_in_order
+from dapo_core.merge.verification import require_same
 from dapo_core.merge.writer import (
-    CHUNK_BYTES,
     OutputFile,
     OutputTensor,
-    _read_ahead,
+    _Workers,
     output_tensors,
     plan_files,
-    write_files,
+    write_file,
 )
 from dapo_core.parameter_names import FilePiece, expert_pieces
 
@@ -80,7 +79,11 @@ def test_safetensors_reads_what_was_written(tmp_path: Path, max_shard_bytes: int
     source = mixed()
     files = plan_files(output_tensors(source, "keep", set()), max_shard_bytes)
     digests: dict[str, str] = {}
-    write_files(tmp_path, files, source, lambda file, of_file: digests.update(of_file))
+    for file in files:
+        written = write_file(tmp_path / file.name, file, source)
+        digests |= written.tensors
+        assert written.file == hashlib.sha256((tmp_path / file.name).read_bytes()).hexdigest()
+        require_same(tmp_path / file.name, file, source)
     read = {name: value for file in files for name, value in load_file(tmp_path / file.name).items()}
     expected = expected_tensors(source)
     assert read.keys() == expected.keys() == digests.keys()
@@ -94,7 +97,8 @@ def test_safetensors_reads_what_was_written(tmp_path: Path, max_shard_bytes: int
 def test_a_dtype_applies_to_floating_point_only(tmp_path: Path) -> None:
     source = mixed()
     files = plan_files(output_tensors(source, "float16", {"long"}), 10**9)
-    write_files(tmp_path, files, source, lambda file, digests: None)
+    write_file(tmp_path / files[0].name, files[0], source)
+    require_same(tmp_path / files[0].name, files[0], source)
     for name, value in load_file(tmp_path / "model.safetensors").items():
         whole = expected_tensors(source)[name]
         assert torch.equal(value, whole.half() if whole.dtype.is_floating_point else whole), name
@@ -129,32 +133,62 @@ def test_what_safetensors_cannot_hold_is_refused() -> None:
 
 
 def test_the_next_is_read_while_the_present_one_is_written() -> None:
-    begun = [threading.Event() for _ in range(3)]
+    may_write, written = threading.Event(), []
 
-    def items() -> Iterator[int]:
-        for index, event in enumerate(begun):
-            event.set()
-            yield index
+    def write(chunk: memoryview) -> None:
+        assert may_write.wait(60)
+        written.append(bytes(chunk))
 
-    for index in _read_ahead(items()):
-        assert all(event.wait(60) for event in begun[: index + 2])  # else it would be read after this returns
-        assert not any(event.is_set() for event in begun[index + 2 :])  # and no more than one is held
+    with _Workers(2) as workers:
+        read: list[bytes] = []
+        for chunk in (b"a", b"b", b"c"):  # as many as may wait; one more would wait for the first
+            workers.put(memoryview(chunk), write, read.append)
+        assert written == []
+        may_write.set()
+        workers.put(memoryview(b"d"), write, read.append)
+        assert written
+        workers.finish()
+    assert written == [b"a", b"b", b"c", b"d"]
+    assert [bytes(chunk) for chunk in read] == written
 
 
-def test_a_file_that_changed_on_the_disk_is_found(tmp_path: Path) -> None:
+def test_what_a_worker_raises_reaches_the_caller() -> None:
+    def fail(chunk: memoryview) -> None:
+        raise OSError("no room")
+
+    with _Workers(1) as workers:
+        workers.put(memoryview(b"a"), fail)
+        with pytest.raises(OSError, match="no room"):
+            workers.finish()
+
+
+def _flip_last(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_flip_last, r"model\.safetensors: \S+ read back differs from the checkpoint"),
+        (lambda path: save_file({"x": torch.zeros(1)}, path), r"model\.safetensors has other tensors than were"),
+    ],
+)
+def test_a_file_that_changed_on_the_disk_is_found(
+    tmp_path: Path, spoil: Callable[[Path], None], message: str
+) -> None:
     source = mixed()
-    files = plan_files(output_tensors(source, "keep", {"long"}), 10**9)
-    with Verifier(tmp_path) as verifier:
+    file = plan_files(output_tensors(source, "keep", {"long"}), 10**9)[0]
+    write_file(tmp_path / file.name, file, source)
+    spoil(tmp_path / file.name)
+    with pytest.raises(CheckpointError, match=message):
+        require_same(tmp_path / file.name, file, source)
 
-        def spoil(file: OutputFile, digests: dict[str, str]) -> None:
-            content = bytearray((tmp_path / file.name).read_bytes())
-            content[-1] ^= 1
-            (tmp_path / file.name).write_bytes(content)
-            verifier.submit(file, digests)
 
-        write_files(tmp_path, files, source, spoil)
-        last = files[0].tensors[-1].name
-        with pytest.raises(
-            CheckpointError, match=rf"model\.safetensors: {last} read back differs from the checkp"
-        ):
-            verifier.manifest()
+def test_values_at_any_byte_are_converted(tmp_path: Path) -> None:
+    whole = torch.randn(5, 3)
+    unaligned = torch.frombuffer(bytearray(b"." + whole.numpy().tobytes()), dtype=torch.float32, offset=1)
+    assert unaligned.data_ptr() % 4
+    parts = list(values_in_order(unaligned.reshape(5, 3), torch.bfloat16))
+    assert torch.equal(torch.cat(parts), whole.reshape(-1).bfloat16())
