@@ -1,8 +1,8 @@
 """Measures `dapo merge` against `cp` of the same bytes, on a warm cache, and prints one table.
 
 verl's merger joins the table where verl is installed. The ways take turns, so that a slow minute of a shared
-machine is every way's, and each measurement runs in a process of its own. Peak memory is what that process held beyond
-mapped files.
+machine is every way's, and each measurement runs in a process of its own. Peak memory is what that process held
+beyond mapped files.
 """
 
 from __future__ import annotations
