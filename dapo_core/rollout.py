@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dapo_core.data import Prompt
@@ -50,7 +50,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """The G siblings of a prompt, and the weights that produced them."""
+    """The G siblings of a prompt, or its one greedy response, and the weights that produced them."""
 
     prompt: Prompt
     rollouts: list[Rollout]
@@ -77,17 +77,26 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One group to sample: a fresh one, or one to continue from what an earlier step left unfinished."""
+    """One group to sample: a fresh one, or one to continue from what an earlier step left unfinished.
 
-    group_id: int  # position of its prompt in the stream
+    A greedy group has one response, because its siblings would all be the same.
+    """
+
+    group_id: int  # position of its prompt in the stream; below 0 for what is no part of it
     prompt: Prompt
+    step: int  # training step that drew the prompt, also when a later one continues it
     responses: list[Response] = field(default_factory=list)  # [G]; to go on where the finish reason is `abort`
     policy_version: int | None = None  # of the weights that sampled its oldest token; None without tokens
+    is_greedy: bool = False  # one response of the likeliest tokens instead of G samples
 
     @property
     def num_response_tokens(self) -> int:
         """Tokens that were sampled already."""
         return sum(len(response.response_ids) for response in self.responses)
+
+    def without_responses(self) -> GroupRequest:
+        """The request as it was before anything was sampled: the weights that sample its first token count."""
+        return replace(self, responses=[], policy_version=None)
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,8 @@ class Progress:
 
 @dataclass
 class _OpenGroup:
-    prompt: Prompt
+    request: GroupRequest
+    num_samples: int
     policy_version: int
     responses: dict[int, Response] = field(default_factory=dict)  # finished ones by sample
     scores: dict[int, Score] = field(default_factory=dict)
@@ -125,14 +135,19 @@ class RolloutWorker:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue groups of responses.
 
-        A response's seed derives from (run seed, group id, sample), so it does not depend on history.
+        A response's seed derives from (run seed, step that drew the prompt, group id, sample), so it does not
+        depend on history.
         """
         for request in requests:
             version = request.policy_version
-            group = _OpenGroup(request.prompt, self.engine.policy_version if version is None else version)
+            group = _OpenGroup(
+                request,
+                1 if request.is_greedy else self.group_size,
+                self.engine.policy_version if version is None else version,
+            )
             self._open[request.group_id] = group
             unfinished = []
-            for sample in range(self.group_size):
+            for sample in range(group.num_samples):
                 so_far = request.responses[sample] if request.responses else Response("", [], [], "abort")
                 if so_far.finish_reason == "abort":
                     unfinished.append(self._generation_request(request, sample, so_far))
@@ -163,7 +178,7 @@ class RolloutWorker:
         unfinished = [
             _request_id(group_id, sample)
             for group_id, group in self._open.items()
-            for sample in range(self.group_size)
+            for sample in range(group.num_samples)
             if sample not in group.responses
         ]
         stopped = {response.request_id: response for response in self.engine.abort(unfinished)}
@@ -171,11 +186,10 @@ class RolloutWorker:
         for group_id, group in self._open.items():
             responses = [
                 group.responses.get(sample) or stopped[_request_id(group_id, sample)]
-                for sample in range(self.group_size)
+                for sample in range(group.num_samples)
             ]
-            begun = GroupRequest(group_id, group.prompt, responses, group.policy_version)
-            # Without a token, the weights that will sample the first one count.
-            requests.append(begun if begun.num_response_tokens else GroupRequest(group_id, group.prompt))
+            begun = replace(group.request, responses=responses, policy_version=group.policy_version)
+            requests.append(begun if begun.num_response_tokens else begun.without_responses())
         self._open.clear()
         self._scoring.clear()
         return requests
@@ -203,9 +217,10 @@ class RolloutWorker:
         return GenerationRequest(
             _request_id(request.group_id, sample),
             request.prompt.prompt_ids,
-            sample_seed(self.config.run.seed, request.group_id, sample),
+            sample_seed(self.config.run.seed, request.step, request.group_id, sample),
             so_far.response_ids,
             so_far.rollout_log_probs,
+            request.is_greedy,
         )
 
     def _num_open_tokens(self) -> int:
@@ -217,7 +232,7 @@ class RolloutWorker:
         group_id, sample = _parse_request_id(response.request_id)
         group = self._open[group_id]
         group.responses[sample] = response
-        prompt = group.prompt
+        prompt = group.request.prompt
         self._num_scored += 1
         key = f"{response.request_id}#{self._num_scored}"  # a response that was stopped may come a second time
         self._scoring[key] = (group_id, sample)
@@ -234,10 +249,10 @@ class RolloutWorker:
             group_id, sample = self._scoring.pop(key)
             group = self._open[group_id]
             group.scores[sample] = score
-            if len(group.scores) == self.group_size:
+            if len(group.scores) == group.num_samples:
                 del self._open[group_id]
-                rollouts = [self._rollout(group, sample) for sample in range(self.group_size)]
-                finished.append((group_id, Group(group.prompt, rollouts, group.policy_version)))
+                rollouts = [self._rollout(group, sample) for sample in range(group.num_samples)]
+                finished.append((group_id, Group(group.request.prompt, rollouts, group.policy_version)))
         return finished
 
     def _rollout(self, group: _OpenGroup, sample: int) -> Rollout:
@@ -267,7 +282,10 @@ def _parse_request_id(request_id: str) -> tuple[int, int]:
     return int(group_id), int(sample)
 
 
-def sample_seed(run_seed: int, group_id: int, sample: int) -> int:
-    """A seed in [0, 2**31) for one response, from the run's seed, its group and its number alone."""
-    digest = hashlib.sha256(f"{run_seed}/{group_id}/{sample}".encode()).digest()
+def sample_seed(run_seed: int, step: int, group_id: int, sample: int) -> int:
+    """A seed in [0, 2**31) for one response.
+
+    It derives from the run's seed, the training step that drew its prompt, its group and its number alone.
+    """
+    digest = hashlib.sha256(f"{run_seed}/{step}/{group_id}/{sample}".encode()).digest()
     return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF

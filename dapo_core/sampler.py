@@ -204,7 +204,7 @@ class Sampler:
     def _submit_fresh(self, filling: _Filling) -> None:
         first = self.stream.position
         prompts = self.stream.take(self.settings.gen_prompts)
-        requests = [GroupRequest(first + offset, prompt) for offset, prompt in enumerate(prompts)]
+        requests = [GroupRequest(first + offset, prompt, filling.step) for offset, prompt in enumerate(prompts)]
         self._submitted |= {request.group_id: (filling.step, 0) for request in requests}
         self.source.submit(requests)
         filling.num_gen_batches += 1

@@ -1,4 +1,4 @@
-"""DAPO training: draw -> pack -> anchor -> weigh -> learn -> publish -> keep -> tell, once a step."""
+"""DAPO training: draw -> pack -> anchor -> weigh -> learn -> publish -> validate -> keep -> tell, once a step."""
 
 from __future__ import annotations
 
@@ -15,24 +15,32 @@ from dapo_core import metrics as measure
 from dapo_core.advantage import group_advantages
 from dapo_core.batch import Batch, build_batch
 from dapo_core.checkpoint import (
+    CHECKPOINTS,
+    CheckpointWriter,
     TrainerState,
+    accuracy_of,
+    find_start,
     latest_checkpoint,
+    locked,
     read_state,
-    write_checkpoint,
+    require_resume,
 )
 from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.config.derived import derive
-from dapo_core.data import PromptStream, load_tokenizer, read_rows, tokenize_prompts
+from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
+from dapo_core.errors import ConfigError, DapoError, WorkerDied
 from dapo_core.flops import ActorUtilization
 from dapo_core.identity import refuse_other_training, training_identity
 from dapo_core.kl import KLController, reward_penalties
 from dapo_core.loss import LossTotals
 from dapo_core.model_folder import require_model_folder
 from dapo_core.policy import UpdateSums, read_model_config, require_trainable
+from dapo_core.restarts import Restarts
 from dapo_core.reward import require_scorers
 from dapo_core.rollout_correction import correct_rollouts, mismatch_metrics
 from dapo_core.sampler import Sampler
+from dapo_core.validation import held_out_prompts, validate
 from dapo_core.weight_sync import probe_difference, publish_weights
 
 if TYPE_CHECKING:
@@ -54,29 +62,60 @@ class TrainResult:
 
 
 def train(
-    config: Config, train_path: Path, model_path: Path, output_dir: Path, on_step: OnStep | None = None
+    config: Config,
+    train_path: Path,
+    model_path: Path,
+    output_dir: Path,
+    on_step: OnStep | None = None,
+    held_out_path: Path | None = None,
 ) -> TrainResult:
     """Train the model on the parquet's prompts; checkpoints and metrics.jsonl go to `output_dir`.
 
-    An `output_dir` with checkpoints is continued from the newest. `on_step(step, metrics)` is called after each
-    training step. Input is checked before any worker starts.
+    checkpoint.resume says what it continues from. When a rank or a rollout worker dies, all are started again from
+    the last checkpoint, within the bound of train.max_restarts; beyond it WorkerDied is raised. `held_out_path` is
+    what validations ask. `on_step(step, metrics)` is called after each training step. Input is checked before any
+    worker starts.
     """
-    require_model_folder(model_path)
-    require_trainable(read_model_config(model_path), config.train.sequence_parallel)
-    prompts = tokenize_prompts(read_rows(train_path), load_tokenizer(model_path), config.data.max_prompt_tokens)
-    require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
-    stream = PromptStream(prompts, config.run.seed, config.data.shuffle)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    with start_cluster(config, model_path) as cluster:
-        trainer = Trainer(config, cluster, stream, model_path, output_dir)
-        trainer.resume()
-        while trainer.step < config.train.total_steps:
-            step_metrics = trainer.run_step()
-            if on_step is not None:
-                on_step(trainer.step, step_metrics)
-    checkpoint = latest_checkpoint(trainer.checkpoint_dir)
+    stream, held_out = _read_prompts(config, train_path, model_path, held_out_path)
+    folder = output_dir / CHECKPOINTS
+    folder.mkdir(parents=True, exist_ok=True)
+    restarts = Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
+    with locked(folder):
+        start = find_start(folder, config.checkpoint.resume)
+        while True:
+            try:
+                with start_cluster(config, model_path) as cluster:
+                    trainer = Trainer(config, cluster, stream, model_path, output_dir, held_out)
+                    trainer.resume(start)
+                    trainer.run(on_step)
+                break
+            except WorkerDied as error:
+                start = latest_checkpoint(folder) or start
+                restarts.note(error, start)
+    checkpoint = latest_checkpoint(folder)
     assert checkpoint is not None, "the last step always writes a checkpoint"
     return TrainResult(checkpoint, trainer.step, trainer.policy_version)
+
+
+def _read_prompts(
+    config: Config, train_path: Path, model_path: Path, held_out_path: Path | None
+) -> tuple[PromptStream, list[Prompt]]:
+    """The training's prompts and those of validations, if there are any; checked with model and scorers."""
+    require_resume(config.checkpoint.resume)
+    require_model_folder(model_path)
+    require_trainable(read_model_config(model_path), config.train.sequence_parallel)
+    tokenizer = load_tokenizer(model_path)
+    prompts = tokenize_prompts(read_rows(train_path), tokenizer, config.data.max_prompt_tokens)
+    held_out: list[Prompt] = []
+    if config.validation.every:
+        if held_out_path is None:
+            raise ConfigError(
+                f"validation.every={config.validation.every} needs a held-out set; name one with --held-out, or "
+                "set validation.every=0"
+            )
+        held_out = held_out_prompts(held_out_path, tokenizer, config)
+    require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
+    return PromptStream(prompts, config.run.seed, config.data.shuffle), held_out
 
 
 @dataclass(frozen=True)
@@ -97,11 +136,18 @@ class Trainer:
     """The state of a training run and its step."""
 
     def __init__(
-        self, config: Config, cluster: Cluster, stream: PromptStream, model_path: Path, output_dir: Path
+        self,
+        config: Config,
+        cluster: Cluster,
+        stream: PromptStream,
+        model_path: Path,
+        output_dir: Path,
+        held_out: Sequence[Prompt] = (),
     ) -> None:
         self.config = config
         self.cluster = cluster
         self.stream = stream
+        self.held_out = held_out
         self.sampler = Sampler(
             cluster.rollouts,
             stream,
@@ -111,9 +157,8 @@ class Trainer:
             config.run.deterministic,
         )
         self.kl_controller = KLController(config.algorithm.kl)
-        self.model_path = model_path
         self.output_dir = output_dir
-        self.checkpoint_dir = output_dir / "checkpoints"
+        self.checkpoints = CheckpointWriter(output_dir / CHECKPOINTS, model_path, cluster.policy, config)
         device = device_for(config.train.device)
         self.dtypes = [device.resolve_dtype(section.dtype) for section in (config.train, config.rollout)]
         self.utilization = ActorUtilization(
@@ -125,14 +170,18 @@ class Trainer:
         self.step = 0  # training steps done
         self.policy_version = 0  # optimizer steps behind the engines' weights
 
-    def resume(self) -> None:
-        """Continue from the newest checkpoint of the output folder, or begin."""
-        checkpoint = latest_checkpoint(self.checkpoint_dir)
+    def resume(self, checkpoint: Path | None) -> None:
+        """Continue from the checkpoint, or begin when there is none."""
         if checkpoint is None:
+            self.stream.position = 0
             self.log = measure.MetricsLog(self.output_dir, 0)
             return
         state = read_state(checkpoint)
-        refuse_other_training(checkpoint, state.identity, self.identity)
+        changes = refuse_other_training(
+            checkpoint, state.identity, self.identity, self.config.checkpoint.allow_changed
+        )
+        if changes:
+            logger.warning("continuing with changes that checkpoint.allow_changed names: %s", ", ".join(changes))
         self.step, self.policy_version = state.step, state.policy_version
         self.stream.position = state.prompt_position
         self.sampler.surplus, self.sampler.unfinished = state.surplus, state.unfinished
@@ -144,6 +193,21 @@ class Trainer:
         if not told or told[-1]["step"] < self.step:
             self.log.append(self.step, self.policy_version, state.metrics)
         logger.info("continuing after step %d from %s", self.step, checkpoint.name)
+
+    def run(self, on_step: OnStep | None = None) -> None:
+        """All steps that are left. Whatever ends it but a dead worker, a checkpoint being written is finished."""
+        try:
+            while self.step < self.config.train.total_steps:
+                step_metrics = self.run_step()
+                if on_step is not None:
+                    on_step(self.step, step_metrics)
+            self.checkpoints.finish()
+            self.checkpoints.keep_final()
+        except WorkerDied:
+            raise
+        except (DapoError, KeyboardInterrupt):
+            self.checkpoints.finish()
+            raise
 
     def run_step(self) -> dict[str, float]:
         """One training step; returns its metrics."""
@@ -158,6 +222,9 @@ class Trainer:
             metrics |= self._measure(lesson, timer.read()["update_actor"])
             num_tokens = (int(lesson.batch.response_lengths.sum()), lesson.batch.num_tokens)
         self.step += 1
+        if self._is_due(self.config.validation.every):
+            with timer.phase("testing"):
+                metrics |= self._validate()
         metrics |= self._standing()
         num_devices = derive(self.config).num_devices
         with timer.phase("save_checkpoint"):
@@ -267,9 +334,23 @@ class Trainer:
             **self.cluster.policy.memory_metrics(),
         }
 
+    def _is_among_best(self, metrics: dict[str, float]) -> bool:
+        accuracy = accuracy_of(metrics)
+        return accuracy is not None and self.checkpoints.is_among_best(accuracy)
+
+    def _is_due(self, every: int) -> bool:
+        """Whether what happens every so many steps, 0 for never, happens at this one; at the last one it does."""
+        return every > 0 and (self.step % every == 0 or self.step == self.config.train.total_steps)
+
+    def _validate(self) -> dict[str, float]:
+        """Accuracy on the held-out prompts under the weights just published."""
+        limit = self.config.sampler.max_seconds_without_kept
+        return validate(self.cluster.rollouts, self.held_out, self.step, limit)
+
     def _keep(self, metrics: dict[str, float]) -> None:
-        is_last = self.step == self.config.train.total_steps
-        if self.step % self.config.checkpoint.save_every and not is_last:
+        """A checkpoint, when one is due or the step validated among the best."""
+        self.checkpoints.poll()
+        if not self._is_due(self.config.checkpoint.save_every) and not self._is_among_best(metrics):
             return
         state = TrainerState(
             step=self.step,
@@ -281,9 +362,7 @@ class Trainer:
             metrics=metrics,
             identity=self.identity,
         )
-        # The output holds one checkpoint, so that its content does not depend on a volatile key.
-        keep_last = 1 if is_last else self.config.checkpoint.keep_last
-        write_checkpoint(self.checkpoint_dir, state, self.model_path, self.cluster.policy.save, keep_last)
+        self.checkpoints.begin(state)
 
     def _tell(self, metrics: dict[str, float]) -> dict[str, float]:
         self.log.append(self.step, self.policy_version, metrics)

@@ -155,16 +155,19 @@ def train(
     data: Annotated[Path, typer.Option(help="Training parquet.")],
     model: Annotated[Path, typer.Option(help="Hugging Face model folder.")],
     output: Annotated[Path, typer.Option(help="Folder for checkpoints and metrics.jsonl; one with them resumes.")],
+    held_out: Annotated[
+        Path | None, typer.Option(help="Held-out set that validation.every asks: parquet, or MATH-500 jsonl.")
+    ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Train a model with DAPO."""
+    """Train a model with DAPO. Killed at any moment, the same command continues from the last checkpoint."""
     from dapo_core.config import load_config
     from dapo_core.trainer import train as train_model
     from flows.progress import TrainingProgress
 
     settings = load_config(config, overrides or ())
     with TrainingProgress(settings.train.total_steps) as progress:
-        result = train_model(settings, data, model, output, progress.on_step)
+        result = train_model(settings, data, model, output, progress.on_step, held_out)
     typer.echo(f"{result.checkpoint}: {result.steps} training steps, {result.policy_version} optimizer steps")
 
 

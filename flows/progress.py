@@ -53,7 +53,7 @@ class TrainingProgress:
             logger.info("training step %d/%d: %s%s", step, self.total_steps, state, self._remaining(step))
 
     def _remaining(self, step: int) -> str:
-        if self.first_step is None:
+        if self.first_step is None or step <= self.first_step:  # a restart goes back to a checkpoint
             self.first_step, self.started = step, time.monotonic()
             return ""
         pace = (time.monotonic() - self.started) / (step - self.first_step)

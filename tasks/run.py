@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dapo_core.checkpoint import require_resume
 from dapo_core.config import Config, dump_config
 from dapo_core.data import require_columns
 from dapo_core.model_folder import require_model_folder
@@ -112,6 +113,7 @@ def check_inputs(config: Config) -> None:
     """Raise ConfigError, DataError or ModelError when data, model or scorers are named that a run cannot use."""
     prepare_data_inputs(config)
     require_scorers((), config.reward, config.custom_reward)
+    require_resume(config.checkpoint.resume)
     if config.data.source == "path":
         require_columns(str(config.data.train_path))
     if config.model.source == "path":

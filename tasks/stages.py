@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dapo_core.checkpoint import resume_digest
 from dapo_core.config import Config, result_values
 from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
@@ -118,12 +119,16 @@ def fetch_model_inputs(config: Config, data: Artifact) -> dict[str, str]:
 
 
 def train_policy_inputs(config: Config, data: Artifact, model: Artifact) -> dict[str, str]:
-    """The training rows, the model, and the user's scorer if there is one.
+    """The training rows and the model; where they are used, held-out rows, scorer, and checkpoint to begin from.
 
-    Raises ConfigError for a scorer that is not there, as require_scorers does.
+    Raises ConfigError for a scorer and CheckpointError for a checkpoint that is not there.
     """
     require_scorers((), config.reward, config.custom_reward)
     inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
+    if config.validation.every:
+        inputs["held_out"] = file_digest(data, eval_file(data).name)
+    if (checkpoint := resume_digest(config.checkpoint.resume)) is not None:
+        inputs["checkpoint"] = checkpoint
     if config.custom_reward.path is not None:
         inputs["custom_reward"] = _file_digest("custom_reward.path", config.custom_reward.path)
     return inputs

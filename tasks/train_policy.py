@@ -8,13 +8,14 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import task_run
 
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from tasks.artifacts import Artifact
 from tasks.command import run_dapo
 from tasks.retries import RETRY_DELAY_SECONDS, may_succeed_next_time
 from tasks.run import Run
-from tasks.stages import TRAIN_FILE, TRAIN_POLICY, train_policy_inputs
+from tasks.stages import TRAIN_FILE, TRAIN_POLICY, eval_file, train_policy_inputs
 
 
 @task(
@@ -32,8 +33,13 @@ def train_policy(run: Run, data: Artifact, model: Artifact) -> Artifact:
     key = TRAIN_POLICY.key(run.config, train_policy_inputs(run.config, data, model))
 
     def build(folder: Path) -> Mapping[str, Any]:
-        paths = ("--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder)
-        run_dapo(["train", run.config_path, *paths], run.store, key)
+        words: list[str | Path] = ["train", run.config_path]
+        words += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
+        if run.config.validation.every:
+            words += ["--held-out", eval_file(data)]
+        if (task_run.run_count or 1) > 1:  # this attempt goes on with what the one before earned
+            words += ["--set", "checkpoint.resume=auto"]
+        run_dapo(words, run.store, key)
         return last_metrics(folder)
 
     return run.produce("train_policy", key, build, resumable=True)

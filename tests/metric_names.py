@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 # One pattern for a name and its number, in our line and in the field's; `step` has no `/`.
-NAME_VALUE = re.compile(r"(?:^| - )([\w/]+):(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)(?= - |$)")
+NAME_VALUE = re.compile(r"(?:^| - )([\w/@.-]+):(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)(?= - |$)")
 
 
 def expand(table: str) -> set[str]:

@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from dapo_core.config import SamplerConfig
@@ -96,8 +97,8 @@ class ScriptedSource:
             reason: FinishReason = "stop" if count == len(rollout.response_ids) else "abort"
             so_far = (rollout.response_ids[:count], rollout.rollout_log_probs[:count])
             responses.append(Response(f"{request.group_id}/{sample}", *so_far, reason))
-        begun = GroupRequest(request.group_id, request.prompt, responses, request.policy_version or 0)
-        return begun if begun.num_response_tokens else GroupRequest(request.group_id, request.prompt)
+        begun = replace(request, responses=responses, policy_version=request.policy_version or 0)
+        return begun if begun.num_response_tokens else request.without_responses()
 
 
 class Clock:

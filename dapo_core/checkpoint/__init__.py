@@ -1,34 +1,44 @@
 """Checkpoints: weights and optimizer in shards, the trainer's state, what a merge needs; published atomically."""
 
 from dapo_core.checkpoint.folder import (
+    CHECKPOINTS,
     HUGGINGFACE_FOLDER,
     MANIFESTS,
     NAMES_FILE,
     PARTIAL,
     WEIGHT_SUFFIXES,
+    accuracy_of,
     best_checkpoint,
     checkpoint_folders,
     copy_model_files,
     latest_checkpoint,
-    write_checkpoint,
 )
-from dapo_core.checkpoint.shards import load_shards, save_shards
-from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state
+from dapo_core.checkpoint.resume import find_start, locked, require_resume, resume_digest
+from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state, read_step_metrics, state_files
+from dapo_core.checkpoint.writer import CheckpointWriter, Published, ShardWriter
 
 __all__ = [
+    "CHECKPOINTS",
     "HUGGINGFACE_FOLDER",
     "MANIFESTS",
     "NAMES_FILE",
     "PARTIAL",
     "STATE_FILE",
     "WEIGHT_SUFFIXES",
+    "CheckpointWriter",
+    "Published",
+    "ShardWriter",
     "TrainerState",
+    "accuracy_of",
     "best_checkpoint",
     "checkpoint_folders",
     "copy_model_files",
+    "find_start",
     "latest_checkpoint",
-    "load_shards",
+    "locked",
     "read_state",
-    "save_shards",
-    "write_checkpoint",
+    "read_step_metrics",
+    "require_resume",
+    "resume_digest",
+    "state_files",
 ]

@@ -1,40 +1,70 @@
-"""Checkpoints: sharded weights and optimizer, the trainer's state, and what a merge needs, published atomically.
+"""What lies where: the checkpoints of a training, which of them count, and which is the latest or the best.
 
-A checkpoint is a folder `step_000020` with
-    .metadata, *.distcp     parameters and optimizer (torch.distributed.checkpoint)
-    trainer_state.json      step, position in the data, groups carried to the next step
-    huggingface/            config, tokenizer, generation config of the model
-    tensor_names.json       what the tensors in the model's files are called
-It is written as `step_000020.partial` and renamed when all of it is on disk, so a folder without that suffix is
-complete.
+    checkpoints/
+        step_000020/                a checkpoint
+            .metadata, *.distcp     parameters and optimizer (torch.distributed.checkpoint)
+            trainer_state.json      step, position in the data, metrics, identity
+            carried_groups.json     groups carried to the next step
+            config.yaml             the resolved configuration, for people
+            huggingface/            config, tokenizer, generation config of the model
+            tensor_names.json       what the tensors in the model's files are called
+        latest                      the name of the newest checkpoint, such as step_000020
+        *.partial                   being written, or being removed
+        lock                        while a training runs
+
+A checkpoint counts once `latest` has named it: a newer folder is one whose writer was killed between the two
+renames, and the training that goes on from the one before it writes that step anew. Without `latest`, or when it
+names a folder that is not there any more, every folder `step_NNNNNN` counts.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
-from dapo_core.checkpoint.state import STATE_FILE, TrainerState
-from dapo_core.model_folder import MERGE_MANIFEST, weight_names
+from dapo_core.checkpoint.state import read_step_metrics
+from dapo_core.errors import CheckpointError
+from dapo_core.model_folder import MERGE_MANIFEST
 
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"  # in a training's output
 PARTIAL = ".partial"
+LATEST_FILE = "latest"
+CONFIG_FILE = "config.yaml"
 HUGGINGFACE_FOLDER = "huggingface"
 NAMES_FILE = "tensor_names.json"
+ACCURACY = "validation/accuracy"  # the metric by which checkpoints are better or worse
 MANIFESTS = ("manifest.json", MERGE_MANIFEST)  # of the folder a model came in, not of the checkpoint
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
-_COMPLETE = re.compile(r"step_(\d+)")
+_STEP_FOLDER = re.compile(r"step_(\d+)")
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of that step is, or would be."""
+    return folder / f"step_{step:06d}"
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Every folder named as a checkpoint is, by step."""
+    matches = [(path, _STEP_FOLDER.fullmatch(path.name)) for path in folder.glob("step_*") if path.is_dir()]
+    steps = {path: int(match[1]) for path, match in matches if match}
+    return sorted(steps, key=lambda path: steps[path])
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    matches = [(path, _COMPLETE.fullmatch(path.name)) for path in folder.glob("step_*") if path.is_dir()]
-    steps = {path: int(match[1]) for path, match in matches if match}
-    return sorted(steps, key=lambda path: steps[path])
+    """Complete checkpoints, oldest first: all up to the one that `latest` names."""
+    folders = step_folders(folder)
+    try:
+        named = folder / (folder / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return folders
+    return folders[: folders.index(named) + 1] if named in folders else folders
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -44,59 +74,65 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest validation/accuracy, of equal ones the earliest."""
-    accuracies = {}
-    for path in checkpoint_folders(folder):
-        metrics = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))["metrics"]
-        if "validation/accuracy" in metrics:
-            accuracies[path] = metrics["validation/accuracy"]
-    return max(accuracies, key=lambda path: accuracies[path]) if accuracies else None
+    """The complete checkpoint of the highest validation/accuracy, of equals the earliest; None without any."""
+    best = best_checkpoints(folder, 1)
+    return best[0] if best else None
 
 
-def write_checkpoint(
-    folder: Path, state: TrainerState, model_path: Path, save: Callable[[str], None], keep_last: int
-) -> Path:
-    """Publish a checkpoint of `state`; `save` writes the shards into the path it is given.
+def best_checkpoints(folder: Path, count: int) -> list[Path]:
+    """At most `count` complete checkpoints of the highest validation/accuracy, the best first."""
+    accuracies = {path: accuracy for path, accuracy in _accuracies(folder).items() if accuracy is not None}
+    return sorted(accuracies, key=lambda path: -accuracies[path])[:count]  # stable: of equals the earlier first
 
-    The new checkpoint is complete before older ones, beyond `keep_last`, are removed. Leftovers of writers that
-    were killed are removed as well.
-    """
-    target = folder / f"step_{state.step:06d}"
-    for leftover in folder.glob(f"step_*{PARTIAL}"):
-        shutil.rmtree(leftover)
-    partial = target.with_name(target.name + PARTIAL)
-    partial.mkdir(parents=True)
-    save(str(partial))
-    copy_model_files(model_path, partial / HUGGINGFACE_FOLDER)
-    (partial / NAMES_FILE).write_text(json.dumps(sorted(weight_names(model_path))), encoding="utf-8")
-    (partial / STATE_FILE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
-    _fsync_tree(partial)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
-    _fsync(folder)
-    for old in checkpoint_folders(folder)[:-keep_last]:
-        shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)))  # half removed, it must not look complete
-    return target
+
+def accuracy_of(metrics: Mapping[str, float]) -> float | None:
+    """The accuracy that a step's metrics hold, if any."""
+    accuracy = metrics.get(ACCURACY)
+    return accuracy if accuracy is not None and math.isfinite(accuracy) else None
 
 
 def copy_model_files(source: Path, target: Path) -> None:
     """Copy everything of a model folder except weights: config, tokenizer, chat template, generation config."""
     target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir()):
-        is_weight = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        if path.is_file() and not is_weight and path.name not in MANIFESTS:
-            shutil.copy2(path, target / path.name)
+    for path in model_files(source):
+        shutil.copy2(path, target / path.name)
 
 
-def _fsync_tree(folder: Path) -> None:
+def model_files(source: Path) -> list[Path]:
+    """The files of a model folder that are not weights."""
+    return [
+        path
+        for path in sorted(source.iterdir())
+        if path.is_file()
+        and path.suffix not in WEIGHT_SUFFIXES
+        and not path.name.endswith(".index.json")
+        and path.name not in MANIFESTS
+    ]
+
+
+def sync_tree(folder: Path) -> None:
+    """Have every file and folder below on the disk, and the folder itself."""
     for path in folder.rglob("*"):
-        _fsync(path)
-    _fsync(folder)
+        sync(path)
+    sync(folder)
 
 
-def _fsync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _accuracies(folder: Path) -> dict[Path, float | None]:
+    """By complete checkpoint; one whose metrics cannot be read has none."""
+    accuracies: dict[Path, float | None] = {}
+    for path in checkpoint_folders(folder):
+        try:
+            accuracies[path] = accuracy_of(read_step_metrics(path))
+        except CheckpointError as error:
+            logger.warning("not counted among the best: %s", error)
+            accuracies[path] = None
+    return accuracies

@@ -1,41 +1,228 @@
-"""Every rank's part of weights and optimizer, in files of torch.distributed.checkpoint."""
+"""Every rank's part of weights, optimizer and random generators, in files of torch.distributed.checkpoint.
+
+    model.NAME                        parameters, and the persistent buffers
+    optimizer.NAME.{step,exp_avg,exp_avg_sq}   AdamW's state of each parameter
+    num_optimizer_steps
+    rng.rank_R.GENERATOR              states of rank R's random generators
+All are tensors. Hyperparameters are not among them: those of the configuration count.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, wait
+from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from dapo_core.checkpoint.generators import generator_states, seed_generators, set_generators
+from dapo_core.device import Device
 from dapo_core.errors import CheckpointError
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+_RNG = "rng"
+_NO_STEPS = torch.tensor(0.0, dtype=torch.float32)
 
 
-def save_shards(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, num_optimizer_steps: int) -> None:
-    """Write this rank's part of parameters and optimizer. Collective."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+class Shards:
+    """This rank's part of a model, its AdamW optimizer and the process's random generators, saved and loaded.
 
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save(
-        {"model": weights, "optimizer": moments, "num_optimizer_steps": num_optimizer_steps}, checkpoint_id=folder
-    )
-
-
-def load_shards(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load parameters and optimizer in place, resharded to this number of ranks; returns the optimizer steps.
-
-    Collective. Raises CheckpointError when the shards do not fit the model.
+    Every rank calls `__init__`, `save` and `load` at the same time, the others when it likes. Ranks agree over a
+    process group of their own, on the host, so that training may use the default one while a save goes on.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    weights, moments = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": moments, "num_optimizer_steps": 0}
-    try:
-        dcp.load(state, checkpoint_id=folder)
-    except (CheckpointException, RuntimeError, ValueError, OSError) as error:
-        raise CheckpointError(f"the shards in {folder} cannot be loaded: {error}") from error
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    return int(state["num_optimizer_steps"])
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.AdamW,
+        device: Device,
+        offload_optimizer: bool,
+        run_seed: int,
+    ) -> None:
+        """Missing moments are made on the host where `offload_optimizer` keeps them there, else on the device."""
+        self._model = model
+        self._optimizer = optimizer
+        self._device_kind = device.kind
+        self._moments_device = torch.device("cpu") if offload_optimizer else device.torch_device()
+        self._run_seed = run_seed
+        self._rank = torch.distributed.get_rank()
+        self._group = torch.distributed.new_group(backend="gloo")
+        self._running: tuple[str, Future[Any]] | None = None  # a folder, and the write into it
+
+    def save(self, folder: str, num_optimizer_steps: int, asynchronous: bool) -> None:
+        """Write into the folder. Asynchronous: return when the state is copied to host memory; see is_saved.
+
+        Raises OSError with the errno of a write that failed on any rank, else CheckpointError, on every rank.
+        """
+        self._require_idle()
+        state = self._state(num_optimizer_steps)
+        if asynchronous:
+            writer = _Writer(folder, per_thread_copy_ahead=0)  # which is for copies from a device
+            writing: Any = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+            self._running = folder, writing  # torch gives another answer than a future only to stagers of its own
+            return
+        try:
+            dcp.save(state, storage_writer=_Writer(folder), process_group=self._group)
+        except CheckpointException as failure:
+            raise _save_error(folder, failure) from failure
+
+    def is_saved(self) -> bool:
+        """Whether no asynchronous save goes on; raises what one raised, once, as `save` would have."""
+        if self._running is None:
+            return True
+        folder, writing = self._running
+        if not writing.done():
+            return False
+        self._running = None
+        try:
+            writing.result()
+        except CheckpointException as failure:
+            raise _save_error(folder, failure) from failure
+        return True
+
+    def end_save(self) -> None:
+        """Wait for the asynchronous save that goes on, and forget what became of it."""
+        if self._running is not None:
+            wait([self._running[1]])
+        self._running = None
+
+    def load(self, folder: str) -> int:
+        """Load in place what any number of ranks wrote; returns the number of optimizer steps.
+
+        Generators that the folder does not have begin a new stream. Raises CheckpointError on every rank when the
+        shards do not fit the model or cannot be read.
+        """
+        self._require_idle()
+        state = self._state(num_optimizer_steps=0)
+        planner = _LoadPlanner()
+        try:
+            dcp.load(state, storage_reader=FileSystemReader(folder), planner=planner, process_group=self._group)
+        except CheckpointException as failure:
+            raise CheckpointError(f"the shards in {folder} cannot be loaded: {_told(failure)}") from failure
+        num_optimizer_steps = int(state["num_optimizer_steps"])
+        if planner.left_out:
+            seed_generators(self._run_seed, self._rank, num_optimizer_steps)
+        own = f"rank_{self._rank}"
+        generators = state[_RNG][own]
+        set_generators({n: s for n, s in generators.items() if f"{_RNG}.{own}.{n}" not in planner.left_out})
+        return num_optimizer_steps
+
+    def num_bytes(self) -> int:
+        """Bytes of parameters and optimizer state that `save` writes for this rank; of copies, one rank's count.
+
+        Beside them a save writes less than 2 KiB per tensor and 15 KiB of random generators per rank.
+        """
+        tensors: list[Any] = list(get_model_state_dict(self._model).values())
+        for parameter in self._trained():
+            future = {"step": _NO_STEPS, "exp_avg": parameter, "exp_avg_sq": parameter}  # in size
+            tensors += (self._optimizer.state.get(parameter) or future).values()
+        return sum(_written_bytes(tensor) for tensor in tensors)
+
+    def _require_idle(self) -> None:
+        if self._running is not None:
+            raise CheckpointError(
+                f"the checkpoint in {self._running[0]} is still being written, or its end was not asked for; "
+                "call is_saved until it says so before the next save or load"
+            )
+
+    def _state(self, num_optimizer_steps: int) -> dict[str, Any]:
+        """All that is saved, as the tensors in use; loading fills them."""
+        # torch would make missing moments by a step without gradients, which counts as a step from then on, and
+        # not at all where gradients of a skipped update lie around.
+        for parameter in self._trained():
+            if not self._optimizer.state.get(parameter):
+                self._optimizer.state[parameter] = _new_state(parameter, self._moments_device)
+        return {
+            "model": get_model_state_dict(self._model),
+            "optimizer": get_optimizer_state_dict(self._model, self._optimizer)["state"],
+            "num_optimizer_steps": torch.tensor(num_optimizer_steps),
+            _RNG: {f"rank_{self._rank}": generator_states(self._device_kind)},
+        }
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+
+class _Writer(FileSystemWriter):
+    """Writes files; an error of the operating system arrives as itself."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy in host memory; torch's own copies from the device twice."""
+        return _copied(state_dict)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's file.
+
+        torch.save reports what its file raised as an error of its own, with the cause in a context that is lost
+        on the way to the other ranks.
+        """
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Loads what is there of the random generators, and all else or nothing."""
+
+    left_out: frozenset[str] = frozenset()
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Leave out generators that the checkpoint does not have."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        stored = metadata.state_dict_metadata if metadata else {}
+        self.left_out = frozenset(
+            name for name in self.state_dict if name.startswith(f"{_RNG}.") and name not in stored
+        )
+        self.state_dict = {name: value for name, value in self.state_dict.items() if name not in self.left_out}
+
+
+def _new_state(parameter: torch.Tensor, moments_device: torch.device) -> dict[str, torch.Tensor]:
+    """What AdamW has of a parameter before its first step."""
+    moments = {name: torch.zeros_like(parameter).to(moments_device) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": _NO_STEPS.clone(), **moments}
+
+
+def _copied(state: Any) -> Any:
+    """The nested dict with copies of its tensors in host memory."""
+    if isinstance(state, dict):
+        return {name: _copied(value) for name, value in state.items()}
+    return state.detach().to("cpu", copy=True)
+
+
+def _written_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor that this rank has to write; the first of several copies counts."""
+    if not isinstance(tensor, DTensor):
+        return tensor.nbytes if torch.distributed.get_rank() == 0 else 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "every rank is part of the mesh"
+    is_copy = any(
+        place and not placement.is_shard() for place, placement in zip(coordinate, tensor.placements, strict=True)
+    )
+    return 0 if is_copy else tensor.to_local().nbytes
+
+
+def _save_error(folder: str, failure: CheckpointException) -> Exception:
+    """OSError with the errno of the first rank on which the system refused to write, else CheckpointError."""
+    for rank, (error, _) in sorted(failure.failures.items()):
+        if isinstance(error, OSError) and error.errno is not None:
+            return OSError(error.errno, f"rank {rank} cannot write its shards: {error.strerror}", folder)
+    return CheckpointError(f"the shards cannot be written to {folder}: {_told(failure)}")
+
+
+def _told(failure: CheckpointException) -> str:
+    """The ranks' errors in one line; torch's own text has a traceback of each."""
+    return "; ".join(f"rank {rank}: {error!r}" for rank, (error, _) in sorted(failure.failures.items()))

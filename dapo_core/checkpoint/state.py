@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dapo_core.data import Prompt
 from dapo_core.engines import Response
@@ -13,6 +15,10 @@ from dapo_core.errors import CheckpointError
 from dapo_core.rollout import Group, GroupRequest, Rollout
 
 STATE_FILE = "trainer_state.json"
+GROUPS_FILE = "carried_groups.json"  # apart, so that metrics of many checkpoints are read without it
+CARRIED = ("surplus", "unfinished")  # the fields in it
+
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
@@ -29,18 +35,39 @@ class TrainerState:
     identity: dict[str, Any]  # settings and data that every attempt at the training must share
 
 
+def state_files(state: TrainerState) -> dict[str, str]:
+    """The text of each file that holds a part of the state, by name."""
+    values = dataclasses.asdict(state)
+    groups = {name: values.pop(name) for name in CARRIED}
+    return {STATE_FILE: json.dumps(values), GROUPS_FILE: json.dumps(groups)}
+
+
 def read_state(checkpoint: Path) -> TrainerState:
     """The trainer's state of a checkpoint; raises CheckpointError when it cannot be read."""
+    surplus, unfinished = _read(checkpoint / GROUPS_FILE, _carried)
+    return _read(
+        checkpoint / STATE_FILE, lambda values: TrainerState(surplus=surplus, unfinished=unfinished, **values)
+    )
+
+
+def read_step_metrics(checkpoint: Path) -> dict[str, float]:
+    """Metrics of the step that a checkpoint ends; raises CheckpointError when they cannot be read."""
+    return _read(checkpoint / STATE_FILE, lambda values: dict(values["metrics"]))
+
+
+def _read(path: Path, parse: Callable[[Any], Parsed]) -> Parsed:
     try:
-        values = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        surplus = [(born, _group(group)) for born, group in values.pop("surplus")]
-        unfinished = [(born, _group_request(request)) for born, request in values.pop("unfinished")]
-        return TrainerState(surplus=surplus, unfinished=unfinished, **values)
+        return parse(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{checkpoint / STATE_FILE} cannot be read ({error!r}); remove the folder {checkpoint.name} "
+            f"{path} cannot be read ({error!r}); remove the folder {path.parent.name} "
             "to continue from the checkpoint before it"
         ) from error
+
+
+def _carried(values: dict[str, Any]) -> tuple[list[tuple[int, Group]], list[tuple[int, GroupRequest]]]:
+    surplus = [(born, _group(group)) for born, group in values["surplus"]]
+    return surplus, [(born, _group_request(request)) for born, request in values["unfinished"]]
 
 
 def _group(values: dict[str, Any]) -> Group:

@@ -9,7 +9,8 @@ import ray
 import torch
 
 from dapo_core.batch import Batch, RankShare, split_batch
-from dapo_core.cluster.answers import get
+from dapo_core.cluster.answers import Roster
+from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
 from dapo_core.policy import UpdateSums
 
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
 class PolicyGroup:
     """All policy ranks, called as one; train.sequence_parallel consecutive ranks are given the same share."""
 
-    def __init__(self, ranks: Sequence[Any], train: TrainConfig) -> None:
+    def __init__(self, ranks: Sequence[Any], train: TrainConfig, roster: Roster) -> None:
         self.ranks = ranks
+        self.roster = roster
         self.num_data_ranks = train.num_data_ranks
         self.sequence_parallel = train.sequence_parallel
         self.max_tokens = train.micro_batch_tokens * train.sequence_parallel  # of a micro-batch
-        self.hidden_size: int = get(ranks[0].call.remote("hidden_size"))
+        self._is_saving = False  # asynchronously
+        self.hidden_size: int = self.roster.get(ranks[0].call.remote("hidden_size"))
 
     def log_probs(self, batch: Batch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropy at the response tokens: two [B, R] float32, in the batch's order."""
@@ -57,17 +60,43 @@ class PolicyGroup:
 
     def weight_sizes(self) -> dict[str, int]:
         """Bytes of each parameter by name."""
-        return get(self.ranks[0].call.remote("weight_sizes"))
+        return self.roster.get(self.ranks[0].call.remote("weight_sizes"))
 
     def gather_weights(self, names: list[str]) -> Any:
         """A reference to {name: whole tensor}, which stays in Ray's object store until it is dropped."""
         references = [rank.call.remote("gather_weights", names) for rank in self.ranks]
-        get(references[1:])
+        self.roster.get(references[1:])
         return references[0]
 
-    def save(self, folder: str) -> None:
-        """Write every rank's shards of model and optimizer into the folder."""
-        self._call_each("save", [(folder,)] * len(self.ranks))
+    def save(self, folder: str, asynchronous: bool) -> None:
+        """Write every rank's part of parameters, optimizer and random generators into the folder.
+
+        Asynchronous: returns when they are copied to host memory; training may go on, and is_saved says the rest.
+        Raises OSError with its errno where a rank could not write, CheckpointError where another save goes on.
+        """
+        if self._is_saving:
+            raise CheckpointError(
+                f"{folder} cannot be saved while another checkpoint is being written; call is_saved until it says "
+                "so, or raises"
+            )
+        self._is_saving = asynchronous
+        self._call_each("save", [(folder, asynchronous)] * len(self.ranks))
+
+    def is_saved(self) -> bool:
+        """Whether no asynchronous save goes on; raises what the first rank to fail raised, once."""
+        if not self._is_saving:
+            return True
+        try:
+            self._is_saving = not all(self._call_each("is_saved", [()] * len(self.ranks)))
+        except (CheckpointError, OSError):
+            self._call_each("end_save", [()] * len(self.ranks))  # all fail alike, some a moment later
+            self._is_saving = False
+            raise
+        return not self._is_saving
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of parameters and optimizer state in a checkpoint of now."""
+        return sum(self._call_each("checkpoint_bytes", [()] * len(self.ranks)))
 
     def load(self, folder: str) -> None:
         """Continue from the shards in the folder, written by any number of ranks."""
@@ -75,7 +104,7 @@ class PolicyGroup:
 
     def device_name(self) -> str:
         """What the vendor calls the first rank's device."""
-        return get(self.ranks[0].call.remote("device_name"))
+        return self.roster.get(self.ranks[0].call.remote("device_name"))
 
     def memory_metrics(self) -> dict[str, float]:
         """Memory in GiB by metric name, the largest over ranks."""
@@ -94,7 +123,7 @@ class PolicyGroup:
 
     def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         calls = zip(self.ranks, arguments, strict=True)
-        return get([rank.call.remote(method, *own) for rank, own in calls])
+        return self.roster.get([rank.call.remote(method, *own) for rank, own in calls])
 
 
 def _rows(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError
 
-from dapo_core.cluster.answers import get
+from dapo_core.cluster.answers import Roster
 from dapo_core.errors import RolloutError
 from dapo_core.rollout import Group, GroupRequest, Progress
 
@@ -19,12 +19,14 @@ SILENCE_SECONDS = 1.0  # after which the trainer looks at the clock though no wo
 class RolloutGroup:
     """All rollout workers, seen as one source of groups (sampler.GroupSource).
 
-    A worker answers within an engine's step; RolloutError when one does not within `max_seconds`.
+    A worker answers within an engine's step; RolloutError when one does not within `max_seconds`. While groups
+    are waited for, WorkerDied also when a policy rank is gone.
     """
 
-    def __init__(self, workers: Sequence[Any], max_seconds: float) -> None:
+    def __init__(self, workers: Sequence[Any], max_seconds: float, roster: Roster) -> None:
         self.workers = workers
         self.max_seconds = max_seconds
+        self.roster = roster
         self._in_flight = [0] * len(workers)  # groups
         self._tokens = [0] * len(workers)  # of these, as of the last poll
         self._reward_seconds = [0.0] * len(workers)
@@ -50,6 +52,7 @@ class RolloutGroup:
 
     def finished(self) -> list[tuple[int, Group]]:
         """Groups that a worker finished; empty when none did within about a second."""
+        self.roster.look()
         for number, worker in enumerate(self.workers):
             if self._in_flight[number] and number not in self._polls.values():
                 self._polls[worker.call.remote("poll", POLL_SECONDS)] = number
@@ -76,11 +79,11 @@ class RolloutGroup:
 
     def load_weights(self, buckets: list[Any], policy_version: int) -> list[int]:
         """Load the referenced weights into every engine; returns the policy version that each then holds."""
-        return get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
+        return self.roster.get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         """Each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
-        return get([worker.call.remote("log_probs", sequences) for worker in self.workers])
+        return self.roster.get([worker.call.remote("log_probs", sequences) for worker in self.workers])
 
     def _stop(self, method: str) -> tuple[list[tuple[int, Group]], list[Any]]:
         """What the polls under way bring, then what `method` gives on each worker that has groups left."""
@@ -101,7 +104,7 @@ class RolloutGroup:
 
     def _answers(self, references: Any) -> Any:
         try:
-            return get(references, self.max_seconds)
+            return self.roster.get(references, self.max_seconds)
         except GetTimeoutError:
             raise RolloutError(
                 f"a rollout worker did not answer within {self.max_seconds:g} s: its engine hangs (try another "

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,8 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dapo_core.cluster.answers import get
+from dapo_core.checkpoint.generators import seed_generators
+from dapo_core.cluster.answers import Roster
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.data import load_tokenizer
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 300.0
-CLOSE_SECONDS = 10.0
+CLOSE_SECONDS = 5.0
 # Of the whole job, so that the workers which Ray starts in advance have it and are used.
 WORKER_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns; spinning threads would starve each other
@@ -54,44 +55,53 @@ def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
     """Policy ranks and rollout workers with the model loaded; everything is ended on leaving.
 
     Starts a private Ray on this machine unless train.ray_address names a running one, of which only the
-    actors started here are then ended. Raises ConfigError when the cluster never has the devices.
+    actors started here are then ended. Raises ConfigError when the cluster never has the devices, and WorkerDied
+    when a process dies on the way; after it, as after that of a call, the same process may start a cluster anew.
     """
     started = time.monotonic()
     if config.train.ray_address is None:  # all devices are this machine's
         device_for(config.train.device).require()
-    _connect(config)
-    logger.info("Ray is up after %.0f s", time.monotonic() - started)
     groups: list[PlacementGroup] = []
-    actors: list[Any] = []
+    ranks: list[Any] = []
     workers: list[Any] = []
     try:
+        _connect(config)
+        logger.info("Ray is up after %.0f s", time.monotonic() - started)
         device = device_for(config.train.device)
-        ranks = _place(_PolicyRank, config.train.num_ranks, config.train.threads_per_rank, device, groups)
-        actors += ranks
-        workers = _place(
+        ranks += _place(_PolicyRank, config.train.num_ranks, config.train.threads_per_rank, device, groups)
+        workers += _place(
             _RolloutRank, config.rollout.num_workers, config.rollout.threads_per_worker, device, groups
         )
-        actors += workers
-        address = get(ranks[0].rendezvous.remote())
+        roster = Roster()
+        roster.add("policy rank", ranks)
+        roster.add("rollout worker", workers)
+        address = roster.get(ranks[0].rendezvous.remote())
         starting = [
             rank.start.remote(number, len(ranks), address, str(model_path), config)
             for number, rank in enumerate(ranks)
         ]
         starting += [worker.start.remote(str(model_path), config) for worker in workers]
-        get(starting)
+        roster.get(starting)
         counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
         logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
         limit = config.sampler.max_seconds_without_kept
-        yield Cluster(PolicyGroup(ranks, config.train), RolloutGroup(workers, limit))
+        yield Cluster(PolicyGroup(ranks, config.train, roster), RolloutGroup(workers, limit, roster))
     finally:
-        if workers:  # one that hangs is killed, and its scoring processes end with it
-            closing = [worker.close.remote() for worker in workers]
-            ray.wait(closing, num_returns=len(workers), timeout=CLOSE_SECONDS)
-        for actor in actors:
-            ray.kill(actor)
-        for group in groups:
-            remove_placement_group(group)
-        ray.shutdown()
+        _end(ranks, workers, groups if config.train.ray_address else [])
+
+
+def _end(ranks: Sequence[Any], workers: Sequence[Any], groups: Sequence[PlacementGroup]) -> None:
+    """End all processes, also those which hang, remove the placement groups of a shared Ray, and leave Ray."""
+    for rank in ranks:  # first, as a worker may wait for weights that a rank will never send
+        ray.kill(rank)
+    closing = [worker.close.remote() for worker in workers]
+    if closing:  # one that hangs is killed, and its scoring processes end with it
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
+    for worker in workers:
+        ray.kill(worker)
+    for group in groups:
+        remove_placement_group(group)
+    ray.shutdown()
 
 
 def _connect(config: Config) -> None:
@@ -143,7 +153,15 @@ def _place(actor_class: type, count: int, threads: int, device: Device, groups: 
     ]
 
 
-class _PolicyRank:
+class _Process:
+    """What each process of a training run does, whatever its role."""
+
+    def place(self) -> str:
+        """Where it runs: a sign of life."""
+        return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
+
+
+class _PolicyRank(_Process):
     """The process of one policy rank."""
 
     def rendezvous(self) -> str:
@@ -155,7 +173,7 @@ class _PolicyRank:
         device = device_for(config.train.device)
         device.require()
         torch.set_num_threads(config.train.threads_per_rank)
-        torch.manual_seed(config.run.seed)
+        seed_generators(config.run.seed, rank, num_optimizer_steps=0)
         torch.distributed.init_process_group(device.backend, init_method=address, rank=rank, world_size=num_ranks)
         self.policy = Policy(model_path, config)
 
@@ -163,7 +181,7 @@ class _PolicyRank:
         return getattr(self.policy, method)(*arguments)
 
 
-class _RolloutRank:
+class _RolloutRank(_Process):
     """The process of one rollout worker."""
 
     def start(self, model_path: str, config: Config) -> None:

@@ -20,7 +20,8 @@ FinishReason = Literal["stop", "length", "abort"]
 class GenerationRequest:
     """One response to sample. `seed` alone decides its randomness, not what else is in the engine's batch.
 
-    A response that was aborted is continued from the tokens that it has.
+    A response that was aborted is continued from the tokens that it has. A greedy one takes the likeliest token
+    each time, whatever the settings' temperature, top_p and top_k; it may share a batch with sampled ones.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class GenerationRequest:
     seed: int
     response_ids: Sequence[int] = ()  # sampled already, possibly under older weights
     rollout_log_probs: Sequence[float] = ()  # of response_ids, from the weights that sampled them
+    is_greedy: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Response:
 
     `response_ids` begins with those of its request and includes the end-of-sequence token when the model emitted
     it. `rollout_log_probs[t]` is the log-probability of `response_ids[t]` under the distribution that was sampled
-    from (after temperature).
+    from (after temperature); of a greedy response, under the model's own (temperature 1, every token).
     """
 
     request_id: str
@@ -53,7 +55,7 @@ class EngineSettings:
     max_model_tokens: int  # prompt + response
     max_response_tokens: int
     max_num_seqs: int  # sequences decoded at once
-    temperature: float
+    temperature: float  # above 0; for the likeliest tokens, requests are greedy
     top_p: float
     top_k: int  # -1: off
     memory_bytes: int  # for the KV cache on a CPU

@@ -34,6 +34,7 @@ PREFILL_TOKENS = 8192  # of one wave, padding included
 GROWTH_TOKENS = 64  # columns a cache grows by
 WAVE_SHARE = 0.25  # free part of the rows that makes a new wave worth its prefill
 FINISHED_SHARE = 0.25  # finished part of the rows that makes compacting worth its copy
+_ROW_TENSORS = ("ids", "positions", "prompt_lengths", "uniforms", "is_greedy")  # of a batch, a row each
 
 
 class _GrowingLayer(DynamicLayer):
@@ -104,6 +105,7 @@ class _Batch:
     positions: torch.Tensor  # [N], of that token
     prompt_lengths: torch.Tensor  # [N]
     uniforms: torch.Tensor  # [N, R], the randomness of each response
+    is_greedy: torch.Tensor  # [N]
 
     def num_live(self) -> int:
         return sum(row is not None for row in self.rows)
@@ -113,7 +115,7 @@ class _Batch:
         live = torch.tensor([index for index, row in enumerate(self.rows) if row is not None])
         live = live.to(self.ids.device)
         self.rows = [row for row in self.rows if row is not None]
-        for name in ("ids", "positions", "prompt_lengths", "uniforms"):
+        for name in _ROW_TENSORS:
             setattr(self, name, getattr(self, name)[live])
         first = self.cache.get_seq_length() - int(self.positions.max())
         for layer in self.cache.layers:
@@ -124,7 +126,7 @@ class _Batch:
     def join(self, other: _Batch) -> None:
         """Take another batch's rows in, aligned at the last column."""
         self.rows += other.rows
-        for name in ("ids", "positions", "prompt_lengths", "uniforms"):
+        for name in _ROW_TENSORS:
             setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
         for layer, more in zip(self.cache.layers, other.cache.layers, strict=True):
             layer.replace(_stack(layer.keys, more.keys), _stack(layer.values, more.values))
@@ -232,9 +234,10 @@ class HuggingFaceEngine:
         newest = lengths[numbers]  # the position of each row's token to sample
         prompt_lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=self.device)
         chances = uniforms.gather(1, (newest - prompt_lengths).unsqueeze(-1)).squeeze(-1)
-        ids, log_probs = sample(logits[numbers], chances, self.settings)
+        is_greedy = torch.tensor([request.is_greedy for request in requests], device=self.device)
+        ids, log_probs = sample(logits[numbers], chances, is_greedy, self.settings)
         rows: list[_Row | None] = [_Row.of(request) for request in requests]
-        wave = _Batch(rows, cache, ids, newest, prompt_lengths, uniforms)
+        wave = _Batch(rows, cache, ids, newest, prompt_lengths, uniforms, is_greedy)
         finished = self._collect(wave, log_probs)
         if self._batch is None:
             self._batch = wave
@@ -277,7 +280,7 @@ class HuggingFaceEngine:
         batch.positions = batch.positions + live
         numbers = (batch.positions - batch.prompt_lengths).clamp(max=self.settings.max_response_tokens - 1)
         chances = batch.uniforms.gather(1, numbers.unsqueeze(-1)).squeeze(-1)
-        batch.ids, log_probs = sample(logits, chances, self.settings)
+        batch.ids, log_probs = sample(logits, chances, batch.is_greedy, self.settings)
         finished = self._collect(batch, log_probs)
         self._shrink()
         return finished

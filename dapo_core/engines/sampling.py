@@ -8,17 +8,32 @@ from dapo_core.engines.base import EngineSettings
 
 
 def sample(
-    logits: torch.Tensor, uniforms: torch.Tensor, settings: EngineSettings
+    logits: torch.Tensor, uniforms: torch.Tensor, is_greedy: torch.Tensor, settings: EngineSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [N] and their log-probs [N] under the distribution sampled from.
 
-    Inverts the distribution's CDF at `uniforms` [N], float64 in [0, 1); `logits` [N, V].
-    Temperature 0 takes the likeliest token, at temperature 1.
+    Inverts the distribution's CDF at `uniforms` [N], float64 in [0, 1); `logits` [N, V]. Where `is_greedy` [N],
+    the likeliest token instead, with its log-prob at temperature 1.
     """
     logits = logits.float()
-    if settings.temperature == 0:
-        ids = logits.argmax(dim=-1)
-        return ids, _chosen(logits.log_softmax(dim=-1), ids)
+    if is_greedy.all():
+        return _likeliest(logits)
+    ids, log_probs = _drawn(logits, uniforms, settings)
+    if is_greedy.any():
+        likeliest_ids, likeliest_log_probs = _likeliest(logits)
+        ids = torch.where(is_greedy, likeliest_ids, ids)
+        log_probs = torch.where(is_greedy, likeliest_log_probs, log_probs)
+    return ids, log_probs
+
+
+def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = logits.argmax(dim=-1)
+    return ids, _chosen(logits.log_softmax(dim=-1), ids)
+
+
+def _drawn(
+    logits: torch.Tensor, uniforms: torch.Tensor, settings: EngineSettings
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits = _keep_likeliest(logits / settings.temperature, settings.top_k, settings.top_p)
     log_probs = logits.log_softmax(dim=-1)
     cumulative = log_probs.double().exp().cumsum(dim=-1)

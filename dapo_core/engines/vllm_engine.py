@@ -55,14 +55,14 @@ class VllmEngine:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._require_whole_weights()
-        check_requests(requests, self._running, self.settings)
+        settings = self.settings
+        check_requests(requests, self._running, settings)
+        sampled = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
         for request in requests:
             parameters = self._parameters(
+                **({"temperature": 0.0} if request.is_greedy else sampled),
                 seed=_seed(request),
-                temperature=self.settings.temperature,
-                top_p=self.settings.top_p,
-                top_k=self.settings.top_k,
-                max_tokens=self.settings.max_response_tokens - len(request.response_ids),
+                max_tokens=settings.max_response_tokens - len(request.response_ids),
                 stop_token_ids=self._stop_ids,
                 logprobs=0,
             )

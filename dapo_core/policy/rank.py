@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dapo_core.batch import Batch, RankShare
-from dapo_core.checkpoint import load_shards, save_shards
+from dapo_core.checkpoint.shards import Shards
 from dapo_core.device import Device, device_for
 from dapo_core.errors import ModelError
 from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
@@ -92,6 +92,9 @@ class Policy:
             weight_decay=self.train.weight_decay,
             foreach=True,
         )
+        self.shards = Shards(
+            self._causal_lm(), self.optimizer, self.device, self.train.offload_optimizer, config.run.seed
+        )
 
     def log_probs(self, share: RankShare, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the share's response tokens and the policy's entropy there: two [b, R] float32.
@@ -142,13 +145,31 @@ class Policy:
             learning_rate=learning_rate,
         )
 
-    def save(self, folder: str) -> None:
-        """Write this rank's shards of parameters and optimizer into the folder. Collective."""
-        save_shards(folder, self._causal_lm(), self.optimizer, self.num_optimizer_steps)
+    def save(self, folder: str, asynchronous: bool) -> None:
+        """Write this rank's part of parameters, optimizer and random generators into the folder. Collective.
+
+        Asynchronous: returns when they are copied to host memory; training may go on, and is_saved says the rest.
+        Raises OSError with its errno where a rank could not write, else CheckpointError, on every rank.
+        """
+        self.shards.save(folder, self.num_optimizer_steps, asynchronous)
+
+    def is_saved(self) -> bool:
+        """Whether no asynchronous save goes on; raises what one raised, once. Not collective."""
+        return self.shards.is_saved()
+
+    def end_save(self) -> None:
+        """Wait for the asynchronous save that goes on, and forget what became of it. Not collective."""
+        self.shards.end_save()
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of parameters and optimizer state that this rank counts of a checkpoint; copies count once."""
+        return self.shards.num_bytes()
 
     def load(self, folder: str) -> None:
-        """Continue from shards that any number of ranks wrote. Collective."""
-        self.num_optimizer_steps = load_shards(folder, self._causal_lm(), self.optimizer)
+        """Continue from shards that any number of ranks wrote; weights stay where they are. Collective."""
+        self.num_optimizer_steps = self.shards.load(folder)
+        if self.train.offload_optimizer:
+            offload_optimizer(self.optimizer)
 
     def weight_sizes(self) -> dict[str, int]:
         """Bytes of each tensor in float32, by its name in the model's files; tied parameters once."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Literal
 
-from dapo_core.errors import RolloutError
+from dapo_core.errors import RewardError, RolloutError
 from dapo_core.reward import process
 from dapo_core.reward.process import Call, decode_outcome
 from dapo_core.reward.routing import SCORERS, require_scorers, routes, scorer_name
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 120.0  # a user's file may load a library as large as torch
 MAX_CALLS_PER_MESSAGE = 64
 MAX_FAILURES_LOGGED = 5
+MAX_IDLE_ENDS = 100  # in a row, of processes that were not scoring, without a score between
 _START = f"from {process.__name__} import main; main()"
 _READ_BYTES = 1 << 16
-_LOGGED_CHARACTERS = 200
 _LOGGED_CHARACTERS = 200
 
 
@@ -137,6 +137,7 @@ class RewardPool:
         self._routes = routes(reward.scorers)
         self._queue: deque[tuple[str, Call]] = deque()
         self._num_failures_logged = 0
+        self._num_idle_ends = 0
         self._done: list[tuple[str, Score]] = []
         self._workers: list[_Worker] = []
         if custom.path is not None:
@@ -163,7 +164,8 @@ class RewardPool:
     def finished(self, max_seconds: float = 0.0) -> list[tuple[str, Score]]:
         """Scores that are ready as (key, score), waiting up to `max_seconds` until there is one.
 
-        Raises RolloutError when a process that is to replace an ended one does not start.
+        Raises RolloutError when a process that is to replace an ended one does not start, and RewardError when
+        they keep ending though they score nothing.
         """
         deadline = time.monotonic() + max_seconds
         scores = self._done + self._collect(0.0)
@@ -230,6 +232,7 @@ class RewardPool:
             if not worker.is_ready:
                 self._welcome(worker, line)
                 continue
+            self._num_idle_ends = 0
             key, call = worker.in_hand.popleft()
             outcome = decode_outcome(line)
             if outcome.failure is not None:
@@ -248,6 +251,8 @@ class RewardPool:
                 f"a scoring process ended (exit code {worker.popen.returncode}) or was not ready within "
                 f"{START_SECONDS:g} s; its output is in the log{self._file_hint()}"
             )
+        if not num_before:
+            self._note_idle_end(worker)
         if worker.in_hand and (verdict == "error" or len(worker.in_hand) == num_before):
             key, call = worker.in_hand.popleft()
             if verdict == "timeout":
@@ -258,6 +263,14 @@ class RewardPool:
         self._queue.extendleft(reversed(worker.in_hand))
         worker.close()
         return scores
+
+    def _note_idle_end(self, worker: _Worker) -> None:
+        self._num_idle_ends += 1
+        if self._num_idle_ends > MAX_IDLE_ENDS:
+            raise RewardError(
+                f"scoring processes ended {self._num_idle_ends} times in a row while they had nothing to score, "
+                f"the last with exit code {worker.popen.returncode}: something kills them{self._file_hint()}"
+            )
 
     def _welcome(self, worker: _Worker, line: bytes) -> None:
         failure = json.loads(line).get("failed")

@@ -82,7 +82,7 @@ def scorer_name(data_source: str, table: Mapping[str, str]) -> str:
     if data_source not in table:
         raise DataError(
             f"data_source {data_source!r} has no scorer; known are {', '.join(sorted(table))}: correct the column "
-            f"data_source of the training parquet, add {data_source}=SCORER to reward.scorers (scorers are "
+            f"data_source of the parquet, add {data_source}=SCORER to reward.scorers (scorers are "
             f"{', '.join(sorted(SCORERS))}), or set custom_reward.path to a file with a scorer of your own"
         )
     return table[data_source]

@@ -179,14 +179,33 @@ def test_responses_follow_the_model_s_distribution(engine, model_path):
         assert abs(counts[token] - num_samples * p) < 4.5 * deviation
 
 
-def test_temperature_zero_takes_the_likeliest_token(engine, model_path):
-    engine.settings = replace(SETTINGS, temperature=0.0)
-    model = load_model(model_path)
-    request = make_requests(1)[0]
-    response = run(engine, [request])["0"]
-    with torch.no_grad():
-        logits = model(torch.tensor([[*request.prompt_ids, *response.response_ids]])).logits[0]
-    assert response.response_ids == logits[len(request.prompt_ids) - 1 : -1].argmax(dim=-1).tolist()
+def test_greedy_responses_take_the_likeliest_tokens_beside_sampled_ones(engine, model_path):
+    """24 sampled and 8 greedy requests through 16 rows: alone and mixed, each kind is the same."""
+    engine.settings = replace(SETTINGS, temperature=0.7, top_k=50, top_p=0.9)
+    model = end_bias(load_model(model_path))
+    engine.load_weights(model.named_parameters(), policy_version=1)
+    requests = make_requests(32)
+    sampled = [request for number, request in enumerate(requests) if number % 4]
+    greedy = [replace(request, is_greedy=True) for request in requests[::4]]
+    alone = run(engine, sampled) | run(engine, greedy)
+    mixed = run(engine, [greedy[i // 4] if i % 4 == 0 else request for i, request in enumerate(requests)])
+    assert {name: mixed[name].response_ids for name in alone} == {
+        name: response.response_ids for name, response in alone.items()
+    }
+    for request in greedy:
+        response, prompt_ids = mixed[request.request_id], torch.tensor([request.prompt_ids])
+        expected = model.generate(
+            prompt_ids,
+            attention_mask=torch.ones_like(prompt_ids),
+            do_sample=False,
+            max_new_tokens=MAX_RESPONSE_TOKENS,
+            eos_token_id=END,
+            pad_token_id=0,
+        )
+        assert response.response_ids == expected[0, len(request.prompt_ids) :].tolist()
+        at_temperature_one = reference_log_probs(model, request.prompt_ids, response.response_ids)
+        assert largest_difference(response.rollout_log_probs, at_temperature_one) < 1e-4
+    assert {mixed[request.request_id].finish_reason for request in greedy} == {"stop", "length"}
 
 
 def test_new_weights_show_in_log_probs_and_past_the_prefix_cache(engine, model_path):

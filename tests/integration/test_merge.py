@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dapo_core.batch import split_batch
-from dapo_core.checkpoint import TrainerState, write_checkpoint
+from dapo_core.checkpoint import CheckpointWriter
 from dapo_core.engines import build_engine
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
@@ -25,6 +25,7 @@ from dapo_core.model_folder import INDEX_FILE, weight_names
 from dapo_core.parameter_names import file_views
 from dapo_core.policy import Policy
 from tests.batches import random_batch
+from tests.checkpoints import ShardsOf, make_state
 from tests.configs import make_config
 from tests.ranks import run_ranks
 from tests.tiny_models import ARCHITECTURES, build_tiny, tiny_engine_settings
@@ -62,7 +63,7 @@ def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -
     policy = _policy(model_path)
     names = list(policy.weight_sizes())
     _update(policy, rank, num_ranks)
-    policy.save(str(folder))
+    policy.save(str(folder), asynchronous=False)
     shares, indices = split_batch(random_batch(num_groups=4, group_size=2), num_ranks, 4096)
     log_probs, _ = policy.log_probs(shares[rank])
     weights = policy.gather_weights(names)
@@ -85,17 +86,11 @@ def _load_and_train(rank: int, model_path: Path, folder: Path, num_ranks: int) -
 
 
 def _checkpoint(output: Path, model_path: Path, save: Callable[[str], None]) -> Path:
-    state = TrainerState(
-        step=7,
-        policy_version=7,
-        prompt_position=28,
-        surplus=[],
-        unfinished=[],
-        kl_coefficient=0.0,
-        metrics={"training/global_step": 7.0},
-        identity={},
-    )
-    return write_checkpoint(output / "checkpoints", state, model_path, save, keep_last=2)
+    config = make_config(model_path, checkpoint={"asynchronous": False})
+    writer = CheckpointWriter(output / "checkpoints", model_path, ShardsOf(save), config)
+    published = writer.begin(make_state(step=7))
+    assert published is not None
+    return published.path
 
 
 def _trained(checkpoint: Path, ranks: list[dict[str, Any]], is_tied: bool) -> Trained:

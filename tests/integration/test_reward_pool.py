@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from dapo_core.config import CustomRewardConfig, RewardConfig
-from dapo_core.errors import ConfigError, DataError, RolloutError
+from dapo_core.errors import ConfigError, DataError, RewardError, RolloutError
 from dapo_core.reward import RewardPool, Score, ScoreRequest
+from dapo_core.reward import pool as reward_pool
 from tests.tiny_models import tiny_tokenizer
 
 Make = Callable[..., RewardPool]
@@ -145,6 +146,32 @@ def test_a_failed_call_is_an_error_and_only_that(
     assert sum(score.verdict == "right" for score in scores.values()) == 7
     assert said in caplog.text
     assert f"ends in '{what} it'" in caplog.text
+
+
+def test_processes_that_keep_ending_idle_are_not_replaced_without_end(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_pool, "MAX_IDLE_ENDS", 2)
+    pool = make(num_processes=1)
+
+    def end_idle() -> None:
+        [worker] = pool._workers
+        deadline = time.monotonic() + FAR
+        while not worker.is_ready:
+            assert pool.finished() == []
+            assert time.monotonic() < deadline
+        worker.kill()
+        assert pool.finished() == []
+
+    end_idle()
+    end_idle()
+    pool.submit("a", request("fine"))
+    assert drain(pool)["a"].value == 4  # the length; a score begins the count anew
+    end_idle()
+    end_idle()
+    said = r"ended 3 times in a row while .* exit code -9: something kills them; .*custom_reward\.path="
+    with pytest.raises(RewardError, match=said):
+        end_idle()
 
 
 def test_a_slow_call_is_a_time_out_also_when_nobody_looked(make: Make) -> None:

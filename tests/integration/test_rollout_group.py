@@ -11,13 +11,14 @@ import pytest
 import ray
 
 from dapo_core.cluster import RolloutGroup
+from dapo_core.cluster.answers import Roster
 from dapo_core.cluster.start import _connect
 from dapo_core.data import Prompt
 from dapo_core.errors import RolloutError
 from dapo_core.rollout import GroupRequest
 from tests.configs import make_config
 
-REQUESTS = [GroupRequest(number, Prompt(number, (5,), "arithmetic", "1")) for number in range(2)]
+REQUESTS = [GroupRequest(number, Prompt(number, (5,), "arithmetic", "1"), step=1) for number in range(2)]
 
 
 class _Hanging:
@@ -34,7 +35,7 @@ def group(tmp_path: Path) -> Iterator[RolloutGroup]:
     worker = ray.remote(_Hanging).options(num_cpus=1).remote()
     try:
         ray.get(worker.call.remote("start"))  # its process takes a while
-        yield RolloutGroup([worker], max_seconds=2.0)
+        yield RolloutGroup([worker], 2.0, Roster())
     finally:
         ray.kill(worker)
         ray.shutdown()

@@ -1,34 +1,30 @@
-"""Training end to end over real parts: Ray, two FSDP2 ranks over gloo, an engine, checkpoints, a SIGKILL."""
+"""Training end to end over real parts: Ray, two FSDP2 ranks over gloo, an engine, checkpoints, SIGKILLs."""
 
 from __future__ import annotations
 
+import importlib
 import os
-import signal
+import random
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import yaml
-from torch.distributed.checkpoint.format_utils import _load_state_dict
-from torch.distributed.checkpoint.state_dict_loader import _EmptyStateDictLoadPlanner
 
 from dapo_core.checkpoint import TrainerState, read_state
 from dapo_core.errors import NotEnoughSignal, RolloutError
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from dapo_core.trainer import TrainResult, train
 from tasks import supervisor
-from tasks.command import dapo_command
-from tasks.process import background_command
+from tasks.artifacts.code import PROJECT_ROOT
 from tests.metric_names import expand
 from tests.trainings import NUM_PROBLEMS, World, config_of, settings
 
 UNINTERRUPTED_STEPS = 4
-TOTAL_STEPS = 5
+TOTAL_STEPS = 8
 OPTIMIZER_STEPS = 2  # per training step: train_prompts / mini_prompts
-DEADLINE_SECONDS = 120.0
 # What every step that trains writes, of the metrics that the field knows and of ours. Not among them are KL's and
 # the reference model's (test_training_options.py), perf/mfu/actor, which needs a device whose peak is known,
 # the memory of accelerators, and timing_s/testing, as no evaluation takes place between steps.
@@ -75,11 +71,14 @@ def checkpoint_names(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Four steps in one go, then one more by a second call on the same output."""
+    """Four steps in one go, then four more by a second call on the same output, which saves while it goes on."""
     folder = tmp_path_factory.mktemp("run")
     checkpoints: list[list[str]] = []
     first = train(
-        config_of(train={"total_steps": UNINTERRUPTED_STEPS, "ray_address": ray_address}),
+        config_of(
+            train={"total_steps": UNINTERRUPTED_STEPS, "ray_address": ray_address},
+            checkpoint={"asynchronous": False},
+        ),
         world.data,
         world.model,
         folder,
@@ -139,33 +138,34 @@ def test_each_step_s_numbers_fit_each_other(run: Run) -> None:
 
 def test_engine_and_policy_agree_after_every_step(run: Run) -> None:
     lines = read_metrics(run.folder / METRICS_FILE)
-    assert [line["policy_version"] for line in lines] == [2, 4, 6, 8, 10]
+    assert [line["policy_version"] for line in lines] == [2, 4, 6, 8, 10, 12, 14, 16]
     assert max(line["weight_sync/probe_difference"] for line in lines) < 1e-4
 
 
 def test_the_last_checkpoints_are_kept(run: Run) -> None:
     assert run.checkpoints == [
-        ["step_000001"],
-        ["step_000001", "step_000002"],
-        ["step_000002", "step_000003"],
-        ["step_000004"],  # a finished output holds one, whatever train.keep_last says
+        ["latest", "lock", "step_000001"],
+        ["latest", "lock", "step_000001", "step_000002"],
+        ["latest", "lock", "step_000002", "step_000003"],
+        ["latest", "lock", "step_000003", "step_000004"],
     ]
     assert run.first.checkpoint.name == "step_000004"
-    assert checkpoint_names(run.folder) == ["step_000005"]
+    # a finished output holds one, whatever checkpoint.keep_last says
+    assert checkpoint_names(run.folder) == ["latest", "step_000008"]
 
 
 def test_a_second_call_continues_at_the_next_step(run: Run) -> None:
-    assert run.told == [5]
+    assert run.told == [5, 6, 7, 8]
     assert (run.last.steps, run.last.policy_version) == (TOTAL_STEPS, TOTAL_STEPS * OPTIMIZER_STEPS)
     lines = read_metrics(run.folder / METRICS_FILE)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert lines[:4] == run.first_metrics
-    # 1/6 of the rate per optimizer step of warm-up: steps 2, 4, 6, 8, 10 end training steps 1 to 5
-    assert [line["actor/lr"] for line in lines] == pytest.approx([2e-3 / 6, 4e-3 / 6, 1e-3, 1e-3, 1e-3])
+    # 1/6 of the rate per optimizer step of warm-up: steps 2, 4, 6 end training steps 1 to 3
+    assert [line["actor/lr"] for line in lines] == pytest.approx([2e-3 / 6, 4e-3 / 6, *[1e-3] * 6])
     before, after = run.first_state, read_state(run.last.checkpoint)
-    num_drawn = int(6 * lines[4]["train/num_gen_batches"])
+    num_drawn = sum(int(6 * line["train/num_gen_batches"]) for line in lines[4:])
     assert after.prompt_position == before.prompt_position + num_drawn
-    assert lines[4]["training/epoch"] == pytest.approx(after.prompt_position / NUM_PROBLEMS)
+    assert lines[7]["training/epoch"] == pytest.approx(after.prompt_position / NUM_PROBLEMS)
 
 
 def test_how_the_work_lies_on_the_devices_changes_no_number(
@@ -201,44 +201,6 @@ def test_how_the_work_lies_on_the_devices_changes_no_number(
                 assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), (line["step"], name)
 
 
-def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of parameters and optimizer, whole."""
-    state: dict[str, Any] = {}
-    _load_state_dict(
-        state,
-        storage_reader=torch.distributed.checkpoint.FileSystemReader(checkpoint),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
-    flat: dict[str, torch.Tensor] = {}
-    waiting = [("", state)]
-    while waiting:
-        prefix, node = waiting.pop()
-        for name, value in node.items():
-            if isinstance(value, dict):
-                waiting.append((f"{prefix}{name}/", value))
-            elif isinstance(value, torch.Tensor):
-                flat[prefix + name] = value
-    return flat
-
-
-def kill_after_two_steps(world: World, folder: Path, recipe: Path) -> None:
-    """`dapo train` as a stage runs it, killed in its third step or soon after; all its processes are gone."""
-    recipe.write_text(yaml.safe_dump(settings(train={"total_steps": 1000})))
-    words: list[str | Path] = ["train", recipe, "--data", world.data, "--model", world.model, "--output", folder]
-    with background_command(dapo_command(*words), log_path=recipe.with_suffix(".log"), label="train") as process:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while len(read_metrics(folder / METRICS_FILE)) < 2:
-            assert process.poll() is None, process.failure()
-            assert time.monotonic() < deadline, process.tail(20)
-            time.sleep(0.01)
-        below = supervisor.descendants(process.pid)
-        assert len(below) >= 6  # the command, Ray's own processes, two ranks, one rollout worker
-        os.kill(next(iter(below)), signal.SIGKILL)  # the first below the supervisor is the command
-        wait_until_gone(below, seconds=30)
-        assert process.failure().args[0].startswith("train was killed by SIGKILL")
-
-
 def is_alive(pid: int, start_time: str) -> bool:
     fields = supervisor._stat_fields(pid)
     return bool(fields) and fields[0] != "Z" and fields[19] == start_time
@@ -251,36 +213,28 @@ def wait_until_gone(processes: dict[int, str], seconds: float) -> None:
         time.sleep(0.1)
 
 
-def test_a_killed_run_continues_to_the_same_weights_bit_for_bit(
-    run: Run, world: World, ray_address: str, tmp_path: Path
+def test_killed_in_every_role_it_ends_with_the_same_bits(
+    run: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "killed"
-    kill_after_two_steps(world, folder, tmp_path / "recipe.yaml")
-    texts = (folder / METRICS_FILE).read_text().splitlines(keepends=True)
-    num_done = len(texts)
-    assert 2 <= num_done < TOTAL_STEPS
-    # as if the kill had come between the last checkpoint and its line
-    (folder / METRICS_FILE).write_text("".join(texts[:-1]) + texts[-1][:40])
-    told: list[int] = []
-    result = train(
-        config_of(train={"total_steps": TOTAL_STEPS, "ray_address": ray_address}),
-        world.data,
-        world.model,
-        folder,
-        lambda step, metrics: told.append(step),
-    )
-    assert told[0] >= num_done + 1
-    assert told == list(range(told[0], TOTAL_STEPS + 1))
-    lines, expected = read_metrics(folder / METRICS_FILE), read_metrics(run.folder / METRICS_FILE)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    for line, whole in zip(lines, expected, strict=True):
-        for name in ("training/epoch", "actor/pg_loss", "actor/grad_norm", "perf/total_num_tokens"):
-            assert line[name] == whole[name], (line["step"], name)
-    ours, theirs = read_tensors(result.checkpoint), read_tensors(run.last.checkpoint)
-    assert len(ours) > 50
-    assert set(ours) == set(theirs)
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
+    """`dapo train` as a stage runs it: a rank and a worker are replaced by itself, the command is typed again."""
+    monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
+    crash = importlib.import_module("crash")
+    recipe, chance = tmp_path / "recipe.yaml", random.Random(os.getpid())
+    recipe.write_text(yaml.safe_dump(settings(train={"total_steps": TOTAL_STEPS, "restart_delay_seconds": 0.0})))
+    training = crash.Training(recipe, world.data, world.model, tmp_path / "killed")
+    moments = [
+        crash.Moment(role, after_step, chance.uniform(0, 0.2))
+        for role, after_step in (("rank", 1), ("worker", 3), ("group", 5))
+    ]
+    kills = list(crash.train_through_kills(training, moments))
+    assert [kill.moment for kill in kills] == moments
+    log = training.log_path.read_text(errors="replace")
+    assert re.search(r"policy rank [01] of 2 .*died: .*training starts again in 0 s from", log), log[-3000:]
+    assert re.search(r"rollout worker 0 of 1 .*died: .*training starts again in 0 s from", log), log[-3000:]
+    assert crash.differences(run.folder, training.output) == []
+    names = {"/".join(name.split("/")[:2]) for name in crash.read_tensors(run.last.checkpoint)}
+    assert {"rng/rank_0", "rng/rank_1"} <= names  # the comparison had something to compare
+    assert len(crash.read_tensors(run.last.checkpoint)) > 50
 
 
 def test_an_error_ends_every_process_and_names_what_to_change(world: World, tmp_path: Path) -> None:

@@ -1,87 +1,83 @@
-"""Checkpoints on disk: complete or invisible, the newest last, and a state that comes back equal."""
+"""A checkpoint's content: a state that comes back equal, the model's files, and which folders count."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dapo_core.checkpoint import (
     STATE_FILE,
-    TrainerState,
+    best_checkpoint,
     checkpoint_folders,
     copy_model_files,
     latest_checkpoint,
     read_state,
-    write_checkpoint,
+    read_step_metrics,
+    state_files,
 )
-from dapo_core.data import Prompt
-from dapo_core.engines import Response
+from dapo_core.checkpoint.folder import LATEST_FILE
+from dapo_core.checkpoint.state import GROUPS_FILE
 from dapo_core.errors import CheckpointError
-from dapo_core.identity import refuse_other_training
-from dapo_core.rollout import GroupRequest
-from tests.batches import make_group
+from tests.checkpoints import make_model_folder, make_state
 
 
-def _state(step: int) -> TrainerState:
-    groups = [make_group([1.0, -1.0], index, [3, 0], policy_version=index) for index in (4, 9)]
-    awkward = [replace(groups[0].rollouts[0], rollout_log_probs=[-0.1, -1 / 3, -5e-324], overlong_penalty=-0.3)]
-    surplus = [(step, replace(groups[0], rollouts=awkward)), (step - 1, groups[1])]
-    prompt = Prompt(7, (3, 4), "arithmetic", "1", {"level": 3, "answers": [1.5, None]})
-    responses = [Response("12/0", [5, 6], [-0.1, -1 / 3], "stop"), Response("12/1", [5], [-2.5], "abort")]
-    unfinished = [
-        (step, GroupRequest(12, prompt, responses, policy_version=8)),
-        (step, GroupRequest(13, replace(prompt, index=8))),
-    ]
-    return TrainerState(
-        step=step,
-        policy_version=step * 16,
-        prompt_position=123,
-        surplus=surplus,
-        unfinished=unfinished,
-        kl_coefficient=0.001,
-        metrics={"critic/score/mean": -1 / 3},
-        identity={"run.seed": 3, "train.learning_rate": 1e-6},
-    )
+def _write_state(folder: Path, step: int, accuracy: float | None = None) -> Path:
+    checkpoint = folder / f"step_{step:06d}"
+    checkpoint.mkdir()
+    for name, text in state_files(make_state(step, accuracy)).items():
+        (checkpoint / name).write_text(text, encoding="utf-8")
+    return checkpoint
 
 
-def _save(text: str = "shard") -> Callable[[str], None]:
-    def save(folder: str) -> None:
-        (Path(folder) / "0_0.distcp").write_text(text, encoding="utf-8")
-
-    return save
-
-
-@pytest.fixture
-def model_path(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    (folder / "nested").mkdir(parents=True)
-    kept = ("config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "generation_config.json")
-    weights = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tf_model.h5", "x.gguf")
-    for name in (*kept, *weights, "manifest.json"):
-        (folder / name).write_text(name, encoding="utf-8")
-    index = {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": "model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    return folder
-
-
-def test_the_state_comes_back_equal_to_the_bit(tmp_path: Path, model_path: Path) -> None:
-    state = _state(20)
-    target = write_checkpoint(tmp_path / "checkpoints", state, model_path, _save(), keep_last=2)
-    assert target.name == "step_000020"
-    read = read_state(target)
+def test_the_state_comes_back_equal_to_the_bit(tmp_path: Path) -> None:
+    state = make_state(20, accuracy=1 / 3)
+    checkpoint = _write_state(tmp_path, 20, accuracy=1 / 3)
+    read = read_state(checkpoint)
     assert read == state
-    assert json.loads((target / "tensor_names.json").read_text()) == ["lm_head.weight", "model.norm.weight"]
     assert read.surplus[0][1].prompt.prompt_ids == state.surplus[0][1].prompt.prompt_ids
     assert read.unfinished[0][1].prompt == state.unfinished[0][1].prompt
-    assert (target / "0_0.distcp").read_text(encoding="utf-8") == "shard"
 
 
-def test_a_checkpoint_carries_the_model_files_without_weights(tmp_path: Path, model_path: Path) -> None:
-    copy_model_files(model_path, tmp_path / "copy")
+def test_metrics_are_read_without_the_groups(tmp_path: Path) -> None:
+    checkpoint = _write_state(tmp_path, 20, accuracy=0.5)
+    (checkpoint / GROUPS_FILE).unlink()
+    assert read_step_metrics(checkpoint) == {"critic/score/mean": -1 / 3, "validation/accuracy": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *((name, text) for name in (STATE_FILE, GROUPS_FILE) for text in ("", '{"step": 5', "[]", '"text"')),
+        *((STATE_FILE, damage) for damage in ("lacking", "unknown")),
+        *((GROUPS_FILE, damage) for damage in ("surplus", "unfinished", "absent")),
+    ],
+)
+def test_a_state_that_cannot_be_read_names_the_way_out(tmp_path: Path, name: str, damage: str) -> None:
+    checkpoint = _write_state(tmp_path, 5)
+    values = json.loads((checkpoint / name).read_text(encoding="utf-8"))
+    if damage == "lacking":
+        del values["policy_version"]
+    elif damage == "unknown":
+        values["surprise"] = 1
+    elif damage == "surplus":
+        values["surplus"][0][1]["rollouts"][0]["surprise"] = 1
+    elif damage == "unfinished":
+        del values["unfinished"][0][1]["responses"][0]["finish_reason"]
+    is_parsed = damage in {"lacking", "unknown", "surplus", "unfinished"}
+    (checkpoint / name).write_text(json.dumps(values) if is_parsed else damage, encoding="utf-8")
+    if damage == "absent":
+        (checkpoint / name).unlink()
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name} cannot be read .* remove the folder step_000005 to continue from the checkpoint before",
+    ):
+        read_state(checkpoint)
+
+
+def test_a_checkpoint_carries_the_model_files_without_weights(tmp_path: Path) -> None:
+    copy_model_files(make_model_folder(tmp_path / "model"), tmp_path / "copy")
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
         "chat_template.jinja",
         "config.json",
@@ -91,73 +87,53 @@ def test_a_checkpoint_carries_the_model_files_without_weights(tmp_path: Path, mo
     ]
 
 
-def test_the_newest_are_kept(tmp_path: Path, model_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    for step in (5, 10, 15, 20):
-        write_checkpoint(folder, _state(step), model_path, _save(), keep_last=2)
-    assert [path.name for path in checkpoint_folders(folder)] == ["step_000015", "step_000020"]
-    assert sorted(path.name for path in folder.iterdir()) == ["step_000015", "step_000020"]
-    assert latest_checkpoint(folder) == folder / "step_000020"
-    assert latest_checkpoint(tmp_path / "none") is None
-
-
-def test_folders_are_ordered_by_step_and_only_complete_ones_count(tmp_path: Path) -> None:
-    for name in ("step_999999", "step_1000000", "step_000007", "step_000008.partial", "step_9.old", "steps"):
+def test_folders_are_ordered_by_step_and_others_do_not_count(tmp_path: Path) -> None:
+    others = ("step_000008.partial", "step_000009.1a2b3c4d.partial", "step_9.old", "steps")
+    for name in ("step_999999", "step_1000000", "step_000007", *others):
         (tmp_path / name).mkdir()
     (tmp_path / "step_2000000").write_text("a file", encoding="utf-8")
     names = [path.name for path in checkpoint_folders(tmp_path)]
     assert names == ["step_000007", "step_999999", "step_1000000"]
 
 
-def test_a_write_that_fails_leaves_the_older_checkpoint_as_the_newest(tmp_path: Path, model_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-
-    def fail(path: str) -> None:
-        _save("half")(path)
-        raise OSError("no space left")
-
-    write_checkpoint(folder, _state(5), model_path, _save(), keep_last=1)
-    with pytest.raises(OSError, match="no space left"):
-        write_checkpoint(folder, _state(10), model_path, fail, keep_last=1)
-    assert latest_checkpoint(folder) == folder / "step_000005"
-    assert read_state(folder / "step_000005") == _state(5)
-    write_checkpoint(folder, _state(11), model_path, _save(), keep_last=2)
-    assert sorted(path.name for path in folder.iterdir()) == ["step_000005", "step_000011"]
-
-
-def test_a_step_written_again_replaces_the_older_one(tmp_path: Path, model_path: Path) -> None:
-    write_checkpoint(tmp_path / "c", _state(5), model_path, _save("first"), keep_last=1)
-    target = write_checkpoint(tmp_path / "c", _state(5), model_path, _save("second"), keep_last=1)
-    assert (target / "0_0.distcp").read_text(encoding="utf-8") == "second"
-
-
 @pytest.mark.parametrize(
-    "damage", ["", '{"step": 5', "[]", '"text"', "lacking", "unknown", "surplus", "unfinished"]
+    ("latest", "expected"),
+    [
+        ("step_000010\n", "step_000010"),  # whoever wrote step 15 was killed before it could name it
+        ("step_000015\n", "step_000015"),
+        (None, "step_000015"),
+        ("step_000020\n", "step_000015"),  # a person has removed it
+        ("", "step_000015"),
+        ("../elsewhere\n", "step_000015"),
+        ("\udcff", "step_000015"),
+    ],
 )
-def test_a_state_that_cannot_be_read_names_the_way_out(tmp_path: Path, model_path: Path, damage: str) -> None:
-    target = write_checkpoint(tmp_path / "c", _state(5), model_path, _save(), keep_last=1)
-    values = json.loads((target / STATE_FILE).read_text(encoding="utf-8"))
-    if damage == "lacking":
-        del values["policy_version"]
-    elif damage == "unknown":
-        values["surprise"] = 1
-    elif damage == "surplus":
-        values["surplus"][0][1]["rollouts"][0]["surprise"] = 1
-    elif damage == "unfinished":
-        del values["unfinished"][0][1]["responses"][0]["finish_reason"]
-    text = json.dumps(values) if damage in {"lacking", "unknown", "surplus", "unfinished"} else damage
-    (target / STATE_FILE).write_text(text, encoding="utf-8")
-    with pytest.raises(
-        CheckpointError, match=r"trainer_state\.json cannot be read .* remove the folder step_000005"
-    ):
-        read_state(target)
-    (target / STATE_FILE).unlink()
-    with pytest.raises(CheckpointError, match="continue from the checkpoint before it"):
-        read_state(target)
+def test_the_latest_is_what_the_pointer_names(tmp_path: Path, latest: str | None, expected: str) -> None:
+    for step in (5, 10, 15):
+        (tmp_path / f"step_{step:06d}").mkdir()
+    if latest is not None:
+        (tmp_path / LATEST_FILE).write_bytes(latest.encode(errors="surrogateescape"))
+    assert latest_checkpoint(tmp_path) == tmp_path / expected
+    assert latest_checkpoint(tmp_path / "none") is None
 
 
-def test_a_checkpoint_of_another_training_is_refused_with_what_differs(tmp_path: Path) -> None:
-    before = {"run.seed": 3, "train.learning_rate": 1e-6, "prompts": "ab"}
-    refuse_other_training(tmp_path, before, dict(before))
-    with pytest.raises(CheckpointError, match=r"another training \(prompts 'ab' -> 'cd', run\.seed 3 -> 4\)"):
-        refuse_other_training(tmp_path, before, {**before, "run.seed": 4, "prompts": "cd"})
+def test_the_best_has_the_highest_accuracy_and_of_equals_the_earliest(tmp_path: Path) -> None:
+    assert best_checkpoint(tmp_path) is None
+    _write_state(tmp_path, 5)
+    assert best_checkpoint(tmp_path) is None
+    for step, accuracy in ((10, 0.25), (15, 0.5), (20, 0.5), (25, float("nan")), (30, 0.75)):
+        _write_state(tmp_path, step, accuracy)
+    assert best_checkpoint(tmp_path) == tmp_path / "step_000030"
+    (tmp_path / LATEST_FILE).write_text("step_000025", encoding="utf-8")  # 30 does not count
+    assert best_checkpoint(tmp_path) == tmp_path / "step_000015"
+
+
+def test_a_checkpoint_whose_metrics_cannot_be_read_is_not_the_best(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    best = _write_state(tmp_path, 5, 0.9)
+    second = _write_state(tmp_path, 10, 0.8)
+    (best / STATE_FILE).write_text("{", encoding="utf-8")
+    assert best_checkpoint(tmp_path) == second
+    assert "not counted among the best" in caplog.text
+    assert "remove the folder step_000005" in caplog.text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_rows, tokenize_prompts
+from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_held_out, read_rows, tokenize_prompts
 from dapo_core.errors import DataError, ModelError
+from dapo_core.reward import scorer_for
 from tests.tiny_models import tiny_tokenizer
 
 PROMPTS = [Prompt(index, (index,), "arithmetic", str(index)) for index in range(5)]
@@ -136,6 +140,91 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "train.parquet", tmp_path / "absent.parquet", tmp_path):
         with pytest.raises(DataError, match=rf"^{path} cannot be read as parquet: .*check data\.train_path"):
             read_rows(path)
+
+
+def _math_item(number: int, **changes: Any) -> dict[str, Any]:
+    item = {
+        "problem": f"What is {{{number}}} + 1?",
+        "solution": f"Not $\\boxed{{0}}$ but $\\boxed{{\\frac{{{number}}}{{2}}}}$.",
+        "answer": "not read where the solution has a box",
+        "unique_id": f"test/{number}.json",
+    }
+    return item | changes
+
+
+def _write_jsonl(folder: Path, items: list[Any]) -> Path:
+    path = folder / "eval.jsonl"
+    path.write_text("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items), encoding="utf-8")
+    return path
+
+
+def test_a_held_out_parquet_is_read_as_training_s_is(tmp_path: Path) -> None:
+    path = _write(tmp_path, [_row()])
+    assert read_held_out(path) == read_rows(path)
+    path.write_bytes(b"not parquet at all")
+    with pytest.raises(DataError, match=r"cannot be read as parquet: .*; check data\.eval_path"):
+        read_held_out(path)
+
+
+def test_math_problems_become_rows_that_tokenise_and_score(tmp_path: Path) -> None:
+    without_box = _math_item(2, solution="five, \u2028 or so", answer=5)
+    rows = read_held_out(_write_jsonl(tmp_path, [_math_item(3), without_box]))
+    asked = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+    assert rows == [
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"role": "user", "content": f"What is {{{number}}} + 1?{asked}"}],
+            "reward_model": {"ground_truth": ground_truth},
+        }
+        for number, ground_truth in ((3, "\\frac{3}{2}"), (2, 5))
+    ]
+    prompts = tokenize_prompts(rows, tiny_tokenizer(), 10_000)
+    assert [prompt.ground_truth for prompt in prompts] == ["\\frac{3}{2}", "5"]
+
+
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        ([_math_item(1), [1], "x"], r"2 of 3 rows have something else than a JSON object \(rows 1, 2\)"),
+        ([{}, _math_item(1), _math_item(2, problem=" ")], r"2 of 3 rows have no problem \(rows 0, 2\)"),
+        (
+            [_math_item(1), _math_item(2, solution="five", answer=" "), {"problem": "1 + 1"}],
+            r"2 of 3 rows have neither an answer nor a boxed solution \(rows 1, 2\)",
+        ),
+        ([], r"has no rows; check data\.eval_path"),
+    ],
+)
+def test_math_rows_that_cannot_be_asked_or_scored_are_counted(tmp_path: Path, items: list[Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        read_held_out(_write_jsonl(tmp_path, items))
+
+
+def test_a_held_out_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    torn = _write_jsonl(tmp_path, [_math_item(1)])
+    torn.write_text(torn.read_text()[:-9])
+    with pytest.raises(DataError, match=r"1 of 1 rows have something else than a JSON object"):
+        read_held_out(torn)
+    torn.write_bytes(b"\xff\xfe")
+    for path in (torn, tmp_path / "absent.jsonl"):
+        with pytest.raises(DataError, match=rf"^{path} cannot be read as text: .*; check data\.eval_path"):
+            read_held_out(path)
+    with pytest.raises(DataError, match=r"ends in '\.json'; set data\.eval_path to a \.parquet or .* \.jsonl"):
+        read_held_out(tmp_path / "eval.json")
+
+
+if "DAPO_TEST_DATA" in os.environ:
+    MATH_500 = Path(os.environ["DAPO_TEST_DATA"]) / "math500" / "test.jsonl"
+
+    def test_gold_answers_of_the_real_math500_score_right_and_others_do_not() -> None:
+        truths = [row["reward_model"]["ground_truth"] for row in read_held_out(MATH_500)]
+        score = scorer_for("math_dapo")
+        ending = "Therefore, the final answer is: $\\boxed{{{}}}$. I hope it is correct."
+        assert [score(ending.format(truth), truth).verdict for truth in truths] == ["right"] * 500
+        assert [score(ending.format(f"{truth}1"), truth).verdict for truth in truths] == ["wrong"] * 500
+        solutions = [json.loads(line)["solution"] for line in MATH_500.read_text(encoding="utf-8").splitlines()]
+        verdicts = Counter(score(*pair).verdict for pair in zip(solutions, truths, strict=True))
+        # 22 boxes begin more than 300 characters before the end; 2 solutions have another `answer:` after the box
+        assert verdicts == {"right": 476, "no_answer": 22, "wrong": 2}
 
 
 def test_prompts_go_through_the_chat_template() -> None:

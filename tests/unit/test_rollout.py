@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,7 +36,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) + float(ground_truth), "acc": len(solution_str) % 2}
 """
 PROMPTS = [Prompt(index, (5 + index, 9, 12), "anything", str(index)) for index in range(NUM_GROUPS)]
-REQUESTS = [GroupRequest(100 + prompt.index, prompt) for prompt in PROMPTS]
+STEP = 6
+REQUESTS = [GroupRequest(100 + prompt.index, prompt, STEP) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +116,7 @@ def test_groups_hold_what_the_engine_sampled_and_what_the_scorer_said(
             assert rollout.reward == rollout.score + rollout.overlong_penalty
             assert rollout.is_truncated == (rollout.finish_reason == "length")
             assert len(rollout.rollout_log_probs) == len(rollout.response_ids)
-    seeds = [sample_seed(3, 107, sample) for sample in range(GROUP_SIZE)]
+    seeds = [sample_seed(3, STEP, 107, sample) for sample in range(GROUP_SIZE)]
     worker.engine.submit(
         [GenerationRequest(str(sample), PROMPTS[7].prompt_ids, seed) for sample, seed in enumerate(seeds)]
     )
@@ -179,11 +181,44 @@ def test_a_finished_sibling_waits_for_the_one_that_goes_on(whole: dict[int, Grou
         Response("103/0", first.response_ids, first.rollout_log_probs, first.finish_reason),
         Response("103/1", second.response_ids[:7], second.rollout_log_probs[:7], "abort"),
     ]
-    worker.submit([GroupRequest(103, PROMPTS[3], begun, policy_version=4)])
+    worker.submit([GroupRequest(103, PROMPTS[3], STEP, begun, policy_version=4)])
     assert worker.engine.num_unfinished() == 1
     group = _finish(worker, 1)[103]
     assert _tokens([group]) == _tokens([whole[103]])
     assert group.policy_version == 4
+
+
+def test_greedy_groups_have_one_response_and_leave_sampled_ones_as_they_were(
+    whole: dict[int, Group], worker: RolloutWorker
+) -> None:
+    greedy = [GroupRequest(-1 - index, PROMPTS[index], STEP, is_greedy=True) for index in range(3)]
+    worker.submit([greedy[0], REQUESTS[0], greedy[1], REQUESTS[1], greedy[2]])
+    groups = _finish(worker, 5)
+    assert _tokens([groups[100], groups[101]]) == _tokens([whole[100], whole[101]])
+    alone = []
+    for index in range(3):
+        group = groups[-1 - index]
+        assert (len(group.rollouts), group.prompt, group.policy_version) == (1, PROMPTS[index], 0)
+        worker.engine.submit([GenerationRequest("x", PROMPTS[index].prompt_ids, seed=index, is_greedy=True)])
+        while worker.engine.num_unfinished():
+            alone += [response.response_ids for response in worker.engine.step()]
+    assert _tokens([groups[-1 - index] for index in range(3)]) == [[response_ids] for response_ids in alone]
+    worker.submit(greedy[1:])
+    _step(worker, 5)
+    suspended = worker.suspend()
+    assert [(request.num_response_tokens, request.is_greedy, request.step) for request in suspended] == [
+        (5, True, STEP)
+    ] * 2
+    worker.submit(suspended)
+    again = _finish(worker, 2)
+    assert _tokens([again[-2], again[-3]]) == _tokens([groups[-2], groups[-3]])
+
+
+def test_a_seed_depends_on_all_that_names_a_response() -> None:
+    keys = list(itertools.product((1, 11, 111), repeat=4))  # also where digits would run together
+    seeds = {sample_seed(*key) for key in keys}
+    assert len(seeds) == len(keys)
+    assert all(0 <= seed < 2**31 for seed in seeds)
 
 
 def test_waiting_for_scores_alone_is_timed(whole: dict[int, Group], worker: RolloutWorker) -> None:
@@ -191,7 +226,7 @@ def test_waiting_for_scores_alone_is_timed(whole: dict[int, Group], worker: Roll
         Response(f"104/{sample}", rollout.response_ids, rollout.rollout_log_probs, rollout.finish_reason)
         for sample, rollout in enumerate(whole[104].rollouts)
     ]
-    worker.submit([GroupRequest(104, PROMPTS[4], responses, policy_version=0)])
+    worker.submit([GroupRequest(104, PROMPTS[4], STEP, responses, policy_version=0)])
     started = time.monotonic()
     progress = worker.poll(60.0)
     assert [group for _, group in progress.groups] == [whole[104]]
@@ -202,7 +237,7 @@ def test_waiting_for_scores_alone_is_timed(whole: dict[int, Group], worker: Roll
 def test_scores_of_what_was_stopped_are_passed_over(whole: dict[int, Group], worker: RolloutWorker) -> None:
     rollout = whole[105].rollouts[0]
     finished = Response("105/0", rollout.response_ids, rollout.rollout_log_probs, rollout.finish_reason)
-    request = GroupRequest(105, PROMPTS[5], [finished, Response("105/1", [], [], "abort")], policy_version=0)
+    request = GroupRequest(105, PROMPTS[5], STEP, [finished, Response("105/1", [], [], "abort")], policy_version=0)
     worker.submit([request])
     assert worker.suspend() == [request]
     worker.submit(REQUESTS[6:7])
@@ -220,7 +255,7 @@ def test_an_abort_counts_groups_and_tokens(worker: RolloutWorker) -> None:
 
 def test_a_scorer_that_fails_is_a_verdict(worker: RolloutWorker) -> None:
     broken = Prompt(0, (5, 9), "anything", "0", {"broken": True})
-    worker.submit([GroupRequest(200, broken), GroupRequest(201, PROMPTS[1])])
+    worker.submit([GroupRequest(200, broken, STEP), GroupRequest(201, PROMPTS[1], STEP)])
     groups = _finish(worker, 2)
     assert [(rollout.verdict, rollout.score, rollout.acc) for rollout in groups[200].rollouts] == [
         ("error", 0.0, 0.0)

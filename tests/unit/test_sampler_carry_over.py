@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 
-from dapo_core.checkpoint import STATE_FILE, TrainerState, read_state
+from dapo_core.checkpoint import TrainerState, read_state, state_files
 from dapo_core.data import PromptStream
 from dapo_core.errors import NotEnoughSignal
 from dapo_core.sampler import Sampler
@@ -34,7 +32,7 @@ def test_unfinished_groups_are_continued_in_the_next_step_before_fresh_prompts()
     assert first.account.generated_tokens == 2 * TOKENS_PER_GROUP + 8
     assert [(born, request.group_id) for born, request in sampler.unfinished] == [(1, 2), (1, 3)]
     second = sampler.draw(step=2)
-    assert [request.group_id for request in source.continued] == [2, 3]
+    assert [(request.group_id, request.step) for request in source.continued] == [(2, 1), (3, 1)]
     assert [response.finish_reason for response in source.continued[0].responses] == ["stop", "abort"]
     assert [group.prompt.index for group in second.groups] == [2, 3]
     assert (second.num_gen_batches, sampler.stream.position) == (0, 4)
@@ -58,7 +56,10 @@ def test_a_group_is_as_old_as_its_oldest_token() -> None:
 def test_a_group_without_a_token_does_not_age() -> None:
     source = ScriptedSource([MIXED], burst=1, partial_tokens=0)
     sampler = make_sampler(source, 1, in_flight="carry_over", max_staleness=0)
-    draws = [sampler.draw(step) for step in (1, 2, 3, 4, 5)]
+    draws = [sampler.draw(step) for step in (1, 2, 3)]
+    assert [request.step for _, request in sampler.unfinished] == [1]  # that drew it, though it has no token
+    draws += [sampler.draw(step) for step in (4, 5)]
+    assert [request.step for _, request in sampler.unfinished] == [5, 5, 5]
     assert [draw.groups[0].prompt.index for draw in draws] == [0, 1, 2, 3, 4]
     assert [draw.num_gen_batches for draw in draws] == [1, 0, 0, 0, 1]
     assert all(draw.account.groups["stale"] == 0 for draw in draws)
@@ -112,7 +113,8 @@ def _through_a_checkpoint(sampler: Sampler, folder: Path) -> tuple[int, list, li
         metrics={},
         identity={},
     )
-    (folder / STATE_FILE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
+    for name, text in state_files(state).items():
+        (folder / name).write_text(text, encoding="utf-8")
     read = read_state(folder)
     assert read == state
     return read.prompt_position, read.surplus, read.unfinished

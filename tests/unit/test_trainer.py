@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,16 +38,22 @@ def _trainer(model_path: Path, **sections: dict[str, Any]) -> Trainer:
 
 def _stage_keys(config: Config) -> set[str]:
     """Keys that the stage's cache key holds, as section.key."""
-    values = TRAIN_POLICY.key(config, {}).config
-    sections = {name: value for name, value in values.items() if isinstance(value, dict)}
-    return {name for name in values if name not in sections} | {
-        f"{section}.{name}" for section, keys in sections.items() for name in keys
-    }
+
+    def names(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from names(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}"
+
+    return set(names(TRAIN_POLICY.key(config, {}).config))
 
 
 def test_attempts_share_whatever_the_cache_key_says_changes_the_training(model_path: Path) -> None:
     trainer = _trainer(model_path)
-    assert _stage_keys(trainer.config) - trainer.identity.keys() == {"train.total_steps"}
+    # A training may become longer; what is measured and kept on the way does not change it.
+    watched = {"validation.every", "validation.num_prompts", "checkpoint.keep_best"}
+    assert _stage_keys(trainer.config) - trainer.identity.keys() == {"train.total_steps", *watched}
 
 
 def test_another_order_of_the_data_is_another_training(model_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""Accuracy on the held-out set while training goes on: one greedy response a prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dapo_core.data import Prompt, read_held_out, tokenize_prompts
+from dapo_core.errors import RewardError, RolloutError
+from dapo_core.reward import require_scorers
+from dapo_core.rollout import Group, GroupRequest, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from dapo_core.config import Config
+    from dapo_core.sampler import GroupSource
+
+
+def held_out_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, config: Config) -> list[Prompt]:
+    """The prompts that validation asks: the first validation.num_prompts of the file, or all.
+
+    Raises DataError for a file that read_held_out refuses and for prompts that are too long, and what
+    require_scorers raises.
+    """
+    rows = read_held_out(path)[: config.validation.num_prompts]
+    prompts = tokenize_prompts(rows, tokenizer, config.data.max_prompt_tokens, "data.eval_path")
+    require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
+    return prompts
+
+
+def validate(
+    source: GroupSource,
+    prompts: Sequence[Prompt],
+    step: int,
+    max_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, float]:
+    """Metrics of one greedy response to each prompt, by the weights that the idle source holds after `step`.
+
+    Accuracy is the mean `acc` of the scored responses, without overlong penalty, over all and for each data source
+    under verl's name; one with no scored response is left out. Raises RolloutError when nothing finished for
+    `max_seconds`, and RewardError when the scorer failed on every response.
+    """
+    assert source.num_in_flight == 0, "what is in flight would come back here and be lost"
+    # Stream positions are not below 0.
+    requests = [GroupRequest(-1 - number, prompt, step, is_greedy=True) for number, prompt in enumerate(prompts)]
+    source.submit(requests)
+    groups: dict[int, Group] = {}
+    last_finished = clock()
+    while len(groups) < len(requests):
+        finished = source.finished()
+        if finished:
+            groups.update(finished)
+            last_finished = clock()
+        elif (seconds := clock() - last_finished) > max_seconds:
+            raise RolloutError(_silence(source, step, seconds, len(groups), len(requests)))
+    source.take_reward_seconds()  # those of the next draw begin anew
+    return _metrics(prompts, [groups[request.group_id].rollouts[0] for request in requests], step)
+
+
+def _metrics(prompts: Sequence[Prompt], rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
+    """Both in the order of the prompts, so that sums do not depend on which response finished first."""
+    accuracies: dict[str, list[float]] = {}  # by data source, of scored responses
+    for prompt, rollout in zip(prompts, rollouts, strict=True):
+        if rollout.is_scored:
+            accuracies.setdefault(prompt.data_source, []).append(rollout.acc)
+    scored = [rollout.acc for rollout in rollouts if rollout.is_scored]
+    if not scored:
+        raise RewardError(
+            f"the scorer raised or ran out of time on all {len(rollouts)} responses of the validation after "
+            f"training step {step}; the log has its first tracebacks: correct the file of custom_reward.path, or "
+            "raise reward.timeout_seconds"
+        )
+    return {
+        **{f"val-core/{name}/acc/mean@1": float(np.mean(values)) for name, values in accuracies.items()},
+        "validation/accuracy": float(np.mean(scored)),
+        "validation/truncated_ratio": float(np.mean([rollout.is_truncated for rollout in rollouts])),
+        "validation/no_answer_ratio": float(np.mean([rollout.verdict == "no_answer" for rollout in rollouts])),
+        "validation/unscored_ratio": float(np.mean([not rollout.is_scored for rollout in rollouts])),
+        "validation/response_length/mean": float(np.mean([len(rollout.response_ids) for rollout in rollouts])),
+        "validation/num_prompts": float(len(prompts)),
+    }
+
+
+def _silence(source: GroupSource, step: int, seconds: float, num_finished: int, num_prompts: int) -> str:
+    return (
+        f"no response finished for {seconds:.0f} s of the validation after training step {step}: {num_finished} "
+        f"of {num_prompts} did, {source.num_tokens_in_flight} response tokens are in flight. With few of them an "
+        "engine hangs, and rollout.engine=hf shows whether it is that one; with as many as there can be, scoring "
+        "does: lower reward.timeout_seconds; else raise sampler.max_seconds_without_kept, or lower "
+        "rollout.max_response_tokens"
+    )

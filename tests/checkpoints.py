@@ -1,0 +1,124 @@
+"""Checkpoints for tests: a state with all that is awkward, and shards that are files but no tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from dapo_core.checkpoint import HUGGINGFACE_FOLDER, NAMES_FILE, CheckpointWriter, TrainerState, read_state
+from dapo_core.data import Prompt
+from dapo_core.engines import Response
+from dapo_core.rollout import GroupRequest
+from tests.batches import make_group
+from tests.configs import make_config
+
+
+def make_state(step: int, accuracy: float | None = None) -> TrainerState:
+    """A state after `step`, with groups of every kind and floats that a sloppy format would round."""
+    groups = [make_group([1.0, -1.0], index, [3, 0], policy_version=index) for index in (4, 9)]
+    awkward = [replace(groups[0].rollouts[0], rollout_log_probs=[-0.1, -1 / 3, -5e-324], overlong_penalty=-0.3)]
+    prompt = Prompt(7, (3, 4), "arithmetic", "1", {"level": 3, "answers": [1.5, None]})
+    responses = [Response("12/0", [5, 6], [-0.1, -1 / 3], "stop"), Response("12/1", [5], [-2.5], "abort")]
+    validated = {} if accuracy is None else {"validation/accuracy": accuracy}
+    return TrainerState(
+        step=step,
+        policy_version=step * 16,
+        prompt_position=123,
+        surplus=[(step, replace(groups[0], rollouts=awkward)), (step - 1, groups[1])],
+        unfinished=[
+            (step, GroupRequest(12, prompt, step - 1, responses, policy_version=8)),
+            (step, GroupRequest(13, replace(prompt, index=8), step)),
+        ],
+        kl_coefficient=0.001,
+        metrics={"critic/score/mean": -1 / 3, **validated},
+        identity={"run.seed": 3, "train.learning_rate": 1e-6},
+    )
+
+
+class FileShards:
+    """A ShardWriter of two files, the second of which an asynchronous save writes at the second question."""
+
+    num_bytes = 42  # of both files
+
+    def __init__(self) -> None:
+        self.late: list[Path] = []
+
+    def save(self, folder: str, asynchronous: bool) -> None:
+        first, second = (Path(folder) / f"__{rank}_0.distcp" for rank in range(2))
+        first.write_text(_shard_text(Path(folder)), encoding="utf-8")
+        self.late = [second, second]
+        while self.late and not asynchronous:
+            self.is_saved()
+
+    def is_saved(self) -> bool:
+        if len(self.late) == 1:
+            self.late[0].write_text(_shard_text(self.late[0].parent), encoding="utf-8")
+        self.late = self.late[1:]
+        return not self.late
+
+    def checkpoint_bytes(self) -> int:
+        return self.num_bytes
+
+
+def _shard_text(folder: Path) -> str:
+    return f"shard of {folder.name.partition('.')[0]}\n"  # 21 bytes: 9 + 11 of the name + 1
+
+
+class ShardsOf:
+    """A ShardWriter of a function that writes all shards at once into the folder it is given."""
+
+    def __init__(self, save: Callable[[str], None]) -> None:
+        self._save = save
+
+    def save(self, folder: str, asynchronous: bool) -> None:
+        self._save(folder)
+
+    def is_saved(self) -> bool:
+        return True
+
+    def checkpoint_bytes(self) -> int:
+        return 0
+
+
+def make_model_folder(folder: Path) -> Path:
+    """A model folder in which only the names of the files and of the tensors are real."""
+    (folder / "nested").mkdir(parents=True)
+    kept = ("config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "generation_config.json")
+    weights = ("model.safetensors", "pytorch_model.bin", "tf_model.h5", "x.gguf")
+    for name in (*kept, *weights, "manifest.json"):
+        (folder / name).write_text(name, encoding="utf-8")
+    index = {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return folder
+
+
+def make_writer(
+    folder: Path, model_path: Path, shards: FileShards | None = None, **settings: object
+) -> CheckpointWriter:
+    """A writer with these keys of section checkpoint."""
+    config = make_config(model_path, checkpoint=settings, validation={"every": 5})
+    return CheckpointWriter(folder, model_path, shards or FileShards(), config)
+
+
+def write(writer: CheckpointWriter, *states: TrainerState) -> None:
+    """Publish a checkpoint of each state."""
+    for state in states:
+        writer.begin(state)
+        writer.poll()  # the first question of two, so that `finish` need not wait
+        writer.finish()
+
+
+def assert_complete(checkpoint: Path, state: TrainerState) -> None:
+    """Every part of the checkpoint is there, and belongs to that state."""
+    assert checkpoint.name == f"step_{state.step:06d}"
+    assert read_state(checkpoint) == state
+    shards = [path.read_text(encoding="utf-8") for path in checkpoint.glob("*.distcp")]
+    assert shards == [f"shard of {checkpoint.name}\n"] * 2
+    assert json.loads((checkpoint / NAMES_FILE).read_text()) == ["lm_head.weight", "model.norm.weight"]
+    assert len(list((checkpoint / HUGGINGFACE_FOLDER).iterdir())) == 5
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

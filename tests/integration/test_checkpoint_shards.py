@@ -1,0 +1,392 @@
+"""Real ranks save and load: bits, random streams, other numbers of ranks, writes that last and that fail."""
+
+from __future__ import annotations
+
+import errno
+import random
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from torch.distributed.checkpoint import utils as dcp_utils
+
+from dapo_core.batch import RankShare, split_batch
+from dapo_core.checkpoint.shards import Shards, _Writer
+from dapo_core.cluster.policy_group import PolicyGroup
+from dapo_core.cluster.start import _connect, _PolicyRank
+from dapo_core.config import Config
+from dapo_core.device import Device
+from dapo_core.errors import CheckpointError
+from dapo_core.loss import LossTotals
+from dapo_core.policy import Policy, UpdateSums
+from tests.batches import random_batch
+from tests.configs import make_config
+from tests.ranks import run_ranks
+from tests.tiny_models import build_tiny
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+BATCH = random_batch(num_groups=4, group_size=2)
+BATCH = BATCH.with_old_log_probs(torch.full_like(BATCH.rollout_log_probs, -3.0))
+TOTALS = LossTotals(BATCH.num_loss_tokens, BATCH.num_loss_responses)
+LEARN = {"learning_rate": 1e-2, "warmup_steps": 4}
+SMALL_FILE = 8192  # bytes; less than a rank's shards
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """5 experts and a vocabulary that 3 and 4 ranks cannot share evenly."""
+    return build_tiny(tmp_path_factory.mktemp("model"), "qwen3_moe", seed=11)
+
+
+def _config(model_path: Path, num_ranks: int, **train: Any) -> Config:
+    train = {**LEARN, "num_ranks": num_ranks, "train_prompts": 6, "mini_prompts": 6, **train}
+    return make_config(model_path, run={"seed": 5}, rollout={"group_size": 4}, train=train)
+
+
+def _policy(config: Config) -> Policy:
+    return Policy(config.model.path or "", config)
+
+
+def _share(rank: int, num_ranks: int) -> RankShare:
+    return split_batch(BATCH, num_ranks, 4096)[0][rank]
+
+
+def _update(policy: Policy, rank: int) -> UpdateSums:
+    return policy.update(_share(rank, policy.train.num_ranks), TOTALS)
+
+
+def _whole(policy: Policy) -> dict[str, torch.Tensor]:
+    """Copies of the whole parameters and of AdamW's state of each."""
+    tensors = {}
+    for name, parameter in policy.model.named_parameters():
+        tensors[name] = parameter.full_tensor().detach().clone()
+        for kind, value in policy.optimizer.state[parameter].items():
+            tensors[f"{name} {kind}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    return tensors
+
+
+def _draws() -> list[float]:
+    """From each generator; three normal draws leave half a pair in those that make pairs."""
+    normal = [random.gauss(0, 1) for _ in range(3)] + np.random.standard_normal(3).tolist()
+    return [*normal, random.random(), np.random.random(), *torch.rand(2).tolist()]
+
+
+def _wait(policy: Policy) -> None:
+    """Until the asynchronous save is over; what became of it is not asked."""
+    assert policy.shards._running is not None
+    wait([policy.shards._running[1]])
+
+
+@contextmanager
+def _held_writes() -> Iterator[tuple[threading.Event, list[Any]]]:
+    """Writes wait for the event; the process groups that other threads than the main one use are noted."""
+    may_write, groups, write_data = threading.Event(), [], _Writer.write_data
+
+    def held(*arguments: Any) -> Any:
+        assert may_write.wait(60)
+        return write_data(*arguments)
+
+    def noted(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                groups.append(options["group"])
+            return collective(*arguments, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Writer, "write_data", held)
+        for name in ("gather_object", "scatter_object_list", "broadcast_object_list"):
+            patch.setattr(dcp_utils.dist, name, noted(getattr(torch.distributed, name)))
+        yield may_write, groups
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a rank had when it saved, and what came next."""
+
+    tensors: dict[str, torch.Tensor]
+    draws: list[float]
+    next_sums: UpdateSums
+    next_tensors: dict[str, torch.Tensor]
+    facts: dict[str, bool]
+    num_bytes: int
+
+
+def _save(rank: int, config: Config, folder: Path) -> Saved:
+    """Two updates, a save into the folder that lasts until a third one is done; facts found on the way."""
+    policy, unsaved = _policy(config), _policy(config)
+    facts, bytes_at_first = {}, policy.checkpoint_bytes()
+    policy.save(str(folder / "first"), asynchronous=False)
+    for _ in range(2):
+        _update(policy, rank)
+        _update(unsaved, rank)
+    tensors, expected = _whole(policy), _whole(unsaved)
+    facts["a save before the first update changes nothing"] = all(
+        torch.equal(tensor, expected[name]) for name, tensor in tensors.items()
+    )
+    facts["bytes are known before the first update"] = policy.checkpoint_bytes() == bytes_at_first
+    torch.manual_seed(rank)
+    np.random.seed(rank)
+    random.seed(rank)
+    _draws()
+    with _held_writes() as (may_write, groups):
+        policy.save(str(folder / "saved"), asynchronous=True)
+        draws, sums, next_tensors = _draws(), _update(policy, rank), _whole(policy)
+        policy.offload()
+        policy.onload()
+        facts["the write lasts"] = not policy.is_saved()
+        with pytest.raises(CheckpointError, match="saved is still being written"):
+            policy.save(str(folder / "other"), asynchronous=True)
+        with pytest.raises(CheckpointError, match="saved is still being written"):
+            policy.load(str(folder / "first"))
+        may_write.set()
+        _wait(policy)
+    facts["the write ends"] = policy.is_saved() and policy.is_saved()
+    facts["ranks agree over a group of their own"] = set(groups) == {policy.shards._group}
+    return Saved(tensors, draws, sums, next_tensors, facts, policy.checkpoint_bytes())
+
+
+@pytest.fixture(scope="module")
+def saved(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Saved]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return folder, run_ranks(2, _save, _config(model_path, 2), folder)
+
+
+def test_training_during_a_save_and_a_save_during_training_do_not_matter(saved: tuple[Path, list[Saved]]) -> None:
+    for rank in saved[1]:
+        assert [fact for fact, holds in rank.facts.items() if not holds] == []
+
+
+def _num_file_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.distcp"))
+
+
+def _require_size(folder: Path, num_bytes: int, num_ranks: int) -> None:
+    """The files have the bytes that were announced, a header per tensor and the generators' states."""
+    num_tensors = len(_stored(folder).state_dict_metadata) * num_ranks
+    assert 0 < _num_file_bytes(folder) - num_bytes < 2048 * num_tensors + 16384 * num_ranks
+
+
+def _stored(folder: Path) -> Any:
+    return torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
+
+
+def test_the_checkpoint_has_the_size_that_was_announced(saved: tuple[Path, list[Saved]]) -> None:
+    folder, ranks = saved
+    num_elements = sum(
+        tensor.numel() for name, tensor in ranks[0].tensors.items() if "exp_avg" not in name and "step" not in name
+    )
+    num_tied = ranks[0].tensors["causal_lm.model.embed_tokens.weight"].numel()  # the output head, written again
+    num_counts = sum("step" in name for name in ranks[0].tensors)
+    expected = 4 * (3 * num_elements + num_tied + num_counts)
+    assert sum(rank.num_bytes for rank in ranks) == expected
+    for name in ("first", "saved"):
+        _require_size(folder / name, expected, 2)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a rank had after loading, and what came next."""
+
+    num_optimizer_steps: int
+    tensors: dict[str, torch.Tensor]
+    draws: list[float]
+    next_sums: UpdateSums
+    next_tensors: dict[str, torch.Tensor]
+    num_bytes: int
+
+
+def _load(rank: int, config: Config, folder: Path, again: Path) -> Loaded:
+    """Load, save elsewhere, load that into a second policy, and go on with it."""
+    policy = _policy(config)
+    policy.load(str(folder / "saved"))
+    policy.save(str(again), asynchronous=False)
+    first, policy = policy, _policy(config)
+    policy.load(str(again))
+    expected, tensors = _whole(first), _whole(policy)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    num_optimizer_steps, draws, sums = policy.num_optimizer_steps, _draws(), _update(policy, rank)
+    return Loaded(num_optimizer_steps, tensors, draws, sums, _whole(policy), policy.checkpoint_bytes())
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [(1, {}), (2, {}), (3, {"weight_decay": 0.3}), (4, {}), (4, {"fsdp_size": 2})],
+    ids=["1", "2", "3 and another weight decay", "4", "2 copies on 2"],
+)
+def test_any_number_of_ranks_continues_from_a_checkpoint(
+    model_path: Path,
+    saved: tuple[Path, list[Saved]],
+    tmp_path: Path,
+    num_ranks: int,
+    options: dict[str, Any],
+) -> None:
+    folder, before = saved
+    ranks = run_ranks(num_ranks, _load, _config(model_path, num_ranks, **options), folder, tmp_path)
+    for rank in ranks:
+        assert rank.num_optimizer_steps == 2
+        assert rank.tensors.keys() == before[0].tensors.keys()
+        for name, tensor in rank.tensors.items():
+            assert torch.equal(tensor, before[0].tensors[name]), name
+        assert rank.next_sums.learning_rate == pytest.approx(0.01 * 3 / 4)  # the third of four warm-up steps
+    _require_same_update(ranks[0], before[0], options.get("weight_decay", 0.1) - 0.1, num_ranks == 2)
+    _require_size(tmp_path, sum(rank.num_bytes for rank in ranks), num_ranks)
+    assert [rank.draws for rank in ranks[:2]] == [rank.draws for rank in before[:num_ranks]]
+    for generator in zip(*(rank.draws for rank in ranks), strict=True):
+        assert len(set(generator)) == num_ranks
+
+
+def _require_same_update(loaded: Loaded, saved: Saved, more_decay: float, is_exact: bool) -> None:
+    """AdamW takes learning rate * weight decay of each weight away, beside what the moments say."""
+    for name, tensor in loaded.next_tensors.items():
+        expected = saved.next_tensors[name]
+        if is_exact:
+            assert torch.equal(tensor, expected), name
+        elif "exp_avg" in name or "step" in name:
+            torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        else:
+            expected = expected - 0.0075 * more_decay * saved.tensors[name]
+            # where all gradients so far are noise, so is their mean over their deviation
+            assert torch.isclose(tensor, expected, rtol=0, atol=1e-5).float().mean() > 0.995, name
+
+
+def _save_to_the_end(policy: Policy, folder: Path, asynchronous: bool) -> None:
+    policy.save(str(folder), asynchronous)
+    if asynchronous:
+        _wait(policy)
+        policy.is_saved()
+
+
+def _fail(rank: int, config: Config, folder: Path) -> list[tuple[str, int | None]]:
+    """Rank 1 may write small files only; what each rank is told, and that all of them work on."""
+    policy = _policy(config)
+    update, policy.optimizer.step = policy.optimizer.step, lambda: None  # type: ignore[method-assign]
+    _update(policy, rank)  # leaves gradients and makes no moments, as an update does that is skipped
+    policy.optimizer.step = update  # type: ignore[method-assign]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    told: list[tuple[str, int | None]] = []
+
+    def note(error: Exception) -> None:
+        told.append((str(error), getattr(error, "errno", None)))
+
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, limits[1]))
+    for name, asynchronous in (("sync", False), ("async", True)):
+        with pytest.raises(OSError, match="rank 1") as raised:
+            _save_to_the_end(policy, folder / name, asynchronous)
+        note(raised.value)
+        assert policy.is_saved()  # what was raised is not raised again
+        policy.log_probs(_share(rank, 2))
+    policy.save(str(folder / "async"), asynchronous=True)
+    policy.end_save()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for missing in ("sync", "nowhere"):
+        with pytest.raises(CheckpointError) as unreadable:
+            policy.load(str(folder / missing))
+        note(unreadable.value)
+    policy.save(str(folder / "whole"), asynchronous=True)
+    policy.end_save()
+    _update(policy, rank)
+    other = _policy(config)
+    other.load(str(folder / "whole"))
+    _update(other, rank)
+    expected = _whole(policy)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in _whole(other).items())
+    return told
+
+
+def test_a_write_that_fails_on_one_rank_is_told_by_all_and_ends_nothing(model_path: Path, tmp_path: Path) -> None:
+    for told in run_ranks(2, _fail, _config(model_path, 2), tmp_path):
+        for name, (message, number) in zip(("sync", "async"), told[:2], strict=True):
+            assert number == errno.EFBIG
+            assert message == f"[Errno 27] rank 1 cannot write its shards: File too large: '{tmp_path / name}'"
+        for name, (message, _) in zip(("sync", "nowhere"), told[2:], strict=True):
+            assert message.startswith(f"the shards in {tmp_path / name} cannot be loaded: rank 0: ")
+            assert "No such file" in message
+
+
+class _Meta(Device):
+    """A device whose memory is not the host's."""
+
+    def torch_device(self) -> torch.device:
+        """The meta device stands for one that this machine lacks."""
+        return META
+
+
+def _away(rank: int, config: Config, folder: Path) -> dict[str, bool]:
+    """What holds of the places of weights and moments."""
+    policy, facts = _policy(config), {}
+    meta = _Meta("cpu", "gloo", "CPU", "float32")
+    for is_offloaded, place in ((False, META), (True, CPU)):
+        optimizer = torch.optim.AdamW(policy.model.parameters())
+        Shards(policy._causal_lm(), optimizer, meta, is_offloaded, run_seed=0)._state(0)
+        moments = {state[name].to_local().device for state in optimizer.state.values() for name in MOMENTS}
+        facts[f"new moments, offloaded {is_offloaded}, are where moments are kept"] = moments == {place}
+    _update(policy, rank)
+    before = _places(policy)
+    policy.save(str(folder / "kept"), asynchronous=False)
+    policy.load(str(folder / "kept"))
+    facts["saving and loading move nothing"] = _places(policy) == before
+    return facts
+
+
+def _places(policy: Policy) -> list[int]:
+    states = policy.optimizer.state.items()
+    tensors = [tensor for parameter, state in states for tensor in (parameter, *(state[name] for name in MOMENTS))]
+    return [tensor.to_local().data_ptr() for tensor in tensors]
+
+
+def test_weights_and_moments_stay_where_they_are_kept(model_path: Path, tmp_path: Path) -> None:
+    for facts in run_ranks(2, _away, _config(model_path, 2), tmp_path):
+        assert [fact for fact, holds in facts.items() if not holds] == []
+
+
+@pytest.fixture
+def group(model_path: Path) -> Iterator[PolicyGroup]:
+    """Two ranks behind Ray."""
+    config = _config(model_path, 2)
+    _connect(config)
+    ranks = [ray.remote(_PolicyRank).options(num_cpus=1).remote() for _ in range(2)]
+    try:
+        address = ray.get(ranks[0].rendezvous.remote())
+        ray.get([rank.start.remote(n, 2, address, str(model_path), config) for n, rank in enumerate(ranks)])
+        yield PolicyGroup(ranks, config.train)
+    finally:
+        for rank in ranks:
+            ray.kill(rank)
+        ray.shutdown()
+
+
+def _ask_until_saved(group: PolicyGroup) -> None:
+    while not group.is_saved():
+        pass
+
+
+def test_the_group_saves_as_one(group: PolicyGroup, tmp_path: Path) -> None:
+    assert group.is_saved()
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(NotADirectoryError) as raised:
+        group.save(str(file / "step"), asynchronous=False)
+    assert raised.value.errno == errno.ENOTDIR
+    group.save(str(file / "step"), asynchronous=True)
+    with pytest.raises(CheckpointError, match="while another checkpoint is being written"):
+        group.save(str(tmp_path / "step"), asynchronous=True)
+    with pytest.raises(NotADirectoryError, match="rank 0 cannot write its shards: Not a directory"):
+        _ask_until_saved(group)
+    assert group.is_saved()
+    group.save(str(tmp_path / "step"), asynchronous=True)
+    _ask_until_saved(group)
+    _require_size(tmp_path / "step", group.checkpoint_bytes(), 2)
+    group.load(str(tmp_path / "step"))

@@ -1,0 +1,174 @@
+"""Processes that die under SIGKILL: which one is said, the call ends at once, and all can be started again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import ray
+from ray.exceptions import (
+    ActorUnavailableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from dapo_core.batch import Batch
+from dapo_core.cluster import Cluster, RolloutGroup, answers, start_cluster
+from dapo_core.cluster.answers import Roster
+from dapo_core.cluster.start import _connect
+from dapo_core.config import Config
+from dapo_core.data import Prompt
+from dapo_core.errors import DataError, WorkerDied
+from dapo_core.rollout import GroupRequest
+from tasks.supervisor import descendants
+from tests.batches import random_batch
+from tests.trainings import World, config_of
+
+FAR = 60.0
+QUICK = 10.0  # a call on a dead process, and leaving it: far below a collective's time limit of half an hour
+PAUSE = 0.3  # from stopping a process to killing it: the others go on until they wait for it
+SCORER = "def compute_score(**_):\n    return 1.0\n"
+REQUESTS = [GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1")) for number in range(6)]
+KILLED = r"died: it was killed, as the kernel does when memory runs out, or crashed"
+
+
+@contextmanager
+def killed_within(place: str) -> Iterator[None]:
+    """The process at `place` gets no further in the call made inside, and is killed during it."""
+    match = re.match(r"pid (\d+) on ", place)
+    assert match is not None
+    os.kill(int(match[1]), signal.SIGSTOP)
+    killer = threading.Timer(PAUSE, os.kill, (int(match[1]), signal.SIGKILL))
+    killer.start()
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        assert PAUSE <= time.monotonic() - started < QUICK
+        killer.join()
+
+
+@pytest.fixture
+def actors(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    class Actor:  # local, so that its process need not load what this module does
+        def place(self) -> str:
+            return f"pid {os.getpid()} on here"
+
+        def call(self, what: str) -> None:
+            if what == "hang":
+                threading.Event().wait()
+            raise DataError("no rows") if what == "ours" else RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(answers, "LOOK_SECONDS", 0.5)
+    _connect(config_of(train={"ray_address": ray_address}))
+    actors = [ray.remote(Actor).options(num_cpus=1).remote() for _ in range(3)]
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+    ray.shutdown()
+
+
+def test_a_death_ends_every_call_and_is_told_from_errors(actors: list[Any]) -> None:
+    sound, hanging, victim = actors
+    roster = Roster()
+    roster.add("policy rank", actors)
+    place = roster.get(victim.place.remote())
+    with pytest.raises(RayTaskError, match="Connection closed by peer"):  # nobody died: it stays what it is
+        roster.get([sound.call.remote("fail")])
+    with pytest.raises(DataError, match=r"^no rows$"):
+        roster.get([sound.call.remote("ours")])
+    hanging_call = hanging.call.remote("hang")
+    said = rf"^policy rank 2 of 3 \({place}\) {KILLED}$"
+    with killed_within(place), pytest.raises(WorkerDied, match=said):
+        roster.get([hanging_call, victim.call.remote("hang")])
+    with pytest.raises(WorkerDied, match=said):  # though nothing is asked of the dead one
+        roster.get([hanging_call])
+    rollouts = RolloutGroup([sound], FAR, roster)
+    with pytest.raises(WorkerDied, match=said):  # while groups are waited for, which takes minutes
+        take_groups(rollouts)
+    with pytest.raises(WorkerDied, match=said) as caught:  # as a broken collective ends
+        roster.get([sound.call.remote("fail")])
+    assert isinstance(caught.value.__cause__, RayActorError)
+    with pytest.raises(DataError, match=r"^no rows$"):
+        roster.get([sound.call.remote("ours")])
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ActorUnavailableError("RPC error: failed to connect", None), "it cannot be reached, so its process or"),
+        (
+            OutOfMemoryError("2 worker(s) were killed due to the node running low on memory."),
+            "Ray ended it because",
+        ),
+        (NodeDiedError("The actor died because its node has died. Node Id: 5e58"), "its node is lost"),
+        (NodeDiedError("first line\n" + "x" * 500), "x" * 200),  # unknown: the last line, cut
+    ],
+)
+def test_the_reason_is_a_phrase(error: RayError, said: str) -> None:
+    assert answers.death_reason(error).startswith(said)
+    assert len(answers.death_reason(error)) <= 200
+
+
+def take_groups(rollouts: RolloutGroup) -> NoReturn:
+    """Wait for groups without end."""
+    while True:
+        rollouts.finished()
+
+
+def update(cluster: Cluster, batch: Batch) -> float:
+    """Gradient norm of an optimizer step of both ranks."""
+    old_log_probs, _ = cluster.policy.log_probs(batch)
+    sums, _ = cluster.policy.update(batch.with_old_log_probs(old_log_probs))
+    return sums.grad_norm
+
+
+@contextmanager
+def left_after_a_death(config: Config, model: Path, said: str) -> Iterator[Cluster]:
+    """A cluster that is left because of a death: quickly, and with no process more than before it was entered."""
+    before = set(descendants(os.getpid()))
+    died_at: list[float] = []
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(WorkerDied, match=rf"^{said} \(pid \d+ on [\w.:]+\) {KILLED}$"))
+        cluster = stack.enter_context(start_cluster(config, model))
+        stack.callback(lambda: died_at.append(time.monotonic()))
+        yield cluster
+    assert time.monotonic() - died_at[0] < QUICK
+    while left := set(descendants(os.getpid())) - before:
+        assert time.monotonic() - died_at[0] < FAR, left
+        os.sched_yield()
+
+
+def test_what_died_is_named_and_started_again(ray_address: str, world: World, tmp_path: Path) -> None:
+    (tmp_path / "scorer.py").write_text(SCORER)
+    config = config_of(
+        train={"ray_address": ray_address},
+        rollout={"max_num_seqs": 4},  # one group after the other
+        custom_reward={"path": str(tmp_path / "scorer.py")},
+    )
+    batch = random_batch(num_groups=4, group_size=4)
+    with left_after_a_death(config, world.model, "policy rank 1 of 2") as cluster:
+        first = update(cluster, batch)
+        with killed_within(ray.get(cluster.policy.ranks[1].place.remote())):
+            update(cluster, batch)
+    with left_after_a_death(config, world.model, "rollout worker 0 of 1") as cluster:
+        assert update(cluster, batch) == first  # as the model that it was started from
+        cluster.rollouts.submit(REQUESTS)
+        groups: list[Any] = []
+        while not groups:
+            groups += cluster.rollouts.finished()
+        assert {rollout.score for _, group in groups for rollout in group.rollouts} == {1.0}
+        assert cluster.rollouts.num_in_flight > 0
+        with killed_within(ray.get(cluster.rollouts.workers[0].place.remote())):
+            take_groups(cluster.rollouts)

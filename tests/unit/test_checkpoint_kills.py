@@ -1,0 +1,230 @@
+"""A writer killed, or short of room, at each operation on the disk leaves a checkpoint to go on from."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_core.checkpoint import checkpoint_folders, find_start, latest_checkpoint, writer
+from dapo_core.checkpoint.folder import LATEST_FILE
+from dapo_core.errors import CheckpointError
+from tests.checkpoints import assert_complete, make_model_folder, make_state, make_writer, names_in, write
+
+STATES = {
+    5: make_state(5, accuracy=0.9),
+    10: make_state(10, accuracy=0.2),
+    15: make_state(15),
+    20: make_state(20, accuracy=0.3),
+    25: make_state(25, accuracy=0.3),
+}
+KEEP = {"keep_last": 2, "keep_best": 1}
+CHANGES = ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir")
+
+
+class Killed(BaseException):
+    """What a SIGKILL is to a test that goes on."""
+
+
+class Disk:
+    """Every change of the file system; number `fatal` of them fails before it is made.
+
+    `is_torn`: number `fatal` of the files opened to be written stays empty.
+    """
+
+    def __init__(self, fatal: int, is_torn: bool, error: BaseException) -> None:
+        self.fatal, self.is_torn, self.error = fatal, is_torn, error
+        self.names: list[str] = []
+        self.has_failed = False
+
+    def change(self, name: str, make: Callable[[], Any]) -> Any:
+        if isinstance(self.error, Killed) and self.has_failed:
+            raise self.error  # a process that was killed tidies nothing up
+        number = self.names.count("open") if self.is_torn else len(self.names)
+        self.names.append(name)
+        if number != self.fatal or self.has_failed or (self.is_torn and name != "open"):
+            return make()
+        self.has_failed = True
+        if self.is_torn:
+            make().close()
+        raise self.error
+
+    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            mode = args[1] if len(args) > 1 else kwargs.get("mode", "r")
+            if name == "open" and not set(mode) & set("wax+"):
+                return function(*args, **kwargs)
+            return self.change(name, lambda: function(*args, **kwargs))
+
+        return wrapped
+
+
+@contextmanager
+def _disk(fatal: int, is_torn: bool, error: BaseException) -> Iterator[Disk]:
+    disk = Disk(fatal, is_torn, error)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CHANGES:
+            patch.setattr(os, name, disk.wrap(name, getattr(os, name)))
+        wrapped = disk.wrap("open", io.open)
+        patch.setattr(io, "open", wrapped)
+        patch.setattr(builtins, "open", wrapped)
+        yield disk
+
+
+@pytest.fixture(autouse=True)
+def _hundreds_of_checkpoints_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(writer, "dump_config", lambda config: "run: {}\n")
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    return make_model_folder(tmp_path / "model")
+
+
+def _publish_20(folder: Path, model_path: Path) -> None:
+    write(make_writer(folder, model_path, **KEEP), STATES[20])
+
+
+def _keep_final(folder: Path, model_path: Path) -> None:
+    make_writer(folder, model_path, **KEEP).keep_final()
+
+
+def _failures(
+    before: Path, model_path: Path, act: Callable[[Path, Path], None], error: BaseException
+) -> Iterator[tuple[Path, Disk, str]]:
+    """The folder after `act` on a copy of `before`, once for every way in which a change of it can fail."""
+    for is_torn in (False, True):
+        fatal = 0
+        while True:
+            folder = before.with_name(f"{'torn' if is_torn else 'at'}_{fatal}")
+            shutil.copytree(before, folder)
+            told = ""
+            with _disk(fatal, is_torn, error) as disk:
+                try:
+                    act(folder, model_path)
+                except (Killed, CheckpointError) as raised:
+                    told = str(raised)
+            if not disk.has_failed:
+                break
+            yield folder, disk, told
+            shutil.rmtree(folder)
+            fatal += 1
+
+
+def _assert_all_complete(folder: Path) -> list[int]:
+    """The steps that count, after a look at each, and at what names the last of them."""
+    steps = [int(path.name.removeprefix("step_")) for path in checkpoint_folders(folder)]
+    for path, step in zip(checkpoint_folders(folder), steps, strict=True):
+        assert_complete(path, STATES[step])
+    if (folder / LATEST_FILE).exists():
+        assert (folder / LATEST_FILE).read_text(encoding="utf-8") == f"step_{steps[-1]:06d}\n"
+    return steps
+
+
+def _go_on(folder: Path, model_path: Path) -> None:
+    """The next attempt: what is on disk after its next checkpoint depends on nothing but the steps."""
+    latest = latest_checkpoint(folder)
+    next_step = 20 if latest is None else int(latest.name.removeprefix("step_")) + 5
+    older = {path.name for path in checkpoint_folders(folder)} - {"step_000010"}
+    write(make_writer(folder, model_path, **KEEP), STATES[next_step])
+    kept = {"latest", f"step_{next_step:06d}"} | (older - {"step_000015"} if next_step == 25 else older)
+    assert set(names_in(folder)) == kept
+    _assert_all_complete(folder)
+
+
+@pytest.mark.parametrize("scene", ["steady", "first", "unnamed"])
+def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, model_path: Path, scene: str
+) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    if scene != "first":
+        write(make_writer(before, model_path, **KEEP), STATES[5], STATES[10], STATES[15])
+    if scene == "unnamed":  # a kill between the two renames of an attempt before
+        write(make_writer(before, model_path, keep_last=9), make_state(20, accuracy=0.99))
+        (before / LATEST_FILE).write_text("step_000015\n", encoding="utf-8")
+    old = [] if scene == "first" else [5, 10, 15]
+    new = [20] if scene == "first" else [5, 15, 20]
+    seen = set()
+    for folder, disk, _ in _failures(before, model_path, _publish_20, Killed()):
+        assert set(disk.names) <= {*CHANGES, "open"}
+        steps = _assert_all_complete(folder)
+        assert steps in (old, sorted({*old, 20}), new)
+        seen.add(tuple(steps))
+        _go_on(folder, model_path)
+    assert {tuple(old), tuple(new)} <= seen
+
+
+def test_the_changes_of_a_publish_are_seen(tmp_path: Path, model_path: Path) -> None:
+    """Otherwise the tests here would fail nowhere and pass."""
+    write(make_writer(tmp_path / "c", model_path, **KEEP), STATES[5], STATES[15])
+    with _disk(10**9, False, Killed()) as disk:
+        _publish_20(tmp_path / "c", model_path)
+    # Written: state, groups, configuration, names, 2 shards, latest, 5 files of the model.
+    assert disk.names.count("open") == 12
+    assert disk.names.count("mkdir") == 3  # checkpoints, which is there; the partial folder; huggingface
+    assert disk.names[-6:] == ["open", "fsync", "rename", "fsync", "replace", "fsync"]  # latest; the two names
+    # The output; 11 files, huggingface and the folder; latest; the checkpoints after each rename.
+    assert disk.names.count("fsync") == 1 + 13 + 1 + 2
+
+
+def test_a_kill_while_the_finished_output_is_tidied(tmp_path: Path, model_path: Path) -> None:
+    before = tmp_path / "before"
+    write(make_writer(before, model_path, keep_last=9), *(STATES[step] for step in (5, 10, 15, 20)))
+    seen = set()
+    for folder, _, _ in _failures(before, model_path, _keep_final, Killed()):
+        steps = _assert_all_complete(folder)
+        assert {5, 20} <= set(steps)
+        seen.add(tuple(steps))
+        _keep_final(folder, model_path)
+        assert names_in(folder) == ["latest", "step_000005", "step_000020"]
+    assert seen == {(5, 10, 15, 20), (5, 15, 20), (5, 20)}
+
+
+def test_a_full_disk_at_any_change_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, model_path: Path) -> None:
+    before = tmp_path / "before"
+    write(make_writer(before, model_path, **KEEP), STATES[5], STATES[10], STATES[15])
+    seen = set()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for folder, _, told in _failures(before, model_path, _publish_20, full):
+        steps = _assert_all_complete(folder)
+        if told:
+            assert "No space left on device" in told
+            assert f"training can go on from step_{steps[-1]:06d}. Make room" in told
+            assert list(folder.glob("step_*.partial")) == []
+        else:  # nothing failed but the removal of step 10
+            assert steps[-1] == 20
+        seen.add((bool(told), steps[-1]))
+        _go_on(folder, model_path)
+    assert seen == {(True, 15), (True, 20), (False, 20)}  # (True, 20): after it was named
+
+
+def test_a_kill_while_a_training_is_moved_aside_loses_nothing(tmp_path: Path, model_path: Path) -> None:
+    before = tmp_path / "before"
+    write(make_writer(before / "checkpoints", model_path, **KEEP), STATES[10], STATES[15])
+    (before / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
+
+    def move_aside(folder: Path, _: Path) -> None:
+        assert find_start(folder / "checkpoints", "never") is None
+
+    num_kills = 0
+    for folder, _, _ in _failures(before, model_path, move_aside, Killed()):
+        move_aside(folder, model_path)
+        assert names_in(folder / "checkpoints") == []
+        found = [path for path in folder.rglob("*") if path.name in ("metrics.jsonl", "latest", "step_000010")]
+        assert len(found) == 3
+        (latest,) = folder.rglob("step_000015")
+        assert_complete(latest, STATES[15])
+        num_kills += 1
+    assert num_kills >= 2 + 4  # two folders made; two checkpoints, latest and metrics moved

@@ -1,0 +1,151 @@
+"""Where a training begins, and that only one process writes to its checkpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_core.checkpoint import find_start, locked, require_resume
+from dapo_core.errors import CheckpointError, ConfigError
+from tests.checkpoints import assert_complete, make_model_folder, make_state, make_writer, names_in, write
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """An output with checkpoints of steps 5 and 10, and metrics."""
+    model_path = make_model_folder(tmp_path / "model")
+    write(make_writer(tmp_path / "output" / "checkpoints", model_path), make_state(5), make_state(10))
+    (tmp_path / "output" / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
+    return tmp_path / "output"
+
+
+def test_auto_goes_on_from_the_latest(output: Path, tmp_path: Path) -> None:
+    assert find_start(output / "checkpoints", "auto") == output / "checkpoints" / "step_000010"
+    assert find_start(tmp_path / "new" / "checkpoints", "auto") is None
+
+
+def test_never_moves_all_of_the_training_aside(output: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with locked(output / "checkpoints"):
+        assert find_start(output / "checkpoints", "never") is None
+        assert names_in(output / "checkpoints") == ["lock"]  # it still keeps others out
+    (aside,) = output.glob("superseded-*")
+    assert names_in(output) == ["checkpoints", aside.name]
+    assert names_in(aside) == ["checkpoints", "metrics.jsonl"]
+    assert names_in(aside / "checkpoints") == ["latest", "step_000005", "step_000010"]
+    assert_complete(aside / "checkpoints" / "step_000010", make_state(10))
+    assert aside.name in caplog.text
+    assert find_start(output / "checkpoints", "never") is None  # nothing is left to move
+    assert list(output.glob("superseded-*")) == [aside]
+    assert find_start(aside / "checkpoints", "auto") == aside / "checkpoints" / "step_000010"
+
+
+@pytest.mark.parametrize(
+    ("path", "step"),
+    [("", 10), ("checkpoints", 10), ("checkpoints/step_000005", 5), ("checkpoints/step_000010", 10)],
+)
+def test_a_path_is_a_checkpoint_or_an_output(output: Path, tmp_path: Path, path: str, step: int) -> None:
+    start = find_start(tmp_path / "new" / "checkpoints", str(output / path))
+    assert start == output / "checkpoints" / f"step_{step:06d}"
+
+
+def test_a_training_begun_from_a_path_goes_on_from_its_own(
+    output: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    resume = str(output / "checkpoints" / "step_000005")
+    folder = tmp_path / "new" / "checkpoints"
+    assert find_start(folder, resume) == Path(resume)
+    write(make_writer(folder, tmp_path / "model"), make_state(7))
+    assert find_start(folder, resume) == folder / "step_000007"
+    assert f"going on from step_000007 of this output, not from checkpoint.resume={resume}" in caplog.text
+
+
+def test_a_path_without_a_checkpoint_is_refused(output: Path, tmp_path: Path) -> None:
+    partial = (output / "checkpoints" / "step_000005").rename(output / "step_000005.1a2b.partial")
+    for path in (tmp_path / "model", tmp_path / "absent", partial):
+        with pytest.raises(CheckpointError, match=rf"checkpoint\.resume={path} holds no complete checkpoint"):
+            find_start(tmp_path / "new" / "checkpoints", str(path))
+
+
+def test_a_path_that_is_not_there_is_found_before_anything_starts(output: Path) -> None:
+    for resume in ("auto", "never", str(output)):
+        require_resume(resume)
+    for resume in ("Auto", str(output / "step_000099"), str(output / "metrics.jsonl")):
+        with pytest.raises(ConfigError, match=rf"checkpoint\.resume={resume} is not a folder"):
+            require_resume(resume)
+
+
+def _hold(folder: Path, told: Connection) -> None:
+    """Lock the folder, start a process that outlives this one, and wait to be killed."""
+    with locked(folder):
+        script = "import sys; sys.stdin.read()"
+        stdin, _ = os.pipe()
+        child = subprocess.Popen([sys.executable, "-c", script], stdin=stdin, close_fds=False)
+        told.send(child.pid)
+        signal.pause()
+
+
+def test_a_lock_ends_with_its_holder_and_not_with_its_children(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    # A fork: a spawned process would take seconds to import what is loaded here.
+    holder = multiprocessing.get_context("fork").Process(target=_hold, args=(folder, sender))
+    holder.start()
+    child = receiver.recv()
+    try:
+        with (
+            pytest.raises(CheckpointError, match=rf"{folder} is in use by pid {holder.pid} on .* --output"),
+            locked(folder),
+        ):
+            pytest.fail("two processes hold the lock")
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.join()
+        os.kill(child, 0)  # is alive
+        with locked(folder):
+            assert (folder / "lock").read_text().startswith(f"pid {os.getpid()} on ")
+        assert names_in(folder) == []
+    finally:
+        holder.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_lock_on_a_file_that_its_holder_has_removed_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.flock
+    calls: list[int] = []
+
+    def flock(file: Any, operation: int) -> None:
+        calls.append(operation)
+        if len(calls) == 1:
+            (tmp_path / "lock").unlink()
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path):
+        assert len(calls) == 2
+        with pytest.raises(CheckpointError, match=f"in use by pid {os.getpid()} "), locked(tmp_path):
+            pytest.fail("two hold the lock")
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: Any, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with (
+        pytest.raises(CheckpointError, match=r"cannot be locked .* not implemented.* name another --output"),
+        locked(tmp_path),
+    ):
+        pytest.fail("nothing is locked")

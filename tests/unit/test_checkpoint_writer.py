@@ -1,0 +1,275 @@
+"""Writing checkpoints: when they appear, which are kept, and what a full disk leaves."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dapo_core.checkpoint import TrainerState, checkpoint_folders, latest_checkpoint
+from dapo_core.checkpoint.folder import CONFIG_FILE, LATEST_FILE
+from dapo_core.config import load_config
+from dapo_core.errors import CheckpointError, WorkerDied
+from tests.checkpoints import (
+    FileShards,
+    assert_complete,
+    make_model_folder,
+    make_state,
+    make_writer,
+    names_in,
+    write,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    return make_model_folder(tmp_path / "model")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "output" / "checkpoints"
+
+
+class BrokenShards(FileShards):
+    """Fails in one of its calls, after some of the shards are written."""
+
+    def __init__(self, place: str, error: Exception) -> None:
+        super().__init__()
+        self.place = place
+        self.error = error
+
+    def save(self, folder: str, asynchronous: bool) -> None:
+        super().save(folder, asynchronous)
+        if self.place == "save":
+            raise self.error
+
+    def is_saved(self) -> bool:
+        if self.place == "is_saved":
+            raise self.error
+        return super().is_saved()
+
+
+def _steps(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in checkpoint_folders(folder)]
+
+
+def test_an_asynchronous_checkpoint_appears_when_its_shards_are_written(
+    folder: Path, model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    writer = make_writer(folder, model_path)
+    assert writer.poll() is None  # nothing is in flight
+    assert writer.begin(make_state(20)) is None
+    assert writer.poll() is None
+    assert latest_checkpoint(folder) is None
+    published = writer.poll()
+    assert published is not None
+    assert published.path == latest_checkpoint(folder) == folder / "step_000020"
+    assert_complete(published.path, make_state(20))
+    assert names_in(folder) == ["latest", "step_000020"]
+    assert (folder / LATEST_FILE).read_text(encoding="utf-8") == "step_000020\n"
+    assert load_config(published.path / CONFIG_FILE) == writer.config
+    assert published.num_bytes == sum(p.stat().st_size for p in published.path.rglob("*") if p.is_file())
+    assert 0 < published.waited_seconds <= published.write_seconds
+    assert f"checkpoint step_000020: {published.num_bytes:,} bytes in " in caplog.text
+    assert (writer.poll(), writer.finish()) == (None, None)
+
+
+def test_a_synchronous_checkpoint_is_there_at_once(folder: Path, model_path: Path) -> None:
+    published = make_writer(folder, model_path, asynchronous=False).begin(make_state(20))
+    assert published is not None
+    assert published.path == latest_checkpoint(folder)
+    assert published.waited_seconds == pytest.approx(published.write_seconds, abs=0.01)
+    assert_complete(published.path, make_state(20))
+
+
+def test_one_begun_finishes_the_one_before(folder: Path, model_path: Path) -> None:
+    writer = make_writer(folder, model_path)
+    writer.begin(make_state(5))
+    published = writer.begin(make_state(10))
+    assert published is not None
+    assert published.path == latest_checkpoint(folder) == folder / "step_000005"
+    published = writer.finish()
+    assert published is not None
+    assert published.path == folder / "step_000010"
+
+
+def test_the_newest_and_the_best_are_kept_across_restarts(folder: Path, model_path: Path) -> None:
+    """keep_last=2, keep_best=2: what is on disk after each step, each written by a writer of its own."""
+    expected = {
+        5: (0.3, [5]),
+        10: (0.9, [5, 10]),
+        15: (0.3, [5, 10, 15]),  # of equals, 5 is the better one
+        20: (None, [5, 10, 15, 20]),  # newest: 15, 20; best: 10, 5
+        25: (0.5, [10, 20, 25]),  # best: 10, 25
+        30: (0.1, [10, 25, 30]),
+        35: (0.5, [10, 25, 30, 35]),  # best: 10, 25
+        40: (0.2, [10, 25, 35, 40]),
+    }
+    for step, (accuracy, kept) in expected.items():
+        write(make_writer(folder, model_path, keep_last=2, keep_best=2), make_state(step, accuracy))
+        assert _steps(folder) == kept
+    make_writer(folder, model_path, keep_last=2, keep_best=1).keep_final()
+    assert names_in(folder) == ["latest", "step_000010", "step_000040"]
+
+
+def test_without_keep_best_the_best_goes_as_the_others(folder: Path, model_path: Path) -> None:
+    write(make_writer(folder, model_path, keep_last=1), make_state(5, 0.9), make_state(10, 0.1))
+    assert names_in(folder) == ["latest", "step_000010"]
+
+
+def test_a_lower_keep_last_makes_room_before_the_next_is_written(folder: Path, model_path: Path) -> None:
+    write(make_writer(folder, model_path, keep_last=3), *(make_state(step) for step in (5, 10, 15)))
+    writer = make_writer(folder, model_path, keep_last=1)
+    writer.begin(make_state(20))
+    assert _steps(folder) == [15]
+    writer.finish()
+    assert _steps(folder) == [20]
+
+
+def test_whether_a_step_would_be_among_the_best(folder: Path, model_path: Path) -> None:
+    writer = make_writer(folder, model_path, keep_best=2)
+    assert writer.is_among_best(0.1)
+    write(writer, make_state(5, 0.3), make_state(10))
+    assert writer.is_among_best(0.1)  # the second of 0.3, 0.1
+    writer.begin(make_state(15, 0.5))
+    for _ in ("in flight", "on disk"):
+        assert not writer.is_among_best(0.1)
+        assert not writer.is_among_best(0.3)  # of equals the earlier is better
+        assert writer.is_among_best(0.4)
+        writer.finish()
+    assert not make_writer(folder, model_path).is_among_best(1.0)  # keep_best=0
+
+
+def test_an_interrupt_while_publishing_leaves_a_writer_that_can_finish(
+    folder: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = make_writer(folder, model_path)
+    write(writer, make_state(5))
+    writer.begin(make_state(10))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", interrupt)  # the folder has its name, and `latest` does not name it
+        with pytest.raises(KeyboardInterrupt):
+            writer.finish()
+    assert writer.finish() is None
+    assert latest_checkpoint(folder) == folder / "step_000005"
+
+
+def test_leftovers_of_killed_attempts_are_removed(folder: Path, model_path: Path) -> None:
+    write(make_writer(folder, model_path), make_state(5))
+    for name in ("step_000010.partial", "step_000010.1a2b3c4d.partial"):
+        (folder / name / "huggingface").mkdir(parents=True)
+    (folder / "latest.1a2b3c4d.partial").write_text("step", encoding="utf-8")
+    (folder / "notes.txt").write_text("of a person", encoding="utf-8")
+    make_writer(folder, model_path).begin(make_state(10))
+    (partial,) = folder.glob("*.partial")
+    assert partial.name.startswith("step_000010.")
+    assert partial.name not in ("step_000010.partial", "step_000010.1a2b3c4d.partial")
+    assert names_in(folder) == ["latest", "notes.txt", "step_000005", partial.name]
+
+
+def test_a_folder_that_was_never_named_is_replaced(folder: Path, model_path: Path) -> None:
+    """Steps 10 and 15 are of a training that went on from 5 and was killed, or taken back by a person."""
+    write(make_writer(folder, model_path, keep_last=3), *(make_state(step) for step in (5, 10, 15)))
+    (folder / LATEST_FILE).write_text("step_000005\n", encoding="utf-8")
+    state = make_state(10, accuracy=0.5)
+    write(make_writer(folder, model_path, keep_last=3), state)
+    assert names_in(folder) == ["latest", "step_000005", "step_000010"]
+    assert_complete(folder / "step_000010", state)
+
+
+def test_a_step_is_not_written_twice(folder: Path, model_path: Path) -> None:
+    writer = make_writer(folder, model_path)
+    write(writer, make_state(5))
+    with pytest.raises(CheckpointError, match=r"step_000005 could not be written .* there is one already"):
+        writer.begin(make_state(5, accuracy=0.5))
+    assert_complete(folder / "step_000005", make_state(5))
+
+
+def test_room_is_looked_for_before_anything_is_written(
+    folder: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = make_writer(folder, model_path, keep_last=3, keep_best=1)
+    writer.begin(make_state(20, 0.5))
+    published = writer.finish()
+    assert published is not None
+    num_bytes = published.num_bytes  # the next has as many: its numbers have as many digits
+    free = num_bytes - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, free))
+    with pytest.raises(
+        CheckpointError,
+        match=rf"checkpoint step_000030 needs {num_bytes:,} bytes, and {free:,} are free in {folder} .*; "
+        r"training can go on from step_000020\. Make room, lower checkpoint\.keep_last=3 or "
+        r"checkpoint\.keep_best=1, .* --output or a store\.path on a larger disk",
+    ):
+        writer.begin(make_state(30, 0.5))
+    assert names_in(folder) == ["latest", "step_000020"]
+    with pytest.raises(CheckpointError, match="there is none yet to go on from"):
+        make_writer(folder.parent / "other", model_path).begin(make_state(30, 0.5))
+    free = num_bytes
+    write(writer, make_state(30, 0.5))
+    assert names_in(folder) == ["latest", "step_000020", "step_000030"]
+
+
+def _caused(error: CheckpointError, cause: OSError) -> CheckpointError:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize("place", ["save", "is_saved"])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "needs .* No space left .* Make room"),
+        (OSError(errno.EFBIG, "File too large"), "needs .* File too large.* Make room"),
+        (
+            _caused(CheckpointError("rank 3 failed"), OSError(errno.EDQUOT, "quota")),
+            "needs .*rank 3 failed.* Make room",
+        ),
+        (OSError(errno.EIO, "Input/output error"), "step_000010 could not be written .* Input/output error"),
+        (CheckpointError("rank 3 failed"), "step_000010 could not be written .* rank 3 failed"),
+    ],
+)
+def test_shards_that_cannot_be_written_leave_what_was_there(
+    folder: Path, model_path: Path, place: str, error: Exception, message: str
+) -> None:
+    write(make_writer(folder, model_path, keep_last=1), make_state(5))
+    writer = make_writer(folder, model_path, BrokenShards(place, error), keep_last=1)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        write(writer, make_state(10))
+    assert "training can go on from step_000005" in str(caught.value)
+    assert names_in(folder) == ["latest", "step_000005"]
+    assert latest_checkpoint(folder) == folder / "step_000005"
+    assert_complete(folder / "step_000005", make_state(5))
+    assert writer.finish() is None
+    writer.shards = FileShards()
+    write(writer, make_state(11))
+    assert names_in(folder) == ["latest", "step_000011"]
+
+
+def test_a_rank_that_dies_is_told_as_such(folder: Path, model_path: Path) -> None:
+    """The trainer starts new ranks, with a writer of their own."""
+    write(make_writer(folder, model_path), make_state(5))
+    writer = make_writer(folder, model_path, BrokenShards("is_saved", WorkerDied("rank 1")))
+    writer.begin(make_state(10))
+    with pytest.raises(WorkerDied, match="rank 1"):
+        writer.poll()
+    assert latest_checkpoint(folder) == folder / "step_000005"
+    state: TrainerState = make_state(10, accuracy=0.5)
+    write(make_writer(folder, model_path), state)
+    assert names_in(folder) == ["latest", "step_000005", "step_000010"]
+    assert_complete(folder / "step_000010", state)

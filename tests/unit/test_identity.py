@@ -1,0 +1,128 @@
+"""What a checkpoint is bound to, and what a person may change on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from dapo_core.config import is_volatile, known_keys
+from dapo_core.config.training import TrainConfig
+from dapo_core.data import Prompt, PromptStream
+from dapo_core.errors import CheckpointError, ConfigError
+from dapo_core.identity import refuse_other_training, training_identity
+from tests.configs import make_config
+
+BEFORE = {"run.seed": 3, "train.learning_rate": 1e-6, "train.weight_decay": 0.1, "prompts": "ab"}
+NOW = {**BEFORE, "run.seed": 4, "prompts": "cd"}
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
+    return tmp_path / "model"
+
+
+def _identity(model_path: Path, answer: str = "1", **sections: dict) -> dict:
+    stream = PromptStream([Prompt(0, (3, 4), "arithmetic", answer)], seed=0, shuffle=True)
+    return training_identity(make_config(model_path, **sections), stream, model_path)
+
+
+def _changed(before: dict, now: dict) -> set[str]:
+    return {name for name in {*before, *now} if before.get(name) != now.get(name)}
+
+
+@pytest.mark.parametrize(
+    ("sections", "changed"),
+    [
+        ({"train": {"learning_rate": 1e-5}}, {"train.learning_rate"}),
+        ({"train": {"train_prompts": 256}}, {"train.train_prompts"}),
+        ({"algorithm": {"kl": {"place": "loss"}}}, {"algorithm.kl.place"}),
+        ({"data": {"shuffle": False}}, {"data.shuffle"}),
+        ({"run": {"deterministic": True}}, {"run.deterministic"}),
+        ({"custom_reward": {"name": "grade", "path": "SCORER"}}, {"custom_reward.name", "custom_reward.path"}),
+        # Where and how fast the work is done, how far, and what is looked at meanwhile.
+        ({"train": {"num_ranks": 2, "sequence_parallel": 2, "max_restarts": 0}}, set()),
+        ({"train": {"micro_batch_tokens": 65536, "total_steps": 7}}, set()),
+        ({"rollout": {"num_workers": 3}, "run": {"name": "other"}}, set()),
+        ({"checkpoint": {"keep_best": 1, "save_every": 3}, "validation": {"every": 2}}, set()),
+        ({"store": {"path": "elsewhere"}, "serve": {"port": 8000}, "evaluate": {"seed": 5}}, set()),
+    ],
+)
+def test_what_alters_the_training_is_bound(
+    model_path: Path, tmp_path: Path, sections: dict[str, dict], changed: set[str]
+) -> None:
+    if "custom_reward" in sections:
+        scorer = tmp_path / "scorer.py"
+        scorer.write_text("def grade(): ...", encoding="utf-8")
+        sections = {"custom_reward": {**sections["custom_reward"], "path": str(scorer)}}
+    assert _changed(_identity(model_path), _identity(model_path, **sections)) == changed
+
+
+def test_keys_are_those_of_the_configuration_and_none_is_volatile(model_path: Path) -> None:
+    identity = _identity(model_path)
+    assert set(identity) - {"prompts", "model"} <= set(known_keys())
+    trained = {name.removeprefix("train.") for name in identity if name.startswith("train.")}
+    assert trained == {n for n in TrainConfig.model_fields if not is_volatile(TrainConfig, n)} - {"total_steps"}
+    assert json.loads(json.dumps(identity)) == identity  # as a checkpoint gives it back
+
+
+def test_content_counts_and_not_its_place(model_path: Path, tmp_path: Path) -> None:
+    before = _identity(model_path)
+    assert _changed(before, _identity(model_path.rename(tmp_path / "moved"))) == set()
+    assert _changed(before, _identity(tmp_path / "moved", answer="2")) == {"prompts"}
+    (tmp_path / "moved" / "config.json").write_text('{"a": 1}', encoding="utf-8")
+    assert _changed(before, _identity(tmp_path / "moved")) == {"model"}
+    digests = []
+    for place, text in (("a.py", "x"), ("b.py", "x"), ("b.py", "y")):
+        (tmp_path / place).write_text(text, encoding="utf-8")
+        identity = _identity(tmp_path / "moved", custom_reward={"path": str(tmp_path / place)})
+        digests.append(identity["custom_reward.path"])
+    assert digests == [hashlib.sha256(text).hexdigest() for text in (b"x", b"x", b"y")]
+
+
+def test_the_same_training_goes_on(tmp_path: Path) -> None:
+    assert refuse_other_training(tmp_path, BEFORE, dict(BEFORE)) == []
+    assert refuse_other_training(tmp_path, BEFORE, dict(BEFORE), allowed=["run.seed"]) == []
+
+
+def test_another_training_is_refused_with_what_differs(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError,
+        match=r"belongs to another training \(prompts 'ab' -> 'cd', run\.seed 3 -> 4\); .* a new --output, .*"
+        r"--set 'checkpoint\.allow_changed=\[prompts, run\.seed\]'",
+    ):
+        refuse_other_training(tmp_path, BEFORE, NOW)
+
+
+def test_a_key_that_came_or_went_is_a_difference(tmp_path: Path) -> None:
+    now = {"rollout.top_p": 0.5, **{name: value for name, value in BEFORE.items() if name != "run.seed"}}
+    with pytest.raises(CheckpointError, match=r"\(rollout\.top_p None -> 0\.5, run\.seed 3 -> None\)"):
+        refuse_other_training(tmp_path, BEFORE, now)
+
+
+def test_what_is_allowed_is_told_and_what_is_not_is_refused(tmp_path: Path) -> None:
+    assert refuse_other_training(tmp_path, BEFORE, NOW, allowed=("run.seed", "prompts")) == [
+        "prompts 'ab' -> 'cd'",
+        "run.seed 3 -> 4",
+    ]
+    with pytest.raises(
+        CheckpointError,
+        match=r"training \(run\.seed 3 -> 4\); .*allow_changed=\[prompts, train\.weight_decay, run\.seed\]",
+    ):
+        refuse_other_training(tmp_path, BEFORE, NOW, allowed=("train.weight_decay", "prompts"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("train.learnig_rate", r"names train\.learnig_rate, .* \(did you mean train\.learning_rate\?\)"),
+        ("train.num_ranks", r"names train\.num_ranks, which no checkpoint is bound to; remove it"),
+    ],
+)
+def test_an_allowed_key_that_is_not_bound_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        refuse_other_training(tmp_path, BEFORE, NOW, allowed=(name, "prompts"))

@@ -1,0 +1,66 @@
+"""Restarts after a dead process: how long they wait, what resets their count, and what ends them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from dapo_core.errors import WorkerDied
+from dapo_core.restarts import Restarts
+
+DEATH = WorkerDied("policy rank 1 of 2 (pid 7 on 10.0.0.1) died: its node is lost")
+FIRST, SECOND = Path("run/step_000010"), Path("run/step_000020")
+
+
+@pytest.mark.parametrize(
+    ("delay_seconds", "expected"),
+    [
+        (5.0, [5, 10, 20, 40, 60, 60]),  # 5 * 2**n, of which 80 and 160 are more than a minute
+        (0.0, [0, 0, 0, 0, 0, 0]),
+        (90.0, [90, 90, 90, 90, 90, 90]),  # asked for, and not cut to a minute
+    ],
+)
+def test_pauses_double_up_to_a_minute(delay_seconds: float, expected: list[float]) -> None:
+    pauses: list[float] = []
+    restarts = Restarts(6, delay_seconds, pauses.append)
+    for _ in expected:
+        restarts.note(DEATH, None)
+    assert pauses == expected
+
+
+def test_a_new_checkpoint_resets_the_count_and_only_that() -> None:
+    pauses: list[float] = []
+    restarts = Restarts(2, 1.0, pauses.append)
+    for latest in (None, None, FIRST, FIRST, SECOND, SECOND):
+        restarts.note(DEATH, latest)
+    assert pauses == [1, 2, 1, 2, 1, 2]
+    with pytest.raises(WorkerDied) as caught:
+        restarts.note(DEATH, SECOND)
+    assert str(caught.value).startswith(f"{DEATH}; given up after 2 restarts without a new checkpoint: ")
+    assert "raise train.max_restarts" in str(caught.value)
+    assert caught.value.__cause__ is DEATH
+    assert len(pauses) == 6  # who gives up does not wait
+
+
+def test_a_training_that_may_not_restart_ends_at_once() -> None:
+    with pytest.raises(WorkerDied, match="given up after 0 restarts"):
+        Restarts(0, 1.0, pytest.fail).note(DEATH, FIRST)
+
+
+def test_what_happened_and_where_training_goes_on_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    restarts = Restarts(3, 0.5, lambda seconds: None)
+    restarts.note(DEATH, None)
+    restarts.note(DEATH, None)
+    restarts.note(DEATH, SECOND)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 3
+    assert caplog.messages == [
+        f"{DEATH}; training starts again in {seconds} s from {place} (restart {number} of at most 3 "
+        "without a new checkpoint)"
+        for seconds, place, number in [
+            ("0.5", "the beginning", 1),
+            ("1", "the beginning", 2),
+            ("0.5", "checkpoint step_000020", 1),  # a new checkpoint: counted from one again
+        ]
+    ]

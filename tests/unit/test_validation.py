@@ -1,0 +1,142 @@
+"""Validation by hand: which numbers come of which responses, whatever finishes first, and what ends it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dapo_core.data import Prompt
+from dapo_core.errors import DataError, RewardError, RolloutError
+from dapo_core.rollout import Group, GroupRequest, Rollout
+from dapo_core.validation import held_out_prompts, validate
+from tests.batches import make_group
+from tests.configs import make_config
+from tests.sources import Clock, SlowSource
+from tests.tiny_models import tiny_tokenizer
+
+RIGHT = replace(make_group([1.0]).rollouts[0], verdict="right", acc=1.0)
+PROMPTS = [Prompt(index, (5,), "arithmetic" if index < 3 else "openai/gsm8k", "1") for index in range(5)]
+ROLLOUTS = [
+    replace(RIGHT, response_ids=[7] * 3, overlong_penalty=-0.75),
+    replace(RIGHT, response_ids=[7] * 24, verdict="no_answer", acc=0.0, finish_reason="length"),
+    replace(RIGHT, response_ids=[7] * 10, verdict="timeout", acc=0.0),
+    replace(RIGHT, response_ids=[7] * 2, verdict="wrong", acc=0.25),
+    replace(RIGHT, response_ids=[7] * 6),
+]
+
+
+class AnsweringSource(SlowSource):
+    """Gives the prompts' rollouts, one each, in an order of its own; each wait takes `seconds` of the clock."""
+
+    def __init__(
+        self, rollouts: Sequence[Rollout], clock: Clock | None = None, seconds: float = 0.0, pause: int = 1
+    ) -> None:
+        super().__init__([], clock or Clock(), seconds, pause)
+        self.rollouts = rollouts
+        self.requests: list[GroupRequest] = []
+        self.num_reward_seconds_taken = 0
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        super().submit(requests)
+        self.requests += requests
+
+    def take_reward_seconds(self) -> float:
+        self.num_reward_seconds_taken += 1
+        return super().take_reward_seconds()
+
+    def _whole(self, request: GroupRequest) -> Group:
+        return Group(request.prompt, [self.rollouts[request.prompt.index]], policy_version=3)
+
+
+def test_metrics_by_hand() -> None:
+    source = AnsweringSource(ROLLOUTS)
+    assert validate(source, PROMPTS, step=4, max_seconds=60.0) == {
+        "val-core/arithmetic/acc/mean@1": 0.5,  # right and no answer; the third has no score
+        "val-core/openai/gsm8k/acc/mean@1": 0.625,  # 0.25 and 1
+        "validation/accuracy": 0.5625,  # 2.25 of four with a score; no overlong penalty in it
+        "validation/truncated_ratio": 0.2,
+        "validation/no_answer_ratio": 0.2,
+        "validation/unscored_ratio": 0.2,
+        "validation/response_length/mean": 9.0,  # 45 tokens of five
+        "validation/num_prompts": 5.0,
+    }
+
+
+def test_one_greedy_response_a_prompt_is_asked_for_and_nothing_stays_behind() -> None:
+    source = AnsweringSource(ROLLOUTS)
+    validate(source, PROMPTS, step=4, max_seconds=60.0)
+    assert [request.prompt for request in source.requests] == PROMPTS
+    assert {(request.step, request.is_greedy) for request in source.requests} == {(4, True)}
+    assert max(request.group_id for request in source.requests) < 0  # stream positions begin at 0
+    assert source.num_in_flight == 0
+    assert source.num_reward_seconds_taken == 1  # else they would count as the next step's
+
+
+@pytest.mark.parametrize("burst", [1, 2, 3])
+def test_sums_are_in_the_order_of_prompts_whatever_finishes_first(burst: int) -> None:
+    rollouts = [replace(RIGHT, acc=acc) for acc in (0.1, 0.2, 0.3)]
+    assert (0.1 + 0.2 + 0.3) / 3 != (0.3 + 0.2 + 0.1) / 3
+    for seed in range(6):
+        source = AnsweringSource(rollouts)
+        source.burst, source.order = burst, random.Random(seed)
+        metrics = validate(source, PROMPTS[:3], step=1, max_seconds=60.0)
+        assert metrics["validation/accuracy"] == (0.1 + 0.2 + 0.3) / 3
+
+
+def test_a_data_source_without_a_score_is_left_out_and_none_at_all_is_refused() -> None:
+    unscored = [replace(RIGHT, verdict="error", acc=0.0) if index < 3 else RIGHT for index in range(5)]
+    metrics = validate(AnsweringSource(unscored), PROMPTS, step=1, max_seconds=60.0)
+    assert "val-core/arithmetic/acc/mean@1" not in metrics
+    assert (metrics["validation/accuracy"], metrics["validation/unscored_ratio"]) == (1.0, 0.6)
+    with pytest.raises(RewardError, match=r"on all 3 responses of the validation after training step 7; .*custom"):
+        validate(AnsweringSource(unscored), PROMPTS[:3], step=7, max_seconds=60.0)
+
+
+def test_silence_ends_it_and_slowness_does_not() -> None:
+    clock = Clock()  # a response every 3 waits of 4 s
+    validate(AnsweringSource(ROLLOUTS, clock, seconds=4.0, pause=3), PROMPTS, 1, max_seconds=11.5, clock=clock)
+    assert clock.now == 100.0 + 5 * 12.0
+    source = AnsweringSource(ROLLOUTS, clock, seconds=4.0, pause=3)
+    with pytest.raises(RolloutError) as raised:  # after 4 s, then 8 s, the second time
+        validate(source, PROMPTS, step=9, max_seconds=7.5, clock=clock)
+    message = str(raised.value)
+    assert "no response finished for 8 s of the validation after training step 9: 0 of 5 did" in message
+    assert "sampler.max_seconds_without_kept" in message
+
+
+def _held_out(folder: Path, contents: Sequence[str], data_source: str = "arithmetic") -> Path:
+    rows = [
+        {
+            "data_source": data_source,
+            "prompt": [{"role": "user", "content": content}],
+            "reward_model": {"ground_truth": "2"},
+        }
+        for content in contents
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "eval.parquet")
+    return folder / "eval.parquet"
+
+
+def test_the_first_prompts_of_the_held_out_set_are_asked(tmp_path: Path) -> None:
+    path, tokenizer = _held_out(tmp_path, ["What is 1 + 1?", "What is 2?", "What is 3? " * 40]), tiny_tokenizer()
+    config = make_config(validation={"every": 1, "num_prompts": 2}, data={"max_prompt_tokens": 20})
+    prompts = held_out_prompts(path, tokenizer, config)
+    assert [prompt.index for prompt in prompts] == [0, 1]
+    assert tokenizer.decode(list(prompts[1].prompt_ids)) == "<|user|>\nWhat is 2?<|end|>\n<|assistant|>\n"
+    everything = make_config(validation={"every": 1}, data={"max_prompt_tokens": 20})
+    with pytest.raises(
+        DataError, match=r"1 of 3 prompts are longer than data\.max_prompt_tokens=20 .*data\.eval_path$"
+    ):
+        held_out_prompts(path, tokenizer, everything)
+
+
+def test_a_held_out_set_that_no_scorer_knows_is_refused(tmp_path: Path) -> None:
+    config = make_config(validation={"every": 1})
+    with pytest.raises(DataError, match="data_source 'unheard-of' has no scorer"):
+        held_out_prompts(_held_out(tmp_path, ["1 + 1"], "unheard-of"), tiny_tokenizer(), config)
