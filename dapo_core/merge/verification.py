@@ -8,12 +8,16 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import values_in_order
-from dapo_core.merge.writer import FileDigests, OutputFile, OutputTensor, chunks
+from dapo_core.merge.uncached import opened, read_buffers
+from dapo_core.merge.writer import FileDigests, OutputFile, OutputTensor, contents
 from dapo_core.model_folder import MERGE_MANIFEST
 from dapo_core.parameter_names import file_pieces
 
@@ -100,30 +104,36 @@ def require_equal(source: Source, name: str, other: str) -> None:
 
 
 def require_same(path: Path, file: OutputFile, source: Source) -> None:
-    """Map a written file and compare it with the plan, and byte by byte with what lies in the source's files.
+    """Read a written file from the disk and compare it, byte by byte, with the plan and the source's files.
 
     Raises CheckpointError where they differ.
     """
-    import torch
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    memcmp = ctypes.CDLL(None).memcmp  # takes any address, and other threads go on meanwhile
-    with safe_open(path, framework="pt") as opened:
-        written = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
-    planned = {tensor.name: (tensor.shape, tensor.dtype) for tensor in file.tensors}
-    if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in written.items()} != planned:
+    try:
+        with safe_open(path, framework="numpy") as opened_file:
+            names = set(opened_file.keys())
+    except SafetensorError as error:
+        raise CheckpointError(f"{path.name} cannot be opened: {error}; is the disk sound?") from error
+    if names != {tensor.name for tensor in file.tensors}:
         raise CheckpointError(f"{path.name} has other tensors than were written to it; is the disk sound?")
-    compared = dict.fromkeys(planned, 0)
-    for output, values in chunks(file.tensors, source):
-        of_file = written[output.name].reshape(-1).view(torch.uint8)[compared[output.name] :]
-        addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (values, of_file))
-        if memcmp(*addresses, ctypes.c_size_t(values.numel())):
-            raise CheckpointError(
-                f"{path.name}: {output.name} read back differs from the checkpoint; is the disk sound?"
-            )
-        compared[output.name] += values.numel()
-    if compared != {tensor.name: tensor.num_bytes for tensor in file.tensors}:
-        raise CheckpointError(f"{path.name} has more values than the checkpoint; was that changed meanwhile?")
+    memcmp = ctypes.CDLL(None).memcmp  # takes any address, and other threads go on meanwhile
+    with opened(path, os.O_RDONLY) as descriptor, closing(read_buffers(descriptor)) as read:
+        present = np.empty(0, np.uint8)
+        for name, values in contents(file, source):
+            taken = 0
+            while taken < len(values):
+                present = present if len(present) else next(read, present)
+                count = min(len(present), len(values) - taken)
+                addresses = (ctypes.c_void_p(part.ctypes.data) for part in (present, values[taken:]))
+                if not count or memcmp(*addresses, ctypes.c_size_t(count)):
+                    raise CheckpointError(
+                        f"{path.name}: {name or 'the header'} read back differs from the checkpoint; "
+                        "is the disk sound?"
+                    )
+                present, taken = present[count:], taken + count
+        if len(present) or any(len(more) for more in read):
+            raise CheckpointError(f"{path.name} is longer than what was written to it; is the disk sound?")
 
 
 def manifest_of(folder: Path, written: Sequence[tuple[OutputFile, FileDigests]]) -> dict[str, Any]:

@@ -11,10 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import values_in_order
+from dapo_core.merge.uncached import BUFFER_BYTES, Bytes, new_buffers, opened, write_buffer
 from dapo_core.model_folder import INDEX_FILE
 from dapo_core.parameter_names import FilePiece
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from dapo_core.merge.sources import Source
+
+Chunk = TypeVar("Chunk")
 
 _MAX_WAITING = 3  # chunks
 _DTYPES = {  # as safetensors calls them
@@ -129,14 +134,27 @@ def write_file(path: Path, file: OutputFile, source: Source) -> FileDigests:
     Reading and converting, hashing for the tensor, hashing for the file, and writing each have a thread.
     """
     of_file, of_tensors = hashlib.sha256(), {tensor.name: hashlib.sha256() for tensor in file.tensors}
-    with path.open("wb") as stream:
+    num_bytes = 0
+
+    def hash_file(filled: _Filled) -> None:
+        of_file.update(filled.buffer[: filled.num_bytes])
+
+    def hash_tensors(filled: _Filled) -> None:
+        for name, part in filled.parts:
+            of_tensors[name].update(filled.buffer[part])
+
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+
+        def write(filled: _Filled) -> None:
+            write_buffer(descriptor, filled.buffer, filled.num_bytes, filled.offset)
+
         with _Workers(3) as workers:
-            workers.put(memoryview(file.header()), of_file.update, stream.write)
-            for tensor, values in chunks(file.tensors, source):
-                workers.put(values.numpy().data, of_file.update, stream.write, of_tensors[tensor.name].update)
+            for filled in _filled(contents(file, source)):
+                workers.put(filled, hash_file, write, hash_tensors)
+                num_bytes = filled.offset + filled.num_bytes
             workers.finish()
-        stream.flush()
-        os.fsync(stream.fileno())
+        os.ftruncate(descriptor, num_bytes)
+        os.fsync(descriptor)
     return FileDigests(of_file.hexdigest(), {name: digest.hexdigest() for name, digest in of_tensors.items()})
 
 
@@ -148,7 +166,46 @@ def write_index(folder: Path, files: Sequence[OutputFile]) -> None:
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def chunks(tensors: Sequence[OutputTensor], source: Source) -> Iterator[tuple[OutputTensor, torch.Tensor]]:
+def contents(file: OutputFile, source: Source) -> Iterator[tuple[str | None, Bytes]]:
+    """The file from its first byte to its last: header, without a name, and then the tensors by theirs."""
+    yield None, np.frombuffer(file.header(), np.uint8)
+    for tensor, values in _chunks(file.tensors, source):
+        yield tensor.name, values.numpy()
+
+
+@dataclass
+class _Filled:
+    """A part of a file, as long as a buffer unless it is the last."""
+
+    buffer: Bytes
+    offset: int  # in the file
+    num_bytes: int = 0
+    parts: list[tuple[str, slice]] = field(default_factory=list)  # of the buffer, and whose they are
+
+
+def _filled(content: Iterable[tuple[str | None, Bytes]]) -> Iterator[_Filled]:
+    """The content in buffers; each is used again when _MAX_WAITING others have been filled."""
+    buffers = new_buffers(_MAX_WAITING + 1)
+    filled = _Filled(buffers[0], 0)
+    for name, values in content:
+        taken = 0
+        while taken < len(values):
+            start = filled.num_bytes
+            stop = min(start + len(values) - taken, BUFFER_BYTES)
+            np.copyto(filled.buffer[start:stop], values[taken : taken + stop - start])
+            taken += stop - start
+            filled.num_bytes = stop
+            if name is not None:
+                filled.parts.append((name, slice(start, stop)))
+            if stop == BUFFER_BYTES:
+                yield filled
+                offset = filled.offset + stop
+                filled = _Filled(buffers[offset // BUFFER_BYTES % len(buffers)], offset)
+    if filled.num_bytes:
+        yield filled
+
+
+def _chunks(tensors: Sequence[OutputTensor], source: Source) -> Iterator[tuple[OutputTensor, torch.Tensor]]:
     """The bytes of the tensors, in order; what one stored tensor becomes follows the order of its rows."""
     import torch
 
@@ -186,7 +243,7 @@ class _Workers:
         for thread in self._threads:
             thread.shutdown(cancel_futures=True)
 
-    def put(self, chunk: memoryview, *actions: Callable[[memoryview], object]) -> None:
+    def put(self, chunk: Chunk, *actions: Callable[[Chunk], object]) -> None:
         """Have each thread do its action; raises what an earlier one has raised."""
         while len(self._waiting) >= _MAX_WAITING:
             self._wait()
