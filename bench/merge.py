@@ -1,8 +1,9 @@
 """Measures `dapo merge` against `cp` of the same bytes, on a warm cache, and prints one table.
 
 verl's merger joins the table where verl is installed. The ways take turns, so that a slow minute of a shared
-machine is every way's, and each measurement runs in a process of its own. Peak memory is what that process held
-beyond mapped files.
+machine is every way's, and each measurement has a process of its own, in which the way runs twice. The first run
+tells the peak memory, which is what the process held beyond mapped files. The second is timed: nothing watches it,
+all that it imports is imported, and a virtual machine has back the memory that its host took when it was free.
 """
 
 from __future__ import annotations
@@ -154,16 +155,18 @@ def write_checkpoints(folder: Path, model_files: Path, num_shards: int) -> tuple
 
 
 def measure(way: Callable[[Path], None], target: Path) -> Measurement:
-    """Run the way in a fresh process that has made its imports, and remove what it wrote."""
+    """Run the way in a fresh process, and remove what it wrote."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        seconds, cpu_seconds, peak = pool.submit(_measure_once, way, target).result()
-    largest = max(path.stat().st_size for path in target.iterdir())
+        peak = pool.submit(_peak_bytes, way, target).result()
+        largest = max(path.stat().st_size for path in target.iterdir())
+        shutil.rmtree(target)
+        seconds, cpu_seconds = pool.submit(_seconds, way, target).result()
     shutil.rmtree(target)
     return Measurement(seconds, cpu_seconds, peak, largest)
 
 
-def _measure_once(way: Callable[[Path], None], target: Path) -> tuple[float, float, int]:
-    import torch.distributed.tensor  # noqa: F401 - what a merge imports is not its time
+def _peak_bytes(way: Callable[[Path], None], target: Path) -> int:
+    import torch.distributed.tensor  # noqa: F401 - what a merge imports is not its memory
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     import dapo_core.merge.dcp
@@ -173,17 +176,21 @@ def _measure_once(way: Callable[[Path], None], target: Path) -> tuple[float, flo
 
     def watch() -> None:
         nonlocal peak
-        while not is_done.wait(0.01):
+        while not is_done.wait(0.002):
             peak = max(peak, anonymous_bytes())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    cpu_before, began = _cpu_seconds(), time.perf_counter()
     way(target)
-    seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - cpu_before
     is_done.set()
     watcher.join()
-    return seconds, cpu_seconds, max(peak - before, 0)
+    return max(peak - before, 0)
+
+
+def _seconds(way: Callable[[Path], None], target: Path) -> tuple[float, float]:
+    cpu_before, began = _cpu_seconds(), time.perf_counter()
+    way(target)
+    return time.perf_counter() - began, _cpu_seconds() - cpu_before
 
 
 def _cpu_seconds() -> float:

@@ -18,8 +18,11 @@ from dapo_core.checkpoint import (
     NAMES_FILE,
     PARTIAL,
     STATE_FILE,
+    accuracy_of,
     best_checkpoint,
     latest_checkpoint,
+    read_step,
+    read_step_metrics,
 )
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import CheckpointChoice, StoredTensor
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
 
 METADATA_FILE = ".metadata"
 MODEL_PREFIX = "model."
-ACCURACY = "validation/accuracy"
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: what precedes its name, and the lengths at its end
 
 
@@ -87,13 +89,13 @@ class DcpSource:
 
     def describe(self) -> dict[str, Any]:
         """With the training step and, where it was measured, the validation's accuracy."""
-        state = json.loads((Path(self.label) / STATE_FILE).read_text(encoding="utf-8"))
+        checkpoint = Path(self.label)
         return {
             "format": "dapo",
-            "name": Path(self.label).name,
+            "name": checkpoint.name,
             "shards": len(self._shards),
-            "step": state["step"],
-            "validation_accuracy": state["metrics"].get(ACCURACY),
+            "step": read_step(checkpoint),
+            "validation_accuracy": accuracy_of(read_step_metrics(checkpoint)),
         }
 
     def _require_shards(self) -> dict[str, Path]:

@@ -137,11 +137,11 @@ def write_file(path: Path, file: OutputFile, source: Source) -> FileDigests:
     num_bytes = 0
 
     def hash_file(filled: _Filled) -> None:
-        of_file.update(filled.buffer[: filled.num_bytes])
+        of_file.update(filled.buffer[: filled.num_bytes].data)
 
     def hash_tensors(filled: _Filled) -> None:
         for name, part in filled.parts:
-            of_tensors[name].update(filled.buffer[part])
+            of_tensors[name].update(filled.buffer[part].data)
 
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
 

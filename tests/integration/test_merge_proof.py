@@ -10,18 +10,21 @@ import resource
 import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Qwen3Config
 
 from dapo_core.errors import CheckpointError
 from dapo_core.merge import MERGE_MANIFEST, merge_checkpoint
+from dapo_core.merge.dcp import DcpSource
 from dapo_core.merge.sources import open_source
 from dapo_core.merge.verification import compare_logits, empty_model
 from dapo_core.merge.writer import output_tensors
@@ -53,8 +56,6 @@ def _in_child(function: Callable[..., None], *arguments: Any) -> tuple[int | Non
 
 def _save(rank: int, folder: Path, num_layers: int) -> None:
     """A random model, of 15 MiB for each layer, as a checkpoint of verl and as one of ours."""
-    import torch.distributed.checkpoint as dcp
-
     config = Qwen3Config(
         vocab_size=320,
         hidden_size=512,
@@ -181,6 +182,9 @@ def test_the_manifest_has_the_digest_of_every_file_and_tensor(small: tuple[Path,
     chat = tmp_path / "step" / "actor" / "huggingface" / "additional_chat_templates" / "tool.jinja"
     chat.parent.mkdir()
     chat.write_text("{{ messages }}")
+    processor = ("preprocessor_config.json", "processor_config.json")  # of a model that sees images
+    for name in processor:
+        (chat.parents[1] / name).write_text(f'{{"of": "{name}"}}')
     save_file({"stale": torch.zeros(2)}, chat.parents[1] / "model.safetensors")  # weights that verl may put there
     target = tmp_path / "merged"
     merge_checkpoint([tmp_path / "step"], target, max_shard_bytes=60_000)
@@ -191,6 +195,8 @@ def test_the_manifest_has_the_digest_of_every_file_and_tensor(small: tuple[Path,
     for name, entry in manifest["files"].items():
         content = on_disk[name].read_bytes()
         assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    for name in processor:
+        assert on_disk[name].read_text() == f'{{"of": "{name}"}}'
     tensors = {
         name: (path.name, value)
         for path in target.glob("*.safetensors")
@@ -277,3 +283,42 @@ def test_no_best_checkpoint_is_said_before_anything_is_written(
         with pytest.raises(CheckpointError, match=message):
             merge_checkpoint([source], tmp_path / "merged", checkpoint="best")
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+def _save_alone(folder: Path, model_files: Path, weights: dict[str, torch.Tensor]) -> Path:
+    """A checkpoint of ours by one rank, whose tensors keep the strides that they have."""
+    checkpoint = folder / "step_000001"
+    shutil.copytree(model_files, checkpoint / "huggingface")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+        dcp.save({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
+    (checkpoint / "tensor_names.json").write_text(json.dumps(list(weights)))
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"step": 1, "metrics": {}}))
+    return checkpoint
+
+
+def test_values_that_cannot_be_mapped_are_copied(small: tuple[Path, Path], tmp_path: Path) -> None:
+    weights = load_file(small[0] / "model.safetensors")
+    turned = {
+        name: weight.t().contiguous().t() if weight.ndim == 2 else weight for name, weight in weights.items()
+    }
+    checkpoint = _save_alone(tmp_path, small[1] / "actor" / "huggingface", turned)
+    stored = {name: next(iter(DcpSource(checkpoint).blocks(name))) for name in weights}
+    assert {name for name, block in stored.items() if not block.is_contiguous()} == {
+        name for name, weight in weights.items() if weight.ndim == 2
+    }  # nothing has made them contiguous on their way into the shard
+    merge_checkpoint([checkpoint], tmp_path / "merged", verify_logits=True)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == weights.keys()
+    assert all(torch.equal(merged[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"metrics": {}}', '{"step": 1}', '{"step": 1, "metrics": null}'])
+def test_a_state_without_step_or_metrics_is_refused(large: Path, tmp_path: Path, content: str) -> None:
+    checkpoint = tmp_path / "step_000001"
+    shutil.copytree(large / "1" / "ours" / "step_000001", checkpoint, copy_function=os.link)
+    (checkpoint / "trainer_state.json").unlink()
+    (checkpoint / "trainer_state.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"step_000001/trainer_state\.json cannot be read"):
+        merge_checkpoint([checkpoint], tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]

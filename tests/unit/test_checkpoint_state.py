@@ -14,6 +14,7 @@ from dapo_core.checkpoint import (
     copy_model_files,
     latest_checkpoint,
     read_state,
+    read_step,
     read_step_metrics,
     state_files,
 )
@@ -43,6 +44,7 @@ def test_the_state_comes_back_equal_to_the_bit(tmp_path: Path) -> None:
 def test_metrics_are_read_without_the_groups(tmp_path: Path) -> None:
     checkpoint = _write_state(tmp_path, 20, accuracy=0.5)
     (checkpoint / GROUPS_FILE).unlink()
+    assert read_step(checkpoint) == 20
     assert read_step_metrics(checkpoint) == {"critic/score/mean": -1 / 3, "validation/accuracy": 0.5}
 
 
