@@ -27,7 +27,8 @@ _BLOCK_BYTES = 4096
 
 def new_buffers(count: int) -> list[Bytes]:
     """Memory at page boundaries, as the disk wants it, all of it given back when it is dropped."""
-    return [np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), np.uint8) for _ in range(count)]
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return [np.frombuffer(mmap.mmap(-1, BUFFER_BYTES, private), np.uint8) for _ in range(count)]
 
 
 @contextmanager
