@@ -1,7 +1,9 @@
 """Measures `dapo merge` against `cp` of the same bytes, on a warm cache, and prints one table.
 
-verl's merger joins the table where verl is installed. Each measurement runs in a process of its own; peak memory
-is what that process held beyond mapped files.
+verl's merger joins the table where verl is installed. The ways take turns, so that a slow minute of a shared
+machine is every way's, and each measurement has a process of its own, in which the way runs twice. The first run
+tells the peak memory, which is what the process held beyond mapped files. The second is timed: nothing watches it,
+all that it imports is imported, and a virtual machine has back the memory that its host took when it was free.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import importlib.util
 import json
 import multiprocessing
+import os
 import shutil
 import statistics
 import subprocess
@@ -31,12 +34,12 @@ MIB = 1024**2
 
 @dataclass(frozen=True)
 class Measurement:
-    """Medians over the rounds."""
+    """One way in one round."""
 
-    name: str
     seconds: float
+    cpu_seconds: float  # of the process and what it started, in user and kernel mode
     peak_bytes: int  # anonymous memory, beyond what the imports took
-    shard_bytes: int  # largest file written
+    file_bytes: int  # largest file written
 
 
 def main() -> None:
@@ -46,7 +49,6 @@ def main() -> None:
         model = write_model_files(Path(folder) / "model", arguments.layers, arguments.hidden)
         verl, ours = write_checkpoints(Path(folder), model, arguments.shards)
         num_bytes = sum(path.stat().st_size for path in verl.glob("*.pt"))
-        rounds = arguments.rounds
         ways: list[tuple[str, Callable[[Path], None]]] = [
             ("cp", _Copy(verl)),
             ("cp, then fsync", _Copy(verl, is_synced=True)),
@@ -55,24 +57,40 @@ def main() -> None:
         ]
         if importlib.util.find_spec("verl") is not None:
             ways.append(("verl's", _VerlMerge(verl)))
-        measurements = [measure(name, way, Path(folder) / "target", rounds) for name, way in ways]
+        rounds: dict[str, list[Measurement]] = {name: [] for name, _ in ways}
+        for _ in range(arguments.rounds):
+            for name, way in ways:
+                rounds[name].append(measure(way, Path(folder) / "target"))
     print(
-        f"{num_bytes / 1e9:.2f} GB in {arguments.shards} shards, float32, warm cache; medians of {rounds} rounds"
+        f"{num_bytes / 1e9:.2f} GB in {arguments.shards} shards, float32, warm cache, "
+        f"{len(os.sched_getaffinity(0))} cores; medians of {arguments.rounds} rounds"
     )
-    print(table(measurements))
+    print(table(rounds))
     if len(ways) == 4:
         print("verl is not installed here, so its merger was not measured")
 
 
-def table(measurements: list[Measurement]) -> str:
-    """The figures as text; the ratios are of seconds, over cp without and with fsync."""
-    first, synced = measurements[0].seconds, measurements[1].seconds
-    lines = [f"{'':24} {'seconds':>8} {'/ cp':>6} {'/ cp+fsync':>11} {'peak MiB':>9} {'file MiB':>9}"]
-    lines += [
-        f"{row.name:24} {row.seconds:8.2f} {row.seconds / first:6.2f} {row.seconds / synced:11.2f} "
-        f"{row.peak_bytes / MIB:9.0f} {row.shard_bytes / MIB:9.0f}"
-        for row in measurements
+def table(rounds: dict[str, list[Measurement]]) -> str:
+    """The figures as text; the ratios are of median seconds, over the two kinds of cp."""
+    medians = {
+        name: (
+            statistics.median(row.seconds for row in rows),
+            min(row.seconds for row in rows),
+            statistics.median(row.cpu_seconds for row in rows),
+        )
+        for name, rows in rounds.items()
+    }
+    (first, *_), (synced, *_) = list(medians.values())[:2]
+    lines = [
+        f"{'':24} {'seconds':>8} {'least':>6} {'/ cp':>6} {'/ cp+fsync':>11} {'CPU s':>6} {'peak MiB':>9} "
+        f"{'file MiB':>9}"
     ]
+    for name, (seconds, least, cpu_seconds) in medians.items():
+        peak, largest = (max(getattr(row, what) for row in rounds[name]) for what in ("peak_bytes", "file_bytes"))
+        lines.append(
+            f"{name:24} {seconds:8.2f} {least:6.2f} {seconds / first:6.2f} {seconds / synced:11.2f} "
+            f"{cpu_seconds:6.2f} {peak / MIB:9.0f} {largest / MIB:9.0f}"
+        )
     return "\n".join(lines)
 
 
@@ -116,7 +134,7 @@ def write_checkpoints(folder: Path, model_files: Path, num_shards: int) -> tuple
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
         dcp.save({"model": whole}, checkpoint_id=ours, no_dist=True)
     (ours / "tensor_names.json").write_text(json.dumps(list(names)))
-    (ours / "trainer_state.json").write_text("{}")
+    (ours / "trainer_state.json").write_text(json.dumps({"step": 1, "metrics": {}}))
     for rank in range(num_shards):
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_shards)
         mesh = DeviceMesh("cpu", list(range(num_shards)), mesh_dim_names=("fsdp",))
@@ -136,21 +154,19 @@ def write_checkpoints(folder: Path, model_files: Path, num_shards: int) -> tuple
     return verl, ours
 
 
-def measure(name: str, way: Callable[[Path], None], target: Path, num_rounds: int) -> Measurement:
-    """Run the way several times, each in a fresh process that has made its imports."""
-    seconds, peaks, largest = [], [], 0
-    for _ in range(num_rounds):
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            spent, peak = pool.submit(_measure_once, way, target).result()
-        seconds.append(spent)
-        peaks.append(peak)
+def measure(way: Callable[[Path], None], target: Path) -> Measurement:
+    """Run the way in a fresh process, and remove what it wrote."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        peak = pool.submit(_peak_bytes, way, target).result()
         largest = max(path.stat().st_size for path in target.iterdir())
         shutil.rmtree(target)
-    return Measurement(name, statistics.median(seconds), max(peaks), largest)
+        seconds, cpu_seconds = pool.submit(_seconds, way, target).result()
+    shutil.rmtree(target)
+    return Measurement(seconds, cpu_seconds, peak, largest)
 
 
-def _measure_once(way: Callable[[Path], None], target: Path) -> tuple[float, int]:
-    import torch.distributed.tensor  # noqa: F401 - what a merge imports is not its time
+def _peak_bytes(way: Callable[[Path], None], target: Path) -> int:
+    import torch.distributed.tensor  # noqa: F401 - what a merge imports is not its memory
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     import dapo_core.merge.dcp
@@ -165,12 +181,20 @@ def _measure_once(way: Callable[[Path], None], target: Path) -> tuple[float, int
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    began = time.perf_counter()
     way(target)
-    spent = time.perf_counter() - began
     is_done.set()
     watcher.join()
-    return spent, max(peak - before, 0)
+    return max(peak - before, 0)
+
+
+def _seconds(way: Callable[[Path], None], target: Path) -> tuple[float, float]:
+    cpu_before, began = _cpu_seconds(), time.perf_counter()
+    way(target)
+    return time.perf_counter() - began, _cpu_seconds() - cpu_before
+
+
+def _cpu_seconds() -> float:
+    return sum(os.times()[:4])
 
 
 def anonymous_bytes() -> int:
@@ -226,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-shard-bytes", type=int, default=256 * MIB, help="size of an output file (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of each way (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of each way (default: %(default)s)")
     parser.add_argument(
         "--folder", type=Path, help="on the disk to measure (default: the system's temporary folder)"
     )

@@ -24,6 +24,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 
+CheckpointChoice = Literal["latest", "best"]
 DATASETS = ("math500", "aime24", "aime25", "amc23", "gsm8k", "olympiadbench", "minerva", "arithmetic", "choice")
 MergeDtype = Literal["keep", "float32", "bfloat16", "float16"]
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="Recipe, such as configs/arith_cpu.yaml.")]
@@ -182,6 +183,10 @@ def merge(
     ],
     target: Annotated[Path, typer.Argument(help="New model folder.")],
     dtype: Annotated[MergeDtype, typer.Option(help="keep: as trained, which is float32.")] = "keep",
+    checkpoint: Annotated[
+        CheckpointChoice,
+        typer.Option(help="Of an output folder: the last one, or that of the highest validation/accuracy."),
+    ] = "latest",
     max_shard_bytes: Annotated[int, typer.Option(min=1024, help="Size of an output file.")] = 5_000_000_000,
     verify_logits: Annotated[
         bool,
@@ -195,7 +200,7 @@ def merge(
     from flows.progress import bytes_progress
 
     with bytes_progress("merge") as on_file:
-        sizes = merge_checkpoint(sources, target, dtype, max_shard_bytes, on_file, verify_logits)
+        sizes = merge_checkpoint(sources, target, dtype, max_shard_bytes, on_file, verify_logits, checkpoint)
     typer.echo(
         f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, {sizes['bytes']:,} bytes "
         f"in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}, read back and verified"

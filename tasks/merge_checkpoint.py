@@ -22,7 +22,8 @@ def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
 
     def build(folder: Path) -> Mapping[str, Any]:
         merge = run.config.merge
-        options = ["--dtype", merge.dtype, "--max-shard-bytes", str(merge.max_shard_bytes)]
+        options = ["--checkpoint", merge.checkpoint, "--dtype", merge.dtype]
+        options += ["--max-shard-bytes", str(merge.max_shard_bytes)]
         run_dapo(["merge", training.path, folder, *options], run.store, key)
         return {"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}
 

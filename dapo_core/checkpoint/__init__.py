@@ -14,7 +14,14 @@ from dapo_core.checkpoint.folder import (
     latest_checkpoint,
 )
 from dapo_core.checkpoint.resume import find_start, locked, require_resume, require_same_training, resume_digest
-from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state, read_step_metrics, state_files
+from dapo_core.checkpoint.state import (
+    STATE_FILE,
+    TrainerState,
+    read_state,
+    read_step,
+    read_step_metrics,
+    state_files,
+)
 from dapo_core.checkpoint.writer import CheckpointWriter, Published, ShardWriter
 
 __all__ = [
@@ -37,6 +44,7 @@ __all__ = [
     "latest_checkpoint",
     "locked",
     "read_state",
+    "read_step",
     "read_step_metrics",
     "require_resume",
     "require_same_training",

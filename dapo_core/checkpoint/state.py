@@ -55,6 +55,11 @@ def read_step_metrics(checkpoint: Path) -> dict[str, float]:
     return _read(checkpoint / STATE_FILE, lambda values: dict(values["metrics"]))
 
 
+def read_step(checkpoint: Path) -> int:
+    """Training steps done at a checkpoint; raises CheckpointError when that cannot be read."""
+    return _read(checkpoint / STATE_FILE, lambda values: int(values["step"]))
+
+
 def _read(path: Path, parse: Callable[[Any], Parsed]) -> Parsed:
     try:
         return parse(json.loads(path.read_text(encoding="utf-8")))

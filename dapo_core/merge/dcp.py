@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import pickle
+import struct
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
-from dapo_core.checkpoint import HUGGINGFACE_FOLDER, NAMES_FILE, PARTIAL, STATE_FILE, latest_checkpoint
+from dapo_core.checkpoint import (
+    HUGGINGFACE_FOLDER,
+    NAMES_FILE,
+    PARTIAL,
+    STATE_FILE,
+    accuracy_of,
+    best_checkpoint,
+    latest_checkpoint,
+    read_step,
+    read_step_metrics,
+)
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import StoredTensor
+from dapo_core.merge.sources import CheckpointChoice, StoredTensor
 from dapo_core.parameter_names import FilePiece, file_pieces
 
 if TYPE_CHECKING:
@@ -19,6 +33,7 @@ if TYPE_CHECKING:
 
 METADATA_FILE = ".metadata"
 MODEL_PREFIX = "model."
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: what precedes its name, and the lengths at its end
 
 
 class DcpSource:
@@ -57,29 +72,31 @@ class DcpSource:
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """What each rank had saved."""
-        import torch
         from torch.distributed.checkpoint.metadata import MetadataIndex
 
         for chunk in self._chunks[name]:
             place = self._metadata.storage_data[MetadataIndex(MODEL_PREFIX + name, chunk.offsets)]
-            with self._shards[place.relative_path].open("rb") as file:
-                try:
-                    block = torch.load(
-                        _Section(file, place.offset, place.length),  # type: ignore[arg-type]
-                        map_location="cpu",
-                        weights_only=True,
-                    )
-                except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-                    raise CheckpointError(_damaged(place.relative_path, name, self.label, error)) from error
-            if not isinstance(block, torch.Tensor) or block.shape != chunk.sizes:
+            try:
+                with self._shards[place.relative_path].open("rb") as file:
+                    block = _read(_Section(file, place.offset, place.length))
+            except (RuntimeError, OSError, ValueError, struct.error, BadZipFile, pickle.UnpicklingError) as error:
+                raise CheckpointError(_damaged(place.relative_path, name, self.label, error)) from error
+            if block.shape != chunk.sizes or block.dtype != self.tensors[name].dtype:
                 raise CheckpointError(
                     _damaged(place.relative_path, name, self.label, f"other than {[*chunk.sizes]}")
                 )
             yield block
 
     def describe(self) -> dict[str, Any]:
-        """The checkpoint's name says the training step."""
-        return {"format": "dapo", "name": Path(self.label).name, "shards": len(self._shards)}
+        """With the training step and, where it was measured, the validation's accuracy."""
+        checkpoint = Path(self.label)
+        return {
+            "format": "dapo",
+            "name": checkpoint.name,
+            "shards": len(self._shards),
+            "step": read_step(checkpoint),
+            "validation_accuracy": accuracy_of(read_step_metrics(checkpoint)),
+        }
 
     def _require_shards(self) -> dict[str, Path]:
         """Each shard file that the metadata names; raises CheckpointError for one that is missing or too short."""
@@ -100,8 +117,13 @@ class DcpSource:
         return shards
 
 
-def find_checkpoint(source: Path) -> Path:
-    """The checkpoint that `source` is, or the newest one in the training output that it is."""
+def find_checkpoint(source: Path, choice: CheckpointChoice = "latest") -> Path:
+    """The checkpoint that `source` is, or the newest or best one in the training output that it is.
+
+    Raises CheckpointError when there is none.
+    """
+    if choice == "best":
+        return _find_best(source)
     for candidate in (source, latest_checkpoint(source / "checkpoints"), latest_checkpoint(source)):
         if candidate is not None and (candidate / METADATA_FILE).is_file():
             _require_complete(candidate)
@@ -110,6 +132,22 @@ def find_checkpoint(source: Path) -> Path:
         f"{source} holds no complete checkpoint: neither a folder step_NNNNNN with {METADATA_FILE}, as dapo train "
         "writes it, nor model_world_size_W_rank_R.pt, as verl does; train first, or pass the folder that holds it"
     )
+
+
+def _find_best(source: Path) -> Path:
+    if (source / METADATA_FILE).is_file():
+        raise CheckpointError(
+            f"{source} is one checkpoint, so there is no best one to choose; name the output of dapo train, "
+            "or leave out --checkpoint best"
+        )
+    best = best_checkpoint(source / "checkpoints")
+    if best is None:
+        raise CheckpointError(
+            f"no checkpoint of {source} was validated, so none is the best; set validation.every and "
+            "checkpoint.keep_best before training, or merge the latest"
+        )
+    _require_complete(best)
+    return best
 
 
 def _require_complete(checkpoint: Path) -> None:
@@ -181,11 +219,53 @@ def _damaged(shard: str, name: str, label: str, what: object) -> str:
     )
 
 
+def _read(section: _Section) -> torch.Tensor:
+    """The tensor that torch.save wrote into the section; its values stay in the file, mapped, at any byte."""
+    import torch
+
+    empty = torch.load(section, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+    place = _plain_values(section)
+    if not isinstance(empty, torch.Tensor) or not empty.is_contiguous() or place is None:
+        section.seek(0)
+        return torch.load(section, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+    start, num_bytes = place
+    first = int(empty.storage_offset()) * empty.itemsize
+    if first + empty.nbytes > num_bytes:
+        raise ValueError(f"{num_bytes} bytes, too few for {list(empty.shape)}")
+    if not empty.nbytes:
+        return torch.empty(empty.shape, dtype=empty.dtype)
+    before = (start + first) % mmap.ALLOCATIONGRANULARITY
+    # A private mapping, as torch.load makes it: torch warns of buffers that cannot be written to.
+    mapped = mmap.mmap(
+        section.fileno(), before + empty.nbytes, access=mmap.ACCESS_COPY, offset=start + first - before
+    )
+    values = torch.frombuffer(mapped, dtype=empty.dtype, count=empty.numel(), offset=before)
+    return values.reshape(empty.shape)
+
+
+def _plain_values(section: _Section) -> tuple[int, int] | None:
+    """Where in the file the section's only storage begins, and its bytes; None unless they are as in memory."""
+    with ZipFile(section) as archive:
+        records = archive.infolist()
+        storages = [record for record in records if Path(record.filename).parent.name == "data"]
+        orders = [archive.read(record) for record in records if Path(record.filename).name == "byteorder"]
+        if len(storages) != 1 or storages[0].compress_type != ZIP_STORED or orders != [sys.byteorder.encode()]:
+            return None
+    section.seek(storages[0].header_offset)
+    header = section.read(_LOCAL_HEADER.size)
+    *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header or b"")
+    return section.start + section.tell() + name_bytes + extra_bytes, storages[0].file_size
+
+
 class _Section(io.RawIOBase):
     """Part of an open file, as a file; nothing is copied beside what is read."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
+        self.start = start
+        self._file, self._length, self._position = file, length, 0
+
+    def fileno(self) -> int:
+        return self._file.fileno()
 
     def readable(self) -> bool:
         return True
@@ -202,7 +282,7 @@ class _Section(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._position)
+        self._file.seek(self.start + self._position)
         view = memoryview(buffer).cast("B")
         count = self._file.readinto(view[: max(self._length - self._position, 0)])  # type: ignore[attr-defined]
         self._position += count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -12,23 +13,33 @@ from typing import TYPE_CHECKING
 
 from dapo_core.checkpoint import PARTIAL, WEIGHT_SUFFIXES
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import Source, open_source
+from dapo_core.merge.sources import CheckpointChoice, Source, open_source
 from dapo_core.merge.verification import (
     MERGE_MANIFEST,
-    Verifier,
     compare_logits,
     computed_names,
     empty_model,
+    manifest_of,
     require_architecture,
     require_equal,
+    require_same,
     tied_names,
     write_manifest,
 )
-from dapo_core.merge.writer import OutputFile, OutputTensor, output_tensors, plan_files, write_files, write_index
+from dapo_core.merge.writer import (
+    FileDigests,
+    OutputFile,
+    OutputTensor,
+    output_tensors,
+    plan_files,
+    write_file,
+    write_index,
+)
 
 if TYPE_CHECKING:
     import torch
 
+_FILES_AT_ONCE = 2
 OnFile = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -39,11 +50,12 @@ def merge_checkpoint(
     max_shard_bytes: int = 5 * 1000**3,
     on_file: OnFile | None = None,
     verify_logits: bool = False,
+    checkpoint: CheckpointChoice = "latest",
 ) -> dict[str, int]:
     """Write the sources' model to `target` as a folder that transformers and vLLM load, and prove it.
 
-    `sources` are a checkpoint or training output of ours, of which the newest checkpoint is taken, or an FSDP
-    checkpoint of verl; several folders are the shards of several nodes. `dtype` "keep" leaves each tensor as it
+    `sources` are a checkpoint or training output of ours, of which `checkpoint` is taken, or an FSDP checkpoint
+    of verl; several folders are the shards of several nodes. `dtype` "keep" leaves each tensor as it
     was trained. Tied weights are stored once. Every file is read back and compared; merge_manifest.json keeps the
     digests. `verify_logits` also runs both models. Returns {"tensors", "parameters", "bytes", "shards"}.
 
@@ -52,7 +64,7 @@ def merge_checkpoint(
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not empty; merge into a new folder")
-    source = open_source(sources)
+    source = open_source(sources, checkpoint)
     files = _plan(source, dtype, max_shard_bytes)
     outputs = [tensor for file in files for tensor in file.tensors]
     total = sum(file.num_bytes for file in files)
@@ -85,19 +97,26 @@ def _plan(source: Source, dtype: str, max_shard_bytes: int) -> list[OutputFile]:
 def _write(
     folder: Path, files: Sequence[OutputFile], source: Source, on_file: OnFile | None
 ) -> Mapping[str, object]:
+    """Write each file, sync it and compare it with the source; while one is synced, another is written."""
     total = sum(file.num_bytes for file in files)
     done = 0
-    with Verifier(folder) as verifier:
 
-        def finished(file: OutputFile, digests: dict[str, str]) -> None:
-            nonlocal done
-            verifier.submit(file, digests)
-            done += file.num_bytes
-            if on_file is not None:
-                on_file(done, total)
+    def write(file: OutputFile) -> FileDigests:
+        digests = write_file(folder / file.name, file, source)
+        require_same(folder / file.name, file, source)
+        return digests
 
-        write_files(folder, files, source, finished)
-        return verifier.manifest()
+    with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="merge-file") as pool:
+        running = {pool.submit(write, file): file for file in files}
+        try:
+            for finished in as_completed(running):
+                finished.result()
+                done += running[finished].num_bytes
+                if on_file is not None:
+                    on_file(done, total)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return manifest_of(folder, [(file, future.result()) for future, file in running.items()])
 
 
 @contextmanager

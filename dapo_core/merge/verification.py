@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.writer import OutputFile, OutputTensor
+from dapo_core.merge.sources import values_in_order
+from dapo_core.merge.uncached import opened, read_buffers
+from dapo_core.merge.writer import FileDigests, OutputFile, OutputTensor, contents
 from dapo_core.model_folder import MERGE_MANIFEST
 from dapo_core.parameter_names import file_pieces
 
@@ -23,7 +28,6 @@ if TYPE_CHECKING:
     from dapo_core.merge.sources import Source
 
 _COMPUTED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints hold what the configuration gives
-_BUFFER_BYTES = 1024**2
 _LOGIT_ROWS, _LOGIT_TOKENS = 2, 32
 
 
@@ -83,8 +87,14 @@ def require_equal(source: Source, name: str, other: str) -> None:
     """Raise CheckpointError when tied tensors differ, of which one would be lost."""
     import torch
 
+    def values(stored_name: str) -> Iterator[torch.Tensor]:
+        for block in source.blocks(stored_name):
+            yield from (
+                part.view(torch.uint8).clone() for part in values_in_order(block, source.tensors[name].dtype)
+            )
+
     if source.tensors[name] == source.tensors[other] and all(
-        torch.equal(mine, theirs) for mine, theirs in zip(source.blocks(name), source.blocks(other), strict=True)
+        torch.equal(mine, theirs) for mine, theirs in zip(values(name), values(other), strict=True)
     ):
         return
     raise CheckpointError(
@@ -93,41 +103,56 @@ def require_equal(source: Source, name: str, other: str) -> None:
     )
 
 
-class Verifier:
-    """Reads files back in two threads while others are still written."""
+def require_same(path: Path, file: OutputFile, source: Source) -> None:
+    """Read a written file from the disk and compare it, byte by byte, with the plan and the source's files.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="merge-verifier")
-        self._running: list[tuple[OutputFile, dict[str, str], Future[str], Future[None]]] = []
+    Raises CheckpointError where they differ.
+    """
+    from safetensors import SafetensorError, safe_open
 
-    def __enter__(self) -> Verifier:
-        return self
+    try:
+        with safe_open(path, framework="numpy") as opened_file:
+            names = set(opened_file.keys())
+    except SafetensorError as error:
+        raise CheckpointError(f"{path.name} cannot be opened: {error}; is the disk sound?") from error
+    if names != {tensor.name for tensor in file.tensors}:
+        raise CheckpointError(f"{path.name} has other tensors than were written to it; is the disk sound?")
+    memcmp = ctypes.CDLL(None).memcmp  # takes any address, and other threads go on meanwhile
+    with opened(path, os.O_RDONLY) as descriptor, closing(read_buffers(descriptor)) as read:
+        present = np.empty(0, np.uint8)
+        for name, values in contents(file, source):
+            taken = 0
+            while taken < len(values):
+                present = present if len(present) else next(read, present)
+                count = min(len(present), len(values) - taken)
+                addresses = (ctypes.c_void_p(part.ctypes.data) for part in (present, values[taken:]))
+                if not count or memcmp(*addresses, ctypes.c_size_t(count)):
+                    raise CheckpointError(
+                        f"{path.name}: {name or 'the header'} read back differs from the checkpoint; "
+                        "is the disk sound?"
+                    )
+                present, taken = present[count:], taken + count
+        if len(present) or any(len(more) for more in read):
+            raise CheckpointError(f"{path.name} is longer than what was written to it; is the disk sound?")
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
 
-    def submit(self, file: OutputFile, digests: dict[str, str]) -> None:
-        """Have a finished file compared with the digests of what was read for it."""
-        path = self._folder / file.name
-        compared = self._pool.submit(_require_same, path, file, digests)
-        self._running.append((file, digests, self._pool.submit(_file_digest, path), compared))
-
-    def manifest(self) -> dict[str, Any]:
-        """sha256 of all submitted files and tensors; raises CheckpointError where the disk gave other values."""
-        files, tensors = {}, {}
-        for file, digests, file_digest, compared in self._running:
-            compared.result()
-            path = self._folder / file.name
-            files[file.name] = {"bytes": path.stat().st_size, "sha256": file_digest.result()}
-            for tensor in file.tensors:
-                tensors[tensor.name] = {
-                    "file": file.name,
-                    "shape": list(tensor.shape),
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "sha256": digests[tensor.name],
-                }
-        return {"files": files, "tensors": tensors}
+def manifest_of(folder: Path, written: Sequence[tuple[OutputFile, FileDigests]]) -> dict[str, Any]:
+    """sha256 of all written files and of their tensors."""
+    files = {
+        file.name: {"bytes": (folder / file.name).stat().st_size, "sha256": digests.file}
+        for file, digests in written
+    }
+    tensors = {
+        tensor.name: {
+            "file": file.name,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "sha256": digests.tensors[tensor.name],
+        }
+        for file, digests in written
+        for tensor in file.tensors
+    }
+    return {"files": files, "tensors": tensors}
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
@@ -197,41 +222,19 @@ def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -
         if name in tied:
             continue
         for piece in file_pieces(name, tensor.shape, source.tensors):
-            target, row = piece.view(tensor), 0
+            target, first = piece.view(tensor).view(-1), 0
             for block in source.blocks(piece.file_name):
-                rows = target[row : row + block.shape[0]] if block.ndim else target
-                rows.copy_(block.to(dtypes[piece.file_name]))
-                row += block.shape[0] if block.ndim else 1
+                for values in values_in_order(block, dtypes[piece.file_name]):
+                    target[first : first + values.numel()] = values.clone()
+                    first += values.numel()
     return model
-
-
-def _require_same(path: Path, file: OutputFile, digests: Mapping[str, str]) -> None:
-    """Read a file back and compare its tensors with the plan and with the digests of what was written."""
-    import torch
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as opened:
-        names = set(opened.keys())
-        if names != {tensor.name for tensor in file.tensors}:
-            raise CheckpointError(f"{path} has other tensors than were written to it; is the disk sound?")
-        for planned in file.tensors:
-            tensor = opened.get_tensor(planned.name)
-            digest = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-            is_same = tuple(tensor.shape) == planned.shape and tensor.dtype == planned.dtype
-            if not is_same or digest != digests[planned.name]:
-                raise CheckpointError(
-                    f"{path.name}: {planned.name} read back differs from the checkpoint; is the disk sound?"
-                )
 
 
 def _file_digest(path: Path) -> str:
     """sha256 of a file, after it is on the disk."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_BUFFER_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         os.fsync(file.fileno())
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _some(names: Sequence[str]) -> str:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from dapo_core.errors import CheckpointError
+from dapo_core.merge.sources import values_in_order
+from dapo_core.merge.uncached import BUFFER_BYTES, Bytes, new_buffers, opened, write_buffer
 from dapo_core.model_folder import INDEX_FILE
 from dapo_core.parameter_names import FilePiece
 
@@ -21,8 +26,9 @@ if TYPE_CHECKING:
 
     from dapo_core.merge.sources import Source
 
-T = TypeVar("T")
-CHUNK_BYTES = 8 * 1024**2  # of a tensor at once; hashed and written while it is in the processor's cache
+Chunk = TypeVar("Chunk")
+
+_MAX_WAITING = 3  # chunks
 _DTYPES = {  # as safetensors calls them
     "float64": "F64",
     "float32": "F32",
@@ -93,6 +99,14 @@ class OutputFile:
         return len(text).to_bytes(8, "little") + text
 
 
+@dataclass(frozen=True)
+class FileDigests:
+    """sha256 of what was written, and of each tensor by its name."""
+
+    file: str
+    tensors: dict[str, str]
+
+
 def shard_name(number: int, num_shards: int) -> str:
     """The file name that transformers and vLLM expect of output shard `number`, counted from 1."""
     return "model.safetensors" if num_shards == 1 else f"model-{number:05d}-of-{num_shards:05d}.safetensors"
@@ -114,31 +128,34 @@ def plan_files(tensors: Iterable[OutputTensor], max_shard_bytes: int) -> list[Ou
     return [OutputFile(shard_name(number, len(groups)), group) for number, group in enumerate(groups, start=1)]
 
 
-def write_files(
-    folder: Path,
-    files: Sequence[OutputFile],
-    source: Source,
-    on_file: Callable[[OutputFile, dict[str, str]], None],
-) -> None:
-    """Write the planned files; a second thread reads, converts and hashes ahead of the writing.
+def write_file(path: Path, file: OutputFile, source: Source) -> FileDigests:
+    """Write a planned file and return what went into it, when all of it is on the disk.
 
-    `on_file` is called with each file when it is on its path and the sha256 of each of its tensors.
+    Reading and converting, hashing for the tensor, hashing for the file, and writing each have a thread.
     """
-    digests = {tensor.name: hashlib.sha256() for file in files for tensor in file.tensors}
+    of_file, of_tensors = hashlib.sha256(), {tensor.name: hashlib.sha256() for tensor in file.tensors}
+    num_bytes = 0
 
-    def hashed() -> Generator[memoryview, None, None]:
-        for tensor, values in _chunks([tensor for file in files for tensor in file.tensors], source):
-            digests[tensor.name].update(values)
-            yield values
+    def hash_file(filled: _Filled) -> None:
+        of_file.update(filled.buffer[: filled.num_bytes].data)
 
-    with closing(_read_ahead(hashed())) as chunks:
-        for file in files:
-            with (folder / file.name).open("wb") as stream:
-                stream.write(file.header())
-                missing = file.num_bytes
-                while missing:
-                    missing -= stream.write(next(chunks))
-            on_file(file, {tensor.name: digests[tensor.name].hexdigest() for tensor in file.tensors})
+    def hash_tensors(filled: _Filled) -> None:
+        for name, part in filled.parts:
+            of_tensors[name].update(filled.buffer[part].data)
+
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+
+        def write(filled: _Filled) -> None:
+            write_buffer(descriptor, filled.buffer, filled.num_bytes, filled.offset)
+
+        with _Workers(3) as workers:
+            for filled in _filled(contents(file, source)):
+                workers.put(filled, hash_file, write, hash_tensors)
+                num_bytes = filled.offset + filled.num_bytes
+            workers.finish()
+        os.ftruncate(descriptor, num_bytes)
+        os.fsync(descriptor)
+    return FileDigests(of_file.hexdigest(), {name: digest.hexdigest() for name, digest in of_tensors.items()})
 
 
 def write_index(folder: Path, files: Sequence[OutputFile]) -> None:
@@ -149,8 +166,47 @@ def write_index(folder: Path, files: Sequence[OutputFile]) -> None:
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def _chunks(tensors: Sequence[OutputTensor], source: Source) -> Iterator[tuple[OutputTensor, memoryview]]:
-    """The values of all tensors in order; what a stored tensor becomes follows the order of its rows."""
+def contents(file: OutputFile, source: Source) -> Iterator[tuple[str | None, Bytes]]:
+    """The file from its first byte to its last: header, without a name, and then the tensors by theirs."""
+    yield None, np.frombuffer(file.header(), np.uint8)
+    for tensor, values in _chunks(file.tensors, source):
+        yield tensor.name, values.numpy()
+
+
+@dataclass
+class _Filled:
+    """A part of a file, as long as a buffer unless it is the last."""
+
+    buffer: Bytes
+    offset: int  # in the file
+    num_bytes: int = 0
+    parts: list[tuple[str, slice]] = field(default_factory=list)  # of the buffer, and whose they are
+
+
+def _filled(content: Iterable[tuple[str | None, Bytes]]) -> Iterator[_Filled]:
+    """The content in buffers; each is used again when _MAX_WAITING others have been filled."""
+    buffers = new_buffers(_MAX_WAITING + 1)
+    filled = _Filled(buffers[0], 0)
+    for name, values in content:
+        taken = 0
+        while taken < len(values):
+            start = filled.num_bytes
+            stop = min(start + len(values) - taken, BUFFER_BYTES)
+            np.copyto(filled.buffer[start:stop], values[taken : taken + stop - start])
+            taken += stop - start
+            filled.num_bytes = stop
+            if name is not None:
+                filled.parts.append((name, slice(start, stop)))
+            if stop == BUFFER_BYTES:
+                yield filled
+                offset = filled.offset + stop
+                filled = _Filled(buffers[offset // BUFFER_BYTES % len(buffers)], offset)
+    if filled.num_bytes:
+        yield filled
+
+
+def _chunks(tensors: Sequence[OutputTensor], source: Source) -> Iterator[tuple[OutputTensor, torch.Tensor]]:
+    """The bytes of the tensors, in order; what one stored tensor becomes follows the order of its rows."""
     import torch
 
     parts: dict[str, list[OutputTensor]] = {}
@@ -160,9 +216,8 @@ def _chunks(tensors: Sequence[OutputTensor], source: Source) -> Iterator[tuple[O
         first_row = 0
         for block in source.blocks(stored_name):
             for output, rows in _in_block(outputs, block, first_row):
-                for values in _split(rows):
-                    converted = values.to(output.dtype).contiguous()
-                    yield output, converted.reshape(-1).view(torch.uint8).numpy().data
+                for values in values_in_order(rows, output.dtype):
+                    yield output, values.view(torch.uint8)
             first_row += block.shape[0] if block.ndim else 1
 
 
@@ -174,21 +229,35 @@ def _in_block(
             yield output, output.piece.view(block, first_row)
 
 
-def _split(rows: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Parts of about CHUNK_BYTES, and no empty one."""
-    if not rows.ndim:
-        yield rows
-    elif rows.numel():
-        yield from rows.split(max(CHUNK_BYTES // (rows.nbytes // rows.shape[0]), 1))
+class _Workers:
+    """Threads, each of which takes every chunk in order; the slowest is at most _MAX_WAITING chunks behind."""
 
+    def __init__(self, count: int) -> None:
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="merge") for _ in range(count)]
+        self._waiting: deque[list[Future[object]]] = deque()
 
-def _read_ahead(items: Iterator[T]) -> Generator[T, None, None]:
-    """The items, of which a thread makes the next one while the caller works on the present one."""
-    with ThreadPoolExecutor(1, thread_name_prefix="merge-reader") as reader:
-        coming = reader.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = reader.submit(next, items, None)
-            yield item
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for thread in self._threads:
+            thread.shutdown(cancel_futures=True)
+
+    def put(self, chunk: Chunk, *actions: Callable[[Chunk], object]) -> None:
+        """Have each thread do its action; raises what an earlier one has raised."""
+        while len(self._waiting) >= _MAX_WAITING:
+            self._wait()
+        pairs = zip(self._threads, actions, strict=False)
+        self._waiting.append([thread.submit(action, chunk) for thread, action in pairs])
+
+    def finish(self) -> None:
+        """Wait for all of it."""
+        while self._waiting:
+            self._wait()
+
+    def _wait(self) -> None:
+        for action in self._waiting.popleft():
+            action.result()
 
 
 def output_tensors(source: Source, dtype: str, leave_out: set[str]) -> list[OutputTensor]:

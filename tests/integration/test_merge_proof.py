@@ -10,18 +10,21 @@ import resource
 import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Qwen3Config
 
 from dapo_core.errors import CheckpointError
 from dapo_core.merge import MERGE_MANIFEST, merge_checkpoint
+from dapo_core.merge.dcp import DcpSource
 from dapo_core.merge.sources import open_source
 from dapo_core.merge.verification import compare_logits, empty_model
 from dapo_core.merge.writer import output_tensors
@@ -53,8 +56,6 @@ def _in_child(function: Callable[..., None], *arguments: Any) -> tuple[int | Non
 
 def _save(rank: int, folder: Path, num_layers: int) -> None:
     """A random model, of 15 MiB for each layer, as a checkpoint of verl and as one of ours."""
-    import torch.distributed.checkpoint as dcp
-
     config = Qwen3Config(
         vocab_size=320,
         hidden_size=512,
@@ -76,9 +77,10 @@ def _save(rank: int, folder: Path, num_layers: int) -> None:
     names = {name: parameter.shape for name, parameter in empty_model(verl / "huggingface").named_parameters()}
     state = {name: distribute_tensor(torch.randn(shape), mesh, [Shard(0)]) for name, shape in names.items()}
     torch.save(state, verl / f"model_world_size_2_rank_{rank}.pt")
-    dcp.save({"model": state}, checkpoint_id=ours)
+    rng = {f"rank_{rank}": torch.arange(7, dtype=torch.uint8)}  # of a trainer; a merge leaves it out
+    dcp.save({"model": state, "rng": rng}, checkpoint_id=ours)
     (ours / "tensor_names.json").write_text(json.dumps(list(names)))
-    (ours / "trainer_state.json").write_text("{}")
+    (ours / "trainer_state.json").write_text(json.dumps({"step": 1, "metrics": {}}))
 
 
 def _anonymous_bytes() -> int:
@@ -180,6 +182,9 @@ def test_the_manifest_has_the_digest_of_every_file_and_tensor(small: tuple[Path,
     chat = tmp_path / "step" / "actor" / "huggingface" / "additional_chat_templates" / "tool.jinja"
     chat.parent.mkdir()
     chat.write_text("{{ messages }}")
+    processor = ("preprocessor_config.json", "processor_config.json")  # of a model that sees images
+    for name in processor:
+        (chat.parents[1] / name).write_text(f'{{"of": "{name}"}}')
     save_file({"stale": torch.zeros(2)}, chat.parents[1] / "model.safetensors")  # weights that verl may put there
     target = tmp_path / "merged"
     merge_checkpoint([tmp_path / "step"], target, max_shard_bytes=60_000)
@@ -190,6 +195,8 @@ def test_the_manifest_has_the_digest_of_every_file_and_tensor(small: tuple[Path,
     for name, entry in manifest["files"].items():
         content = on_disk[name].read_bytes()
         assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    for name in processor:
+        assert on_disk[name].read_text() == f'{{"of": "{name}"}}'
     tensors = {
         name: (path.name, value)
         for path in target.glob("*.safetensors")
@@ -221,3 +228,97 @@ def test_logits_of_other_weights_are_told_apart(small: tuple[Path, Path], tmp_pa
         CheckpointError, match=r"logits differ by up to \d\S+ from those of \S+/actor on 64 tokens"
     ):
         compare_logits(target, source, outputs)
+
+
+def _validated(output: Path, accuracies: dict[int, float | None], like: Path) -> None:
+    for step, accuracy in accuracies.items():
+        place = output / "checkpoints" / f"step_{step:06d}"
+        shutil.copytree(like, place, copy_function=os.link)
+        (place / "trainer_state.json").unlink()
+        metrics = {} if accuracy is None else {"validation/accuracy": accuracy}
+        (place / "trainer_state.json").write_text(json.dumps({"step": step, "metrics": metrics}))
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "best"),
+    [
+        ({2: 0.25, 4: 0.5, 6: 0.5, 8: None}, 4),  # of two equal ones the earlier
+        ({2: 0.25, 4: None, 6: 0.75}, 6),
+    ],
+)
+def test_the_best_checkpoint_of_a_training_is_merged(
+    large: Path, tmp_path: Path, accuracies: dict[int, float | None], best: int
+) -> None:
+    _validated(tmp_path, accuracies, large / "1" / "ours" / "step_000001")
+    merge_checkpoint([tmp_path], tmp_path / "best", checkpoint="best")
+    merge_checkpoint([tmp_path], tmp_path / "latest")
+    manifests = {name: json.loads((tmp_path / name / MERGE_MANIFEST).read_text()) for name in ("best", "latest")}
+    last = max(accuracies)
+    assert {name: manifest["source"] for name, manifest in manifests.items()} == {
+        name: {
+            "format": "dapo",
+            "name": f"step_{step:06d}",
+            "shards": 2,
+            "step": step,
+            "validation_accuracy": accuracies[step],
+        }
+        for name, step in (("best", best), ("latest", last))
+    }
+    assert not any(name.startswith("rng") or name.startswith("rank") for name in manifests["best"]["tensors"])
+
+
+def test_no_best_checkpoint_is_said_before_anything_is_written(
+    large: Path, small: tuple[Path, Path], tmp_path: Path
+) -> None:
+    one = large / "1" / "ours" / "step_000001"
+    _validated(tmp_path / "output", {2: None}, one)
+    for source, message in (
+        (
+            tmp_path / "output",
+            r"no checkpoint of \S+/output was validated, .* set validation\.every and checkpoint\.k",
+        ),
+        (one, r"step_000001 is one checkpoint, so there is no best one to choose"),
+        (small[1], r"global_step_3 is one checkpoint of verl, so there is no best one"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            merge_checkpoint([source], tmp_path / "merged", checkpoint="best")
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+def _save_alone(folder: Path, model_files: Path, weights: dict[str, torch.Tensor]) -> Path:
+    """A checkpoint of ours by one rank, whose tensors keep the strides that they have."""
+    checkpoint = folder / "step_000001"
+    shutil.copytree(model_files, checkpoint / "huggingface")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+        dcp.save({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
+    (checkpoint / "tensor_names.json").write_text(json.dumps(list(weights)))
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"step": 1, "metrics": {}}))
+    return checkpoint
+
+
+def test_values_that_cannot_be_mapped_are_copied(small: tuple[Path, Path], tmp_path: Path) -> None:
+    weights = load_file(small[0] / "model.safetensors")
+    turned = {
+        name: weight.t().contiguous().t() if weight.ndim == 2 else weight for name, weight in weights.items()
+    }
+    checkpoint = _save_alone(tmp_path, small[1] / "actor" / "huggingface", turned)
+    stored = {name: next(iter(DcpSource(checkpoint).blocks(name))) for name in weights}
+    assert {name for name, block in stored.items() if not block.is_contiguous()} == {
+        name for name, weight in weights.items() if weight.ndim == 2
+    }  # nothing has made them contiguous on their way into the shard
+    merge_checkpoint([checkpoint], tmp_path / "merged", verify_logits=True)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == weights.keys()
+    assert all(torch.equal(merged[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"metrics": {}}', '{"step": 1}', '{"step": 1, "metrics": null}'])
+def test_a_state_without_step_or_metrics_is_refused(large: Path, tmp_path: Path, content: str) -> None:
+    checkpoint = tmp_path / "step_000001"
+    shutil.copytree(large / "1" / "ours" / "step_000001", checkpoint, copy_function=os.link)
+    (checkpoint / "trainer_state.json").unlink()
+    (checkpoint / "trainer_state.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"step_000001/trainer_state\.json cannot be read"):
+        merge_checkpoint([checkpoint], tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]

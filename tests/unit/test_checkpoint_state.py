@@ -16,6 +16,7 @@ from dapo_core.checkpoint import (
     copy_model_files,
     latest_checkpoint,
     read_state,
+    read_step,
     read_step_metrics,
     state_files,
 )
@@ -58,6 +59,7 @@ def test_numbers_that_are_not_finite_come_back(tmp_path: Path) -> None:
 def test_metrics_are_read_without_the_groups(tmp_path: Path) -> None:
     checkpoint = _write_state(tmp_path, 20, accuracy=0.5)
     (checkpoint / GROUPS_FILE).unlink()
+    assert read_step(checkpoint) == 20
     assert read_step_metrics(checkpoint) == {"critic/score/mean": -1 / 3, "validation/accuracy": 0.5}
 
 

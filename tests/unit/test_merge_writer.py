@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import StoredTensor
-from dapo_core.merge.verification import Verifier
+from dapo_core.merge import uncached, writer
+from dapo_core.merge.sources import CHUNK_BYTES, StoredTensor, values_in_order
+from dapo_core.merge.verification import require_same
 from dapo_core.merge.writer import (
-    CHUNK_BYTES,
     OutputFile,
     OutputTensor,
-    _read_ahead,
+    _Workers,
     output_tensors,
     plan_files,
-    write_files,
+    write_file,
 )
 from dapo_core.parameter_names import FilePiece, expert_pieces
 
@@ -75,12 +78,47 @@ def expected_tensors(source: InMemory) -> dict[str, torch.Tensor]:
     return whole
 
 
+def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have os.open answer as a file system that cannot go past the cache."""
+    real_open = os.open
+
+    def answer(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct access here")
+        return real_open(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", answer)
+
+
+def _misplace_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have buffers begin at an odd byte, which no disk takes directly."""
+
+    def misplaced(count: int) -> list[uncached.Bytes]:
+        return [np.zeros(uncached.BUFFER_BYTES + 4097, np.uint8)[1:-4096] for _ in range(count)]
+
+    monkeypatch.setattr(uncached, "new_buffers", misplaced)
+    monkeypatch.setattr(writer, "new_buffers", misplaced)
+
+
+@pytest.mark.parametrize(
+    "hinder", [lambda _: None, _refuse_direct, _misplace_buffers], ids=["direct", "refused", "misplaced"]
+)
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 100])
-def test_safetensors_reads_what_was_written(tmp_path: Path, max_shard_bytes: int) -> None:
+def test_safetensors_reads_what_was_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_shard_bytes: int,
+    hinder: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    hinder(monkeypatch)
     source = mixed()
     files = plan_files(output_tensors(source, "keep", set()), max_shard_bytes)
     digests: dict[str, str] = {}
-    write_files(tmp_path, files, source, lambda file, of_file: digests.update(of_file))
+    for file in files:
+        written = write_file(tmp_path / file.name, file, source)
+        digests |= written.tensors
+        assert written.file == hashlib.sha256((tmp_path / file.name).read_bytes()).hexdigest()
+        require_same(tmp_path / file.name, file, source)
     read = {name: value for file in files for name, value in load_file(tmp_path / file.name).items()}
     expected = expected_tensors(source)
     assert read.keys() == expected.keys() == digests.keys()
@@ -94,7 +132,8 @@ def test_safetensors_reads_what_was_written(tmp_path: Path, max_shard_bytes: int
 def test_a_dtype_applies_to_floating_point_only(tmp_path: Path) -> None:
     source = mixed()
     files = plan_files(output_tensors(source, "float16", {"long"}), 10**9)
-    write_files(tmp_path, files, source, lambda file, digests: None)
+    write_file(tmp_path / files[0].name, files[0], source)
+    require_same(tmp_path / files[0].name, files[0], source)
     for name, value in load_file(tmp_path / "model.safetensors").items():
         whole = expected_tensors(source)[name]
         assert torch.equal(value, whole.half() if whole.dtype.is_floating_point else whole), name
@@ -129,32 +168,68 @@ def test_what_safetensors_cannot_hold_is_refused() -> None:
 
 
 def test_the_next_is_read_while_the_present_one_is_written() -> None:
-    begun = [threading.Event() for _ in range(3)]
+    may_write, written = threading.Event(), []
 
-    def items() -> Iterator[int]:
-        for index, event in enumerate(begun):
-            event.set()
-            yield index
+    def write(chunk: memoryview) -> None:
+        assert may_write.wait(60)
+        written.append(bytes(chunk))
 
-    for index in _read_ahead(items()):
-        assert all(event.wait(60) for event in begun[: index + 2])  # else it would be read after this returns
-        assert not any(event.is_set() for event in begun[index + 2 :])  # and no more than one is held
+    with _Workers(2) as workers:
+        read: list[bytes] = []
+        for chunk in (b"a", b"b", b"c"):  # as many as may wait; one more would wait for the first
+            workers.put(memoryview(chunk), write, read.append)
+        assert written == []
+        may_write.set()
+        workers.put(memoryview(b"d"), write, read.append)
+        assert written
+        workers.finish()
+    assert written == [b"a", b"b", b"c", b"d"]
+    assert [bytes(chunk) for chunk in read] == written
 
 
-def test_a_file_that_changed_on_the_disk_is_found(tmp_path: Path) -> None:
+def test_what_a_worker_raises_reaches_the_caller() -> None:
+    def fail(chunk: memoryview) -> None:
+        raise OSError("no room")
+
+    with _Workers(1) as workers:
+        workers.put(memoryview(b"a"), fail)
+        with pytest.raises(OSError, match="no room"):
+            workers.finish()
+
+
+def _flip_last(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_flip_last, r"model\.safetensors: \S+ read back differs from the checkpoint"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"model\.safetensors cannot be opened: .*"),
+        (lambda path: path.write_bytes(b""), r"model\.safetensors cannot be opened: .*"),
+        (
+            lambda path: path.write_bytes(path.read_bytes().replace(b"F64", b"I64")),
+            r": the header read back differs",
+        ),
+        (lambda path: save_file({"x": torch.zeros(1)}, path), r"model\.safetensors has other tensors than were"),
+    ],
+)
+def test_a_file_that_changed_on_the_disk_is_found(
+    tmp_path: Path, spoil: Callable[[Path], None], message: str
+) -> None:
     source = mixed()
-    files = plan_files(output_tensors(source, "keep", {"long"}), 10**9)
-    with Verifier(tmp_path) as verifier:
+    file = plan_files(output_tensors(source, "keep", {"long"}), 10**9)[0]
+    write_file(tmp_path / file.name, file, source)
+    spoil(tmp_path / file.name)
+    with pytest.raises(CheckpointError, match=message):
+        require_same(tmp_path / file.name, file, source)
 
-        def spoil(file: OutputFile, digests: dict[str, str]) -> None:
-            content = bytearray((tmp_path / file.name).read_bytes())
-            content[-1] ^= 1
-            (tmp_path / file.name).write_bytes(content)
-            verifier.submit(file, digests)
 
-        write_files(tmp_path, files, source, spoil)
-        last = files[0].tensors[-1].name
-        with pytest.raises(
-            CheckpointError, match=rf"model\.safetensors: {last} read back differs from the checkp"
-        ):
-            verifier.manifest()
+def test_values_at_any_byte_are_converted(tmp_path: Path) -> None:
+    whole = torch.randn(5, 3)
+    unaligned = torch.frombuffer(bytearray(b"." + whole.numpy().tobytes()), dtype=torch.float32, offset=1)
+    assert unaligned.data_ptr() % 4
+    parts = list(values_in_order(unaligned.reshape(5, 3), torch.bfloat16))
+    assert torch.equal(torch.cat(parts), whole.reshape(-1).bfloat16())
