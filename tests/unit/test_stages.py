@@ -205,7 +205,9 @@ def test_a_changed_training_row_trains_again_but_is_not_evaluated_again(tmp_path
     math500_file(held_out, (2, 4, 7))
     third = prepared(config)
     assert evaluate_model_inputs(config, second, model) != evaluate_model_inputs(config, third, model)
-    assert train_policy_inputs(config, second, model) == train_policy_inputs(config, third, model)
+    assert train_policy_inputs(config, second, model) != train_policy_inputs(config, third, model)  # it validates
+    silent = config.model_copy(update={"validation": config.validation.model_copy(update={"every": 0})})
+    assert train_policy_inputs(silent, second, model) == train_policy_inputs(silent, third, model)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
