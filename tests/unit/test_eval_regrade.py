@@ -88,7 +88,7 @@ def test_a_lock_whose_owner_removed_it_is_none(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_is_no_results_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ResultsError, match="has no readable settings.json: it is not a results directory"):
+    with pytest.raises(ResultsError, match=r"has no readable settings\.json: it is not a results directory"):
         regrade(tmp_path)
     with pytest.raises(ResultsError, match="text is not a folder: it is not a results directory"):
         regrade(make_text(tmp_path / "text"))
