@@ -178,9 +178,8 @@ def _is_bare_answer(text: str) -> bool:
 def _unwrap(line: str) -> str | None:
     """An answer without Markdown emphasis, surrounding dollar signs or a closing full stop."""
     bare = line.strip().strip("*`").strip().rstrip(".").strip().strip("*`").strip()
-    bare = (
-        re.sub(r"^\}\s*|\s*(?:\\\]|\$\$)$", "", bare) if bare.count("{") < bare.count("}") else bare
-    )  # of a \text{
+    if bare.count("{") < bare.count("}"):  # of a \text{
+        bare = re.sub(r"(?:\\\]|\$\$)$", "", bare.removeprefix("}")).strip()
     if len(bare) > 1 and bare.startswith("$") and bare.endswith("$") and bare.count("$") in (2, 4):
         bare = bare.strip("$").strip()
     return bare or None
