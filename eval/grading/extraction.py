@@ -32,7 +32,7 @@ _CUE = re.compile(
     r"""(?ix)(?: (?P<tag><answer>) | ^\W{0,8}\#{1,4}\W{0,4}(?:final\ )?answer\b\W{0,4}$ | ^\#{4}\s
     | \b(?:final\s+)?answer(?:\s+to\s+(?:the|this)\s+(?:problem|question))?
       (?: \W{0,4}?\s*[:：]\s*(?:is\b)?[\s*]{0,4}
-      | \s+is\b\s*[:：]?\s*(?:(?:simply|therefore|thus)\s+)?(?:\*\*)?(?=\S) )
+      | \s+is\b(?:\s*[:：])?\s*(?:(?:simply|therefore|thus)\s+)?(?:\*\*)?(?=\S) )
     | (?:最终)?答案(?:\s*[是为:：]+\s*|\W{0,4}[:：]\s*) | 故选\s*[:：]? | (?:因此|所以|故)答?选\s*[:：]? )""",
     re.MULTILINE,
 )
