@@ -14,7 +14,7 @@ from eval.compare import SIGNIFICANCE, shared_settings
 from eval.errors import ResultsError
 from eval.pages import render
 from eval.report import REPORT_JSON
-from eval.results import RESULTS_FILE, SETTINGS_FILE, differences, write_atomically
+from eval.results import RESULTS_FILE, SETTINGS_FILE, differences, make_folder, write_atomically
 from eval.samples import accuracy_interval, is_answered, load_evaluation, num_right
 from eval.statistics import adjusted_interval, bootstrap_mean, holm, mcnemar, sign_flip_test
 
@@ -106,8 +106,7 @@ def write_history(paths: Sequence[str | Path], output_dir: str | Path) -> str:
         )
         for series in history
     ]
-    output_dir = Path(output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    output_dir = make_folder(output_dir)
     write_atomically(output_dir / HISTORY_PAGE, render("history.html.j2", history=history, drawings=drawings))
     return render("history.md.j2", history=history)
 

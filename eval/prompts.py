@@ -100,13 +100,23 @@ def find_template(name: str, default: str) -> Template:
         close = difflib.get_close_matches(name, (DEFAULT, *TEMPLATES), n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {DEFAULT}, {', '.join(TEMPLATES)}"
         raise BenchmarkError(f"evaluate.prompt={name} is neither a prompt template nor a file with one; {hint}")
-    text = path.read_text(encoding="utf-8").removesuffix("\n")
+    text = read_utf8(path).removesuffix("\n")
     if text.count(PLACE) != 1:
         raise BenchmarkError(
             f"{path} says {PLACE} {text.count(PLACE)} times; a prompt template (evaluate.prompt) says it exactly "
             f"once, where the problem goes"
         )
     return Template(path.name, text)
+
+
+def read_utf8(path: Path) -> str:
+    """What a file says. Raises BenchmarkError when it is no text in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BenchmarkError(
+            f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8 text"
+        ) from None
 
 
 def make_prompt(template: Template, api: Api, problem: str, messages: Sequence[Message] | None) -> Prompt:

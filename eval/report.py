@@ -11,7 +11,7 @@ from typing import Any
 
 from eval.compare import SIGNIFICANCE, Comparison, compare
 from eval.pages import field_of, inline_script, render
-from eval.results import write_atomically
+from eval.results import make_folder, write_atomically
 from eval.training import Steps, read_training_metrics, training_totals
 from eval.wording import notes, verdict
 
@@ -35,8 +35,7 @@ def write_report(
     comparison = compare(before_dir, after_dir)
     steps = read_training_metrics(train_metrics) if train_metrics is not None else []
     report = make_report(comparison, steps, stages, artifacts, title)
-    output_dir = Path(output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    output_dir = make_folder(output_dir)
     files = {
         REPORT_JSON: json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         REPORT_MARKDOWN: render_markdown(report),

@@ -15,7 +15,7 @@ from typing import Any
 
 from eval.benchmark import Item
 from eval.client import Endpoint, Sampling
-from eval.errors import ResultsError
+from eval.errors import EvaluationError, ResultsError
 from eval.grading import GRADER, VERDICTS, Verdict
 from eval.prompts import Prompt, Template
 
@@ -116,18 +116,31 @@ def read_settings(directory: Path) -> dict[str, Any] | None:
     """The settings that a results directory was made with; None when it holds none that can be read."""
     try:
         settings = json.loads((directory / SETTINGS_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return settings if isinstance(settings, dict) else None
+
+
+def make_folder(path: str | Path) -> Path:
+    """The folder, made where there is none. Raises ResultsError when a file stands in its way."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ResultsError(
+            f"{path} cannot be a folder: a file has that name; name another with --output"
+        ) from None
+    return path
 
 
 def load_results(directory: str | Path) -> tuple[dict[str, Any], dict[RowKey, Row]]:
     """(settings, rows) of a finished evaluation. Raises ResultsError when it is not one, or not finished."""
     directory = Path(directory)
     settings = read_settings(directory)
-    if settings is None:
+    if settings is None or not _is_ours(settings):
+        fault = f"has no readable {SETTINGS_FILE}" if directory.is_dir() else "is not a folder"
         raise ResultsError(
-            f"{directory} has no readable {SETTINGS_FILE}: it is not a results directory of `dapo eval`"
+            f"{directory} {fault}: it is not a results directory of `dapo eval`; name the one of its --output"
         )
     rows = read_rows(directory)
     expected = settings["num_items"] * settings["sampling"]["num_samples"]
@@ -139,15 +152,24 @@ def load_results(directory: str | Path) -> tuple[dict[str, Any], dict[RowKey, Ro
     return settings, rows
 
 
+def _is_ours(settings: dict[str, Any]) -> bool:
+    """True when what a reader of the rows needs is there."""
+    sampling = settings.get("sampling")
+    counts = (settings.get("num_items"), sampling.get("num_samples") if isinstance(sampling, dict) else None)
+    return settings.keys() >= {"model", "grader"} and all(isinstance(count, int) for count in counts)
+
+
 @contextlib.contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Keep other evaluations out of the directory. Raises ResultsError when one is writing to it."""
+    """Keep other evaluations out of the directory. Raises EvaluationError when one is writing to it."""
     path = directory / ".lock"
     with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(lock.fileno()).st_nlink:  # its owner removed it: the next one locks a new file
+                raise BlockingIOError
         except BlockingIOError:
-            raise ResultsError(
+            raise EvaluationError(
                 f"another evaluation is writing to {directory}; wait for it, or name another folder with --output"
             ) from None
         try:

@@ -26,6 +26,7 @@ from eval.results import (
     RowKey,
     differences,
     exclusive,
+    make_folder,
     make_settings,
     read_rows,
     read_settings,
@@ -70,8 +71,7 @@ def evaluate(
         template=evaluation_set.template,
         grader=grader_name(evaluation_set.ruler),
     )
-    output_dir = Path(output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    output_dir = make_folder(output_dir)
     with exclusive(output_dir):
         wanted = [(item, sample) for item in items for sample in range(sampling.num_samples)]
         with open_judge(evaluation_set.ruler) as judge:

@@ -26,7 +26,7 @@ def read_training_metrics(path: str | Path) -> Steps:
         raise ResultsError(f"{path} does not exist: the training metrics of the report must be a metrics.jsonl")
     by_step: dict[int, dict[str, Any]] = {}
     torn = 0
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
                 metrics = json.loads(line)

@@ -67,6 +67,10 @@ def _identity(server: Server) -> tuple[str, list[tuple[str, int, int]]]:
 
 def _served_models(url: str, api_key: str) -> dict[str, str]:
     """The folder, where the server tells it, by served name."""
+    if not (api_key.isascii() and api_key.isprintable()):  # before a library quotes it in its refusal
+        raise ServeError(
+            "VLLM_API_KEY holds a character that no HTTP header may, such as a line's end; set it anew"
+        )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         # A proxy from the environment must not stand between us and a server on this machine.

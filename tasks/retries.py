@@ -16,7 +16,7 @@ from dapo_core.errors import (
     ServeError,
     StoreError,
 )
-from eval.errors import BenchmarkError, ComparisonError
+from eval.errors import BenchmarkError, ComparisonError, ResultsError
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ LASTING_ERRORS = (
     DataError,
     ModelError,
     NotEnoughSignal,
+    ResultsError,
     RewardError,
     ServeError,
     StoreError,

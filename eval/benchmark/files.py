@@ -11,7 +11,7 @@ from typing import Any
 
 from eval.benchmark.items import Problem
 from eval.errors import BenchmarkError
-from eval.prompts import Message
+from eval.prompts import Message, read_utf8
 
 Row = Mapping[str, Any]
 SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -78,11 +78,15 @@ def read_file(path: Path) -> list[Row]:
             f"source of one: hf:ORG/NAME/FILE, modelscope:ORG/NAME/FILE or https://..., each with #sha256=..."
         )
     if path.suffix == ".parquet":
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        return list(pq.read_table(path).to_pylist())
+        try:
+            return list(pq.read_table(path).to_pylist())
+        except (pa.ArrowInvalid, OSError) as error:
+            raise BenchmarkError(f"{path} cannot be read as parquet: {error}") from None
     if path.suffix == ".jsonl":
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_utf8(path).split("\n")
         return [_parse(line, f"{path}, line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
     if path.suffix == ".json":
         return _json_rows(path)
@@ -130,7 +134,7 @@ def _problem(schema: Schema, number: int, row: Row, text: str, gold: str) -> Pro
 
 
 def _json_rows(path: Path) -> list[Row]:
-    content = _load(path.read_text(encoding="utf-8"), str(path))
+    content = _load(read_utf8(path), str(path))
     rows = list(content.values()) if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BenchmarkError(f"{path}: a list of JSON objects is needed, or an object of them by index")

@@ -32,7 +32,7 @@ _CUE = re.compile(
     r"""(?ix)(?: (?P<tag><answer>) | ^\W{0,8}\#{1,4}\W{0,4}(?:final\ )?answer\b\W{0,4}$ | ^\#{4}\s
     | \b(?:final\s+)?answer(?:\s+to\s+(?:the|this)\s+(?:problem|question))?
       (?: \W{0,4}?\s*[:：]\s*(?:is\b)?[\s*]{0,4}
-      | \s+is\b\s*[:：]?\s*(?:(?:simply|therefore|thus)\s+)?(?:\*\*)?(?=\S) )
+      | \s+is\b(?:\s*[:：])?\s*(?:(?:simply|therefore|thus)\s+)?(?:\*\*)?(?=\S) )
     | (?:最终)?答案(?:\s*[是为:：]+\s*|\W{0,4}[:：]\s*) | 故选\s*[:：]? | (?:因此|所以|故)答?选\s*[:：]? )""",
     re.MULTILINE,
 )
@@ -178,9 +178,8 @@ def _is_bare_answer(text: str) -> bool:
 def _unwrap(line: str) -> str | None:
     """An answer without Markdown emphasis, surrounding dollar signs or a closing full stop."""
     bare = line.strip().strip("*`").strip().rstrip(".").strip().strip("*`").strip()
-    bare = (
-        re.sub(r"^\}\s*|\s*(?:\\\]|\$\$)$", "", bare) if bare.count("{") < bare.count("}") else bare
-    )  # of a \text{
+    if bare.count("{") < bare.count("}"):  # of a \text{
+        bare = re.sub(r"(?:\\\]|\$\$)$", "", bare.removeprefix("}")).strip()
     if len(bare) > 1 and bare.startswith("$") and bare.endswith("$") and bare.count("$") in (2, 4):
         bare = bare.strip("$").strip()
     return bare or None

@@ -55,6 +55,7 @@ _COMMANDS = {
     "newline": " ",
     "medspace": " ", "big": "", "Big": "", "bigg": "", "Bigg": "", "bigl": "", "bigr": "", "Bigl": "", "Bigr": "",
     "biggl": "", "biggr": "", "Biggl": "", "Biggr": "", "textdollar": "", "textdegree": "°", "euler": "e",
+    "tiny": "", "small": "", "normalsize": "", "large": "", "Large": "", "LARGE": "", "huge": "", "Huge": "",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\([A-Za-z]+|[^A-Za-z0-9])", re.DOTALL)
 _TEXT = frozenset(
@@ -161,7 +162,10 @@ def clean(text: str) -> str:
         r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\circ(?![A-Za-z])\s*(?=[,)]|$)|\^\s*°", "°", text
     )
     text = re.sub(r"\^\s*\{?\s*\\(?:text|mathrm)\s*\{o\}\s*\}?", "°", text)
+    text = re.sub(r"(?<=\d)[\s~]*(?:\\[,;: ])?[\s~]*\\Omega\s*$", " \\\\text{ohm}", text)
     text = _commands(text)
+    text = re.sub(r"(?<=\d)\s*x\s*(?=10\s*\^)", "*", text)
+    text = re.sub(r"°\s*([CF])(?![A-Za-z])", r'° "\1"', text)
     text = re.sub(r'\^\s*\{\s*"(?:st|nd|rd|th)"\s*\}', "", text)
     text = _words(text)
     text = text.replace("<=", "≤").replace(">=", "≥").replace("!=", "≠").replace("**", "^").replace("\n", " ")

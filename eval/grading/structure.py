@@ -47,7 +47,8 @@ _NAME = re.compile(
 )
 # "the answer is" in front; a reason, a condition or the range of an index behind.
 _REMARKS = re.compile(
-    r"""(?x)^"[^"]*\b(?:is|are|:)\s*:?"\s* | \s*[,;(]?\s*"\(?(?:since|because|as|where)\b.*$
+    r"""(?x)^"[^"]*\b(?:is|are|:)\s*:?"\s*
+    | ^"?\s*(?:最终|最后)?答案(?:是|为)?\s*:?\s*"?\s* | \s*[,;(]?\s*"\(?(?:since|because|as|where)\b.*$
     | \s*[,;(]\s*(?:"[^"]*"\s*)?[a-z]\s*∈\s*[ℤℕℝℚℂ][^,;]*$"""
 )
 _AROUND = r'[\s".(){}]*'

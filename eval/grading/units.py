@@ -36,6 +36,15 @@ _SPELLINGS = {
     "J": "joule joules",
     "N": "newton newtons",
     "W": "watt watts",
+    "hz": "hertz hz",
+    "pa": "pascal pascals",
+    "volt": "volt volts",
+    "ohm": "ohm ohms",
+    "erg": "erg ergs",
+    "mol": "mole moles mol",
+    "celsius": "celsius c",
+    "fahrenheit": "fahrenheit f",
+    "radian": "radian radians rad",
     "unit": "unit units",
     "percent": "percent",
     "degree": "degree degrees",
@@ -116,9 +125,15 @@ _PLAIN_UNIT = re.compile(
 _CHINESE = re.compile(r"(?<=[\d)}%])\s*[\u4e00-\u9fff]+$")
 
 
+# A speed or density as a model types it; behind a number and a space, so that a/b stays mathematics.
+_PLAIN_QUOTIENT = re.compile(
+    r"(?<=[\d}]) ((?:(?:mm|cm|m|km|ft|ergs?)/s|(?:km|mi|miles)/(?:h|hr|hour)|g/(?:cm|mol)|kg/m)(?:\^\{?[23]\}?)?)$"
+)
+
+
 def split_unit(text: str) -> tuple[str, str, Fraction]:
     """(what stands before, the unit, a factor such as 10**6 of "million") of an answer in plain notation."""
-    text = _CHINESE.sub("", text)
+    text = _PLAIN_QUOTIENT.sub(r' "\1"', _CHINESE.sub("", text))
     unit: list[str] = []
     factor = Fraction(1)
     plain = _PLAIN_UNIT.search(text)
@@ -159,8 +174,13 @@ def canonical_unit(words: str) -> tuple[str, str] | None:
 
 def is_unit_conflict(left: str, right: str) -> bool:
     """True when both are units of measure and not the same one; "units" may stand for any, of its power."""
+    if "/" in left and "/" in right:
+        quotients = [[canonical_unit(part) for part in side.split("/")] for side in (left, right)]
+        return all(None not in parts for parts in quotients) and quotients[0] != quotients[1]
     units = canonical_unit(left), canonical_unit(right)
     if units[0] is None or units[1] is None:
+        return False
+    if "degree" in (units[0][0], units[1][0]) and {units[0][0], units[1][0]} & {"celsius", "fahrenheit"}:
         return False
     if "unit" in (units[0][0], units[1][0]):
         return bool(units[0][1] and units[1][1] and units[0][1] != units[1][1])

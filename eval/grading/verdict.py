@@ -15,9 +15,11 @@ Verdict = Literal["right", "wrong", "no_answer", "truncated", "request_failed"]
 VERDICTS: tuple[Verdict, ...] = ("right", "wrong", "no_answer", "truncated", "request_failed")
 
 # Recorded with every result: a row graded by another rule is never mixed with these.
-GRADER = "exact/2+aisbench-v2/1"
+GRADER = "exact/3+aisbench-v2/1"
 
 _MAX_NUMBER_CHARS = 100
+# The server ended the response, not the model: max_tokens, shutdown or a filter.
+_CUT = ("length", "abort", "content_filter")
 
 Comparison = Callable[[Found, str], bool]  # True when what was found is the gold answer
 
@@ -45,10 +47,10 @@ def grade(response: str | None, finish_reason: str | None, gold: str) -> Grade:
 def grade_with(is_gold: Comparison, response: str | None, finish_reason: str | None, gold: str) -> Grade:
     """Verdicts on one response; `response` None means that the request failed.
 
-    A response stopped by the length limit is `truncated` whatever it holds: unfinished text never grades right,
-    since a box halfway through a solution is not the answer the model would have given. Where the server gives no
-    reason (None), the text decides: thinking or a box that does not close, or much text behind the answer that
-    breaks off.
+    A response stopped by the length limit or the server is `truncated` whatever it holds: unfinished text never
+    grades right, since a box halfway through a solution is not the answer the model would have given. Where the
+    server gives no reason (None), the text decides: thinking or a box that does not close, or much text behind
+    the answer that breaks off.
     """
     if response is None:
         return Grade(None, "request_failed", None, False, False)
@@ -60,7 +62,7 @@ def grade_with(is_gold: Comparison, response: str | None, finish_reason: str | N
 
 
 def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold: str) -> Verdict:
-    if finish_reason == "length" or (finish_reason is None and found.looks_cut):
+    if finish_reason in _CUT or (finish_reason is None and found.looks_cut):
         return "truncated"
     if not found.answers:
         return "no_answer"

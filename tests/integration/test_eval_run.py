@@ -15,13 +15,16 @@ from pathlib import Path
 
 import pytest
 
+from dapo_core.errors import ServeError
 from eval import judging
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
-from eval.errors import EvaluationError, ResultsError
+from eval.errors import EvaluationError
 from eval.regrade import regrade
 from eval.results import exclusive, load_results, read_rows
 from eval.run import evaluate
+from tasks.evaluation_settings import served_model_identity
+from tasks.serve_model import Server
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,7 +242,7 @@ def test_letters_are_regraded_as_letters(
 def test_two_evaluations_do_not_write_to_one_folder(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
-    with exclusive(tmp_path), pytest.raises(ResultsError, match="another evaluation is writing to"):
+    with exclusive(tmp_path), pytest.raises(EvaluationError, match="another evaluation is writing to"):
         evaluate(make_set(3), endpoints, SAMPLING, tmp_path)
     assert server.requests == []
     assert evaluate(make_set(3), endpoints, SAMPLING, tmp_path).n == 3
@@ -314,6 +317,12 @@ def test_servers_of_different_models_are_not_one_evaluation(server: ArithmeticSe
     assert done.returncode == 2
     assert f"{other.url} serves another-folder, {server.url} folder-of-the-model" in done.stderr
     assert server.requests == []
+
+
+def test_a_key_that_no_header_may_hold_is_refused_and_not_shown(server: ArithmeticServer) -> None:
+    with pytest.raises(ServeError, match="VLLM_API_KEY holds a character") as caught:
+        served_model_identity([Server(server.url, "m", "secret\n")])
+    assert "secret" not in str(caught.value)
 
 
 def test_a_terminal_gets_a_progress_bar(server: ArithmeticServer, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import yaml
 from prefect.states import Failed
 
 from dapo_core.errors import ChildProcessFailed, ConfigError, NotEnoughSignal, RolloutError, ServeError
-from eval.errors import EvaluationError
+from eval.errors import EvaluationError, ResultsError
 from flows.cli import app
 from tasks.evaluate_model import evaluate_model
 from tasks.retries import describe, exit_code_of, may_succeed_next_time
@@ -119,6 +119,7 @@ def test_serve_takes_its_own_keys_alone_and_looks_at_the_model_first(tmp_path: P
         (ServeError("no port"), 2),
         (RolloutError("lost"), 1),
         (EvaluationError("failed requests"), 1),
+        (ResultsError("unfinished"), 2),
     ],
 )
 def test_the_status_says_whether_the_user_must_act(error: Exception, status: int) -> None:

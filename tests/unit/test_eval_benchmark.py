@@ -140,6 +140,20 @@ def test_missing_file_and_unknown_suffix(tmp_path: Path) -> None:
         load_items(tmp_path / "data.csv")
 
 
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("data.parquet", "data.parquet cannot be read as parquet: "),
+        ("data.jsonl", r"data.jsonl is not UTF-8: byte 1 is 0xff; save it as UTF-8 text"),
+        ("data.json", r"data.json is not UTF-8: byte 1 is 0xff"),
+    ],
+)
+def test_bytes_that_are_no_set_are_refused(name: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"{\xff}")
+    with pytest.raises(BenchmarkError, match=fault):
+        load_items(tmp_path / name)
+
+
 def test_an_object_of_rows_by_index_is_read_as_the_lines_are(tmp_path: Path) -> None:
     rows = [math_row(1), math_row(2)]
     lines = write_jsonl(tmp_path / "math.jsonl", rows)

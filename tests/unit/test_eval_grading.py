@@ -164,6 +164,8 @@ def test_parse_number_is_exact_and_refuses_what_is_no_number() -> None:
         ("Answer: 7\nbut let me check", "length", "truncated"),
         (r"\boxed{7}", "length", "truncated"),
         ("still thinking", "length", "truncated"),
+        (r"\boxed{7}", "abort", "truncated"),  # vLLM, when it is shut down
+        (r"\boxed{7}", "content_filter", "truncated"),
         ("<think>so \\boxed{7}", "stop", "no_answer"),
         ("<think>so \\boxed{7}", None, "truncated"),
         (r"\boxed{7", "stop", "no_answer"),

@@ -79,7 +79,8 @@ def test_a_formula_in_a_sentence_is_an_answer_too() -> None:
 @pytest.mark.parametrize(
     "text",
     ["\\boxed{" * 20_000, "\\" * 50_001, "Answer" * 20_000, "{" * 100_000, "Answer:" + " " * 200_000,
-     "answer is" * 20_000, "#" * 200_000, "$" * 200_000, "<think>" * 20_000],
+     "answer is" * 20_000, "#" * 200_000, "$" * 200_000, "<think>" * 20_000, "a}" + " " * 50_000 + "x",
+     "The answer is" + " " * 50_000],
 )  # fmt: skip
 def test_hostile_text_is_read_in_linear_time(text: str) -> None:
     start = time.perf_counter()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from typer.testing import CliRunner
 
 from eval.benchmark import Item
 from eval.client import Endpoint, Sampling
-from eval.errors import ResultsError
+from eval.errors import EvaluationError, ResultsError
 from eval.grading import GRADER
 from eval.regrade import describe, regrade
-from eval.results import Row, make_settings, read_rows, write_rows
+from eval.results import Row, exclusive, make_folder, make_settings, read_rows, write_rows
 from flows.cli import app
 
 ROW = Row(
@@ -59,7 +60,39 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
     assert "accuracy 66.7% of 3" in again.output
 
 
+def make_text(path: Path) -> Path:
+    path.write_text("a text")
+    return path
+
+
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    directory, file = write_results(tmp_path / "before", [ROW]), make_text(tmp_path / "text")
+    for words in (["compare"], ["compare", "--history"]):
+        refused = CliRunner().invoke(app, [*words, str(directory), str(directory), "--output", str(file)])
+        assert isinstance(refused.exception, ResultsError)
+        assert (
+            str(refused.exception)
+            == f"{file} cannot be a folder: a file has that name; name another with --output"
+        )
+    with pytest.raises(ResultsError, match="cannot be a folder"):
+        make_folder(file / "below")
+
+
+def test_a_lock_whose_owner_removed_it_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(lock: TextIO, operation: int) -> None:
+        (tmp_path / ".lock").unlink()  # the owner finished between our opening the file and our locking it
+
+    monkeypatch.setattr("eval.results.fcntl.flock", flock)
+    with pytest.raises(EvaluationError, match="another evaluation is writing to"), exclusive(tmp_path):
+        pass
+
+
 def test_what_is_no_results_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match=r"has no readable settings\.json: it is not a results directory"):
+        regrade(tmp_path)
+    with pytest.raises(ResultsError, match="text is not a folder: it is not a results directory"):
+        regrade(make_text(tmp_path / "text"))
+    (tmp_path / "settings.json").write_text('{"num_items": 3}')  # of another program
     with pytest.raises(ResultsError, match="not a results directory"):
         regrade(tmp_path)
     directory = write_results(tmp_path / "short", [ROW, replace(ROW, id="b")])

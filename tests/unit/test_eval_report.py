@@ -325,7 +325,7 @@ def test_nothing_in_common_is_refused() -> None:
 
 
 def test_metrics_without_steps_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("\n")
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
     with pytest.raises(ResultsError, match="holds no training step"):
         read_training_metrics(tmp_path / "metrics.jsonl")
     with pytest.raises(ResultsError, match="does not exist"):
