@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dapo_core.errors import CheckpointError
+from dapo_core.merge.buffers import read_buffers
 from dapo_core.merge.sources import values_in_order
-from dapo_core.merge.uncached import opened, read_buffers
 from dapo_core.merge.writer import FileDigests, OutputFile, OutputTensor, contents
 from dapo_core.model_folder import MERGE_MANIFEST
 from dapo_core.parameter_names import file_pieces
@@ -118,7 +118,7 @@ def require_same(path: Path, file: OutputFile, source: Source) -> None:
     if names != {tensor.name for tensor in file.tensors}:
         raise CheckpointError(f"{path.name} has other tensors than were written to it; is the disk sound?")
     memcmp = ctypes.CDLL(None).memcmp  # takes any address, and other threads go on meanwhile
-    with opened(path, os.O_RDONLY) as descriptor, closing(read_buffers(descriptor)) as read:
+    with path.open("rb", buffering=0) as stream, closing(read_buffers(stream.fileno())) as read:
         present = np.empty(0, np.uint8)
         for name, values in contents(file, source):
             taken = 0

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dapo_core.errors import CheckpointError
+from dapo_core.merge.buffers import BUFFER_BYTES, Bytes, new_buffers, write_all
 from dapo_core.merge.sources import values_in_order
-from dapo_core.merge.uncached import BUFFER_BYTES, Bytes, new_buffers, opened, write_buffer
 from dapo_core.model_folder import INDEX_FILE
 from dapo_core.parameter_names import FilePiece
 
@@ -134,7 +134,6 @@ def write_file(path: Path, file: OutputFile, source: Source) -> FileDigests:
     Reading and converting, hashing for the tensor, hashing for the file, and writing each have a thread.
     """
     of_file, of_tensors = hashlib.sha256(), {tensor.name: hashlib.sha256() for tensor in file.tensors}
-    num_bytes = 0
 
     def hash_file(filled: _Filled) -> None:
         of_file.update(filled.buffer[: filled.num_bytes].data)
@@ -143,18 +142,16 @@ def write_file(path: Path, file: OutputFile, source: Source) -> FileDigests:
         for name, part in filled.parts:
             of_tensors[name].update(filled.buffer[part].data)
 
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+    with path.open("wb", buffering=0) as stream:
 
         def write(filled: _Filled) -> None:
-            write_buffer(descriptor, filled.buffer, filled.num_bytes, filled.offset)
+            write_all(stream.fileno(), filled.buffer[: filled.num_bytes], filled.offset)
 
         with _Workers(3) as workers:
             for filled in _filled(contents(file, source)):
                 workers.put(filled, hash_file, write, hash_tensors)
-                num_bytes = filled.offset + filled.num_bytes
             workers.finish()
-        os.ftruncate(descriptor, num_bytes)
-        os.fsync(descriptor)
+        os.fsync(stream.fileno())
     return FileDigests(of_file.hexdigest(), {name: digest.hexdigest() for name, digest in of_tensors.items()})
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from dapo_core.errors import CheckpointError
-from dapo_core.merge import uncached, writer
 from dapo_core.merge.sources import CHUNK_BYTES, StoredTensor, values_in_order
 from dapo_core.merge.verification import require_same
 from dapo_core.merge.writer import (
@@ -78,39 +74,8 @@ def expected_tensors(source: InMemory) -> dict[str, torch.Tensor]:
     return whole
 
 
-def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have os.open answer as a file system that cannot go past the cache."""
-    real_open = os.open
-
-    def answer(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "no direct access here")
-        return real_open(path, flags, mode, dir_fd=dir_fd)
-
-    monkeypatch.setattr(os, "open", answer)
-
-
-def _misplace_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have buffers begin at an odd byte, which no disk takes directly."""
-
-    def misplaced(count: int) -> list[uncached.Bytes]:
-        return [np.zeros(uncached.BUFFER_BYTES + 4097, np.uint8)[1:-4096] for _ in range(count)]
-
-    monkeypatch.setattr(uncached, "new_buffers", misplaced)
-    monkeypatch.setattr(writer, "new_buffers", misplaced)
-
-
-@pytest.mark.parametrize(
-    "hinder", [lambda _: None, _refuse_direct, _misplace_buffers], ids=["direct", "refused", "misplaced"]
-)
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 100])
-def test_safetensors_reads_what_was_written(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    max_shard_bytes: int,
-    hinder: Callable[[pytest.MonkeyPatch], None],
-) -> None:
-    hinder(monkeypatch)
+def test_safetensors_reads_what_was_written(tmp_path: Path, max_shard_bytes: int) -> None:
     source = mixed()
     files = plan_files(output_tensors(source, "keep", set()), max_shard_bytes)
     digests: dict[str, str] = {}
