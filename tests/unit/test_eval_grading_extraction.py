@@ -83,9 +83,9 @@ def test_a_formula_in_a_sentence_is_an_answer_too() -> None:
      "The answer is" + " " * 50_000],
 )  # fmt: skip
 def test_hostile_text_is_read_in_linear_time(text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     find_answer(text)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.parametrize("text", ["\\boxed{" * 20_000, "{" * 100_000, "Answer:" + " " * 200_000])
