@@ -13,7 +13,7 @@ demo: $(INSTALLED) ## run the whole chain on this machine's CPU and print the be
 	$(BIN)/dapo run configs/arith_cpu.yaml
 
 test: $(INSTALLED) ## run all tests
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 check: $(INSTALLED) ## format, lint, types, architecture
 	$(BIN)/ruff format --check .
