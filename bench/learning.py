@@ -117,7 +117,7 @@ def _train(
     training = _produce(
         store, key, job, lambda folder: ["train", RECIPE, *paths, "--output", folder], resumable=True
     )
-    key = MERGE_CHECKPOINT.key(config, merge_checkpoint_inputs(training))
+    key = MERGE_CHECKPOINT.key(config, merge_checkpoint_inputs(config, training))
     return training, _produce(store, key, job, lambda folder: ["merge", training.path, folder])
 
 

@@ -30,12 +30,12 @@ def dapo_full(config: str = DEFAULT_CONFIG, overrides: tuple[str, ...] = ()) -> 
         config: The recipe, a YAML file.
         overrides: Changes to it, each `section.key=value`.
     """
-    run = Run.start(load_config(config, overrides))
-    data = prepare_data(run)
-    model = fetch_model(run, data)
-    before = evaluate_model(run, data, model, "evaluate_before")
-    training = train_policy(run, data, model)
-    merged = merge_checkpoint(run, training)
-    after = evaluate_model(run, data, merged, "evaluate_after")
-    report = write_report(run, before, after, training)
+    with Run.start(load_config(config, overrides)) as run:
+        data = prepare_data(run)
+        model = fetch_model(run, data)
+        before = evaluate_model(run, data, model, "evaluate_before")
+        training = train_policy(run, data, model)
+        merged = merge_checkpoint(run, training)
+        after = evaluate_model(run, data, merged, "evaluate_after")
+        report = write_report(run, before, after, training)
     return {"run": str(run.folder), "verdict": report["verdict"]}

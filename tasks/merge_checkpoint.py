@@ -18,7 +18,7 @@ from tasks.stages import MERGE_CHECKPOINT, merge_checkpoint_inputs
 @task(name="merge-checkpoint", cache_policy=NO_CACHE)
 def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
     """The trained model as a folder that transformers and vLLM load."""
-    key = MERGE_CHECKPOINT.key(run.config, merge_checkpoint_inputs(training))
+    key = MERGE_CHECKPOINT.key(run.config, merge_checkpoint_inputs(run.config, training))
 
     def build(folder: Path) -> Mapping[str, Any]:
         merge = run.config.merge

@@ -6,20 +6,24 @@ import datetime
 import json
 import logging
 import os
+import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from dapo_core.checkpoint import require_resume
 from dapo_core.config import Config, dump_config
 from dapo_core.data import require_columns
+from dapo_core.errors import StoreError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.reward import require_scorers
-from tasks.artifacts import Artifact, ArtifactStore, StageKey
-from tasks.stages import prepare_data_inputs
+from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey
+from tasks.retries import describe
+from tasks.stages import LINKS, prepare_data_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -37,20 +41,27 @@ class StageRecord:
     seconds: float
     artifact: str  # path
     key: str
+    digest: str
 
 
 @dataclass
 class Run:
-    """A folder of links to artifacts, the resolved configuration, and run.json, kept current as stages finish."""
+    """A folder of links to artifacts, the resolved configuration, and run.json, kept current as stages finish.
+
+    As a context it records how the run ended: completed, failed with the error, or cancelled.
+    """
 
     config: Config
     store: ArtifactStore
     folder: Path
+    flow: str  # dapo-full, or the name of the one stage that is run
+    forced: frozenset[str] = frozenset()  # labels of stages that are built although the store has them
     stages: dict[str, StageRecord] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
+    outcome: dict[str, Any] = field(default_factory=lambda: {"state": "running"})
 
     @staticmethod
-    def start(config: Config) -> Run:
+    def start(config: Config, flow: str = "dapo-full", forced: Collection[str] = ()) -> Run:
         """A new run under the store of the configuration; raises what `check_start` raises."""
         check_start(config)
         store = ArtifactStore(config.store.path)
@@ -59,7 +70,22 @@ class Run:
         folder.mkdir(parents=True)
         (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
         logger.info("run %s of %s in %s", folder.name, config.run.name, folder.absolute())
-        return Run(config, store, folder.absolute())
+        run = Run(config, store, folder.absolute(), flow, frozenset(forced))
+        run.record()
+        return run
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.record(state="completed")
+        elif isinstance(error, Exception):
+            self.record(state="failed", error=describe(error))
+        else:  # an interrupt, or Prefect's TerminationSignal
+            self.record(state="cancelled", error=type(error).__name__)
 
     @property
     def config_path(self) -> Path:
@@ -77,15 +103,33 @@ class Run:
         started = time.monotonic()
         token = current_stage.set(label)
         try:
-            artifact, cached = self.store.produce(key, build, resumable=resumable)
+            artifact, cached = self.store.produce(key, build, resumable=resumable, replace=label in self.forced)
             seconds = time.monotonic() - started
             self._tell(artifact, cached, seconds)
         finally:
             current_stage.reset(token)
-        self.stages[label] = StageRecord(cached, seconds, artifact.path, artifact.key)
-        (self.folder / label).symlink_to(os.path.relpath(artifact.path, self.folder))
-        self.write_record()
+        self._keep(label, artifact, cached, seconds)
         return artifact
+
+    def take(self, label: str) -> Artifact:
+        """The artifact of a stage that ran before, recorded as cached; raises StoreError when it is not there."""
+        link = LINKS[label]
+        key = link.key(self.config, {need: self.take(need) for need in link.needs})
+        artifact = self.store.lookup(key.stage, key.key)
+        if artifact is None:
+            raise StoreError(
+                f"the store {self.store.root} has no output of {label} for this configuration (key "
+                f"{key.key[:SHORT_KEY_LENGTH]}), which this stage begins from; make it with dapo stage, or all of "
+                "the chain with dapo run; dapo plan shows what is there"
+            )
+        if label not in self.stages:
+            self._keep(label, artifact, True, 0.0)
+        return artifact
+
+    def _keep(self, label: str, artifact: Artifact, cached: bool, seconds: float) -> None:
+        self.stages[label] = StageRecord(cached, seconds, artifact.path, artifact.key, artifact.digest)
+        (self.folder / label).symlink_to(os.path.relpath(artifact.path, self.folder))
+        self.record()
 
     def _tell(self, artifact: Artifact, cached: bool, seconds: float) -> None:
         if not cached:
@@ -94,15 +138,19 @@ class Run:
         manifest = artifact.manifest()
         logger.info("cached, built in %.1f s on %s", manifest["seconds"], manifest["ended_at"][:10])
 
-    def write_record(self, **outcome: Any) -> None:
+    def record(self, **outcome: Any) -> None:
         """Bring run.json up to date; `outcome` adds to it."""
+        self.outcome |= outcome
         record = {
             "name": self.config.run.name,
+            "flow": self.flow,
             "id": self.folder.name,
+            "host": platform.node(),
+            "pid": os.getpid(),
             "started_at": self.started_at,
             "seconds": time.time() - self.started_at,
             "stages": {label: vars(stage) for label, stage in self.stages.items()},
-            **outcome,
+            **self.outcome,
         }
         partial = self.folder / (RECORD_FILE + ".partial")
         partial.write_text(json.dumps(record, indent=2), encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ def train_policy_inputs(config: Config, data: Artifact, model: Artifact) -> dict
     return inputs
 
 
-def merge_checkpoint_inputs(training: Artifact) -> dict[str, str]:
+def merge_checkpoint_inputs(config: Config, training: Artifact) -> dict[str, str]:
     """The training output."""
     return {"training": training.digest}
 
@@ -156,6 +156,31 @@ def evaluate_model_inputs(config: Config, data: Artifact, model: Artifact) -> di
     if config.evaluate.prompt not in (DEFAULT, *TEMPLATES):
         inputs["prompt_template"] = _file_digest("evaluate.prompt", config.evaluate.prompt)
     return inputs
+
+
+@dataclass(frozen=True)
+class Link:
+    """A stage at its place in the chain, where `label` names its output: in run.json, links and tables."""
+
+    label: str
+    stage: Stage
+    needs: tuple[str, ...]  # labels of the artifacts that `inputs` takes after the configuration
+    inputs: Callable[..., dict[str, str]]
+
+    def key(self, config: Config, artifacts: Mapping[str, Artifact]) -> StageKey:
+        """The key of its output, given those of the links it needs by label."""
+        return self.stage.key(config, self.inputs(config, *(artifacts[label] for label in self.needs)))
+
+
+CHAIN = (
+    Link("prepare_data", PREPARE_DATA, (), prepare_data_inputs),
+    Link("fetch_model", FETCH_MODEL, ("prepare_data",), fetch_model_inputs),
+    Link("evaluate_before", EVALUATE_MODEL, ("prepare_data", "fetch_model"), evaluate_model_inputs),
+    Link("train_policy", TRAIN_POLICY, ("prepare_data", "fetch_model"), train_policy_inputs),
+    Link("merge_checkpoint", MERGE_CHECKPOINT, ("train_policy",), merge_checkpoint_inputs),
+    Link("evaluate_after", EVALUATE_MODEL, ("prepare_data", "merge_checkpoint"), evaluate_model_inputs),
+)
+LINKS = {link.label: link for link in CHAIN}
 
 
 def eval_file(data: Artifact) -> Path:

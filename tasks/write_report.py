@@ -33,7 +33,7 @@ def write_report(run: Run, before: Artifact, after: Artifact, training: Artifact
         artifacts={label: stage.artifact for label, stage in run.stages.items()},
         title=run.config.run.name,
     )
-    run.write_record(report=headline(report))
+    run.record(report=headline(report))
     create_markdown_artifact(
         key="before-after-report", markdown=(folder / "report.md").read_text(encoding="utf-8")
     )

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.operation import FlowConfig
 from dapo_core.config.training import (
     MOST_HORIZONS_PER_STEP,
     AlgorithmConfig,
@@ -247,6 +248,7 @@ class Config(Section):
     merge: MergeConfig = Field(default_factory=MergeConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    flow: FlowConfig = Field(default_factory=FlowConfig)
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Config:

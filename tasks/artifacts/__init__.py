@@ -2,11 +2,12 @@
 
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, hash_file
 from tasks.artifacts.code import code_digest
-from tasks.artifacts.stage_key import StageKey, package_versions, stage_key
+from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey, package_versions, stage_key
 from tasks.artifacts.store import ArtifactStore
 
 __all__ = [
     "MANIFEST_NAME",
+    "SHORT_KEY_LENGTH",
     "Artifact",
     "ArtifactStore",
     "StageKey",

@@ -85,7 +85,9 @@ class ArtifactStore:
             with lock.held_if_free(self._lock_path(stage, key)) as is_held:
                 return self._lookup_locked(stage, key) if is_held else None
 
-    def produce(self, parts: StageKey, build: Build, *, resumable: bool = False) -> tuple[Artifact, bool]:
+    def produce(
+        self, parts: StageKey, build: Build, *, resumable: bool = False, replace: bool = False
+    ) -> tuple[Artifact, bool]:
         """Returns the artifact of this key and whether it was there already; else has `build` make it.
 
         `build` writes its files into the directory it is given and returns the metrics to keep in the manifest.

@@ -353,7 +353,7 @@ def test_a_run_records_and_links_each_stage_as_it_ends(config: Config) -> None:
     record = json.loads((run.folder / "run.json").read_text())
     assert [*record["stages"]] == ["probe_first"]
     again = run.produce("probe_again", key, build)
-    run.write_record(report={"n": 1})
+    run.record(report={"n": 1})
     [record] = read_runs(Path(config.store.path))
     assert (built, stages_seen, current_stage.get()) == (again, ["probe_first"], "")
     assert {label: stage["cached"] for label, stage in record["stages"].items()} == {
@@ -367,12 +367,12 @@ def test_a_run_records_and_links_each_stage_as_it_ends(config: Config) -> None:
 
 
 def test_a_failed_stage_is_not_recorded(config: Config) -> None:
-    run = Run.start(config)
-
     def fail(folder: Path) -> dict[str, Any]:
         raise DataError("no rows")
 
-    with pytest.raises(DataError):
+    with pytest.raises(DataError), Run.start(config) as run:
         run.produce("probe", StageKey("probe", {}, {}, "code", {}), fail)
-    assert (run.stages, current_stage.get(), [*read_runs(Path(config.store.path))]) == ({}, "", [])
+    [record] = read_runs(Path(config.store.path))
+    assert (run.stages, current_stage.get(), record["stages"]) == ({}, "", {})
+    assert (record["state"], record["error"]) == ("failed", "DataError: no rows")
     assert not (run.folder / "probe").exists()

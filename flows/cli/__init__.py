@@ -1,0 +1,38 @@
+"""`dapo`: run the chain, look at it, or run one stage on plain paths. Heavy imports stay inside the commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from flows.cli import chain, evaluation, stages
+
+app = typer.Typer(
+    name="dapo",
+    help="Train a language model with DAPO and know whether it got better.",
+    epilog="Example: dapo run configs/arith_cpu.yaml --set run.seed=2",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for group in (chain, stages, evaluation):
+    app.add_typer(group.app)
+
+
+def main() -> None:
+    """Run the command line; an error of ours ends with its message and status 2 when the user must act, else 1."""
+    from dapo_core.errors import DapoError
+    from eval.errors import EvaluationError
+    from flows.console import print_messages
+    from tasks.retries import describe, exit_code_of
+
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also those of loading a model's weights
+    print_messages()
+    try:
+        app()
+    except (DapoError, EvaluationError) as error:
+        typer.secho(describe(error), err=True, fg="red")
+        sys.exit(exit_code_of(error))

@@ -1,0 +1,143 @@
+"""`dapo eval`, `grade`, `report`, `compare`: measuring models and comparing what was measured."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.options import SetOption
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+DATASETS = ("math500", "aime24", "aime25", "amc23", "gsm8k", "olympiadbench", "minerva", "arithmetic", "choice")
+
+
+@app.command(
+    "eval",
+    epilog="Example: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before. "
+    "Two servers, four samples, own file: dapo eval --base-url http://a:8000 --base-url http://b:8000 "
+    "--data d/eval.parquet --output before --set evaluate.num_samples=4 --set evaluate.temperature=0.6. "
+    "As AISBench's guide: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before "
+    "--set evaluate.api=completions",
+)
+def evaluate(
+    base_url: Annotated[
+        list[str],
+        typer.Option(help="Address of an OpenAI-compatible server; several of one model share the work."),
+    ],
+    output: Annotated[Path, typer.Option(help="Results folder; an unfinished one is continued.")],
+    dataset: Annotated[
+        str | None, typer.Option(help=f"Known set whose rows are counted: {', '.join(DATASETS)}.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|SOURCE",
+            help="Parquet, jsonl or json; or hf:ORG/NAME/FILE, modelscope:ORG/NAME/FILE, https://..., each with "
+            "#sha256=DIGEST. Most datasets have a source of their own.",
+        ),
+    ] = None,
+    model_name: Annotated[str, typer.Option(help="Served model name.")] = "policy",
+    config: Annotated[Path | None, typer.Option(help="Recipe whose section evaluate applies.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Ask a served model every held-out item; the API key is read from VLLM_API_KEY."""
+    from dapo_core.config import load_config_or_defaults
+    from eval.run import evaluate as run_evaluation
+    from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of, served_model_identity, set_of
+    from tasks.serve_model import API_KEY_VARIABLE, Server
+
+    chosen = [f"evaluate.benchmark={dataset}"] if dataset is not None else []
+    settings = load_config_or_defaults(config, [*(overrides or ()), *chosen]).evaluate
+    evaluation_set = set_of(data, settings)
+    servers = [Server(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
+    summary = run_evaluation(
+        evaluation_set,
+        [endpoint_of(server) for server in servers],
+        sampling_of(settings),
+        output,
+        limits=limits_of(settings),
+        model_digest=served_model_identity(servers),
+        max_failed_ratio=settings.max_failed_ratio,
+    )
+    typer.echo(
+        f"{output}: accuracy {summary.accuracy:.1%} of {summary.n} (AISBench's rule "
+        f"{summary.aisbench['accuracy']:.1%}), no answer {summary.no_answer_rate:.1%}, "
+        f"truncated {summary.truncated_rate:.1%}, failed requests {summary.request_failed_rate:.1%}"
+    )
+
+
+@app.command(epilog="Example: dapo grade before/results.jsonl")
+def grade(
+    results: Annotated[Path, typer.Argument(help="Results folder of dapo eval, or its results.jsonl.")],
+) -> None:
+    """Grade the responses of an evaluation again, without asking the model, and say which verdicts changed."""
+    from eval.regrade import describe, regrade
+
+    typer.echo(describe(regrade(results)))
+
+
+@app.command(epilog="Example: dapo report --before before --after after --metrics t/metrics.jsonl --output report")
+def report(
+    before: Annotated[Path, typer.Option(help="Results folder of dapo eval.")],
+    after: Annotated[Path, typer.Option(help="Results folder of dapo eval.")],
+    output: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")],
+    metrics: Annotated[Path | None, typer.Option(help="metrics.jsonl of the training between the two.")] = None,
+    title: Annotated[str, typer.Option(help="Heading of the report.")] = "Before/after report",
+) -> None:
+    """Compare two evaluations item by item and write the report."""
+    from eval.report import REPORT_PAGE, render_markdown, write_report
+    from flows.console import print_markdown
+
+    content = write_report(before, after, metrics, output, stages={}, artifacts={}, title=title)
+    print_markdown(render_markdown(content))
+    typer.secho(f"\nReport with plots: {output / REPORT_PAGE}\n{content['verdict']}", bold=True)
+
+
+@app.command(epilog="Example: dapo compare before after; dapo compare --history monday tuesday .dapo")
+def compare(
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RESULTS", help="BEFORE and AFTER, results folders of dapo eval; any number with --history."
+        ),
+    ],
+    is_history: Annotated[
+        bool,
+        typer.Option(
+            "--history",
+            help="Runs over time: results folders, reports, stores of runs. Prints a table, writes history.html.",
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for report.json, report.md and report.html, or for history.html (default: .)."),
+    ] = None,
+) -> None:
+    """Compare evaluations of the same items: two of them pair by pair, or with --history many over time."""
+    if is_history:
+        _print_history(results, output or Path())
+        return
+    if len(results) != 2:
+        raise typer.BadParameter(f"BEFORE and AFTER are needed, {len(results)} given; for more, add --history")
+    if output is not None:
+        report(results[0], results[1], output)
+        return
+    from eval.compare import compare as compare_results
+    from eval.report import make_report, render_markdown
+    from flows.console import print_markdown
+
+    content = make_report(compare_results(*results), [], {}, {}, "Before/after comparison")
+    print_markdown(render_markdown(content))
+    typer.secho(f"\n{content['verdict']}", bold=True)
+
+
+def _print_history(paths: list[Path], output: Path) -> None:
+    from eval.history import HISTORY_PAGE, write_history
+    from flows.console import print_markdown
+
+    print_markdown(write_history(paths, output))
+    typer.secho(f"\nHistory with a plot: {output / HISTORY_PAGE}", bold=True)

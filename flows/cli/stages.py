@@ -1,0 +1,144 @@
+"""The stages as commands on plain paths, without Prefect; the chain runs these as child processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from flows.cli.options import ConfigArgument, SetOption
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+CheckpointChoice = Literal["latest", "best"]
+MergeDtype = Literal["keep", "float32", "bfloat16", "float16"]
+
+
+@app.command("prepare-data", epilog="Example: dapo prepare-data configs/arith_cpu.yaml --output data")
+def prepare_data(
+    config: ConfigArgument,
+    output: Annotated[Path, typer.Option(help="Folder to write to; must not hold files.")],
+    overrides: SetOption = None,
+) -> None:
+    """Write train.parquet and the held-out set of a recipe."""
+    from dapo_core.config import load_config
+    from tasks.dataset import build_dataset
+
+    counts = build_dataset(load_config(config, overrides or ()), _new_folder(output))
+    typer.echo(f"{output}: {counts['train_rows']} training and {counts['eval_rows']} held-out problems")
+
+
+@app.command(
+    "fetch-model", epilog="Example: dapo fetch-model configs/arith_cpu.yaml --data d/train.parquet --output m"
+)
+def fetch_model(
+    config: ConfigArgument,
+    data: Annotated[Path, typer.Option(help="Training parquet that the warm start learns from.")],
+    output: Annotated[Path, typer.Option(help="Model folder to write.")],
+    overrides: SetOption = None,
+) -> None:
+    """Build and warm up the model of a recipe."""
+    from dapo_core.config import load_config
+    from dapo_core.data import read_rows
+    from dapo_core.errors import ConfigError
+    from dapo_core.warm_start import WarmStartRecipe, build_model
+
+    settings = load_config(config, overrides or ())
+    if settings.model.source != "recipe":
+        raise ConfigError(
+            f"model.source={settings.model.source} has nothing to build; model.path is used as it is"
+        )
+    recipe = WarmStartRecipe(**settings.model.recipe.model_dump())
+    metrics = build_model(read_rows(data), output, recipe, settings.run.seed)
+    typer.echo(f"{output}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}")
+
+
+@app.command(epilog="Example: dapo train configs/arith_cpu.yaml --data d/train.parquet --model m --output t")
+def train(
+    config: ConfigArgument,
+    data: Annotated[Path, typer.Option(help="Training parquet.")],
+    model: Annotated[Path, typer.Option(help="Hugging Face model folder.")],
+    output: Annotated[Path, typer.Option(help="Folder for checkpoints and metrics.jsonl; one with them resumes.")],
+    held_out: Annotated[
+        Path | None, typer.Option(help="Held-out set that validation.every asks: parquet, or MATH-500 jsonl.")
+    ] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Train a model with DAPO. Killed at any moment, the same command continues from the last checkpoint."""
+    from dapo_core.config import load_config
+    from dapo_core.trainer import train as train_model
+    from flows.progress import TrainingProgress
+
+    settings = load_config(config, overrides or ())
+    with TrainingProgress(settings.train.total_steps) as progress:
+        result = train_model(settings, data, model, output, progress.on_step, held_out)
+    typer.echo(f"{result.checkpoint}: {result.steps} training steps, {result.policy_version} optimizer steps")
+
+
+@app.command(epilog="Example: dapo merge t/checkpoints/step_000040 merged --dtype bfloat16")
+def merge(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SOURCE",
+            help="Checkpoint, output folder of dapo train, or actor folder of verl; one of each node with shards.",
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(help="New model folder.")],
+    dtype: Annotated[MergeDtype, typer.Option(help="keep: as trained, which is float32.")] = "keep",
+    checkpoint: Annotated[
+        CheckpointChoice,
+        typer.Option(help="Of an output folder: the last one, or that of the highest validation/accuracy."),
+    ] = "latest",
+    max_shard_bytes: Annotated[int, typer.Option(min=1024, help="Size of an output file.")] = 5_000_000_000,
+    verify_logits: Annotated[
+        bool,
+        typer.Option(
+            "--verify-logits", help="Also run the merged and the unmerged weights; takes memory for one."
+        ),
+    ] = False,
+) -> None:
+    """Merge FSDP shards, ours or verl's, into a Hugging Face folder that transformers and vLLM load."""
+    from dapo_core.merge import merge_checkpoint
+    from flows.progress import bytes_progress
+
+    with bytes_progress("merge") as on_file:
+        sizes = merge_checkpoint(sources, target, dtype, max_shard_bytes, on_file, verify_logits, checkpoint)
+    typer.echo(
+        f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, {sizes['bytes']:,} bytes "
+        f"in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}, read back and verified"
+        + (", logits equal" if verify_logits else "")
+    )
+
+
+@app.command(
+    epilog="Example: VLLM_API_KEY=secret dapo serve merged --config configs/arith_cpu.yaml --set serve.port=8000"
+)
+def serve(
+    model: Annotated[Path, typer.Argument(help="Hugging Face model folder.")],
+    config: Annotated[Path | None, typer.Option(help="Recipe whose section serve applies.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Serve a model with vLLM as the evaluation does, until interrupted.
+
+    Several servers (serve.num_servers) write to serve-PID.log files in the store's folder .logs.
+    """
+    from dapo_core.config import load_config_or_defaults
+    from tasks.serve_model import serve_until_interrupted
+
+    # Without a recipe there are no prompts and responses that must fit.
+    lengths = [] if config else ["data.max_prompt_tokens=1", "evaluate.max_response_tokens=1"]
+    settings = load_config_or_defaults(config, [*lengths, *(overrides or ())])
+    log_path = Path(settings.store.path) / ".logs" / f"serve-{os.getpid()}.log"
+    serve_until_interrupted(model, settings.serve, log_path, dict(os.environ))
+
+
+def _new_folder(path: Path) -> Path:
+    from dapo_core.errors import ConfigError
+
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError(f"--output {path} already holds files; name a new folder")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
