@@ -210,7 +210,7 @@ def stopped_by_ctrl_c(begun: Begun, world: World, config: Config, output: Path) 
 def test_a_training_that_is_stopped_ends_with_the_bits_of_one_that_was_not(
     begun: Begun, world: World, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the last step is due to be saved: each stop leaves the checkpoint that the next attempt goes on from."""
+    """Only the last step is due to be saved: each stop leaves the checkpoint that the next one goes on from."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     seldom = {"save_every": 100, "keep_best": 0}
     output, handler = tmp_path / "stopped", signal.getsignal(signal.SIGTERM)
