@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from typing import Any
 
 from dapo_core.errors import (
@@ -15,6 +16,7 @@ from dapo_core.errors import (
     RewardError,
     ServeError,
     StoreError,
+    TrainingStopped,
 )
 from eval.errors import BenchmarkError, ComparisonError, ResultsError
 
@@ -34,20 +36,27 @@ LASTING_ERRORS = (
     RewardError,
     ServeError,
     StoreError,
+    TrainingStopped,  # as somebody wanted
 )
 LASTING_EXIT_CODE = 2  # as of a usage error, which also waits for the user
 PASSING_EXIT_CODE = 1
+STOPPED_EXIT_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)  # of TrainingStopped
 
 
 def is_lasting(error: BaseException) -> bool:
     """Whether the error stays until the user changes something; of a child process, its exit code says so."""
     if isinstance(error, ChildProcessFailed):
-        return error.exit_code == LASTING_EXIT_CODE
+        return error.exit_code in (LASTING_EXIT_CODE, *STOPPED_EXIT_CODES)
     return isinstance(error, LASTING_ERRORS)
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit status of a command that ends with the error: 2 when the user must act, 1 otherwise."""
+    """The exit status of a command that ends with the error: 2 when the user must act, 1 otherwise.
+
+    A training that was stopped ends as its signal would have it, 143 or 130.
+    """
+    if isinstance(error, TrainingStopped):
+        return error.exit_code
     return LASTING_EXIT_CODE if is_lasting(error) else PASSING_EXIT_CODE
 
 

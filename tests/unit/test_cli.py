@@ -16,7 +16,14 @@ import typer
 import yaml
 from prefect.states import Failed
 
-from dapo_core.errors import ChildProcessFailed, ConfigError, NotEnoughSignal, RolloutError, ServeError
+from dapo_core.errors import (
+    ChildProcessFailed,
+    ConfigError,
+    NotEnoughSignal,
+    RolloutError,
+    ServeError,
+    TrainingStopped,
+)
 from eval.errors import EvaluationError, ResultsError
 from flows.cli import app
 from tasks.evaluate_model import evaluate_model
@@ -120,13 +127,14 @@ def test_serve_takes_its_own_keys_alone_and_looks_at_the_model_first(tmp_path: P
         (RolloutError("lost"), 1),
         (EvaluationError("failed requests"), 1),
         (ResultsError("unfinished"), 2),
+        (TrainingStopped("after step 7"), 143),
     ],
 )
 def test_the_status_says_whether_the_user_must_act(error: Exception, status: int) -> None:
     assert exit_code_of(error) == status
 
 
-@pytest.mark.parametrize(("child", "status"), [(2, 2), (1, 1), (-9, 1), (None, 1)])
+@pytest.mark.parametrize(("child", "status"), [(2, 2), (1, 1), (-9, 1), (None, 1), (143, 2), (130, 2)])
 def test_a_failed_child_passes_its_verdict_on(child: int | None, status: int) -> None:
     error = ChildProcessFailed("train ended. Its last lines, from t.log:\n  | boom")
     error.exit_code = child
