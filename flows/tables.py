@@ -40,10 +40,10 @@ def print_plan(stages: Sequence[PlannedStage], is_whole: bool) -> None:
 
 def print_runs(runs: Sequence[RecordedRun], short_ids: Mapping[str, str]) -> None:
     """Runs with what they cost and what they showed; times are local."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     for header in ("when", "id", "recipe", "flow", "state"):
-        table.add_column(header, overflow="fold")
-    for header in ("cached\n/run", "before\n(%)", "after\n(%)", "diff.\n(pts)", "p", "took\n(h:m:s)"):
+        table.add_column(header, overflow="fold", no_wrap=header not in ("recipe", "flow"))
+    for header in ("cached\n/run", "before\n(%)", "after\n(%)", "diff.\n(pts)", "p", "took\nh:mm:ss"):
         table.add_column(header, justify="right", no_wrap=True)
     for run in runs:
         table.add_row(
@@ -69,7 +69,7 @@ def print_run(
     console = Console(width=_width(), highlight=False, soft_wrap=True)
     console.print(Text(f"Run {run.id} of {run.name}, {run.flow}: {run.state}"), style="bold")
     started = f"{_local(run.started_at):%Y-%m-%d %H:%M:%S}"
-    console.print(Text(f"began {started}, took {_duration(run.seconds)} (h:m:s), pid {run.pid} on {run.host}"))
+    console.print(Text(f"began {started}, took {_duration(run.seconds)} (h:mm:ss), pid {run.pid} on {run.host}"))
     console.print(Text(f"folder {run.folder}"))
     if run.error:
         console.print(Text(f"error {run.error}"), style="red")
