@@ -62,6 +62,10 @@ def collect_garbage(
             raise StoreError(f"another dapo gc goes on in {root}; try again when it has ended")
         for leftover in _folders(root / ".removed"):  # of a collection that was killed
             shutil.rmtree(leftover)
+        for lock_path in (root / ".locks").glob("run-*.lock"):  # of a run that was killed
+            with held_if_free(lock_path) as is_free:
+                if is_free:
+                    lock_path.unlink()
         return [_remove(store, item) for item in unused]
 
 
@@ -117,7 +121,7 @@ def _remove(store: ArtifactStore, item: Unused) -> Unused:
         shutil.rmtree(item.path)
         return item
     is_removed = store.remove(item.artifact, lambda artifact: _is_in_use(store.root, artifact))
-    return item if is_removed else replace(item, left="in use")
+    return item if is_removed else replace(item, left="in use, or being built")
 
 
 def _is_in_use(root: Path, artifact: Artifact) -> bool:

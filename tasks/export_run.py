@@ -68,10 +68,11 @@ def model_card(
 ) -> str:
     """README.md as the Hugging Face Hub reads it: data, recipe, scores with their intervals, versions."""
     versions = {name: version for manifest in manifests.values() for name, version in manifest["versions"].items()}
-    base_model = base_model_of(config)
+    base_model, benchmark = base_model_of(config), _benchmark(config, report)
     return render(
         "model_card.md.j2",
-        header=_header(run, config, report, base_model),
+        header=_header(run, benchmark, report, base_model),
+        benchmark=benchmark,
         run=run,
         config=config,
         report=report,
@@ -96,11 +97,15 @@ def base_model_of(config: Config) -> str | None:
     return name if isinstance(name, str) and _HUB_NAME.fullmatch(name) else None
 
 
-def _header(run: RecordedRun, config: Config, report: Mapping[str, Any], base_model: str | None) -> str:
+def _benchmark(config: Config, report: Mapping[str, Any]) -> str:
+    own = "generated problems" if config.data.source == "arithmetic" else "a set of the user's own"
+    return report["settings"]["benchmark"] or own
+
+
+def _header(run: RecordedRun, benchmark: str, report: Mapping[str, Any], base_model: str | None) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
     after = report["after"]
-    benchmark = report["settings"]["benchmark"] or config.evaluate.benchmark or "held-out set"
     score = EvalResult(
         task_type="text-generation",
         dataset_name=benchmark,

@@ -1,4 +1,4 @@
-"""Runs of the chain in a small store: real keys, real data, reports and manifests; only the weights are letters."""
+"""Runs of the chain in a small store: real keys, data, manifests and reports; only the weights are words."""
 
 from __future__ import annotations
 

@@ -236,6 +236,8 @@ class ArtifactStore:
         os.rename(work, final)
         _sync(final.parent)
         _sync(self.root)
+        if (other := self.working_directory(parts.stage, parts.key)).exists():
+            self._move_aside(other, other.name, "its key was built by force meanwhile, so that nothing resumes it")
         write_stamp(self._stamp_path(parts.stage, parts.key), identities, entries)
         return Artifact(stage=parts.stage, key=parts.key, path=str(final), digest=digest)
 

@@ -146,7 +146,10 @@ def test_a_forced_attempt_resumes_forced_ones_alone(store: ArtifactStore) -> Non
         store.produce(PARTS, attempt(fails=True), resumable=True, replace=allow)
     made, _ = store.produce(PARTS, attempt(fails=False), resumable=True, replace=allow)
     assert content(made) == ".."  # its own first step, and not the one of the attempt before
-    assert (store.working_directory("train", PARTS.key) / "content").read_text() == "."
+    # Nobody would resume that one any more.
+    assert not store.working_directory("train", PARTS.key).exists()
+    [aside] = (store.root / ".damaged").iterdir()
+    assert (aside / "content").read_text() == "."
 
 
 def test_a_forced_build_that_cannot_be_resumed_begins_anew(store: ArtifactStore) -> None:

@@ -90,6 +90,8 @@ def test_the_card_says_what_was_measured(run: RecordedRun, exported: Path) -> No
     report = json.loads((exported / "report" / "report.json").read_text())
     low, high = (100 * bound for bound in report["after"]["interval"])
     assert cells["95 % interval"][1] == f"{low:.1f} to {high:.1f}"
+    assert cells["benchmark"] == ["generated problems"]
+    assert result["dataset"]["name"] == "generated problems"
     assert cells["ruler"] == [report["settings"]["grader"]]
     assert cells["clip range"] == ["-0.2, +0.28", "ratio"]
     assert ["a training step", "128", "responses"] in rows  # 16 prompts x 8
@@ -102,7 +104,7 @@ def test_the_card_says_what_was_measured(run: RecordedRun, exported: Path) -> No
             f"`{file['path']}`: {32 if file['path'].startswith('train') else 8} rows, sha256 `{file['sha256']}`"
             in body
         )
-    assert "1 steps took 2.5 s; 900 response tokens were trained on, of 1,200 generated." in flat
+    assert "1 step took 2.5 s; 900 response tokens were trained on, of 1,200 generated." in flat
 
 
 def test_what_is_there_already_is_refused_and_stays(run: RecordedRun, tmp_path: Path) -> None:

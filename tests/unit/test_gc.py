@@ -131,7 +131,7 @@ def test_what_is_built_locked_or_young_stays_and_says_why(tmp_path: Path) -> Non
     with held(tmp_path / ".locks" / f"merge_checkpoint-{merged.key[:16]}.lock"):
         found = collect(tmp_path)
     assert names(found, is_left=True) == {trained.key[:16], merged.key[:16]}
-    assert {item.left for item in found if item.left} == {"in use"}
+    assert {item.left for item in found if item.left} == {"in use, or being built"}
     assert names(found) == own_of(first) - names(found, is_left=True)
     young = collect_garbage(tmp_path, 1)
     assert {item.left for item in young} == {"younger than 60 min"}
@@ -185,8 +185,10 @@ def test_what_was_moved_aside_goes_on_demand(tmp_path: Path) -> None:
     (Path(made.path) / "content").write_text("damaged")
     assert store.lookup("probe", key.key) is None
     (tmp_path / ".removed" / "half").mkdir(parents=True)  # of a collection that was killed
+    (tmp_path / ".locks" / "run-1.lock").touch()  # of a run that was
     assert collect(tmp_path) == []
     assert not (tmp_path / ".removed" / "half").exists()
+    assert not (tmp_path / ".locks" / "run-1.lock").exists()
     [item] = collect(tmp_path, has_damaged=True)
     assert (item.stage, item.path.exists()) == ("damaged", False)
 
@@ -196,7 +198,7 @@ def test_a_record_that_cannot_be_read_stops_it(tmp_path: Path) -> None:
     (run.folder / "run.json").write_text("{}")
     with pytest.raises(StoreError, match=r"run\.json is not the record of a run"):
         collect(tmp_path)
-    with pytest.raises(StoreError, match="there is no store .*none; name it with --store"):
+    with pytest.raises(StoreError, match=r"there is no store .*none; name it with --store"):
         collect(tmp_path / "none")
 
 

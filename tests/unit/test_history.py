@@ -33,7 +33,8 @@ from tests.recorded_runs import Outcome, record_run, small_config
 def write_run(store: Path, identity: str, **values: object) -> Path:
     folder = store / "runs" / identity
     folder.mkdir(parents=True)
-    stage = {"seconds": 1.0, "artifact": str(store / "probe" / "a"), "key": "k", "digest": "d"}
+    artifact = {"artifact": str(store / "probe" / "a"), "key": "k", "digest": "d"}
+    stages = {label: {**artifact, "seconds": 1.0, "cached": label != "b"} for label in "abc"}
     record = {
         "name": "demo",
         "flow": "dapo-full",
@@ -42,11 +43,7 @@ def write_run(store: Path, identity: str, **values: object) -> Path:
         "state": "completed",
         "started_at": 1.8e9,
         "seconds": 3725.4,
-        "stages": {
-            "a": {**stage, "cached": True},
-            "b": {**stage, "cached": False},
-            "c": {**stage, "cached": True},
-        },
+        "stages": stages,
         **values,
     }
     (folder / "run.json").write_text(json.dumps(record))
@@ -100,7 +97,7 @@ def test_what_is_not_one_run_is_refused_with_those_there_are(three: Path, text: 
 
 
 def test_a_store_without_runs_says_so(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="no run x in .*; no run is recorded there"):
+    with pytest.raises(StoreError, match=r"no run x in .*; no run is recorded there"):
         find_run(tmp_path, "x")
 
 
