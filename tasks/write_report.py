@@ -12,9 +12,8 @@ from prefect.cache_policies import NO_CACHE
 from dapo_core.metrics import METRICS_FILE
 from eval.report import write_report as write_files
 from tasks.artifacts import Artifact
+from tasks.history import REPORT_FOLDER
 from tasks.run import Run
-
-REPORT_FOLDER = "report"
 
 
 @task(name="write-report", cache_policy=NO_CACHE)

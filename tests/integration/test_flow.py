@@ -152,7 +152,7 @@ def test_plan_finds_everything_cached(folder: Path, first: Finished) -> None:
     done = dapo(folder, "plan")
     rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
     assert [(row[1].strip(), row[2].strip()) for row in rows] == [(label, "cached") for label in STAGES]
-    assert [row[3].strip() for row in rows] == [stage["key"][:16] for stage in first.record["stages"].values()]
+    assert [row[4].strip() for row in rows] == [stage["key"][:16] for stage in first.record["stages"].values()]
 
 
 def test_a_second_run_is_all_cached_and_quick(first: Finished, second: Finished) -> None:

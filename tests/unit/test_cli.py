@@ -38,6 +38,9 @@ COMMANDS = (
     "run",
     "plan",
     "runs",
+    "runs show",
+    "gc",
+    "export",
     "config show",
     "prepare-data",
     "fetch-model",
@@ -176,8 +179,8 @@ def test_an_error_whose_lines_were_shown_is_told_without_them() -> None:
 def test_plan_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
     store = tmp_path / "store"
     done = dapo("plan", CONFIG, "--set", f"store.path={store}")
-    rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in done.stdout.splitlines() if "│" in line]
-    assert [(label, state) for label, state, _ in rows] == [
+    rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in done.stdout.splitlines() if "│" in line]
+    assert [(label, state) for label, state, *_ in rows] == [
         ("prepare_data", "runs"),
         ("fetch_model", "runs"),
         ("evaluate_before", "runs"),
@@ -185,34 +188,23 @@ def test_plan_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
         ("merge_checkpoint", "runs"),
         ("evaluate_after", "runs"),
     ]
-    assert len(rows[0][2]) == 16  # the data's key is known
-    assert rows[1][2] == "known after prepare_data"
+    assert rows[0][2] == "never built"
+    assert len(rows[0][3]) == 16  # the data's key is known
+    assert rows[1][2:] == ["waits for prepare_data", "after prepare_data"]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_of_no_store_is_an_empty_table(tmp_path: Path) -> None:
-    done = dapo("runs", "--store", tmp_path / "none")
+def test_looking_at_no_store_writes_nothing(tmp_path: Path) -> None:
+    none = tmp_path / "none"
+    done = dapo("runs", "--store", none)
     assert done.returncode == 0
-    assert "│" not in done.stdout.replace("┃", "")
+    assert done.stdout.split()[-1] == "─" * len(done.stdout.split()[-1])  # a head, and no row
+    assert f"no run latest in {none}; no run is recorded there" in refusal(
+        "runs", "show", "latest", "--store", none
+    )
+    assert f"there is no store {none}" in refusal("gc", "--keep-runs", "3", "--store", none)
+    assert f"no run abc in {none}" in refusal("export", "abc", tmp_path / "model", "--store", none)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
-    report = {"before": 0.4, "after": 0.625, "difference": 0.225, "p": 0.00012, "n": 40}
-    for name, outcome in (("20260101T000000.000Z-1", {"report": report}), ("20260102T000000.000Z-2", {})):
-        folder = tmp_path / "runs" / name
-        folder.mkdir(parents=True)
-        stages = {"a": {"cached": True}, "b": {"cached": False}}
-        record = {"name": "demo", "id": name, "started_at": 1.8e9, "seconds": 61.4, "stages": stages, **outcome}
-        (folder / "run.json").write_text(json.dumps(record))
-    lines = [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in dapo("runs", "--store", tmp_path).stdout.splitlines()
-        if line.startswith("│")
-    ]
-    assert [line[0] for line in lines] == ["20260102T000000.000Z-2", "20260101T000000.000Z-1"]
-    assert lines[0][3:] == ["61", "1/2", "", "", "unfinished", "", ""]
-    assert lines[1][3:] == ["61", "1/2", "40.0", "62.5", "+22.5", "0.00012", "40"]
 
 
 def test_report_of_two_result_folders(tmp_path: Path) -> None:
