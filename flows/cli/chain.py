@@ -25,13 +25,14 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     from flows.prefect_settings import apply_prefect_settings
     from tasks.run import check_start
 
-    check_start(load_config(config, overrides or ()))
+    settings = load_config(config, overrides or ())
+    check_start(settings)
     apply_prefect_settings()
     print_chain()
     logger.info("starting Prefect")
     from flows.prefect_server import provide_prefect_api
 
-    wait_for_api = provide_prefect_api()
+    wait_for_api = provide_prefect_api(Path(settings.store.path))
     from flows.dapo_full import dapo_full
 
     wait_for_api()
