@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,10 +11,13 @@ import typer
 from flows.services import DEFAULT_STORE, SERVER, WORKER, Services
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from flows.services import State
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
+STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 WIDTH = 200  # where no terminal says how wide it is
 StoreOption = Annotated[Path, typer.Option(help="Artifact store whose services are meant.")]
 
@@ -70,11 +74,45 @@ def down(
         typer.echo(f"no service of {store} is running")
 
 
+@app.command(epilog="Example: dapo doctor --store .dapo")
+def doctor(
+    store: StoreOption = DEFAULT_STORE,
+    wait_seconds: Annotated[
+        float, typer.Option(help="How long to wait until a scheduled deployment has a run to come.", min=0)
+    ] = 90.0,
+) -> None:
+    """Check packages, store, devices and Prefect, and say what to do; exit status 1 when something fails."""
+    from flows.prefect_settings import apply_prefect_settings
+
+    apply_prefect_settings()
+    logging.getLogger("tasks").setLevel(logging.WARNING)
+    from rich.markup import escape
+    from rich.table import Table
+
+    from flows.doctor import FAIL, examine
+
+    table = Table("check", "", "found", "what to do")
+    findings = list(examine(store, Path.cwd(), wait_seconds))
+    for finding in findings:
+        style = STATUS_STYLES[finding.status]
+        table.add_row(
+            finding.check, f"[{style}]{finding.status}[/]", escape(finding.found), escape(finding.advice)
+        )
+    _print_table(table)
+    if any(finding.status == FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
 def _print_services(services: Services, state: State) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("what", "pid", "address", "log")
     for name, address in ((SERVER, state.api_url), (WORKER, "work pool dapo")):
         table.add_row(name, str(state.daemons[name].pid), address, str(services.log_path(name)))
+    _print_table(table)
+
+
+def _print_table(table: Table) -> None:
+    from rich.console import Console
+
     Console(width=None if Console().is_terminal else WIDTH).print(table)
