@@ -24,8 +24,8 @@ def project_settings() -> dict[str, str]:
         # leases in memory are never given back once the server has restarted
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         # a run begins within seconds of being asked for; Prefect's default is 10
-        "PREFECT_WORKER_QUERY_SECONDS": "3",
-        "PREFECT_RUNNER_POLL_FREQUENCY": "3",
+        "PREFECT_WORKER_QUERY_SECONDS": "5",
+        "PREFECT_RUNNER_POLL_FREQUENCY": "5",
     }
 
 

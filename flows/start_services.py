@@ -6,6 +6,7 @@ down:  flow runs -> worker -> states of what died with it -> server
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+import yaml
 
 from dapo_core.errors import ConfigError, ServeError
 from flows.prefect_server import is_healthy, wait_until_healthy
@@ -179,9 +181,24 @@ def _start_server(services: Services, state: State, wishes: Wishes) -> Daemon:
     command = [sys.executable, "-m", "prefect", "--no-prompt", "server", "start", *options]
     env = worker_env(services, state)
     env["PREFECT_SERVER_UI_API_URL"] = f"{state.page_url}/api"
+    services.home.mkdir(exist_ok=True)
+    (services.home / "logging.yml").write_text(_logging_config(), encoding="utf-8")  # where Prefect looks for it
     if database:
         env[DATABASE_VARIABLES[0]] = database  # in no file and on no command line: it may hold a password
     return services.start(state, SERVER, command, env)
+
+
+def _logging_config() -> str:
+    """Prefect's own logging, without a traceback for each attempt that succeeds when it is made again.
+
+    With SQLite, one at nearly every poll of a worker finds the database locked: 100 MB a day.
+    """
+    prefect = importlib.util.find_spec("prefect")  # without importing it
+    assert prefect is not None
+    assert prefect.origin is not None
+    config = yaml.safe_load(Path(prefect.origin).with_name("logging").joinpath("logging.yml").read_text("utf-8"))
+    config["loggers"]["docket.dependencies"] = {"level": "CRITICAL"}
+    return yaml.safe_dump(config)
 
 
 def _populate(services: Services, state: State, project: Path, env: dict[str, str], digest: str) -> None:
