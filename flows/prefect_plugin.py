@@ -1,28 +1,41 @@
-"""Prefect start-up plugin: `prefect deployment run dapo-full` finds the only deployment of that name.
+"""Prefect start-up plugin for `prefect` typed in the project's folder.
 
-Prefect itself wants FLOW/DEPLOYMENT. The plugin is loaded by each `import prefect` in the project's folder, so it
-does nothing for any other command, and nothing where Prefect's method is not the one it knows.
+It reaches the server of `dapo up` without an export, with the project's settings, unless the user has others; and
+`prefect deployment run dapo-full` finds the only deployment of that name, where Prefect itself wants
+FLOW/DEPLOYMENT. The plugin is loaded by each `import prefect` in that folder, so it does nothing for any other
+program, and nothing where Prefect's method is not the one it knows.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect.plugins import register_hook
+
+from flows.prefect_settings import project_settings
+from flows.services import api_url
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
     from prefect.plugins import HookContext
 
+PROGRAMS = {"prefect", "-m"}  # `python -m prefect` has not found the name of its file yet
 COMMANDS = {"deployment", "deployments"}
 
 
 @register_hook
 def setup_environment(*, ctx: HookContext) -> None:
-    """Let the commands about deployments take a name without a slash."""
+    """Complete the environment of `prefect`; let its commands about deployments take a name without a slash."""
+    if Path(sys.argv[0]).name in PROGRAMS:
+        for name, value in project_settings().items():
+            os.environ.setdefault(name, value)
+        if not ctx.api_url and (url := api_url()):
+            os.environ["PREFECT_API_URL"] = url
     if COMMANDS.isdisjoint(sys.argv[1:]):
         return
     from prefect.client.orchestration import PrefectClient
