@@ -33,9 +33,10 @@ def prefect_settings(home: Path) -> dict[str, str]:
     """Environment variables for a Prefect process whose files live in `home`."""
     return {
         "PREFECT_HOME": str(home),
-        # 3.7.7 does not derive these two from PREFECT_HOME
+        # 3.7.7 does not derive these from PREFECT_HOME
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "storage"),
         "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),
+        "PREFECT_LOGGING_CONFIG_PATH": str(home / "logging.yml"),
         **project_settings(),
     }
 

@@ -28,6 +28,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT_FILES = ("pyproject.toml", "prefect.yaml", "flows", "tasks", "dapo_core", "eval", "configs")
 COMMAND_SECONDS = 240.0
 LONG_STAGE = ["data.arithmetic.num_train=128", "data.arithmetic.num_eval=24", "model.recipe.num_steps=100000"]
+# As `dapo run` finds a server for the configuration's store.
+PROVIDE_API = """
+import os, sys
+from pathlib import Path
+from flows.prefect_settings import apply_prefect_settings
+apply_prefect_settings()
+from flows.prefect_server import provide_prefect_api
+provide_prefect_api(Path(sys.argv[1]))()
+print(os.environ["PREFECT_API_URL"])
+"""
 
 
 @dataclass(frozen=True)
@@ -40,12 +50,12 @@ class Project:
     def services(self) -> Path:
         return self.folder / ".dapo" / ".services"
 
-    def type(self, *words: str, status: int = 0, **env: str) -> str:
-        """What `python -m WORDS` prints, which must end with this exit status."""
+    def python(self, *words: str, status: int = 0, **env: str) -> str:
+        """What `python WORDS` prints, which must end with this exit status."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         python_path = os.pathsep.join([str(self.folder / "site"), str(ROOT)])
         done = subprocess.run(
-            [sys.executable, "-m", *words],
+            [sys.executable, *words],
             cwd=self.folder,
             env={**inherited, "PYTHONPATH": python_path, "HOME": str(self.folder), **env},
             stdin=subprocess.DEVNULL,
@@ -58,7 +68,7 @@ class Project:
         return done.stdout
 
     def dapo(self, *words: str, status: int = 0, **env: str) -> str:
-        return self.type("flows.cli", *words, status=status, **env)
+        return self.python("-m", "flows.cli", *words, status=status, **env)
 
     def state(self) -> dict[str, Any]:
         return json.loads((self.services / "services.json").read_text())
@@ -137,8 +147,10 @@ def test_services_on_sqlite(project: Project) -> None:
     page = httpx.get(api.removesuffix("/api"), trust_env=False, follow_redirects=True)
     assert "<html" in page.text
 
-    # Without an export: the plugin knows the server.
-    assert "Created flow run" in project.type("prefect", "deployment", "run", "dapo-full", "--start-in", "2 hours")
+    # Without an export: the plugin knows the server, and so does `dapo run`.
+    run_later = ("prefect", "deployment", "run", "dapo-full", "--start-in", "2 hours")
+    assert "Created flow run" in project.python("-m", *run_later)
+    assert project.python("-c", PROVIDE_API, str(project.folder / ".dapo")).split()[-1] == api
     check_doctor(project)
 
     psutil.Process(first[WORKER]).kill()
