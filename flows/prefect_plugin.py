@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect.plugins import register_hook
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
     from prefect.plugins import HookContext
 
+PROGRAMS = {"prefect", "-m"}  # -m: python -m prefect, which is being imported
 COMMANDS = {"deployment", "deployments"}
 
 
 @register_hook
 def setup_environment(*, ctx: HookContext) -> None:
     """Let the commands about deployments take a name without a slash."""
-    if COMMANDS.isdisjoint(sys.argv[1:]):
+    if Path(sys.argv[0]).name not in PROGRAMS or COMMANDS.isdisjoint(sys.argv[1:]):
         return
     from prefect.client.orchestration import PrefectClient
 
@@ -39,7 +41,7 @@ def setup_environment(*, ctx: HookContext) -> None:
 
 
 async def resolve_name(client: PrefectClient, name: str) -> str:
-    """FLOW/DEPLOYMENT of the only deployment called `name`; raises ValueError that names the ones there are."""
+    """FLOW/DEPLOYMENT of the only deployment called `name`; ends the command with the names there are."""
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 
     named = DeploymentFilter(name=DeploymentFilterName(any_=[name]))
@@ -47,9 +49,9 @@ async def resolve_name(client: PrefectClient, name: str) -> str:
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
-        raise ValueError(f"several deployments are called {name!r}; say which: {', '.join(candidates)}")
+        raise SystemExit(f"several deployments are called {name!r}; say which: {', '.join(candidates)}")
     known = ", ".join(await full_names(client, None))
-    raise ValueError(f"no deployment is called {name!r}; there are: {known or 'none, see prefect deploy --all'}")
+    raise SystemExit(f"no deployment is called {name!r}; there are: {known or 'none, see prefect deploy --all'}")
 
 
 async def full_names(client: PrefectClient, chosen: Any) -> list[str]:
