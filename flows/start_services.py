@@ -113,7 +113,7 @@ def _running_server(state: State, wishes: Wishes) -> Daemon | None:
     if server:
         told = {"--host": (wishes.host, state.host), "--port": (wishes.port, state.port)}
         if wishes.database is not None:
-            told["--database"] = _split_password(wishes.database)[0], state.database
+            told["--database"] = without_password(wishes.database)[0], state.database
         for option, (wish, reality) in told.items():
             if wish is not None and wish != reality:
                 raise ServeError(
@@ -136,11 +136,11 @@ def _settle(state: State, wishes: Wishes) -> str:
                 "give the whole URL with --database, or --database sqlite for a file in the store"
             )
         return state.database
-    state.database, state.database_needs_password = _split_password(wishes.database)
+    state.database, state.database_needs_password = without_password(wishes.database)
     return wishes.database if state.database else ""
 
 
-def _split_password(url: str) -> tuple[str, bool]:
+def without_password(url: str) -> tuple[str, bool]:
     """The database's URL without its password, and whether it had one; "" for SQLite in the store."""
     if url == SQLITE:
         return "", False
@@ -237,7 +237,7 @@ def _wait_for(is_there: Callable[[], object], daemon: Daemon, problem: str) -> N
     while not is_there():
         if not daemon.is_running or time.monotonic() > deadline:
             why = "its process ended" if not daemon.is_running else f"not within {START_SECONDS:.0f} s"
-            raise ServeError(f"{problem}: {why}. {daemon.log} ends:\n{daemon.tail()}")
+            raise ServeError(f"{problem}: {why}. {daemon.tail()}")
         time.sleep(POLL_SECONDS)
 
 
