@@ -14,6 +14,7 @@ from dapo_core.errors import (
     ModelError,
     NotEnoughSignal,
     RewardError,
+    RunSkipped,
     ServeError,
     StoreError,
     TrainingStopped,
@@ -34,6 +35,7 @@ LASTING_ERRORS = (
     NotEnoughSignal,
     ResultsError,
     RewardError,
+    RunSkipped,
     ServeError,
     StoreError,
     TrainingStopped,  # as somebody wanted

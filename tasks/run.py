@@ -18,7 +18,7 @@ from typing import Any
 from dapo_core.checkpoint import require_resume
 from dapo_core.config import Config, dump_config
 from dapo_core.data import require_columns
-from dapo_core.errors import StoreError
+from dapo_core.errors import RunSkipped, StoreError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.reward import require_scorers
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, held
@@ -46,8 +46,8 @@ class StageRecord:
 class Run:
     """A folder of links to artifacts, the resolved configuration, and run.json, kept current as stages finish.
 
-    As a context it records how the run ended: completed, failed with the error, or cancelled. From its start to
-    then it holds a lock, so that others see whether it still goes on.
+    As a context it records how the run ended: completed, skipped, failed with the error, or cancelled. From its
+    start to then it holds a lock, so that others see whether it still goes on.
     """
 
     config: Config
@@ -84,6 +84,8 @@ class Run:
         with self.lock:
             if error is None:
                 self.record(state="completed")
+            elif isinstance(error, RunSkipped):
+                self.record(state="skipped", reason=str(error))
             elif isinstance(error, Exception):
                 self.record(state="failed", error=describe(error))
             else:  # an interrupt, or Prefect's TerminationSignal
