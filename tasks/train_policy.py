@@ -12,10 +12,12 @@ from prefect.runtime import task_run
 
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from tasks.artifacts import Artifact
+from tasks.cancellation import is_worker_restart
 from tasks.command import run_dapo
 from tasks.retries import RETRY_DELAY_SECONDS, may_succeed_next_time
 from tasks.run import Run
 from tasks.stages import TRAIN_FILE, TRAIN_POLICY, eval_file, train_policy_inputs
+from tasks.watched_command import Outlive
 
 
 @task(
@@ -28,9 +30,15 @@ from tasks.stages import TRAIN_FILE, TRAIN_POLICY, eval_file, train_policy_input
 def train_policy(run: Run, data: Artifact, model: Artifact) -> Artifact:
     """The training output: checkpoints/step_NNNNNN and metrics.jsonl.
 
-    A failed or killed attempt is continued from its last checkpoint by the next one with the same key.
+    A failed or killed attempt is continued from its last checkpoint by the next one with the same key. A training
+    that outlived those who started it is attached to.
     """
     key = TRAIN_POLICY.key(run.config, train_policy_inputs(run.config, data, model))
+    outlive = Outlive(
+        unwatched_seconds=60 * run.config.flow.unwatched_minutes,
+        stop_seconds=run.config.flow.stop_seconds,
+        is_left=is_worker_restart,
+    )
 
     def build(folder: Path) -> Mapping[str, Any]:
         words: list[str | Path] = ["train", run.config_path]
@@ -38,7 +46,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact) -> Artifact:
         if run.config.validation.every:
             words += ["--held-out", eval_file(data)]
         words += resume_words(run.config.checkpoint.resume, task_run.run_count or 1)
-        run_dapo(words, run.store, key)
+        run_dapo(words, run, key, outlive=outlive)
         return last_metrics(folder)
 
     return run.produce("train_policy", key, build, resumable=True)
