@@ -28,6 +28,7 @@ PARENT_MAY_BE_DEAD = signal.SIGUSR1  # also sent when only the thread that start
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WATCHED_SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD, PARENT_MAY_BE_DEAD)
 PARENT_POLL_SECONDS = 1.0
+WATCH_POLL_SECONDS = 0.5
 SCAN_SECONDS = 0.05
 LINGER_SECONDS = 0.5  # helpers such as multiprocessing's resource tracker end by themselves just after the command
 KILL_SECONDS = 10.0  # a process in uninterruptible sleep outlasts SIGKILL; waiting longer does not help
@@ -202,7 +203,7 @@ class Supervisor:
     def _watch(self) -> None:
         """Returns once the command ended, or there is a reason to stop it."""
         while self.wait_status is None and not self.stop_reason:
-            self._pause(PARENT_POLL_SECONDS)
+            self._pause(WATCH_POLL_SECONDS if self.watch else PARENT_POLL_SECONDS)
             if self._is_orphaned():
                 _say(f"parent process {self.parent_pid} is gone: ending the command")
                 self.stop_reason = ORPHANED

@@ -205,11 +205,12 @@ def watch_command(
 
 
 def find_running(log_path: Path) -> Record | None:
-    """Returns the record of the watched command that writes to this log, unless it is being stopped."""
-    if not is_locked(log_path.with_suffix(WATCH_SUFFIX)):
+    """Returns the record of the watched command that writes to this log, unless it is to stop."""
+    watch_path = log_path.with_suffix(WATCH_SUFFIX)
+    if not is_locked(watch_path) or (record := read_record(log_path)) is None:
         return None
-    record = read_record(log_path)
-    return record if record is not None and record.stopping is None and record.exit_code is None else None
+    is_asked_to_stop = record.run_id in watch_path.read_text(encoding="utf-8")
+    return None if is_asked_to_stop or record.stopping or record.exit_code is not None else record
 
 
 def read_record(log_path: Path) -> Record | None:
