@@ -42,9 +42,9 @@ SAVER = """
         print("helper", "gone" if os.waitpid(helper, os.WNOHANG)[0] else "there", flush=True)
         os._exit(143)
     signal.signal(signal.SIGTERM, save)
-    print("up", flush=True)
     while True:
-        time.sleep(60)
+        print("up", flush=True)
+        time.sleep(0.1)
 """
 STUBBORN = """
     import signal, time
@@ -65,6 +65,9 @@ PARENT = """
                       held=lambda: [lock.fileno()])
     watch_command(json.loads(sys.argv[3]), log_path=sys.argv[1] + ".log", label="train", outlive=outlive)
 """
+
+
+STARTED_AGAIN = python("print('started again')")
 
 
 class Cancelled(BaseException):
@@ -114,9 +117,6 @@ def outcome_of(stem: Path) -> Record:
 
 def watch(stem: Path, command: list[str], outlive: Outlive = SOON, **options: Any) -> None:
     watch_command(command, log_path=stem.with_suffix(".log"), label="train", outlive=outlive, **options)
-
-
-STARTED_AGAIN = python("print('started again')")
 
 
 @pytest.mark.parametrize(
@@ -186,14 +186,10 @@ def test_with_no_time_unwatched_it_ends_with_its_parent(stem: Path) -> None:
 
 @pytest.mark.parametrize("is_attached", [False, True])
 def test_stopped_it_ends_in_order_before_those_below_it_are_told(stem: Path, is_attached: bool) -> None:
-    command = python(SAVER + "    print('tick', flush=True)\n")
     if is_attached:
-        end(
-            start_parent(stem, python(SAVER.replace("time.sleep(60)", "print('up'); time.sleep(0.1)"))),
-            signal.SIGKILL,
-        )
+        end(start_parent(stem, python(SAVER)), signal.SIGKILL)
     with pytest.raises(Cancelled, match="up"):
-        watch(stem, command, on_line=cancel)
+        watch(stem, STARTED_AGAIN if is_attached else python(SAVER), on_line=cancel)
     outcome = outcome_of(stem)
     assert (outcome.stopping, outcome.exit_code) == (supervisor.ASKED, 143)
     assert "helper there" in stem.with_suffix(".log").read_text()
@@ -218,8 +214,7 @@ def test_one_that_takes_long_to_stop_is_left_to_its_supervisor(
     stem: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watched_command, "STOP_WAIT_SECONDS", 0.1)
-    chatty = SAVER.replace("time.sleep(60)", "print('up'); time.sleep(0.1)").replace("sleep(0.3)", "sleep(1.5)")
-    end(start_parent(stem, python(chatty)), signal.SIGKILL)
+    end(start_parent(stem, python(SAVER.replace("sleep(0.3)", "sleep(1.5)"))), signal.SIGKILL)
     with pytest.raises(Cancelled):
         watch(stem, STARTED_AGAIN, on_line=cancel)
     assert f"train (pid {record_of(stem).pid} on" in caplog.text
