@@ -51,11 +51,11 @@ class Finished:
 
 
 def dapo(folder: Path, command: str, *changes: str) -> subprocess.CompletedProcess[str]:
-    """`dapo COMMAND` with the small recipe in its own process, its store and Prefect's files under the folder."""
+    """`dapo COMMAND`, one word or more, with the small recipe in its own process; all its files in the folder."""
     changes = (f"store.path={folder / 'store'}", *SMALL, *changes)
     overrides = [word for change in changes for word in ("--set", change)]
     return subprocess.run(
-        [sys.executable, "-m", "flows.cli", command, "configs/arith_cpu.yaml", *overrides],
+        [sys.executable, "-m", "flows.cli", *command.split(), "configs/arith_cpu.yaml", *overrides],
         cwd=ROOT,
         env={**os.environ, "PREFECT_HOME": str(folder / "prefect"), "COLUMNS": "200"},
         capture_output=True,
@@ -162,6 +162,17 @@ def test_a_second_run_is_all_cached_and_quick(first: Finished, second: Finished)
     assert second.report["after"] == first.report["after"]
     for label in STAGES:
         assert f"{label:<16} cached, built in " in second.output
+
+
+def test_the_report_alone_is_written_again_from_the_store(folder: Path, first: Finished) -> None:
+    done = dapo(folder, "stage compare")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = max((folder / "store" / "runs").iterdir())
+    record = json.loads((run / "run.json").read_text())
+    assert (record["flow"], record["state"]) == ("compare", "completed")
+    assert record["report"] == first.record["report"]
+    assert {stage["artifact"] for stage in record["stages"].values()} == set(first.report["artifacts"].values())
+    assert f"Report with plots: {run / 'report' / 'report.html'}" in done.stdout.replace("\n", "")
 
 
 def test_an_error_that_a_retry_cannot_mend_is_told_once(folder: Path, first: Finished) -> None:

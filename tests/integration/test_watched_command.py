@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -131,6 +132,7 @@ def test_the_next_attaches_to_what_outlived_its_parent(
     assert is_running(stem.with_suffix(".log"))
     assert is_locked(stem.with_suffix(".cluster"))  # which the parent held, and its command still does
     first = record_of(stem)
+    attach = dataclasses.replace(SOON, held=lambda: pytest.fail("the running command holds the lock itself"))
     lines: list[str] = []
 
     def on_line(line: str) -> None:
@@ -139,10 +141,10 @@ def test_the_next_attaches_to_what_outlived_its_parent(
 
     if exit_code:
         with pytest.raises(ChildProcessFailed, match=r"train ended with exit code 3(.|\n)*last words") as caught:
-            watch(stem, STARTED_AGAIN, on_line=on_line)
+            watch(stem, STARTED_AGAIN, attach, on_line=on_line)
         assert caught.value.exit_code == exit_code
     else:
-        watch(stem, STARTED_AGAIN, on_line=on_line)
+        watch(stem, STARTED_AGAIN, attach, on_line=on_line)
     assert lines[0] == "tick"
     assert lines[-1] == "last words"
     assert f"attached to pid {first.pid} on {os.uname().nodename}, started 20" in caplog.text
