@@ -170,13 +170,8 @@ def background_command(
         process.stop()
 
 
-def is_running(log_path: str | os.PathLike[str]) -> bool:
-    """Returns whether a command, or what is left of one, writes to this log, on any host that shares it."""
-    return is_locked(log_path)
-
-
 def is_locked(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a process, on any host that shares the file, holds its kernel lock."""
+    """Returns whether a process on any host holds the kernel lock of the file; of a log, its command."""
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
