@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/arith_cpu.yaml"
 COMMANDS = (
     "run",
+    "stage",
     "plan",
     "runs",
     "config show",
@@ -311,3 +312,16 @@ def test_every_command_is_in_the_list_above() -> None:
     group = typer.main.get_command(app)
     names = set(group.commands)  # type: ignore[attr-defined]
     assert {command.split()[0] for command in COMMANDS} == names
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train-model", CONFIG), "'train-model' is not one of 'prepare-data', 'fetch-model'"),
+        (("merge-checkpoint", CONFIG, "--side", "before"), "merge-checkpoint has no sides; evaluate-model has"),
+        (("compare", CONFIG, "--force"), "compare writes a new report each time anyway"),
+        (("compare", CONFIG, "--set", "run.sed=1"), "did you mean run.seed?"),
+    ],
+)
+def test_stage_refuses_before_prefect_starts(words: tuple[str, ...], message: str) -> None:
+    assert message in " ".join(refusal("stage", *words).split())
