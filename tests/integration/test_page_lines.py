@@ -36,11 +36,12 @@ def prefect_page() -> Iterator[list[dict[str, Any]]]:
 
     handler.addFilter(with_run)
     set_api_log_sink(sent.append)
-    command.logger.addHandler(handler)
+    ours = logging.getLogger("tasks")
+    before, ours.handlers = ours.handlers, [handler]  # a flow that was imported has left one already
     try:
         yield sent
     finally:
-        command.logger.removeHandler(handler)
+        ours.handlers = before
         set_api_log_sink(None)
 
 
