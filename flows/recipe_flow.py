@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, ParamSpec, TypeVar, get_type_hints
 
 from prefect import Flow, flow
 from prefect.runtime import flow_run
@@ -48,6 +48,8 @@ def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
         description = inspect.getdoc(function) or ""
         lines = [f"    {each}: {DESCRIPTIONS[each]}" for each in inspect.signature(function).parameters]
         function.__doc__ = "\n".join([description, "", "Args:", *lines])
+        # As types, not as text: `serve` pickles the function without the names that the text would need.
+        function.__annotations__ = get_type_hints(function, include_extras=True)
         return flow(name=name, description=description, flow_run_name=name_run)(function)
 
     return decorate

@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from eval.run import evaluate
 from tasks.artifacts import Artifact
+from tasks.command import link_log
 from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of, set_of
 from tasks.retries import RETRY_DELAY_SECONDS, may_succeed_next_time
 from tasks.run import Run
@@ -39,6 +40,7 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
 
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
+        link_log(run, log_path)
         evaluation_set = set_of(eval_file(data), settings)
         with serve_model(model.path, run.config.serve, log_path=log_path) as servers:
             urls = ", ".join(server.base_url for server in servers)

@@ -28,7 +28,7 @@ def fetch_model(run: Run, data: Artifact) -> Artifact:
         if run.config.model.source == "path":
             return take_model_folder(run.config, folder)
         paths = ("--data", Path(data.path) / TRAIN_FILE, "--output", folder)
-        run_dapo(["fetch-model", run.config_path, *paths], run.store, key)
+        run_dapo(["fetch-model", run.config_path, *paths], run, key)
         return {}
 
     return run.produce("fetch_model", key, build)

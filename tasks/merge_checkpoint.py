@@ -24,7 +24,7 @@ def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
         merge = run.config.merge
         options = ["--checkpoint", merge.checkpoint, "--dtype", merge.dtype]
         options += ["--max-shard-bytes", str(merge.max_shard_bytes)]
-        run_dapo(["merge", training.path, folder, *options], run.store, key)
+        run_dapo(["merge", training.path, folder, *options], run, key)
         return {"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}
 
     return run.produce("merge_checkpoint", key, build)

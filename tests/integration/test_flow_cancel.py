@@ -7,8 +7,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.exceptions import TerminationSignal
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.prefect_settings import prefect_settings
+from tasks.cancellation import WORKER_VARIABLE, is_worker_restart
 from tests.prefect_servers import started_process, started_server, wait_for
 
 CONFIG = "configs/arith_cpu.yaml"
@@ -73,7 +76,7 @@ def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path, stop_signal: signal.
     assert "Traceback" not in log.read_text()
 
 
-def test_cancelling_the_flow_run_stops_the_child_tree(tmp_path: Path) -> None:
+def test_cancelling_the_flow_run_stops_the_child_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = "from flows.dapo_full import dapo_full; dapo_full.serve(name='test', pause_on_shutdown=False)"
     with started_server(tmp_path) as server, server.client() as client:
         more = {**server.environment, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
@@ -84,14 +87,20 @@ def test_cancelling_the_flow_run_stops_the_child_tree(tmp_path: Path) -> None:
             deployment = client.get(path).json()["id"]
             parameters = {"config": CONFIG, "overrides": long_stage(tmp_path)}
             created = client.post(f"/deployments/{deployment}/create_flow_run", json={"parameters": parameters})
-            flow_run = f"/flow_runs/{created.raise_for_status().json()['id']}"
+            flow_run_id = created.raise_for_status().json()["id"]
+            flow_run = f"/flow_runs/{flow_run_id}"
             wait_for("the model is being built", lambda: building(runner.pid), 120, log)
             found = flow_run_tree(runner.pid)
+            monkeypatch.setenv(WORKER_VARIABLE, flow_run_id)
+            with temporary_settings({PREFECT_API_URL: server.api}):
+                assert is_worker_restart(TerminationSignal(signal.SIGTERM))  # nobody has cancelled it
             client.post(f"{flow_run}/set_state", json={"state": {"type": "CANCELLING"}}).raise_for_status()
 
             def is_cancelled() -> bool:
                 return client.get(flow_run).raise_for_status().json()["state"]["type"] == "CANCELLED"
 
+            with temporary_settings({PREFECT_API_URL: server.api}):
+                assert not is_worker_restart(TerminationSignal(signal.SIGTERM))
             wait_for("the run is cancelled", is_cancelled, 60, log)
             assert left_over(found) == []
             assert runner.poll() is None  # cancelling ended the run, not those who serve it

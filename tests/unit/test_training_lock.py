@@ -35,12 +35,13 @@ DEADLINE_SECONDS = 30.0
 TRAIN = """
 import sys
 from pathlib import Path
-from tasks.process import run_command
 from tasks.training_lock import hold
+from tasks.watched_command import Outlive, watch_command
 path, key, log = sys.argv[1:]
 stubborn = ["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
 with hold(Path(path), "run-7", key) as descriptor:
-    run_command(stubborn, log_path=log, label="train", grace_seconds=1.5, held=[descriptor])
+    outlive = Outlive(unwatched_seconds=0, stop_seconds=0, grace_seconds=1.5, held=lambda: [descriptor])
+    watch_command(stubborn, log_path=log, label="train", outlive=outlive)
 """
 HOLD = """
 import sys, time
@@ -161,16 +162,16 @@ def test_the_lock_lasts_as_long_as_the_training_whose_flow_was_killed(run: Run) 
         wait_until(lambda: read_holder(path) is None)
 
 
-def test_a_training_waits_for_others_and_not_for_its_own(run: Run) -> None:
+def test_a_training_gives_way_to_another(run: Run) -> None:
     with training(run, KEY.key):
-        with hold_for_training(run, KEY, gives_way=True) as held:
-            assert held == ()  # attached to: it holds the lock itself
         named = "training is under way already: run run-7"
         with pytest.raises(RunSkipped, match=named), hold_for_training(run, OTHER_KEY, gives_way=True):
             raise AssertionError("two trainings at once")
     wait_until(lambda: read_holder(training_lock_path(run.config)) is None)
-    with hold_for_training(run, OTHER_KEY, gives_way=True) as held:
-        assert len(held) == 1
+    with hold_for_training(run, OTHER_KEY, gives_way=True):
+        holder = read_holder(training_lock_path(run.config))
+        assert holder is not None
+        assert holder.key == OTHER_KEY.key
 
 
 def build_inputs(run: Run) -> str:
