@@ -47,6 +47,8 @@ def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
     def decorate(function: Callable[P, R]) -> Flow[P, R]:
         description = inspect.getdoc(function) or ""
         lines = [f"    {each}: {DESCRIPTIONS[each]}" for each in inspect.signature(function).parameters]
+        # In a process of Flow.serve, Prefect cannot resolve annotations that are kept as text.
+        function.__annotations__ = inspect.get_annotations(function, eval_str=True)
         function.__doc__ = "\n".join([description, "", "Args:", *lines])
         # As types, not as text: `serve` pickles the function without the names that the text would need.
         function.__annotations__ = get_type_hints(function, include_extras=True)
