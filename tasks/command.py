@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tasks.artifacts import ArtifactStore, StageKey
@@ -20,13 +20,23 @@ def dapo_command(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "flows.cli", *map(str, words)]
 
 
-def run_dapo(words: Sequence[str | Path], store: ArtifactStore, key: StageKey) -> None:
+def run_dapo(
+    words: Sequence[str | Path],
+    store: ArtifactStore,
+    key: StageKey,
+    *,
+    on_line: Callable[[str], None] | None = None,
+) -> None:
     """Run `dapo WORDS` to its end, its lines into the stage's log file and, but for metrics, to our log.
+
+    `on_line` gets every line.
 
     Raises ChildProcessFailed with the exit code, the last lines and the log's path.
     """
 
     def tell(line: str) -> None:
+        if on_line is not None:
+            on_line(line)
         if line.strip() and not line.startswith(METRICS_LINE):
             logger.info("%s", line.rstrip())
 

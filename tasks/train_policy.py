@@ -6,24 +6,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from tasks.artifacts import Artifact
 from tasks.command import run_dapo
-from tasks.retries import RETRY_DELAY_SECONDS, may_succeed_next_time
+from tasks.page import StageProgress
 from tasks.run import Run
+from tasks.stage_task import stage_task
 from tasks.stages import TRAIN_FILE, TRAIN_POLICY, eval_file, train_policy_inputs
 
 
-@task(
-    name="train-policy",
-    cache_policy=NO_CACHE,
-    retries=1,
-    retry_delay_seconds=RETRY_DELAY_SECONDS,
-    retry_condition_fn=may_succeed_next_time,
+@stage_task(
+    "train-policy",
+    hours=lambda limits: limits.train_policy_hours,
+    afterwards="run it again: it continues from its last checkpoint",
 )
 def train_policy(run: Run, data: Artifact, model: Artifact) -> Artifact:
     """The training output: checkpoints/step_NNNNNN and metrics.jsonl.
@@ -38,7 +35,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact) -> Artifact:
         if run.config.validation.every:
             words += ["--held-out", eval_file(data)]
         words += resume_words(run.config.checkpoint.resume, task_run.run_count or 1)
-        run_dapo(words, run.store, key)
+        run_dapo(words, run.store, key, on_line=StageProgress(run, "train_policy", folder).on_line)
         return last_metrics(folder)
 
     return run.produce("train_policy", key, build, resumable=True)
