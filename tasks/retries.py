@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 NUM_RETRIES = 3
 FIRST_DELAY_SECONDS = 10.0
+MOST_REASON_CHARS = 500
 JITTER = 0.3  # share of a delay that chance adds or takes away
 # The next attempt would find the same file, key or full disk, or our own mistake.
 LASTING_ERRORS = (
@@ -79,9 +80,12 @@ def describe(error: BaseException) -> str:
 
 
 def shortened(error: ChildProcessFailed | ServeError) -> ChildProcessFailed | ServeError:
-    """The same error with its summary as its message."""
+    """The same error with a short message: its summary, and of a child process the last line it wrote."""
     short = copy.copy(error)
-    short.args = (error.summary,)
+    reason = (
+        str(error).rpartition("\n  | ")[2][:MOST_REASON_CHARS] if isinstance(error, ChildProcessFailed) else ""
+    )
+    short.args = (f"{error.summary}: {reason}" if reason else error.summary,)
     return short
 
 
@@ -107,11 +111,12 @@ def may_succeed_next_time(task: Any, task_run: Any, state: Any) -> bool:
         return False
     delay = task.retry_delay_seconds[attempt - 1]
     logger.warning(
-        "%s: attempt %d of %d failed: %s; the next one begins in %.1f s",
+        "%s: attempt %d of %d failed, the next one begins in %.1f s: %s: %s",
         task_run.name,
         attempt,
         task.retries + 1,
-        describe(error),
         delay,
+        type(error).__name__,
+        error,
     )
     return True

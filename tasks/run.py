@@ -22,7 +22,6 @@ from dapo_core.errors import StoreError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.reward import require_scorers
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey
-from tasks.retries import describe
 from tasks.stages import LINKS, prepare_data_inputs
 
 logger = logging.getLogger(__name__)
@@ -83,7 +82,7 @@ class Run:
         if error is None:
             self.record(state="completed")
         elif isinstance(error, Exception):
-            self.record(state="failed", error=describe(error))
+            self.record(state="failed", error=f"{type(error).__name__}: {error}")
         else:  # an interrupt, or Prefect's TerminationSignal
             self.record(state="cancelled", error=type(error).__name__)
 

@@ -13,7 +13,7 @@ from prefect import State, Task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
-from dapo_core.config.operation import TimeLimitsConfig
+from dapo_core.config import TimeLimitsConfig
 from dapo_core.errors import ChildProcessFailed, ServeError
 from tasks.artifacts import Artifact
 from tasks.page import show_stage

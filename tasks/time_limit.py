@@ -35,14 +35,14 @@ def time_limit(hours: float | None, key: str, afterwards: str) -> Iterator[None]
         logger.warning("%s=%g is not kept: this stage does not run in the main thread", key, hours)
         yield
         return
-    previous = signal.signal(signal.SIGALRM, _raise_limit_reached)
+    handler = signal.signal(signal.SIGALRM, _raise_limit_reached)
     try:
+        timer = signal.setitimer(signal.ITIMER_REAL, hours * 3600)
         try:
-            signal.setitimer(signal.ITIMER_REAL, hours * 3600)
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)
     except _LimitReached:
         raise StageTimedOut(
             f"{key}={hours:g}: ended after {_duration(hours)}; raise it, or {afterwards}"
