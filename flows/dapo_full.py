@@ -8,6 +8,7 @@ from typing import Any
 from prefect import flow
 
 from dapo_core.config import load_config
+from flows.notify import tell_failure, tell_report
 from tasks.evaluate_model import evaluate_model
 from tasks.fetch_model import fetch_model
 from tasks.merge_checkpoint import merge_checkpoint
@@ -22,7 +23,12 @@ for package in ("flows", "tasks", "dapo_core", "eval"):
 DEFAULT_CONFIG = "configs/arith_cpu.yaml"
 
 
-@flow(name="dapo-full")
+@flow(
+    name="dapo-full",
+    on_failure=[tell_failure],
+    on_crashed=[tell_failure],
+    on_cancellation=[tell_failure],
+)
 def dapo_full(config: str = DEFAULT_CONFIG, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     """Train a model with DAPO and report whether it got better.
 
@@ -38,4 +44,5 @@ def dapo_full(config: str = DEFAULT_CONFIG, overrides: tuple[str, ...] = ()) -> 
         merged = merge_checkpoint(run, training)
         after = evaluate_model(run, data, merged, "evaluate_after")
         report = write_report(run, before, after, training)
+    tell_report(run, report)
     return {"run": str(run.folder), "verdict": report["verdict"]}
