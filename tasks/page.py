@@ -20,6 +20,7 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.runtime import flow_run, task_run
 
 from dapo_core.metrics import METRICS_FILE
+from eval.report import REPORT_MARKDOWN, REPORT_PAGE
 from tasks.artifacts import Artifact
 from tasks.poster import poster
 from tasks.run import Run
@@ -73,10 +74,22 @@ def show_stage(run: Run, label: str, artifact: Artifact) -> None:
 
 def show_report(run: Run, folder: Path, verdict: str) -> None:
     """Put the report on the page, with the path of report.html, which has the plots, and links to the stages."""
-    report = (folder / "report.md").read_text(encoding="utf-8")
+    report = unwrapped((folder / REPORT_MARKDOWN).read_text(encoding="utf-8"))
     stages = ", ".join(_link(run, label) for label in run.stages)
-    place = f"With plots: {_code(str(folder / 'report.html'))}"
+    place = f"With plots: {_code(str(folder / REPORT_PAGE))}"
     _create(run, "report", "markdown", f"{place}\n\n{report}\n\nStages on this page: {stages}\n", verdict)
+
+
+def unwrapped(markdown: str) -> str:
+    """The text with each paragraph and list item in one line: Prefect's page breaks where a line ends."""
+    lines: list[str] = []
+    for line in markdown.splitlines():
+        begins = not line.strip() or line.startswith(("|", "#", "- "))
+        if begins or not lines or not lines[-1] or lines[-1].startswith(("|", "#")):
+            lines.append(line)
+        else:
+            lines[-1] += " " + line.strip()
+    return "\n".join(lines)
 
 
 class StageProgress:
@@ -162,10 +175,11 @@ def _step_row(step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """A number with four significant digits; anything else as it is."""
+    """A number with four significant digits, from 1000 on a whole one; anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return value
-    return int(value) if float(value).is_integer() else float(f"{value:.4g}")
+    short = round(value) if abs(value) >= 1000 else float(f"{value:.4g}")
+    return int(short) if short == int(short) else short
 
 
 def _code(text: str) -> str:

@@ -17,7 +17,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks import page, poster
-from tasks.page import StageProgress, artifact_key, newest_steps
+from tasks.page import StageProgress, artifact_key, newest_steps, unwrapped
 from tasks.poster import Poster
 from tasks.run import Run
 from tests.configs import make_config
@@ -42,6 +42,11 @@ def test_newest_steps_do_not_begin_in_the_middle_of_a_line(tmp_path: Path) -> No
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "x": "y" * 50_000}) + "\n" for step in range(1, 13)))
     assert [line["step"] for line in newest_steps(path)] == [12, 11, 10, 9, 8]  # 256 KiB hold five whole lines
+
+
+def test_paragraphs_of_the_report_are_one_line_each() -> None:
+    text = "# A\nOne\ntwo.\n\n- first\n  goes on\n- second\n\n| a |\n|---|\n| 1 |\nAfter\nit"
+    assert unwrapped(text) == "# A\nOne two.\n\n- first goes on\n- second\n\n| a |\n|---|\n| 1 |\nAfter it"
 
 
 class Recorder(Poster):
