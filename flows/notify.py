@@ -46,7 +46,7 @@ def tell_report(run: Run, report: Mapping[str, Any]) -> None:
         "verdict": report["verdict"],
         **figures,
         "report": str(run.folder / REPORT_FOLDER / REPORT_PAGE),
-        "flow_run": _flow_run(runtime.flow_run.name, runtime.flow_run.ui_url),
+        "flow_run": _flow_run(runtime.flow_run.name, runtime.flow_run.id),
     }
     send(run.config.flow.webhook, payload)
 
@@ -69,7 +69,7 @@ def tell_failure(flow: Any, flow_run: Any, state: Any) -> None:
         "state": state.name,
         "reason": reason,
         "flow": flow.name,
-        "flow_run": _flow_run(flow_run.name, url_for(flow_run)),
+        "flow_run": _flow_run(flow_run.name, flow_run.id),
     }
     send(config.flow.webhook, payload)
 
@@ -112,5 +112,6 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
     return True
 
 
-def _flow_run(name: str | None, url: str | None) -> dict[str, str | None]:
-    return {"name": name, "url": url}
+def _flow_run(name: str | None, identity: Any) -> dict[str, str | None]:
+    """What a person needs to find the run on Prefect's page; runtime.flow_run.ui_url names no page of 3.7."""
+    return {"name": name, "url": url_for("flow-run", identity) if identity else None}

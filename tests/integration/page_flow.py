@@ -1,6 +1,6 @@
 """A small chain of our real tasks, and stages that fail in the ways stages do, for a test of Prefect's page.
 
-python -m tests.integration.page_flow FOLDER
+python -m tests.integration.page_flow FOLDER WEBHOOK_URL
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from prefect import flow
 
 from dapo_core.config import load_config
+from flows.notify import tell_failure, tell_report
 from tasks.artifacts import Artifact
 from tasks.fetch_model import fetch_model
 from tasks.page import StageProgress
@@ -55,12 +56,9 @@ def train_policy(run: Run, data: Artifact, model: Artifact, code: str) -> Artifa
     return run.produce("train_policy", key, build, resumable=True)
 
 
-@flow(name="seen")
-def seen(folder: str, code: str, changes: tuple[str, ...] = ()) -> None:
-    place = Path(folder)
-    overrides = (f"store.path={place / 'store'}", f"model.path={place / 'model'}", *changes)
-    sizes = ("data.arithmetic.num_train=128", "data.arithmetic.num_eval=24", "model.source=path")
-    with Run.start(load_config("configs/arith_cpu.yaml", (*overrides, *sizes))) as run:
+@flow(name="seen", on_failure=[tell_failure])
+def seen(config: str, overrides: tuple[str, ...], code: str) -> None:
+    with Run.start(load_config(config, overrides)) as run:
         data = prepare_data(run)
         model = fetch_model(run, data)
         training = train_policy(run, data, model, code)
@@ -68,7 +66,8 @@ def seen(folder: str, code: str, changes: tuple[str, ...] = ()) -> None:
             Artifact("evaluate_model", "0" * 64, str(write_results(run.folder / side, verdicts)), "0" * 64)
             for side, verdicts in (("before", "rwww"), ("after", "rrrw"))
         )
-        write_report(run, before, after, training)
+        report = write_report(run, before, after, training)
+    tell_report(run, report)
 
 
 def make_model_folder(folder: Path) -> None:
@@ -79,8 +78,12 @@ def make_model_folder(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make_model_folder(Path(sys.argv[1]) / "model")
-    seen(sys.argv[1], DIES_ONCE)
-    seen(sys.argv[1], DIES_ONCE)
-    seen(sys.argv[1], REFUSED, return_state=True)
-    seen(sys.argv[1], STUCK, ("flow.time_limits.train_policy_hours=0.0003",), return_state=True)
+    recipe, folder, webhook = "configs/arith_cpu.yaml", Path(sys.argv[1]), sys.argv[2]
+    make_model_folder(folder / "model")
+    changes: tuple[str, ...] = (f"store.path={folder / 'store'}", f"flow.webhook.url={webhook}")
+    changes += ("model.source=path", f"model.path={folder / 'model'}")
+    changes += ("data.arithmetic.num_train=128", "data.arithmetic.num_eval=24")
+    seen(recipe, changes, DIES_ONCE)
+    seen(recipe, changes, DIES_ONCE)
+    seen(recipe, changes, REFUSED, return_state=True)
+    seen(recipe, (*changes, "flow.time_limits.train_policy_hours=0.0003"), STUCK, return_state=True)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.prefect_servers import ROOT, started_server
+from tests.webhooks import started_receiver
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Seen:
     tasks: list[dict[str, dict[str, Any]]]  # for each flow run, its task runs by the task's name
     logs: list[dict[str, Any]]
     artifacts: list[dict[str, Any]]
+    told: list[dict[str, Any]]  # to the webhook
 
     def of(self, key: str) -> list[dict[str, Any]]:
         return [artifact for artifact in self.artifacts if artifact["key"] == key]
@@ -33,9 +35,9 @@ class Seen:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("page")
-    with started_server(folder) as server, server.client() as client:
+    with started_receiver() as webhook, started_server(folder) as server, server.client() as client:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.integration.page_flow", str(folder)],
+            [sys.executable, "-m", "tests.integration.page_flow", str(folder), webhook.url()],
             cwd=ROOT,
             env={**os.environ, **server.environment},
             capture_output=True,
@@ -57,7 +59,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         ]
         logs = read("logs", sort="TIMESTAMP_ASC")
         artifacts = read("artifacts", sort="CREATED_DESC")[::-1]
-    return Seen(folder, flow_runs, tasks, logs, artifacts)
+    return Seen(folder, flow_runs, tasks, logs, artifacts, [payload for _, payload in webhook.received])
 
 
 def test_the_state_says_whether_a_stage_was_cached_and_when_it_was_built(seen: Seen) -> None:
@@ -145,3 +147,13 @@ def test_the_report_is_on_the_page_of_its_recipe(seen: Seen) -> None:
         assert re.search(r"`\S+/report/report\.html`", artifact["data"])
         assert "| accuracy " in artifact["data"]
         assert "[train_policy](/artifacts/key/arith-cpu-train-policy)" in artifact["data"]
+
+
+def test_the_webhook_is_told_once_of_each_run_with_its_place_on_the_page(seen: Seen) -> None:
+    assert [payload["event"] for payload in seen.told] == ["report", "report", "failed", "failed"]
+    for payload, flow_run in zip(seen.told, seen.flow_runs, strict=True):
+        assert payload["flow_run"]["name"] == flow_run["name"]
+        assert payload["flow_run"]["url"].endswith(f"/runs/flow-run/{flow_run['id']}")
+    assert (seen.told[0]["before"], seen.told[0]["after"], seen.told[0]["n"]) == (0.25, 0.75, 4)
+    assert seen.told[2]["reason"] == seen.flow_runs[2]["state"]["message"]
+    assert (seen.told[3]["state"], seen.told[3]["recipe"]) == ("TimedOut", "arith_cpu")

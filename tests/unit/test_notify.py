@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +18,7 @@ from dapo_core.errors import ConfigError
 from flows.dapo_full import dapo_full
 from flows.notify import send, tell_failure, tell_report
 from tasks.run import Run
+from tests.webhooks import Receiver, started_receiver
 
 CONFIG = "configs/arith_cpu.yaml"
 REPORT = {
@@ -35,44 +33,10 @@ REPORT = {
 }
 
 
-class Receiver(ThreadingHTTPServer):
-    """Keeps what is posted, and answers with `status`, or not for `delay_seconds`."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.received: list[tuple[str, dict[str, Any]]] = []
-        self.status = 204
-        self.delay_seconds = 0.0
-
-    def url(self, path: str = "/hook") -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}{path}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Receiver
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        assert self.headers["Content-Type"] == "application/json"
-        self.server.received.append((self.path, json.loads(body)))
-        time.sleep(self.server.delay_seconds)
-        self.send_response(self.server.status)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    with Receiver() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with started_receiver() as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(autouse=True)
@@ -120,8 +84,10 @@ def test_a_run_that_did_not_end_well_is_told_with_its_reason(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a worker need not run in the project's folder
     overrides = [f"flow.webhook.url={receiver.url()}", "run.name=mine"]
-    flow_run = SimpleNamespace(id="", name="sly-fox", parameters={"config": CONFIG, "overrides": overrides})
-    monkeypatch.setattr("flows.notify.url_for", lambda run: f"http://prefect/{run.name}")
+    flow_run = SimpleNamespace(
+        id="7bfb7b22", name="sly-fox", parameters={"config": CONFIG, "overrides": overrides}
+    )
+    monkeypatch.setattr("flows.notify.url_for", lambda kind, identity: f"http://prefect/{kind}/{identity}")
     tell_failure(dapo_full, flow_run, state)
     [(_, payload)] = receiver.received
     assert payload == {
@@ -131,7 +97,7 @@ def test_a_run_that_did_not_end_well_is_told_with_its_reason(
         "state": state.name,
         "reason": reason,
         "flow": "dapo-full",
-        "flow_run": {"name": "sly-fox", "url": "http://prefect/sly-fox"},
+        "flow_run": {"name": "sly-fox", "url": "http://prefect/flow-run/7bfb7b22"},
     }
 
 
