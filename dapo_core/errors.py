@@ -46,6 +46,16 @@ class CheckpointError(DapoError, RuntimeError):
 class ServeError(DapoError, RuntimeError):
     """A model server could not be started, or ended before it answered."""
 
+    summary: str = ""  # the message without the server's last lines
+
+
+class ServerDied(ServeError):
+    """A model server was killed while it started, or ended after it had answered."""
+
+
+class StageTimedOut(DapoError, TimeoutError):
+    """A stage was ended because it took longer than its flow.time_limits allow."""
+
 
 class StoreError(DapoError, OSError):
     """The artifact store cannot be written, or a stage left something in it that cannot be kept."""

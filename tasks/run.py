@@ -23,7 +23,6 @@ from dapo_core.model_folder import require_model_folder
 from dapo_core.reward import require_scorers
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, held
 from tasks.history import CONFIG_FILE, point_at, read_runs, run_lock_path, write_link, write_record
-from tasks.retries import describe
 from tasks.stages import LINKS, prepare_data_inputs
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ class Run:
             elif isinstance(error, RunSkipped):
                 self.record(state="skipped", reason=str(error))
             elif isinstance(error, Exception):
-                self.record(state="failed", error=describe(error))
+                self.record(state="failed", error=f"{type(error).__name__}: {error}")
             else:  # an interrupt, or Prefect's TerminationSignal
                 self.record(state="cancelled", error=type(error).__name__)
         run_lock_path(self.folder).unlink(missing_ok=True)

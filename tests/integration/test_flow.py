@@ -181,7 +181,7 @@ def test_an_error_that_a_retry_cannot_mend_is_told_once(folder: Path, first: Fin
     assert done.returncode == 2
     assert said.count("prompts are longer than data.max_prompt_tokens=1") == 1
     assert done.stderr.startswith("ChildProcessFailed: train_policy ended with exit code 2; its log is ")
-    assert "another attempt" not in said
+    assert "the next one begins" not in said
     assert "Traceback" not in said
 
 

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 import yaml
-from prefect.states import Failed
 
 from dapo_core.errors import (
     ChildProcessFailed,
@@ -26,9 +25,8 @@ from dapo_core.errors import (
 )
 from eval.errors import EvaluationError, ResultsError
 from flows.cli import app
-from tasks.evaluate_model import evaluate_model
-from tasks.retries import describe, exit_code_of, may_succeed_next_time
-from tasks.train_policy import resume_words, train_policy
+from tasks.retries import describe, exit_code_of
+from tasks.train_policy import resume_words
 from tests.evaluations import write_results
 from tests.tiny_models import build_tiny_qwen3
 
@@ -146,16 +144,6 @@ def test_a_failed_child_passes_its_verdict_on(child: int | None, status: int) ->
     error = ChildProcessFailed("train ended. Its last lines, from t.log:\n  | boom")
     error.exit_code = child
     assert exit_code_of(error) == status
-
-
-def test_only_an_error_that_may_pass_is_retried_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    for task in (train_policy, evaluate_model):
-        assert task.retry_condition_fn is may_succeed_next_time
-        assert task.retries == 1
-    assert not may_succeed_next_time(train_policy, None, Failed(data=NotEnoughSignal("few groups")))
-    assert caplog.text == ""
-    assert may_succeed_next_time(train_policy, None, Failed(data=RolloutError("engine lost")))
-    assert "RolloutError: engine lost; another attempt in 10 s" in caplog.text
 
 
 @pytest.mark.parametrize(
