@@ -9,6 +9,9 @@ from pathlib import Path
 from dapo_core.errors import CheckpointError
 
 PART_BYTES = 1024**2  # written and read back at once, while it is in the processor's cache
+# The kernel takes page cache in blocks as large as the write. From 128 KiB on they are those that a virtual machine's
+# host has been given back while they were free, and has to find again: 1.1 to 1.5 s for 0.56 GB, instead of 0.2 s.
+_WRITE_BYTES = 64 * 1024
 _ON_ITS_WAY_BYTES = 16 * 1024**2  # given to the disk at once
 _SYNC_FILE_RANGE_WRITE = 2  # of linux/fs.h: begin, and wait for nothing
 _LIBC = ctypes.CDLL(None)
@@ -49,9 +52,11 @@ class CheckedFile:
         os.fsync(self._descriptor)
 
     def _write(self, part: memoryview) -> None:
-        end = self._num_bytes + len(part)
-        while self._num_bytes < end:
-            self._num_bytes += os.pwrite(self._descriptor, part[self._num_bytes - end :], self._num_bytes)
+        while len(part):
+            count = _WRITE_BYTES - self._num_bytes % _WRITE_BYTES
+            written = os.pwrite(self._descriptor, part[:count], self._num_bytes)
+            self._num_bytes += written
+            part = part[written:]
 
     def _last(self, count: int) -> bytearray:
         """What the file has for the last `count` bytes, or less."""
