@@ -9,8 +9,8 @@ from pathlib import Path
 from dapo_core.errors import CheckpointError
 
 PART_BYTES = 1024**2  # written and read back at once, while it is in the processor's cache
-# The kernel takes page cache in blocks as large as the write. From 128 KiB on they are those that a virtual machine's
-# host has been given back while they were free, and has to find again: 1.1 to 1.5 s for 0.56 GB, instead of 0.2 s.
+# The kernel takes page cache in blocks as large as the write. While free, those of 128 KiB and more are given back
+# to a virtual machine's host, which is slow to find them again.
 _WRITE_BYTES = 64 * 1024
 _ON_ITS_WAY_BYTES = 16 * 1024**2  # given to the disk at once
 _SYNC_FILE_RANGE_WRITE = 2  # of linux/fs.h: begin, and wait for nothing
