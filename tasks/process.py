@@ -170,18 +170,6 @@ def background_command(
         process.stop()
 
 
-def is_locked(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a process on any host holds the kernel lock of the file; of a log, its command."""
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
 def open_place(log_path: str | os.PathLike[str], label: str) -> Path:
     """Returns the absolute path of a log, whose folder is made; raises ChildProcessFailed but on Linux."""
     if sys.platform != "linux":

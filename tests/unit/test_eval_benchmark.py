@@ -19,7 +19,7 @@ from eval.benchmark.choice import find_options, grade_choice
 from eval.benchmark.sources import file_sha256
 from eval.errors import BenchmarkError
 from eval.grading import grade
-from flows.cli import DATASETS
+from flows.cli.evaluation import DATASETS
 
 
 def load_items(path: Path, benchmark: str | None = None) -> list[Item]:
