@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flows.cli.options import ConfigArgument, SetOption
+
+if TYPE_CHECKING:
+    from dapo_core.config import Config
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +28,8 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     from flows.prefect_settings import apply_prefect_settings
     from tasks.run import check_start
 
-    check_start(load_config(config, overrides or ()))
+    settings = load_config(config, overrides or ())
+    check_start(settings)
     apply_prefect_settings()
     print_chain()
     logger.info("starting Prefect")
@@ -34,11 +38,22 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     wait_for_api = provide_prefect_api()
     from flows.dapo_full import dapo_full
 
+    _use_the_wait(settings)
     wait_for_api()
     result = dapo_full(str(config), tuple(overrides or ()))
     report = Path(result["run"]) / "report"
     print_markdown((report / "report.md").read_text(encoding="utf-8"))
     typer.secho(f"\n{result['verdict']}\nReport with plots: {report / 'report.html'}", bold=True)
+
+
+def _use_the_wait(settings: Config) -> None:
+    """Do while Prefect starts what would cost time after that: read the stages' code, import what draws."""
+    import matplotlib.backends.backend_agg  # noqa: F401
+
+    from tasks.stages import CHAIN
+
+    for link in CHAIN:
+        link.stage.key(settings, {})  # each source file is parsed once in a process
 
 
 @app.command(epilog="Example: dapo plan configs/arith_cpu.yaml")
