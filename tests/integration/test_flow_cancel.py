@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import httpx
 import psutil
 import pytest
 
 from flows.prefect_settings import prefect_settings
+from tests.prefect_servers import started_process, started_server, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/arith_cpu.yaml"
 GONE_SECONDS = 30.0
 BUSY_CPU_SECONDS = 8.0  # past its imports, which take about 5
@@ -33,45 +24,6 @@ def long_stage(folder: Path) -> list[str]:
         "data.arithmetic.num_eval=24",
         "model.recipe.num_steps=100000",
     ]
-
-
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    return {**os.environ, **prefect_settings(folder / "prefect"), **more}
-
-
-@contextmanager
-def process(folder: Path, name: str, *command: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Yields the running command, its output in FOLDER/NAME.log; afterwards it and all below it are gone."""
-    with open(folder / f"{name}.log", "wb") as log:
-        popen = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment(folder, **env),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-    below: list[psutil.Process] = []
-    try:
-        yield popen
-    finally:
-        if popen.poll() is None:
-            below = psutil.Process(popen.pid).children(recursive=True)
-            popen.terminate()
-        _, left = psutil.wait_procs([psutil.Process(popen.pid), *below] if below else [], timeout=15)
-        for straggler in left:
-            straggler.kill()
-        popen.wait(15)
-
-
-def wait_for(what: str, check: Callable[[], Any], seconds: float, log: Path) -> Any:
-    """The first true answer of `check`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if answer := check():
-            return answer
-        time.sleep(0.2)
-    pytest.fail(f"{what}: not within {seconds:.0f} s; {log.name} ends:\n{log.read_text()[-3000:]}")
 
 
 def building(ancestor: int) -> list[psutil.Process]:
@@ -111,7 +63,8 @@ def left_over(found: list[psutil.Process]) -> list[str]:
 def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path, stop_signal: signal.Signals) -> None:
     overrides = [word for change in long_stage(tmp_path) for word in ("--set", change)]
     log = tmp_path / "run.log"
-    with process(tmp_path, "run", "-m", "flows.cli", "run", CONFIG, *overrides) as run:
+    settings = prefect_settings(tmp_path / "prefect")
+    with started_process(tmp_path, "run", "-m", "flows.cli", "run", CONFIG, *overrides, **settings) as run:
         found = wait_for("the model is being built", lambda: building(run.pid), 120, log)
         run.send_signal(stop_signal)
         run.wait(GONE_SECONDS)
@@ -120,31 +73,11 @@ def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path, stop_signal: signal.
     assert "Traceback" not in log.read_text()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def is_up(api: str) -> bool:
-    try:
-        return httpx.get(f"{api}/health", timeout=5, trust_env=False).is_success
-    except httpx.TransportError:
-        return False
-
-
 def test_cancelling_the_flow_run_stops_the_child_tree(tmp_path: Path) -> None:
-    port = free_port()
-    api = f"http://127.0.0.1:{port}/api"
     serve = "from flows.dapo_full import dapo_full; dapo_full.serve(name='test', pause_on_shutdown=False)"
-    start = ("-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port))
-    with (
-        process(tmp_path, "server", *start),
-        httpx.Client(base_url=api, timeout=30, trust_env=False) as client,
-    ):
-        wait_for("Prefect's server is up", lambda: is_up(api), 120, tmp_path / "server.log")
-        more = {"PREFECT_API_URL": api, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
-        with process(tmp_path, "serve", "-c", serve, **more) as runner:
+    with started_server(tmp_path) as server, server.client() as client:
+        more = {**server.environment, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
+        with started_process(tmp_path, "serve", "-c", serve, **more) as runner:
             log = tmp_path / "serve.log"
             path = "/deployments/name/dapo-full/test"
             wait_for("the deployment is there", lambda: client.get(path).is_success, 60, log)
