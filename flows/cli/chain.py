@@ -35,7 +35,7 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     logger.info("starting Prefect")
     from flows.prefect_server import provide_prefect_api
 
-    wait_for_api = provide_prefect_api()
+    wait_for_api = provide_prefect_api(Path(settings.store.path))
     from flows.dapo_full import dapo_full
 
     _use_the_wait(settings)

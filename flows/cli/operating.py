@@ -1,0 +1,118 @@
+"""`dapo up`, `down`, `doctor`: the Prefect server and worker of this machine."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.services import DEFAULT_STORE, SERVER, WORKER, Services
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from flows.services import State
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
+WIDTH = 200  # where no terminal says how wide it is
+StoreOption = Annotated[Path, typer.Option(help="Artifact store whose services are meant.")]
+
+
+@app.command(epilog="Example: dapo up, then: prefect deployment run dapo-full")
+def up(
+    database: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the server keeps its runs: postgresql+asyncpg://user@host/name, or sqlite, a file in the "
+            "store (default). A URL with a password belongs in the environment variable.",
+            envvar=["PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL"],
+            show_envvar=True,
+        ),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the server; default: 4200 if free, else any.")] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address it listens on; default: 127.0.0.1. Prefect asks nobody for a password."),
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Start a Prefect server and a worker that go on in the background, and register the deployments.
+
+    Type it in the project directory, where prefect.yaml is. What runs already stays as it is.
+    """
+    from flows.start_services import Wishes, bring_up
+
+    services = Services(store)
+    state = bring_up(services, Path.cwd(), Wishes(database, host, port))
+    _print_services(services, state)
+    typer.echo(
+        f"Prefect's page: {state.page_url}\n"
+        "Run the chain:  prefect deployment run dapo-full\n"
+        f"Elsewhere than in this directory first: export PREFECT_API_URL={state.api_url}\n"
+        f"End it all:     dapo down{'' if store == DEFAULT_STORE else f' --store {store}'}"
+    )
+
+
+@app.command(epilog="Example: dapo down --cancel")
+def down(
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Cancel flow runs that are active instead of refusing.")
+    ] = False,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """End the worker and the server that `dapo up` started, and nothing else."""
+    from flows.start_services import take_down
+
+    ended = take_down(Services(store), cancel)
+    for what in ended:
+        typer.echo(f"ended {what}")
+    if not ended:
+        typer.echo(f"no service of {store} is running")
+
+
+@app.command(epilog="Example: dapo doctor --store .dapo")
+def doctor(
+    store: StoreOption = DEFAULT_STORE,
+    wait_seconds: Annotated[
+        float, typer.Option(help="How long to wait until a scheduled deployment has a run to come.", min=0)
+    ] = 90.0,
+) -> None:
+    """Check packages, store, devices and Prefect, and say what to do; exit status 1 when something fails."""
+    from flows.prefect_settings import apply_prefect_settings
+
+    apply_prefect_settings()
+    logging.getLogger("tasks").setLevel(logging.WARNING)
+    from rich.markup import escape
+    from rich.table import Table
+
+    from flows.doctor import FAIL, examine
+
+    table = Table("check", "", "found", "what to do")
+    findings = list(examine(store, Path.cwd(), wait_seconds))
+    for finding in findings:
+        style = STATUS_STYLES[finding.status]
+        table.add_row(
+            finding.check, f"[{style}]{finding.status}[/]", escape(finding.found), escape(finding.advice)
+        )
+    _print_table(table)
+    if any(finding.status == FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
+def _print_services(services: Services, state: State) -> None:
+    from rich.table import Table
+
+    table = Table("what", "pid", "address", "log")
+    for name, address in ((SERVER, state.api_url), (WORKER, "work pool dapo")):
+        table.add_row(name, str(state.daemons[name].pid), address, str(services.log_path(name)))
+    _print_table(table)
+
+
+def _print_table(table: Table) -> None:
+    from rich.console import Console
+
+    Console(width=None if Console().is_terminal else WIDTH).print(table)
