@@ -45,6 +45,10 @@ class StoreError(DapoError, OSError):
     """The artifact store cannot be written, or a stage left something in it that cannot be kept."""
 
 
+class RunSkipped(DapoError, RuntimeError):
+    """A run that is nobody's wish of this moment gives way: it came too late, or others hold what it needs."""
+
+
 class ChildProcessFailed(DapoError, RuntimeError):
     """A child process ended with an error; the message carries its exit status, last lines and log path."""
 

@@ -20,9 +20,10 @@ def dapo_command(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "flows.cli", *map(str, words)]
 
 
-def run_dapo(words: Sequence[str | Path], store: ArtifactStore, key: StageKey) -> None:
+def run_dapo(words: Sequence[str | Path], store: ArtifactStore, key: StageKey, held: Sequence[int] = ()) -> None:
     """Run `dapo WORDS` to its end, its lines into the stage's log file and, but for metrics, to our log.
 
+    Its processes hold the descriptors `held`, locks, as long as one of them lives.
     Raises ChildProcessFailed with the exit code, the last lines and the log's path.
     """
 
@@ -30,4 +31,5 @@ def run_dapo(words: Sequence[str | Path], store: ArtifactStore, key: StageKey) -
         if line.strip() and not line.startswith(METRICS_LINE):
             logger.info("%s", line.rstrip())
 
-    run_command(dapo_command(*words), log_path=store.log_path(key.stage, key.key), label=key.stage, on_line=tell)
+    log_path = store.log_path(key.stage, key.key)
+    run_command(dapo_command(*words), log_path=log_path, label=key.stage, on_line=tell, held=held)

@@ -125,6 +125,7 @@ def run_command(
     cwd: str | os.PathLike[str] | None = None,
     on_line: Callable[[str], None] | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    held: Sequence[int] = (),
 ) -> None:
     """Runs a command to its end and hands each line it writes to `on_line` (default: our log).
 
@@ -134,7 +135,7 @@ def run_command(
     """
     tell = on_line or (lambda line: logger.info("[%s] %s", label, line))
     with background_command(
-        command, log_path=log_path, label=label, env=env, cwd=cwd, grace_seconds=grace_seconds
+        command, log_path=log_path, label=label, env=env, cwd=cwd, grace_seconds=grace_seconds, held=held
     ) as process:
         tail = LogTail(process.log_path, process.log_offset)
         is_over = False
@@ -157,6 +158,7 @@ def background_command(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    held: Sequence[int] = (),
 ) -> Iterator[SupervisedProcess]:
     """Yields a running command that is ended, with everything below it, when the block is left in any way.
 
@@ -181,6 +183,7 @@ def background_command(
             # Python children would otherwise keep their last lines in a buffer that nobody can tail.
             env={"PYTHONUNBUFFERED": "1", **os.environ, **(env or {})},
             start_new_session=True,
+            pass_fds=held,
         )
         process = SupervisedProcess(label, popen, path, log_offset, grace_seconds)
     try:
@@ -188,6 +191,18 @@ def background_command(
         yield process
     finally:
         process.stop()
+
+
+def is_running(log_path: str | os.PathLike[str]) -> bool:
+    """Returns whether a command, or what is left of one, writes to this log, on any host that shares it."""
+    try:
+        with open(log_path, "rb") as log:
+            fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def describe_exit(exit_code: int) -> str:

@@ -13,6 +13,7 @@ from dapo_core.errors import (
     ModelError,
     NotEnoughSignal,
     RewardError,
+    RunSkipped,
     ServeError,
     StoreError,
 )
@@ -32,6 +33,7 @@ LASTING_ERRORS = (
     NotEnoughSignal,
     ResultsError,
     RewardError,
+    RunSkipped,
     ServeError,
     StoreError,
 )

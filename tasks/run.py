@@ -18,7 +18,7 @@ from typing import Any
 from dapo_core.checkpoint import require_resume
 from dapo_core.config import Config, dump_config
 from dapo_core.data import require_columns
-from dapo_core.errors import StoreError
+from dapo_core.errors import RunSkipped, StoreError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.reward import require_scorers
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey
@@ -48,7 +48,7 @@ class StageRecord:
 class Run:
     """A folder of links to artifacts, the resolved configuration, and run.json, kept current as stages finish.
 
-    As a context it records how the run ended: completed, failed with the error, or cancelled.
+    As a context it records how the run ended: completed, skipped, failed with the error, or cancelled.
     """
 
     config: Config
@@ -82,6 +82,8 @@ class Run:
     ) -> None:
         if error is None:
             self.record(state="completed")
+        elif isinstance(error, RunSkipped):
+            self.record(state="skipped", reason=str(error))
         elif isinstance(error, Exception):
             self.record(state="failed", error=describe(error))
         else:  # an interrupt, or Prefect's TerminationSignal

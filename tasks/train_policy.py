@@ -16,6 +16,8 @@ from tasks.command import run_dapo
 from tasks.retries import RETRY_DELAY_SECONDS, may_succeed_next_time
 from tasks.run import Run
 from tasks.stages import TRAIN_FILE, TRAIN_POLICY, eval_file, train_policy_inputs
+from tasks.training_limit import shown_as_training
+from tasks.training_lock import hold_for_training
 
 
 @task(
@@ -25,10 +27,11 @@ from tasks.stages import TRAIN_FILE, TRAIN_POLICY, eval_file, train_policy_input
     retry_delay_seconds=RETRY_DELAY_SECONDS,
     retry_condition_fn=may_succeed_next_time,
 )
-def train_policy(run: Run, data: Artifact, model: Artifact) -> Artifact:
+def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = False) -> Artifact:
     """The training output: checkpoints/step_NNNNNN and metrics.jsonl.
 
-    A failed or killed attempt is continued from its last checkpoint by the next one with the same key.
+    A failed or killed attempt is continued from its last checkpoint by the next one with the same key. While
+    another training holds the cluster's lock, waits; or raises RunSkipped when it `gives_way`.
     """
     key = TRAIN_POLICY.key(run.config, train_policy_inputs(run.config, data, model))
 
@@ -38,7 +41,8 @@ def train_policy(run: Run, data: Artifact, model: Artifact) -> Artifact:
         if run.config.validation.every:
             words += ["--held-out", eval_file(data)]
         words += resume_words(run.config.checkpoint.resume, task_run.run_count or 1)
-        run_dapo(words, run.store, key)
+        with hold_for_training(run, key, gives_way) as held, shown_as_training():
+            run_dapo(words, run.store, key, held=held)
         return last_metrics(folder)
 
     return run.produce("train_policy", key, build, resumable=True)

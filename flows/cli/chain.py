@@ -1,19 +1,38 @@
-"""`dapo run`, `plan`, `runs`, `config show`: the whole chain, and a look at it."""
+"""`dapo run`, `stage`, `plan`, `runs`, `config show`: the chain or one stage of it, and a look at it."""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from flows.cli.options import ConfigArgument, SetOption
 
-if TYPE_CHECKING:
-    from dapo_core.config import Config
-
 logger = logging.getLogger(__name__)
+
+
+class StageName(str, Enum):
+    """A stage by the name of its flow and deployment."""
+
+    PREPARE_DATA = "prepare-data"
+    FETCH_MODEL = "fetch-model"
+    TRAIN_POLICY = "train-policy"
+    MERGE_CHECKPOINT = "merge-checkpoint"
+    EVALUATE_MODEL = "evaluate-model"
+    COMPARE = "compare"
+
+
+class Side(str, Enum):
+    """The two models that are compared."""
+
+    BEFORE = "before"
+    AFTER = "after"
+
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True, rich_markup_mode=None)
@@ -23,10 +42,55 @@ app.add_typer(config_app, name="config")
 @app.command(epilog="Example: dapo run configs/arith_cpu.yaml --set run.seed=2")
 def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     """Run the whole chain as the Prefect flow dapo-full and print the report."""
+    wait_for_api = start_prefect(config, overrides)
+    import matplotlib.backends.backend_agg  # noqa: F401 - for the report, while the server starts
+
+    from flows.dapo_full import dapo_full
+
+    wait_for_api()
+    result = dapo_full(str(config), tuple(overrides or ()))
+    print_report(Path(result["run"]) / "report")
+
+
+@app.command(epilog="Example: dapo stage evaluate-model configs/arith_cpu.yaml --side before --force")
+def stage(
+    name: Annotated[StageName, typer.Argument(metavar="NAME", help=f"One of: {', '.join(StageName)}.")],
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Build it although the store has it.")] = False,
+    side: Annotated[Side | None, typer.Option(help="evaluate-model: which model; after is the default.")] = None,
+) -> None:
+    """Run one stage, with what it needs from the store, and print where its output is."""
+    options: dict[str, Any] = {}
+    if force:
+        if name is StageName.COMPARE:
+            raise typer.BadParameter("compare writes a new report each time anyway", param_hint="--force")
+        options["force"] = True
+    if side is not None:
+        if name is not StageName.EVALUATE_MODEL:
+            raise typer.BadParameter(f"{name.value} has no sides; evaluate-model has", param_hint="--side")
+        options["side"] = side.value
+    wait_for_api = start_prefect(config, overrides)
+    from flows.single_stages import STAGE_FLOWS
+
+    wait_for_api()
+    output = STAGE_FLOWS[name.value](str(config), tuple(overrides or ()), **options)
+    if name is StageName.COMPARE:
+        print_report(Path(output))
+    else:
+        typer.echo(output)
+
+
+def start_prefect(config: Path, overrides: list[str] | None) -> Callable[[], None]:
+    """Have Prefect's API start while the caller imports flows; returns what waits for it.
+
+    Raises, before any of that, what would end the run of this configuration.
+    """
     from dapo_core.config import load_config
-    from flows.console import print_chain, print_markdown
+    from flows.console import print_chain
     from flows.prefect_settings import apply_prefect_settings
     from tasks.run import check_start
+    from tasks.stages import CHAIN
 
     settings = load_config(config, overrides or ())
     check_start(settings)
@@ -36,24 +100,22 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     from flows.prefect_server import provide_prefect_api
 
     wait_for_api = provide_prefect_api(Path(settings.store.path))
-    from flows.dapo_full import dapo_full
 
-    _use_the_wait(settings)
-    wait_for_api()
-    result = dapo_full(str(config), tuple(overrides or ()))
-    report = Path(result["run"]) / "report"
-    print_markdown((report / "report.md").read_text(encoding="utf-8"))
-    typer.secho(f"\n{result['verdict']}\nReport with plots: {report / 'report.html'}", bold=True)
+    def wait() -> None:
+        for link in CHAIN:
+            link.stage.key(settings, {})  # parses the stages' code, which this process then need not do again
+        wait_for_api()
+
+    return wait
 
 
-def _use_the_wait(settings: Config) -> None:
-    """Do while Prefect starts what would cost time after that: read the stages' code, import what draws."""
-    import matplotlib.backends.backend_agg  # noqa: F401
+def print_report(folder: Path) -> None:
+    """The report of a run on the terminal, its verdict, and where the one with plots is."""
+    from flows.console import print_markdown
 
-    from tasks.stages import CHAIN
-
-    for link in CHAIN:
-        link.stage.key(settings, {})  # each source file is parsed once in a process
+    print_markdown((folder / "report.md").read_text(encoding="utf-8"))
+    verdict = json.loads((folder / "report.json").read_text(encoding="utf-8"))["verdict"]
+    typer.secho(f"\n{verdict}\nReport with plots: {folder / 'report.html'}", bold=True)
 
 
 @app.command(epilog="Example: dapo plan configs/arith_cpu.yaml")

@@ -1,0 +1,58 @@
+"""The whole chain on a schedule: it gives way to whoever trains already, and is dropped when it comes too late."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from typing import Annotated, Any
+
+from prefect.runtime import flow_run
+from prefect.states import Completed, State
+from pydantic import Field
+
+from dapo_core.config import load_config
+from dapo_core.errors import RunSkipped
+from flows.dapo_full import run_chain
+from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
+from tasks.run import Run
+from tasks.training_lock import check_free, hold, night_lock_path, training_lock_path
+
+logger = logging.getLogger(__name__)
+
+EPOCH = datetime.date(1970, 1, 1)
+
+
+@recipe_flow("dapo-nightly")
+def dapo_nightly(
+    config: ConfigPath = DEFAULT_CONFIG,
+    overrides: Overrides = (),
+    max_late_hours: Annotated[float, Field(gt=0)] = 3.0,
+    fresh_seed: bool = True,
+) -> dict[str, Any] | State[Any]:
+    """Train and report as dapo-full does, unless another training runs or the night is over: then Skipped."""
+    scheduled = flow_run.scheduled_start_time
+    settings = load_config(config, (*overrides, *seed_of_night(scheduled, fresh_seed)))
+    try:
+        with Run.start(settings, flow="dapo-nightly") as run:
+            if not flow_run.run_count:  # what began in time may be tried again at any time
+                check_in_time(scheduled, datetime.datetime.now(datetime.timezone.utc), max_late_hours)
+            with hold(night_lock_path(settings), run.folder.name, gives_way=True):
+                check_free(training_lock_path(settings), settings)
+                return run_chain(run, gives_way=True)
+    except RunSkipped as reason:
+        logger.warning("skipped: %s", reason)
+        return Completed(name="Skipped", message=str(reason))
+
+
+def seed_of_night(scheduled: datetime.datetime, fresh_seed: bool) -> tuple[str, ...]:
+    """The override that gives each night its seed: that of its date, whenever it runs or is tried again."""
+    night = scheduled.astimezone(datetime.timezone.utc).date()
+    return (f"run.seed={(night - EPOCH).days}",) if fresh_seed else ()
+
+
+def check_in_time(scheduled: datetime.datetime, now: datetime.datetime, max_late_hours: float) -> None:
+    """Raise RunSkipped when the run begins too late, as all do that were due while no worker was there."""
+    late_hours = (now - scheduled).total_seconds() / 3600
+    if late_hours > max_late_hours:
+        due = f"{scheduled:%Y-%m-%d %H:%M %Z}"
+        raise RunSkipped(f"came {late_hours:.1f} hours late, due {due}; max_late_hours is {max_late_hours:g}")

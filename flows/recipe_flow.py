@@ -1,0 +1,64 @@
+"""What the flows have in common: names, and parameters as Prefect's page shows and its server checks them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, ParamSpec, TypeVar
+
+from prefect import Flow, flow
+from prefect.runtime import flow_run
+from pydantic import Field
+
+from dapo_core.config import Config
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DEFAULT_CONFIG = "configs/arith_cpu.yaml"
+DESCRIPTIONS = {
+    "config": "The recipe, a YAML file; a relative path begins in the project's folder.",
+    "overrides": "Changes to it, each section.key=value, such as run.seed=2.",
+    "force": "Build the output although the store has it; what was made from the old one is stale then.",
+    "side": "Which model: the one before training, or the one after it.",
+    "max_late_hours": "A run that begins later than this after its time is skipped.",
+    "fresh_seed": "Seed each night with its date (days since 1970), so that it trains anew; else all is cached.",
+}
+
+ConfigPath = Annotated[str, Field(pattern=r"\.ya?ml$")]
+Override = Annotated[str, Field(pattern=rf"^({'|'.join(Config.model_fields)})\.[a-z0-9_.]+=")]
+Overrides = tuple[Override, ...]
+
+for package in ("flows", "tasks", "dapo_core", "eval"):
+    logger = logging.getLogger(package)
+    logger.setLevel(logging.INFO)  # a worker's root logger passes warnings only
+    for handler in logging.getLogger("prefect.extra").handlers:
+        logger.addHandler(handler)  # as PREFECT_LOGGING_EXTRA_LOGGERS does, which not every worker has set
+
+
+def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
+    """`@flow` for a function of a recipe: its docstring gets what `DESCRIPTIONS` says of each parameter.
+
+    Prefect takes the descriptions of a deployment's form from there.
+    """
+
+    def decorate(function: Callable[P, R]) -> Flow[P, R]:
+        description = inspect.getdoc(function) or ""
+        lines = [f"    {each}: {DESCRIPTIONS[each]}" for each in inspect.signature(function).parameters]
+        function.__doc__ = "\n".join([description, "", "Args:", *lines])
+        return flow(name=name, description=description, flow_run_name=name_run)(function)
+
+    return decorate
+
+
+def name_run() -> str:
+    """The flow run's name in Prefect's lists: recipe, what is changed in it, and the night of a scheduled run."""
+    given = flow_run.parameters
+    words = [Path(given["config"]).stem, *given["overrides"]]
+    if "fresh_seed" in given:
+        words.append(f"{flow_run.scheduled_start_time:%Y-%m-%d}")
+    words += [str(given["side"])] if "side" in given else []
+    words += ["forced"] if given.get("force") else []
+    return " ".join(words)
