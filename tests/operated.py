@@ -53,7 +53,12 @@ class Site:
     @property
     def environment(self) -> dict[str, str]:
         """What a process of this site has beside ours; nothing that leads to another server."""
-        return {MARK: str(self.folder), "PREFECT_HOME": str(self.folder / "prefect"), "COLUMNS": "200"}
+        return {
+            MARK: str(self.folder),
+            "SPT_NOENV": "1",  # vLLM's and Ray's processes change their titles, but not over the environment
+            "PREFECT_HOME": str(self.folder / "prefect"),
+            "COLUMNS": "200",
+        }
 
     def state(self) -> State:
         """Pids and address of the services."""
