@@ -1,6 +1,6 @@
 """What a run costs beside its stages' own work, on two cores: from nothing and with everything cached.
 
-Measures `dapo run` with its own Prefect server, and a deployment on the server and worker of `dapo up`. CPU seconds
+Measures `dapo run` with its own Prefect server, and a deployment on server and worker of `dapo up`. CPU seconds
 are those of the run's processes, its server included: on a busy machine they tell more than wall seconds.
 
 Example: .venv/bin/python bench/overhead.py
