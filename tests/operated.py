@@ -100,9 +100,10 @@ class Site:
         return found[1]
 
     def ask(self, method: str, path: str, **json: Any) -> Any:
-        """The answer of Prefect's REST interface."""
+        """The answer of Prefect's REST interface, None when it has no content."""
         with httpx.Client(base_url=self.state().api_url, timeout=30, trust_env=False) as client:
-            return client.request(method, path, json=json or None).raise_for_status().json()
+            answer = client.request(method, path, json=json or None).raise_for_status()
+        return answer.json() if answer.content else None
 
     def run_state(self, flow_run: str) -> dict[str, Any]:
         """The state of a flow run: type, name, message."""
