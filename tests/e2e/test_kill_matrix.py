@@ -33,7 +33,7 @@ HEARTBEAT_PATIENCE_SECONDS = 35
 GONE_SECONDS = 40.0
 STATE_SECONDS = 120.0
 START_SECONDS = 180.0
-HOURS = "model.recipe.num_steps=1000000"
+HOURS = "model.recipe.num_steps=100000"
 MANY_STEPS = ("train.total_steps=40", "checkpoint.save_every=1")
 
 
@@ -190,7 +190,12 @@ def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path, stop_signal: signal.
             stderr=output,
         )
     try:
-        site.wait_for("the model is being built", lambda: site.processes("fetch-model"), START_SECONDS)
+        site.wait_for(
+            "the model is being built",
+            lambda: site.processes("fetch-model") or run.poll() is not None,
+            START_SECONDS,
+        )
+        assert run.poll() is None, log.read_text()
         processes = site.processes()
         run.send_signal(stop_signal)
         run.wait(GONE_SECONDS)
