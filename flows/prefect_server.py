@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
-
 from dapo_core.errors import ServeError
 from flows.services import SERVER, Services
 from tasks.process import SupervisedProcess, background_command
@@ -39,10 +37,17 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
         return lambda: None
     state = Services(store).read()
     daemon = state.running(SERVER)
-    url = state.api_url if daemon else f"http://{HOST}:{free_ports(HOST)[0]}/api"
     stack = contextlib.ExitStack()
     atexit.register(stack.close)  # before Prefect's own exit functions are, so after their last messages
-    server = None if daemon else stack.enter_context(_private_server(url))
+    is_running: Callable[[], bool]
+    tail: Callable[[], str]
+    if daemon:
+        url, is_running, tail = state.api_url, lambda: daemon.is_running, daemon.tail
+    else:
+        port = free_ports(HOST)[0]
+        url = f"http://{HOST}:{port}/api"
+        server = stack.enter_context(_private_server(url, port))
+        is_running, tail = lambda: server.poll() is None, lambda: _tail(server)
     from prefect.context import refresh_global_settings_context
     from prefect.settings import get_current_settings, temporary_settings
 
@@ -51,12 +56,9 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
         return lambda: None
     os.environ["PREFECT_API_URL"] = url
     refresh_global_settings_context()
-    if server is None:
-        assert daemon is not None
-        return lambda: wait_until_healthy(url, lambda: daemon.is_running, daemon.tail)
-    # Nobody could miss them: the server ends with the run. Their thread takes a second to join.
-    stack.enter_context(temporary_settings({"flows.heartbeat_frequency": None}))
-    return lambda: wait_until_healthy(url, lambda: server.poll() is None, lambda: _tail(server))
+    if not daemon:  # our server ends with the run: nobody could miss heartbeats, whose thread takes 1 s to join
+        stack.enter_context(temporary_settings({"flows.heartbeat_frequency": None}))
+    return lambda: wait_until_healthy(url, is_running, tail)
 
 
 def wait_until_healthy(
@@ -81,16 +83,18 @@ def wait_until_healthy(
 
 def is_healthy(api_url: str) -> bool:
     """Whether a Prefect server answers at the address."""
+    import httpx  # while our server starts
+
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(f"{api_url}/health", timeout=5.0, trust_env=False).is_success
     return False
 
 
 @contextlib.contextmanager
-def _private_server(api_url: str) -> Iterator[SupervisedProcess]:
+def _private_server(api_url: str, port: int) -> Iterator[SupervisedProcess]:
     log_path = Path(os.environ["PREFECT_HOME"]).expanduser() / "servers" / f"{os.getpid()}.log"
     command = [sys.executable, "-m", "uvicorn", "--factory", "flows.prefect_app:create_app"]
-    options = ["--host", HOST, "--port", str(httpx.URL(api_url).port), "--log-level", "error", "--lifespan", "on"]
+    options = ["--host", HOST, "--port", str(port), "--log-level", "error", "--lifespan", "on"]
     environment = {**SERVER_ENVIRONMENT, "PREFECT_API_URL": api_url}
     try:
         with background_command(
