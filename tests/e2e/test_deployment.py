@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -207,7 +208,7 @@ def test_the_page_of_the_flow_run_shows_what_happened(site: Site, chain: Finishe
             "Task Runs": (*tasks, "Completed", "Cached"),
             "Artifacts": ("before-after-report",),
         }.items():
-            browser.open(f"{page}?tab={tab}")
+            browser.open(f"{page}?{urlencode({'tab': tab})}")
             for word in words:
                 browser.wait_for(f"document.body.innerText.includes({json.dumps(word)})")
         assert all(url.startswith((site.state().page_url, "data:", "blob:")) for url in browser.requests)
