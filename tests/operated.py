@@ -23,6 +23,7 @@ from flows.services import SERVER, WORKER, Services, State
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "configs/arith_cpu.yaml"
 MARK = "DAPO_TEST_SITE"  # each child inherits it, daemons in sessions of their own too
+API_SECONDS = 120.0  # SQLite on a busy machine: a writer may wait for another for 60
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 SMALL = (
     "data.arithmetic.num_train=128",
@@ -101,7 +102,7 @@ class Site:
 
     def ask(self, method: str, path: str, **json: Any) -> Any:
         """The answer of Prefect's REST interface, None when it has no content."""
-        with httpx.Client(base_url=self.state().api_url, timeout=30, trust_env=False) as client:
+        with httpx.Client(base_url=self.state().api_url, timeout=API_SECONDS, trust_env=False) as client:
             answer = client.request(method, path, json=json or None).raise_for_status()
         return answer.json() if answer.content else None
 
