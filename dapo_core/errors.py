@@ -33,12 +33,28 @@ class WorkerDied(DapoError, RuntimeError):
     """The process of a policy rank or rollout worker is gone; training goes on from its last checkpoint."""
 
 
+class TrainingStopped(DapoError, RuntimeError):
+    """Training ended early because a signal asked it to; the message says what it continues from."""
+
+    exit_code: int = 143  # of the command: 128 and the signal's number
+
+
 class CheckpointError(DapoError, RuntimeError):
     """A checkpoint is incomplete, damaged, or belongs to another configuration."""
 
 
 class ServeError(DapoError, RuntimeError):
     """A model server could not be started, or ended before it answered."""
+
+    summary: str = ""  # the message without the server's last lines
+
+
+class ServerDied(ServeError):
+    """A model server was killed while it started, or ended after it had answered."""
+
+
+class StageTimedOut(DapoError, TimeoutError):
+    """A stage was ended because it took longer than its flow.time_limits allow."""
 
 
 class StoreError(DapoError, OSError):

@@ -6,10 +6,15 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+from dapo_core.checkpoint import latest_checkpoint
 from dapo_core.errors import WorkerDied
+from dapo_core.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 MAX_DELAY_SECONDS = 60.0  # of doubled pauses; a configured one that is longer stays as it is
 
@@ -25,6 +30,23 @@ class Restarts:
         self.sleep = sleep
         self._num_in_a_row = 0
         self._latest: Path | None = None  # checkpoint at the last restart
+
+    def until_done(
+        self, attempt: Callable[[Path | None], Result], start: Path | None, folder: Path, stop: StopRequest
+    ) -> Result:
+        """What `attempt`, given the checkpoint to start from, returns when nothing dies in it.
+
+        `folder` is where its checkpoints are. Once asked to stop, training does not start again.
+        """
+        while True:
+            try:
+                return attempt(start)
+            except WorkerDied as error:
+                start = latest_checkpoint(folder) or start
+                if stop.signal is not None:  # which may have gone to all processes, as systemd's does
+                    logger.error("%s", error)
+                stop.check()
+                self.note(error, start)
 
     def note(self, error: WorkerDied, latest: Path | None) -> None:
         """Return when training may start again, from checkpoint `latest` or from the beginning.

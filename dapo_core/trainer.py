@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,14 @@ from dapo_core.advantage import group_advantages
 from dapo_core.batch import Batch, build_batch
 from dapo_core.checkpoint import (
     CHECKPOINTS,
+    CheckpointKeeper,
     CheckpointWriter,
     TrainerState,
-    accuracy_of,
     find_start,
     latest_checkpoint,
     locked,
     read_state,
+    read_step,
     require_resume,
     require_same_training,
 )
@@ -31,7 +32,7 @@ from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.config.derived import derive
 from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
-from dapo_core.errors import CheckpointError, ConfigError, DapoError, WorkerDied
+from dapo_core.errors import ConfigError, TrainingStopped
 from dapo_core.flops import ActorUtilization
 from dapo_core.identity import training_identity
 from dapo_core.kl import KLController, reward_penalties
@@ -42,6 +43,7 @@ from dapo_core.restarts import Restarts
 from dapo_core.reward import require_scorers
 from dapo_core.rollout_correction import correct_rollouts, mismatch_metrics
 from dapo_core.sampler import Sampler
+from dapo_core.stopping import StopRequest, StopRequested
 from dapo_core.validation import held_out_prompts, validate
 from dapo_core.weight_sync import probe_difference, publish_weights
 
@@ -51,7 +53,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0  # between looks at the checkpoint in flight
 KL_COEFFICIENT = "algorithm.kl.coefficient"
 
 OnStep = Callable[[int, dict[str, float]], None]
@@ -79,30 +80,52 @@ def train(
     checkpoint.resume says what it continues from. When a rank or a rollout worker dies, all are started again from
     the last checkpoint, within the bound of train.max_restarts; beyond it WorkerDied is raised. `held_out_path` is
     what validations ask. `on_step(step, metrics)` is called after each training step. Input is checked before any
-    worker starts.
+    worker starts. On SIGTERM or SIGINT a last checkpoint is written and TrainingStopped raised; a second signal
+    raises KeyboardInterrupt at once.
     """
-    stream, held_out = _read_prompts(config, train_path, model_path, held_out_path)
     folder = output_dir / CHECKPOINTS
-    folder.mkdir(parents=True, exist_ok=True)
-    restarts = Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
-    identity = training_identity(config, stream, model_path)  # as it begins: a scorer may be edited meanwhile
-    with locked(folder):
-        start = find_start(folder, config.checkpoint.resume)
-        if start is not None:
-            require_same_training(config, start, folder, identity)
-        while True:
-            try:
+    with StopRequest() as stop, _told_as_stopped(stop, config, folder):
+        stream, held_out = _read_prompts(config, train_path, model_path, held_out_path)
+        identity = training_identity(config, stream, model_path)  # as it begins: a scorer may be edited meanwhile
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            start = find_start(folder, config.checkpoint.resume)
+            if start is not None:
+                require_same_training(config, start, folder, identity)
+
+            def attempt(start: Path | None) -> Trainer:
                 with start_cluster(config, model_path) as cluster:
                     trainer = Trainer(config, cluster, stream, model_path, output_dir, identity, held_out)
                     trainer.resume(start)
-                    trainer.run(on_step)
-                break
-            except WorkerDied as error:
-                start = latest_checkpoint(folder) or start
-                restarts.note(error, start)
+                    trainer.run(on_step, stop)
+                    return trainer
+
+            restarts = Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
+            trainer = restarts.until_done(attempt, start, folder, stop)
     checkpoint = latest_checkpoint(folder)
     assert checkpoint is not None, "the last step always writes a checkpoint"
     return TrainResult(checkpoint, trainer.step, trainer.policy_version)
+
+
+@contextmanager
+def _told_as_stopped(stop: StopRequest, config: Config, folder: Path) -> Iterator[None]:
+    """Raise TrainingStopped, with what it continues from, where the first signal ends training."""
+    try:
+        yield
+    except (StopRequested, KeyboardInterrupt) as error:
+        if stop.signal is None or stop.is_urgent:
+            raise
+        checkpoint = latest_checkpoint(folder)
+        with_auto = " with --set checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
+        message = "training was stopped before its first checkpoint; the same command begins anew"
+        if checkpoint is not None:
+            message = (
+                f"training was stopped after step {read_step(checkpoint)} of {config.train.total_steps}; its "
+                f"checkpoint is {checkpoint}; the same command{with_auto} continues"
+            )
+        stopped = TrainingStopped(message)
+        stopped.exit_code = 128 + stop.signal
+        raise stopped from error
 
 
 def _read_prompts(
@@ -165,17 +188,18 @@ class Trainer:
             config.algorithm.compat,
             config.run.deterministic,
         )
-        self.sampler.while_waiting = self._poll_checkpoint
+        self.sampler.while_waiting = self._while_waiting
         self.kl_controller = KLController(config.algorithm.kl)
         self.output_dir = output_dir
         self.checkpoints = CheckpointWriter(output_dir / CHECKPOINTS, model_path, cluster.policy, config)
+        self.keeper = CheckpointKeeper(self.checkpoints)
         device = device_for(config.train.device)
         self.dtypes = [device.resolve_dtype(section.dtype) for section in (config.train, config.rollout)]
         self.utilization = ActorUtilization(
             read_model_config(model_path), cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
         )
         self.identity = dict(identity)
-        self._polled_seconds = 0.0  # in this step's draw
+        self.stop = StopRequest()  # to which nobody listens
         self.step = 0  # training steps done
         self.policy_version = 0  # optimizer steps behind the engines' weights
 
@@ -204,31 +228,21 @@ class Trainer:
             self.log.append(self.step, self.policy_version, state.metrics)
         logger.info("continuing after step %d from %s", self.step, checkpoint.name)
 
-    def run(self, on_step: OnStep | None = None) -> None:
-        """All steps that are left. After an error of ours or an interrupt the checkpoint in flight is finished."""
-        try:
+    def run(self, on_step: OnStep | None = None, stop: StopRequest | None = None) -> None:
+        """All steps that are left; StopRequested after fewer when `stop` is asked to, with a last checkpoint."""
+        self.stop = stop or self.stop
+        with self.stop.deferred(), self.keeper.ending():
             while self.step < self.config.train.total_steps:
                 step_metrics = self.run_step()
                 if on_step is not None:
                     on_step(self.step, step_metrics)
-            self.checkpoints.finish()
-            self.checkpoints.keep_final()
-        except WorkerDied:
-            raise
-        except (DapoError, KeyboardInterrupt):
-            try:
-                self.checkpoints.finish()
-            except (CheckpointError, WorkerDied) as error:  # is not why training ends, and begins nothing again
-                logger.error("the checkpoint that was being written is lost: %s", error)
-            raise
 
     def run_step(self) -> dict[str, float]:
         """One training step; returns its metrics."""
         timer = measure.PhaseTimer()
-        self._polled_seconds = 0.0
-        with timer.phase("gen"):
+        with timer.phase("gen"), self.stop.interruptible(self.step):
             draw = self.sampler.draw(self.step + 1)
-        timer.attribute(self._polled_seconds, "gen", "save_checkpoint")
+        timer.attribute(self.keeper.take_polled_seconds(), "gen", "save_checkpoint")
         timer.attribute(draw.account.reward_seconds, "gen", "reward")
         metrics = measure.draw_metrics(draw)
         num_tokens = (0, 0)  # of responses; of prompts and responses
@@ -243,7 +257,8 @@ class Trainer:
         metrics |= self._standing()
         num_devices = derive(self.config).num_devices
         with timer.phase("save_checkpoint"):
-            self._keep(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
+            told = metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices)
+            self.keeper.keep(self._state(told), self._is_due(self.config.checkpoint.save_every))
         return self._tell(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
 
     def _mixed(self, groups: Sequence[Group]) -> list[Group]:
@@ -349,10 +364,6 @@ class Trainer:
             **self.cluster.policy.memory_metrics(),
         }
 
-    def _is_among_best(self, metrics: dict[str, float]) -> bool:
-        accuracy = accuracy_of(metrics)
-        return accuracy is not None and self.checkpoints.is_among_best(accuracy)
-
     def _is_due(self, every: int) -> bool:
         """Whether what happens every so many steps, 0 for never, happens at this one; at the last one it does."""
         return every > 0 and (self.step % every == 0 or self.step == self.config.train.total_steps)
@@ -362,28 +373,22 @@ class Trainer:
         limit = self.config.sampler.max_seconds_without_kept
         return validate(self.cluster.rollouts, self.held_out, self.step, limit)
 
-    def _poll_checkpoint(self) -> None:
-        """Publish what is written while groups are waited for: a kill must not cost a checkpoint that is there."""
-        started = time.perf_counter()
-        self.checkpoints.poll(POLL_SECONDS)
-        self._polled_seconds += time.perf_counter() - started
+    def _while_waiting(self) -> None:
+        self.keeper.poll()
+        self.stop.check()
 
-    def _keep(self, metrics: dict[str, float]) -> None:
-        """A checkpoint, when one is due or the step validated among the best."""
-        self.checkpoints.poll()
-        if not self._is_due(self.config.checkpoint.save_every) and not self._is_among_best(metrics):
-            return
-        state = TrainerState(
+    def _state(self, metrics: dict[str, float]) -> TrainerState:
+        """The state after the step, which the next draw does not change."""
+        return TrainerState(
             step=self.step,
             policy_version=self.policy_version,
             prompt_position=self.stream.position,
-            surplus=self.sampler.surplus,
-            unfinished=self.sampler.unfinished,
+            surplus=list(self.sampler.surplus),
+            unfinished=list(self.sampler.unfinished),
             kl_coefficient=self.kl_controller.coefficient,
             metrics=metrics,
             identity=self.identity,
         )
-        self.checkpoints.begin(state)
 
     def _tell(self, metrics: dict[str, float]) -> dict[str, float]:
         self.log.append(self.step, self.policy_version, metrics)

@@ -89,13 +89,17 @@ class Series:
         return SIGNIFICANCE * self.num_tests
 
 
-def write_history(paths: Sequence[str | Path], output_dir: str | Path) -> str:
-    """The history as Markdown; history.html is written to `output_dir`. Raises what `make_history` raises."""
+def render_markdown(history: Sequence[Series]) -> str:
+    """The history for a terminal."""
+    return render("history.md.j2", history=history)
+
+
+def write_page(history: Sequence[Series], output_dir: str | Path) -> Path:
+    """history.html, with a plot of each series, written to `output_dir`."""
     from markupsafe import Markup
 
     from eval.plots import history_plot
 
-    history = make_history(paths)
     drawings = [
         Markup(
             history_plot(
@@ -106,9 +110,9 @@ def write_history(paths: Sequence[str | Path], output_dir: str | Path) -> str:
         )
         for series in history
     ]
-    output_dir = make_folder(output_dir)
-    write_atomically(output_dir / HISTORY_PAGE, render("history.html.j2", history=history, drawings=drawings))
-    return render("history.md.j2", history=history)
+    page = make_folder(output_dir) / HISTORY_PAGE
+    write_atomically(page, render("history.html.j2", history=history, drawings=drawings))
+    return page
 
 
 def make_history(paths: Sequence[str | Path]) -> list[Series]:

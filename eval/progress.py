@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -13,10 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationProgress:
-    """Counts the responses to be asked for as they come, and their tokens. Use as a context manager."""
+    """Counts the responses to be asked for as they come, and their tokens. Use as a context manager.
 
-    def __init__(self, num_requests: int) -> None:
+    `on_progress` gets their number so far and in all, as each comes.
+    """
+
+    def __init__(self, num_requests: int, on_progress: Callable[[int, int], None] | None = None) -> None:
         self._num_requests = num_requests
+        self._on_progress = on_progress
         self._done = 0
         self._tokens = 0
         self._start = time.monotonic()
@@ -44,6 +49,8 @@ class EvaluationProgress:
         """Count one finished request."""
         self._done += 1
         self._tokens += response_tokens or 0
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._num_requests)
         seconds = max(time.monotonic() - self._start, 1e-9)
         speed = self._tokens / seconds
         if self._bar is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -50,13 +50,15 @@ def evaluate(
     limits: Limits | None = None,
     model_digest: str | None = None,
     max_failed_ratio: float = 0.0,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Summary:
     """Ask for each sample of each item and return the summary, which is also written beside the rows.
 
     The endpoints serve one model and share the work. A directory with equal settings is continued: only missing
     rows and failed requests are asked; where just the grader or the gold answers differ, its rows are graded
     again. Other settings start anew, the old files moved to `superseded-N/`. Raises EvaluationError when more
-    than `max_failed_ratio` of the requests failed; every finished row is kept for the next attempt.
+    than `max_failed_ratio` of the requests failed; every finished row is kept for the next attempt. `on_progress`
+    gets the number of requests that are done and of those to be done.
     """
     items = evaluation_set.items
     if not items or not endpoints:
@@ -80,7 +82,7 @@ def evaluate(
             max_failed = int(max_failed_ratio * len(wanted))
             if missing:
                 dispatcher = Dispatcher(endpoints, sampling, limits or Limits())
-                recorder = _Recorder(output_dir, judge, dispatcher, max_failed)
+                recorder = _Recorder(output_dir, judge, dispatcher, max_failed, on_progress)
                 asyncio.run(recorder.record(missing))
                 rows = read_rows(output_dir)
                 _refuse_failures(rows, dispatcher, endpoints, max_failed, len(wanted), output_dir)
@@ -143,11 +145,19 @@ def _move_aside(output_dir: Path, reasons: Sequence[str]) -> None:
 class _Recorder:
     """Appends a row for each outcome, graded beside the requests; stops them when nobody answers any more."""
 
-    def __init__(self, output_dir: Path, judge: Judge, dispatcher: Dispatcher, max_failed: int) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        judge: Judge,
+        dispatcher: Dispatcher,
+        max_failed: int,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
         self._output_dir = output_dir
         self._judge = judge
         self._dispatcher = dispatcher
         self._max_failed = max_failed
+        self._on_progress = on_progress
         self._failed = 0
         self._failed_in_a_row = 0
         self._grading: set[asyncio.Task[None]] = set()
@@ -157,7 +167,7 @@ class _Recorder:
         with (
             (self._output_dir / RESULTS_FILE).open("a", encoding="utf-8") as file,
             ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads,
-            EvaluationProgress(len(requests)) as progress,
+            EvaluationProgress(len(requests), self._on_progress) as progress,
         ):
 
             def finish(request: Request, outcome: Outcome) -> asyncio.Task[None]:

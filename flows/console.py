@@ -8,8 +8,16 @@ from typing import TextIO
 
 from flows.progress import StepBar
 
-# Prefect's names for what a run's own lines say already; its page and log keep them, tracebacks included.
-QUIET_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect._internal", "APILogWorker", "EventsWorker")
+# Prefect's names for what a run's own lines say already; its page and log keep them, tracebacks included. The last
+# one is ours, and speaks of the page only.
+QUIET_LOGGERS = (
+    "prefect.flow_runs",
+    "prefect.task_runs",
+    "prefect._internal",
+    "APILogWorker",
+    "EventsWorker",
+    "tasks.command.page",
+)
 STAGE_WIDTH = 16
 
 

@@ -34,7 +34,7 @@ def dapo_nightly(
     settings = load_config(config, (*overrides, *seed_of_night(scheduled, fresh_seed)))
     try:
         with Run.start(settings, flow="dapo-nightly") as run:
-            if not flow_run.run_count:  # what began in time may be tried again at any time
+            if flow_run.run_count == 1:  # what began in time may be tried again at any time
                 check_in_time(scheduled, datetime.datetime.now(datetime.timezone.utc), max_late_hours)
             with hold(night_lock_path(settings), run.folder.name, gives_way=True):
                 check_free(training_lock_path(settings), settings)

@@ -1,30 +1,48 @@
-"""Prefect start-up plugin: `prefect deployment run dapo-full` finds the only deployment of that name.
+"""Prefect start-up plugin for `prefect` typed in the project's folder.
 
-Prefect itself wants FLOW/DEPLOYMENT. The plugin is loaded by each `import prefect` in the project's folder, so it
-does nothing for any other command, and nothing where Prefect's method is not the one it knows.
+It reaches the server of `dapo up` without an export, with the project's settings, unless the user has others; and
+`prefect deployment run dapo-full` finds the only deployment of that name, where Prefect itself wants
+FLOW/DEPLOYMENT. The plugin is loaded by each `import prefect` in that folder, so it does nothing for any other
+program, and nothing where Prefect's method is not the one it knows.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect.plugins import register_hook
+from prefect.plugins import SetupResult, register_hook
+
+from flows.prefect_settings import project_settings
+from flows.services import api_url
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
     from prefect.plugins import HookContext
 
+PROGRAMS = {"prefect", "-m"}  # -m: python -m prefect, which is being imported
 COMMANDS = {"deployment", "deployments"}
 
 
 @register_hook
-def setup_environment(*, ctx: HookContext) -> None:
-    """Let the commands about deployments take a name without a slash."""
-    if COMMANDS.isdisjoint(sys.argv[1:]):
-        return
+def setup_environment(*, ctx: HookContext) -> SetupResult | None:
+    """Complete the environment of `prefect`; let its commands about deployments take a name without a slash."""
+    if Path(sys.argv[0]).name not in PROGRAMS:
+        return None
+    if not COMMANDS.isdisjoint(sys.argv[1:]):
+        take_names_without_slash()
+    missing = {name: value for name, value in project_settings().items() if name not in os.environ}
+    if not ctx.api_url and (url := api_url()):
+        missing["PREFECT_API_URL"] = url
+    return SetupResult(env=missing)
+
+
+def take_names_without_slash() -> None:
+    """Have the client's method look for the flow's name, unless the method is not the one we know."""
     from prefect.client.orchestration import PrefectClient
 
     method = getattr(PrefectClient, "read_deployment_by_name", None)
@@ -39,7 +57,7 @@ def setup_environment(*, ctx: HookContext) -> None:
 
 
 async def resolve_name(client: PrefectClient, name: str) -> str:
-    """FLOW/DEPLOYMENT of the only deployment called `name`; raises ValueError that names the ones there are."""
+    """FLOW/DEPLOYMENT of the only deployment called `name`; ends the command with the names there are."""
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 
     named = DeploymentFilter(name=DeploymentFilterName(any_=[name]))
@@ -47,9 +65,9 @@ async def resolve_name(client: PrefectClient, name: str) -> str:
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
-        raise ValueError(f"several deployments are called {name!r}; say which: {', '.join(candidates)}")
+        raise SystemExit(f"several deployments are called {name!r}; say which: {', '.join(candidates)}")
     known = ", ".join(await full_names(client, None))
-    raise ValueError(f"no deployment is called {name!r}; there are: {known or 'none, see prefect deploy --all'}")
+    raise SystemExit(f"no deployment is called {name!r}; there are: {known or 'none, see prefect deploy --all'}")
 
 
 async def full_names(client: PrefectClient, chosen: Any) -> list[str]:

@@ -74,11 +74,11 @@ def wait_until_healthy(
             return
         if time.monotonic() > deadline:
             raise ServeError(
-                f"Prefect's server at {api_url} does not answer after {patience_seconds:.0f} s; its log ends:\n"
-                f"{tail()}\nSee whether this machine is busy, or set PREFECT_API_URL to a server that runs"
+                f"Prefect's server at {api_url} does not answer after {patience_seconds:.0f} s; {tail()}\n"
+                "See whether this machine is busy, or set PREFECT_API_URL to a server that runs"
             )
         time.sleep(POLL_SECONDS)
-    raise ServeError(f"Prefect's server ended before it answered; correct what its log names:\n{tail()}")
+    raise ServeError(f"Prefect's server ended before it answered; correct what its log names: {tail()}")
 
 
 def is_healthy(api_url: str) -> bool:
@@ -106,4 +106,5 @@ def _private_server(api_url: str, port: int) -> Iterator[SupervisedProcess]:
 
 
 def _tail(server: SupervisedProcess) -> str:
-    return "\n".join(f"  | {line}" for line in server.tail(TAIL_LINES))
+    lines = "\n".join(f"  | {line}" for line in server.tail(TAIL_LINES))
+    return f"{server.log_path} ends:\n{lines}"

@@ -24,8 +24,8 @@ def project_settings() -> dict[str, str]:
         # leases in memory are never given back once the server has restarted
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         # a run begins within seconds of being asked for; Prefect's default is 10
-        "PREFECT_WORKER_QUERY_SECONDS": "3",
-        "PREFECT_RUNNER_POLL_FREQUENCY": "3",
+        "PREFECT_WORKER_QUERY_SECONDS": "5",
+        "PREFECT_RUNNER_POLL_FREQUENCY": "5",
     }
 
 
@@ -33,9 +33,10 @@ def prefect_settings(home: Path) -> dict[str, str]:
     """Environment variables for a Prefect process whose files live in `home`."""
     return {
         "PREFECT_HOME": str(home),
-        # 3.7.7 does not derive these two from PREFECT_HOME
+        # 3.7.7 does not derive these from PREFECT_HOME
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "storage"),
         "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),
+        "PREFECT_LOGGING_CONFIG_PATH": str(home / "logging.yml"),
         **project_settings(),
     }
 

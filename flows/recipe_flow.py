@@ -6,13 +6,14 @@ import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 from prefect import Flow, flow
 from prefect.runtime import flow_run
 from pydantic import Field
 
 from dapo_core.config import Config
+from flows.notify import tell_failure
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,7 +49,10 @@ def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
         description = inspect.getdoc(function) or ""
         lines = [f"    {each}: {DESCRIPTIONS[each]}" for each in inspect.signature(function).parameters]
         function.__doc__ = "\n".join([description, "", "Args:", *lines])
-        return flow(name=name, description=description, flow_run_name=name_run)(function)
+        # As types, not as text: `serve` pickles the function without the names that the text would need.
+        function.__annotations__ = get_type_hints(function, include_extras=True)
+        told: dict[str, Any] = {f"on_{end}": [tell_failure] for end in ("failure", "crashed", "cancellation")}
+        return flow(name=name, description=description, flow_run_name=name_run, **told)(function)
 
     return decorate
 

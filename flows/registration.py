@@ -31,9 +31,9 @@ from prefect.workers.process import ProcessWorker
 from dapo_core.errors import ServeError
 from flows.project import read_deployments
 from flows.services import tail_of
+from tasks.training_limit import LIMIT as TRAINING_LIMIT
 
 WORK_POOL = "dapo"
-TRAINING_LIMIT = "dapo-training"
 CRASH_AUTOMATION = "dapo: crashed without a heartbeat"
 # Heartbeats come every 30 s: two may get lost, as when the server is away for 40 s.
 HEARTBEAT_PATIENCE_SECONDS = 90

@@ -53,8 +53,8 @@ class Daemon:
         return start_of(self.pid) == self.start
 
     def tail(self, num_lines: int = 20) -> str:
-        """The last lines of its log, indented."""
-        return tail_of(Path(self.log), num_lines)
+        """Where its log is, and its last lines, indented."""
+        return f"{self.log} ends:\n{tail_of(Path(self.log), num_lines)}"
 
     def stop(self, patience_seconds: float) -> bool:
         """End it by SIGTERM, after `patience_seconds` by SIGKILL; returns whether there was something to end."""

@@ -6,6 +6,7 @@ down:  flow runs -> worker -> states of what died with it -> server
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+import yaml
 
 from dapo_core.errors import ConfigError, ServeError
 from flows.prefect_server import is_healthy, wait_until_healthy
@@ -38,8 +40,9 @@ STOP_SECONDS = 20.0
 CANCEL_SECONDS = 180.0  # training may write a last checkpoint: flow.stop_seconds, and time to tell
 POLL_SECONDS = 0.25
 DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
+PROFILE_VARIABLES = ("PREFECT_PROFILE", "PREFECT_PROFILES_PATH")
 # They would lead our processes to another server, or to settings of another home.
-FOREIGN_VARIABLES = (*DATABASE_VARIABLES, "PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_PROFILE")
+FOREIGN_VARIABLES = (*DATABASE_VARIABLES, "PREFECT_API_URL", "PREFECT_API_KEY", *PROFILE_VARIABLES)
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 
 
@@ -110,7 +113,7 @@ def _running_server(state: State, wishes: Wishes) -> Daemon | None:
     if server:
         told = {"--host": (wishes.host, state.host), "--port": (wishes.port, state.port)}
         if wishes.database is not None:
-            told["--database"] = _split_password(wishes.database)[0], state.database
+            told["--database"] = without_password(wishes.database)[0], state.database
         for option, (wish, reality) in told.items():
             if wish is not None and wish != reality:
                 raise ServeError(
@@ -133,11 +136,11 @@ def _settle(state: State, wishes: Wishes) -> str:
                 "give the whole URL with --database, or --database sqlite for a file in the store"
             )
         return state.database
-    state.database, state.database_needs_password = _split_password(wishes.database)
+    state.database, state.database_needs_password = without_password(wishes.database)
     return wishes.database if state.database else ""
 
 
-def _split_password(url: str) -> tuple[str, bool]:
+def without_password(url: str) -> tuple[str, bool]:
     """The database's URL without its password, and whether it had one; "" for SQLite in the store."""
     if url == SQLITE:
         return "", False
@@ -179,9 +182,24 @@ def _start_server(services: Services, state: State, wishes: Wishes) -> Daemon:
     command = [sys.executable, "-m", "prefect", "--no-prompt", "server", "start", *options]
     env = worker_env(services, state)
     env["PREFECT_SERVER_UI_API_URL"] = f"{state.page_url}/api"
+    services.home.mkdir(exist_ok=True)
+    (services.home / "logging.yml").write_text(_logging_config(), encoding="utf-8")  # where Prefect looks for it
     if database:
         env[DATABASE_VARIABLES[0]] = database  # in no file and on no command line: it may hold a password
     return services.start(state, SERVER, command, env)
+
+
+def _logging_config() -> str:
+    """Prefect's own logging, without a traceback for each attempt that succeeds when it is made again.
+
+    With SQLite, one at nearly every poll of a worker finds the database locked: 100 MB a day.
+    """
+    prefect = importlib.util.find_spec("prefect")  # without importing it
+    assert prefect is not None
+    assert prefect.origin is not None
+    config = yaml.safe_load(Path(prefect.origin).with_name("logging").joinpath("logging.yml").read_text("utf-8"))
+    config["loggers"]["docket.dependencies"] = {"level": "CRITICAL"}
+    return yaml.safe_dump(config)
 
 
 def _populate(services: Services, state: State, project: Path, env: dict[str, str], digest: str) -> None:
@@ -219,7 +237,7 @@ def _wait_for(is_there: Callable[[], object], daemon: Daemon, problem: str) -> N
     while not is_there():
         if not daemon.is_running or time.monotonic() > deadline:
             why = "its process ended" if not daemon.is_running else f"not within {START_SECONDS:.0f} s"
-            raise ServeError(f"{problem}: {why}. {daemon.log} ends:\n{daemon.tail()}")
+            raise ServeError(f"{problem}: {why}. {daemon.tail()}")
         time.sleep(POLL_SECONDS)
 
 

@@ -3,48 +3,116 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from dapo_core.config.derived import Derived
+    from tasks.collect_garbage import Unused
+    from tasks.differences import Difference
+    from tasks.history import RecordedRun
     from tasks.plan import PlannedStage
 
 SHORT_KEY = 16
 WIDTH = 200  # where no terminal says how wide it is
+RUNS_WIDTH = 100  # of a list of runs, so that it can be quoted
 
 
-def print_plan(stages: Sequence[PlannedStage]) -> None:
-    """The chain with each stage's key and state."""
-    table = Table("stage", "state", "key", "built in (s)")
+def print_plan(stages: Sequence[PlannedStage], is_whole: bool) -> None:
+    """The chain with each stage's state, the reason for it, and its key."""
+    table = Table("stage", "state", "why", "key", _right("built in\n(s)"))
     for stage in stages:
         table.add_row(
             stage.label,
             stage.state,
-            stage.key[:SHORT_KEY] if stage.key else f"known after {stage.waits_for}",
+            Text(stage.why(None if is_whole else 1)),
+            stage.key[:SHORT_KEY] if stage.key else f"after {stage.waits_for}",
             f"{stage.seconds:.1f}" if stage.seconds is not None else "",
         )
-    Console(width=_width()).print(table)
+    _print(table)
 
 
-def print_runs(records: Sequence[dict[str, Any]]) -> None:
-    """Runs with what they cost and what they showed; accuracies in percent, differences in points."""
-    table = Table("run", "name", "started", "seconds", "cached", "before (%)", "after (%)", "difference", "p", "n")
-    for record in records:
-        report = record.get("report")
-        cached = sum(stage["cached"] for stage in record["stages"].values())
+def print_runs(runs: Sequence[RecordedRun], short_ids: Mapping[str, str]) -> None:
+    """Runs with what they cost and what they showed; times are local."""
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    for header in ("when", "id", "recipe", "flow", "state"):
+        table.add_column(header, overflow="fold", no_wrap=header not in ("recipe", "flow"))
+    for header in ("cached\n/run", "before\n(%)", "after\n(%)", "diff.\n(pts)", "p", "took\nh:mm:ss"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for run in runs:
         table.add_row(
-            record["id"],
-            record["name"],
-            f"{datetime.datetime.fromtimestamp(record['started_at']):%Y-%m-%d %H:%M}",
-            f"{record['seconds']:.0f}",
-            f"{cached}/{len(record['stages'])}",
-            *(_result(report) if report else ["", "", "unfinished", "", ""]),
+            f"{_local(run.started_at):%y-%m-%d %H:%M}",
+            short_ids[run.id],
+            Text(run.name),
+            run.flow,
+            run.state,
+            f"{run.num_cached}/{run.num_built}",
+            *_result(run.report),
+            _duration(run.seconds),
         )
-    Console(width=_width()).print(table)
+    console = Console()
+    Console(width=None if console.is_terminal else RUNS_WIDTH).print(table)
+
+
+def print_run(
+    run: RecordedRun, before: RecordedRun | None, changes: Sequence[Difference], report: Mapping[str, Any] | None
+) -> None:
+    """One run: how it ended, its stages and where their output is, its result, what its configuration changed."""
+    from tasks.history import artifact_of
+
+    console = Console(width=_width(), highlight=False, soft_wrap=True)
+    console.print(Text(f"Run {run.id} of {run.name}, {run.flow}: {run.state}"), style="bold")
+    started = f"{_local(run.started_at):%Y-%m-%d %H:%M:%S}"
+    console.print(Text(f"began {started}, took {_duration(run.seconds)} (h:mm:ss), pid {run.pid} on {run.host}"))
+    console.print(Text(f"folder {run.folder}"))
+    if run.error:
+        console.print(Text(f"error {run.error}"), style="red")
+    table = Table("stage", "", _right("took\n(s)"), "key", "artifact")
+    for stage in run.stages.values():
+        artifact = artifact_of(run, stage.label)
+        place = artifact.path if artifact else "removed, by dapo gc or by hand"
+        state = "cached" if stage.is_cached else "built"
+        table.add_row(stage.label, state, f"{stage.seconds:.1f}", stage.key[:SHORT_KEY], Text(place))
+    if run.stages:
+        console.print(table)
+    if report is not None:
+        console.print(Text(report["verdict"]))
+    if before is None:
+        console.print(Text(f"No earlier run of {run.name} to compare its configuration with."))
+    elif not changes:
+        console.print(Text(f"Configuration as in the run before it, {before.id}."))
+    else:
+        console.print(Text(f"Configuration against the run before it, {before.id}:"))
+        for change in changes:
+            console.print(Text(f"  {change}"))
+
+
+def print_garbage(found: Sequence[Unused], is_dry_run: bool) -> None:
+    """What a collection removed or would remove, what it left and why, and the bytes in all."""
+    table = Table("artifact", "stage", _right("frees\n(bytes)"), "last used by", "")
+    gone = "would go" if is_dry_run else "removed"
+    for item in found:
+        outcome = f"stays: {item.left}" if item.left else gone
+        table.add_row(
+            Text(item.path.name), item.stage, f"{item.frees_bytes:,}", item.last_run or "no run", outcome
+        )
+    if found:
+        _print(table)
+    going = [item for item in found if not item.left]
+    total = sum(item.frees_bytes for item in going)
+    plural = "" if len(going) == 1 else "s"
+    Console(highlight=False, soft_wrap=True).print(f"{len(going)} folder{plural} {gone}, {total:,} bytes in all")
+
+
+def print_json(value: Any) -> None:
+    """A value for programs, on standard output."""
+    Console(highlight=False, soft_wrap=True).print(Text(json.dumps(value, indent=2)))
 
 
 def print_derived(derived: Derived) -> None:
@@ -57,14 +125,32 @@ def print_derived(derived: Derived) -> None:
     Console(stderr=True, width=None if is_terminal else WIDTH).print(table)
 
 
-def _result(report: dict[str, Any]) -> list[str]:
+def _result(report: Mapping[str, Any] | None) -> list[str]:
+    if report is None:
+        return [""] * 4
     return [
         f"{100 * report['before']:.1f}",
         f"{100 * report['after']:.1f}",
         f"{100 * report['difference']:+.1f}",
         f"{report['p']:.2g}",
-        str(report["n"]),
     ]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def _local(timestamp: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(timestamp)
+
+
+def _right(header: str) -> Column:
+    return Column(header, justify="right")
+
+
+def _print(table: Table) -> None:
+    Console(width=_width()).print(table)
 
 
 def _width() -> int | None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tasks.artifacts import ArtifactStore, StageKey
+from tasks.artifacts import StageKey
 from tasks.process import run_command
+from tasks.run import Run, current_stage
+from tasks.watched_command import Outlive, watch_command
 
 logger = logging.getLogger(__name__)
+page_logger = logging.getLogger(f"{__name__}.page")  # for what only Prefect's page needs to say
 
 METRICS_LINE = "step:"  # whole metric lines stay in the log file
+NOTEWORTHY = re.compile(r"\[supervisor\]|\b(?:WARNING|ERROR|CRITICAL|Traceback)\b|\w+Error:")
 
 
 def dapo_command(*words: str | Path) -> list[str]:
@@ -20,16 +27,70 @@ def dapo_command(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "flows.cli", *map(str, words)]
 
 
-def run_dapo(words: Sequence[str | Path], store: ArtifactStore, key: StageKey, held: Sequence[int] = ()) -> None:
-    """Run `dapo WORDS` to its end, its lines into the stage's log file and, but for metrics, to our log.
+def run_dapo(
+    words: Sequence[str | Path],
+    run: Run,
+    key: StageKey,
+    *,
+    outlive: Outlive | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> None:
+    """Run `dapo WORDS` to its end, its lines into the stage's log file, a link to which is in the run's folder.
 
-    Its processes hold the descriptors `held`, locks, as long as one of them lives.
+    Lines go to our log as well, but for metrics, and of these at most flow.log_lines_per_minute to Prefect's page;
+    `on_line` gets all. With `outlive` the command may outlive us, and is attached to when it runs already.
     Raises ChildProcessFailed with the exit code, the last lines and the log's path.
     """
+    log_path = run.store.log_path(key.stage, key.key)
+    link_log(run, log_path)
+    page = PageLines(run.config.flow.log_lines_per_minute, log_path)
 
     def tell(line: str) -> None:
         if line.strip() and not line.startswith(METRICS_LINE):
-            logger.info("%s", line.rstrip())
+            logger.info("%s", line.rstrip(), extra={"send_to_api": page.admits(line)})
+        if on_line is not None:
+            on_line(line)
 
-    log_path = store.log_path(key.stage, key.key)
-    run_command(dapo_command(*words), log_path=log_path, label=key.stage, on_line=tell, held=held)
+    command = dapo_command(*words)
+    try:
+        if outlive is None:
+            run_command(command, log_path=log_path, label=key.stage, on_line=tell)
+        else:
+            watch_command(command, log_path=log_path, label=key.stage, outlive=outlive, on_line=tell)
+    finally:
+        page.close_minute()
+
+
+def link_log(run: Run, log_path: Path) -> None:
+    """Leave a link to the log of the running stage in the run's folder."""
+    link = run.folder / f"{current_stage.get()}.log"
+    if not link.is_symlink():  # by an earlier attempt
+        link.symlink_to(os.path.relpath(log_path, run.folder))
+
+
+class PageLines:
+    """Which lines of a command go to Prefect's page: so many in a minute, and all that warn."""
+
+    def __init__(self, lines_per_minute: int, log_path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.lines_per_minute = lines_per_minute
+        self.log_path = log_path
+        self._clock = clock
+        self._minute_began = clock()
+        self._num_admitted = self._num_left_out = 0
+
+    def admits(self, line: str) -> bool:
+        """Whether the line goes to the page; says there, once a minute is over, how many did not."""
+        if self._clock() - self._minute_began >= 60.0:
+            self.close_minute()
+            self._minute_began = self._clock()
+        is_admitted = self._num_admitted < self.lines_per_minute or NOTEWORTHY.search(line) is not None
+        self._num_admitted += is_admitted
+        self._num_left_out += not is_admitted
+        return is_admitted
+
+    def close_minute(self) -> None:
+        """Say on the page how many lines it lacks since it was last said."""
+        if self._num_left_out:
+            words = "... %d lines left out in this minute; all are in %s"
+            page_logger.info(words, self._num_left_out, self.log_path)
+        self._num_admitted = self._num_left_out = 0

@@ -7,27 +7,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from eval.run import evaluate
 from tasks.artifacts import Artifact
+from tasks.command import link_log
 from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of, set_of
-from tasks.retries import RETRY_DELAY_SECONDS, may_succeed_next_time
+from tasks.page import StageProgress
 from tasks.run import Run
 from tasks.serve_model import serve_model
+from tasks.stage_task import stage_task
 from tasks.stages import EVALUATE_MODEL, eval_file, evaluate_model_inputs
 
 logger = logging.getLogger(__name__)
 
 
-@task(
-    name="evaluate-model",
+@stage_task(
+    "evaluate-model",
     task_run_name="{label}",
-    cache_policy=NO_CACHE,
-    retries=1,
-    retry_delay_seconds=RETRY_DELAY_SECONDS,
-    retry_condition_fn=may_succeed_next_time,
+    hours=lambda limits: limits.evaluate_model_hours,
+    afterwards="run it again: it asks only for what is missing",
 )
 def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Artifact:
     """The results directory (results.jsonl, settings.json, summary.json) of one model, recorded as `label`.
@@ -39,6 +36,7 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
 
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
+        link_log(run, log_path)
         evaluation_set = set_of(eval_file(data), settings)
         with serve_model(model.path, run.config.serve, log_path=log_path) as servers:
             urls = ", ".join(server.base_url for server in servers)
@@ -51,6 +49,7 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
                 limits=limits_of(settings),
                 model_digest=model.digest,
                 max_failed_ratio=settings.max_failed_ratio,
+                on_progress=StageProgress(run, label).on_progress,
             )
         commands = [server.command for server in servers]
         return {"accuracy": summary.accuracy, "n": summary.n, "serve_commands": commands}

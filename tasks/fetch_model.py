@@ -8,18 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from dapo_core.config import Config
 from dapo_core.model_folder import require_model_folder
 from tasks.artifacts import MANIFEST_NAME, Artifact
 from tasks.command import run_dapo
+from tasks.page import StageProgress
 from tasks.run import Run
+from tasks.stage_task import stage_task
 from tasks.stages import FETCH_MODEL, TRAIN_FILE, fetch_model_inputs
 
 
-@task(name="fetch-model", cache_policy=NO_CACHE)
+@stage_task("fetch-model", hours=lambda limits: limits.fetch_model_hours)
 def fetch_model(run: Run, data: Artifact) -> Artifact:
     """The Hugging Face model folder as an artifact, from the store when it is there."""
     key = FETCH_MODEL.key(run.config, fetch_model_inputs(run.config, data))
@@ -28,7 +27,9 @@ def fetch_model(run: Run, data: Artifact) -> Artifact:
         if run.config.model.source == "path":
             return take_model_folder(run.config, folder)
         paths = ("--data", Path(data.path) / TRAIN_FILE, "--output", folder)
-        run_dapo(["fetch-model", run.config_path, *paths], run.store, key)
+        run_dapo(
+            ["fetch-model", run.config_path, *paths], run, key, on_line=StageProgress(run, "fetch_model").on_line
+        )
         return {}
 
     return run.produce("fetch_model", key, build)

@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from tasks.artifacts import Artifact
 from tasks.command import run_dapo
 from tasks.run import Run
+from tasks.stage_task import stage_task
 from tasks.stages import MERGE_CHECKPOINT, merge_checkpoint_inputs
 
 
-@task(name="merge-checkpoint", cache_policy=NO_CACHE)
+@stage_task("merge-checkpoint", hours=lambda limits: limits.merge_checkpoint_hours)
 def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
     """The trained model as a folder that transformers and vLLM load."""
     key = MERGE_CHECKPOINT.key(run.config, merge_checkpoint_inputs(run.config, training))
@@ -24,7 +22,7 @@ def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
         merge = run.config.merge
         options = ["--checkpoint", merge.checkpoint, "--dtype", merge.dtype]
         options += ["--max-shard-bytes", str(merge.max_shard_bytes)]
-        run_dapo(["merge", training.path, folder, *options], run.store, key)
+        run_dapo(["merge", training.path, folder, *options], run, key)
         return {"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}
 
     return run.produce("merge_checkpoint", key, build)

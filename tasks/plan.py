@@ -1,41 +1,110 @@
-"""What a run would do: each stage's key, and whether its artifact is there. Runs no stage."""
+"""What a run would do: each stage's key, whether its artifact is there, and if not, why. Runs no stage."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dapo_core.config import Config
-from tasks.artifacts import Artifact, ArtifactStore
-from tasks.stages import CHAIN
+from tasks.artifacts import Artifact, ArtifactStore, StageKey
+from tasks.differences import differences_of
+from tasks.history import RecordedRun, artifact_of, read_runs
+from tasks.stages import CHAIN, Link
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage of the chain as a run would find it."""
+    """One stage of the chain as a run would find it.
+
+    cached: its artifact is there. resumes: an attempt at this key waits to be continued. stale: the run before had
+    one, and this one's key differs or its input is still to be built. runs: anything else that is not there.
+    """
 
     label: str
-    state: str  # "cached", "resumes" or "runs"
+    state: str  # "cached", "resumes", "stale" or "runs"
+    note: str  # why it is not cached, apart from changes; empty when these say all
+    changes: tuple[str, ...]  # how its key differs from that of the run before
     key: str | None  # None while an input is not built
     waits_for: str | None  # the stage whose output the key needs
     seconds: float | None  # what building the cached artifact took
 
+    def why(self, num_changes: int | None = 1) -> str:
+        """Note and changes in a phrase, all of these or the first few and how many more there are."""
+        shown = self.changes[:num_changes]
+        more = len(self.changes) - len(shown)
+        return "; ".join([*filter(None, [self.note]), *shown]) + (f" +{more} more" if more else "")
+
 
 def plan_chain(config: Config) -> list[PlannedStage]:
-    """The stages of dapo-full in order; the report is written in each run and has no key."""
+    """The stages of dapo-full in order; the report is written in each run and has no key.
+
+    Each is compared with the newest run of the same run.name that had the stage and whose artifact is still there.
+    """
     store = ArtifactStore(config.store.path)
+    runs = [run for run in read_runs(store.root) if run.name == config.run.name]
     found: dict[str, Artifact] = {}
     stages = []
     for link in CHAIN:
         missing = [label for label in link.needs if label not in found]
         if missing:
-            stages.append(PlannedStage(link.label, "runs", None, missing[-1], None))
+            stages.append(_plan_waiting(config, link, missing[-1], _manifest_before(runs, link.label)))
             continue
         key = link.key(config, found)
         artifact = store.lookup(key.stage, key.key) if store.root.exists() else None
-        is_begun = store.working_directory(key.stage, key.key).exists()
-        state = "cached" if artifact else "resumes" if is_begun else "runs"
-        seconds = artifact.manifest()["seconds"] if artifact else None
-        stages.append(PlannedStage(link.label, state, key.key, None, seconds))
         if artifact:
             found[link.label] = artifact
+            seconds = artifact.manifest()["seconds"]
+            stages.append(PlannedStage(link.label, "cached", "", (), key.key, None, seconds))
+            continue
+        is_begun = store.working_directory(key.stage, key.key).exists()
+        stages.append(_plan_missing(link.label, key, is_begun, runs))
     return stages
+
+
+def _plan_waiting(config: Config, link: Link, upstream: str, before: Mapping[str, Any] | None) -> PlannedStage:
+    note = f"waits for {upstream}"
+    if before is None:
+        return PlannedStage(link.label, "runs", note, (), None, upstream, None)
+    # Its inputs are not known yet; all else of its key is.
+    changes = _changes(before, link.stage.key(config, before["inputs"]))
+    return PlannedStage(link.label, "stale", note, changes, None, upstream, None)
+
+
+def _plan_missing(label: str, key: StageKey, is_begun: bool, runs: list[RecordedRun]) -> PlannedStage:
+    changes: tuple[str, ...] = ()
+    newest = next((run.stages[label].key for run in runs if label in run.stages), None)
+    before = _manifest_before(runs, label)
+    if newest == key.key:
+        state, note = "runs", "its artifact is gone"
+    elif before is None:
+        state, note = "runs", "never built" if newest is None else "nothing is left of earlier runs"
+    else:
+        state, note, changes = "stale", "", _changes(before, key)
+    if is_begun:
+        state, note = "resumes", "an attempt was not finished"
+    return PlannedStage(label, state, note, changes, key.key, None, None)
+
+
+def _manifest_before(runs: list[RecordedRun], label: str) -> dict[str, Any] | None:
+    """The manifest of the newest run that has one for the label."""
+    artifacts = (artifact_of(run, label) for run in runs if label in run.stages)
+    return next((artifact.manifest() for artifact in artifacts if artifact is not None), None)
+
+
+def _changes(before: Mapping[str, Any], key: StageKey) -> tuple[str, ...]:
+    """How the key differs from the one an artifact was made with: keys, then packages, code, inputs."""
+    config = json.loads(json.dumps(dict(key.config)))  # as a manifest holds it
+    changes = [str(change) for change in differences_of(before["config"], config)]
+    changes += [str(change) for change in differences_of(before["versions"], key.versions)]
+    if before["code_digest"] != key.code_digest:
+        changes.append("its code changed")
+    for name in {**before["inputs"], **key.inputs}:
+        if name not in key.inputs:
+            changes.append(f"input {name} is no longer used")
+        elif name not in before["inputs"]:
+            changes.append(f"input {name} is new")
+        elif before["inputs"][name] != key.inputs[name]:
+            changes.append(f"input {name} changed")
+    return tuple(changes)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from tasks.artifacts import Artifact
 from tasks.dataset import build_dataset
 from tasks.run import Run
+from tasks.stage_task import stage_task
 from tasks.stages import PREPARE_DATA, prepare_data_inputs
 
 
-@task(name="prepare-data", cache_policy=NO_CACHE)
+@stage_task("prepare-data", hours=lambda limits: limits.prepare_data_hours)
 def prepare_data(run: Run) -> Artifact:
     """The artifact with train.parquet and eval.parquet (or eval.jsonl), from the store when it is there."""
     key = PREPARE_DATA.key(run.config, prepare_data_inputs(run.config))

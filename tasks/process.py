@@ -1,5 +1,7 @@
 """Child processes that never outlive us: run a command to its end, or keep a server for the length of a block.
 
+(A command that may outlive us is in watched_command.py.)
+
     our process -> supervisor.py (own session, subreaper) -> command -> whatever the command starts
                         |
                         +-- log file, which we tail: no child holds a pipe or a terminal of ours
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import shlex
@@ -20,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dapo_core.errors import ChildProcessFailed
 from tasks import supervisor
@@ -78,21 +81,11 @@ class SupervisedProcess:
 
     def tail(self, num_lines: int) -> list[str]:
         """Returns the last lines this command wrote; lines of earlier commands in the same log are not shown."""
-        with open(self.log_path, "rb") as log:
-            start = max(self.log_offset, log.seek(0, os.SEEK_END) - MAX_LINE_BYTES)
-            log.seek(start)
-            lines = log.read().split(b"\n")
-        return [_decode_line(line) for line in lines if line][-num_lines:]
+        return read_tail(self.log_path, self.log_offset, num_lines)
 
     def failure(self) -> ChildProcessFailed:
         """Returns the error to raise for a command that ended: exit status, last lines, path of the log."""
-        lines = self.tail(NUM_ERROR_LINES)
-        shown = "\n".join(f"  | {line}" for line in lines) if lines else "  | (it wrote nothing)"
-        exit_code = self._popen.wait()
-        status = f"{self.label} {describe_exit(exit_code)}"
-        error = ChildProcessFailed(f"{status}. Its last lines, from {self.log_path}:\n{shown}")
-        error.exit_code, error.summary = exit_code, f"{status}; its log is {self.log_path}"
-        return error
+        return describe_failure(self.label, self._popen.wait(), self.log_path, self.log_offset)
 
     def stop(self) -> None:
         """Ends the command and everything below it: SIGTERM, `grace_seconds` to clean up, SIGKILL."""
@@ -125,7 +118,6 @@ def run_command(
     cwd: str | os.PathLike[str] | None = None,
     on_line: Callable[[str], None] | None = None,
     grace_seconds: float = GRACE_SECONDS,
-    held: Sequence[int] = (),
 ) -> None:
     """Runs a command to its end and hands each line it writes to `on_line` (default: our log).
 
@@ -135,7 +127,7 @@ def run_command(
     """
     tell = on_line or (lambda line: logger.info("[%s] %s", label, line))
     with background_command(
-        command, log_path=log_path, label=label, env=env, cwd=cwd, grace_seconds=grace_seconds, held=held
+        command, log_path=log_path, label=label, env=env, cwd=cwd, grace_seconds=grace_seconds
     ) as process:
         tail = LogTail(process.log_path, process.log_offset)
         is_over = False
@@ -158,7 +150,6 @@ def background_command(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     grace_seconds: float = GRACE_SECONDS,
-    held: Sequence[int] = (),
 ) -> Iterator[SupervisedProcess]:
     """Yields a running command that is ended, with everything below it, when the block is left in any way.
 
@@ -166,25 +157,11 @@ def background_command(
     appended to `log_path`, without a pipe. Raises ChildProcessFailed when a command of an earlier attempt
     still writes to the same log.
     """
-    if sys.platform != "linux":
-        raise ChildProcessFailed(f"{label}: child processes are only supervised on Linux, not on {sys.platform}")
-    path = Path(log_path).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = open_place(log_path, label)
     with open(path, "ab") as log:
-        _lock_log(log, label, grace_seconds + STOP_MARGIN_SECONDS)
+        lock_log(log, label, grace_seconds + STOP_MARGIN_SECONDS)
         log_offset = log.seek(0, os.SEEK_END)
-        supervise = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), str(grace_seconds)]
-        popen = subprocess.Popen(
-            [*supervise, *map(os.fspath, command)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd=cwd,
-            # Python children would otherwise keep their last lines in a buffer that nobody can tail.
-            env={"PYTHONUNBUFFERED": "1", **os.environ, **(env or {})},
-            start_new_session=True,
-            pass_fds=held,
-        )
+        popen = start_supervisor(command, log, grace_seconds, env=env, cwd=cwd)
         process = SupervisedProcess(label, popen, path, log_offset, grace_seconds)
     try:
         logger.info("%s runs under pid %d, its output is in %s", label, process.pid, path)
@@ -193,16 +170,70 @@ def background_command(
         process.stop()
 
 
-def is_running(log_path: str | os.PathLike[str]) -> bool:
-    """Returns whether a command, or what is left of one, writes to this log, on any host that shares it."""
+def is_locked(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a process on any host holds the kernel lock of the file; of a log, its command."""
     try:
-        with open(log_path, "rb") as log:
-            fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
     except BlockingIOError:
         return True
     return False
+
+
+def open_place(log_path: str | os.PathLike[str], label: str) -> Path:
+    """Returns the absolute path of a log, whose folder is made; raises ChildProcessFailed but on Linux."""
+    if sys.platform != "linux":
+        raise ChildProcessFailed(f"{label}: child processes are only supervised on Linux, not on {sys.platform}")
+    path = Path(log_path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def start_supervisor(
+    command: Sequence[str],
+    log: BinaryIO,
+    grace_seconds: float,
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    held: Sequence[int] = (),
+    watch: Mapping[str, Any] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Starts the command under its supervisor, which inherits the locked log and the descriptors `held`."""
+    settings = {"parent_pid": os.getpid(), "grace_seconds": grace_seconds, "watch": watch}
+    supervise = [sys.executable, "-I", "-S", supervisor.__file__, json.dumps(settings)]
+    return subprocess.Popen(
+        [*supervise, *map(os.fspath, command)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd=cwd,
+        # Python children would otherwise keep their last lines in a buffer that nobody can tail.
+        env={"PYTHONUNBUFFERED": "1", **os.environ, **(env or {})},
+        start_new_session=True,
+        pass_fds=held,
+    )
+
+
+def read_tail(log_path: Path, log_offset: int, num_lines: int) -> list[str]:
+    """Returns the last lines of a log that begin after the offset."""
+    with open(log_path, "rb") as log:
+        start = max(log_offset, log.seek(0, os.SEEK_END) - MAX_LINE_BYTES)
+        log.seek(start)
+        lines = log.read().split(b"\n")
+    return [_decode_line(line) for line in lines if line][-num_lines:]
+
+
+def describe_failure(label: str, exit_code: int, log_path: Path, log_offset: int) -> ChildProcessFailed:
+    """Returns the error to raise for a command that ended: exit status, last lines, path of the log."""
+    lines = read_tail(log_path, log_offset, NUM_ERROR_LINES)
+    shown = "\n".join(f"  | {line}" for line in lines) if lines else "  | (it wrote nothing)"
+    status = f"{label} {describe_exit(exit_code)}"
+    error = ChildProcessFailed(f"{status}. Its last lines, from {log_path}:\n{shown}")
+    error.exit_code, error.summary = exit_code, f"{status}; its log is {log_path}"
+    return error
 
 
 def describe_exit(exit_code: int) -> str:
@@ -218,18 +249,23 @@ def describe_exit(exit_code: int) -> str:
     return f"was killed by {name}"
 
 
-def _lock_log(log: BinaryIO, label: str, patience_seconds: float) -> None:
+def lock_log(
+    log: BinaryIO, label: str, patience_seconds: float, is_of_use: Callable[[], bool] = lambda: False
+) -> bool:
     """Locks the log for the supervisor, which inherits it: the lock lasts until the whole tree is gone.
 
-    After our SIGKILL a new attempt would otherwise start beside processes that are still being ended.
+    After our SIGKILL a new attempt would otherwise start beside processes that are still being ended. Returns
+    False, without the lock, as soon as its holder `is_of_use`. Raises ChildProcessFailed when patience is over.
     """
     deadline = time.monotonic() + patience_seconds
     is_told = False
     while True:
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return True
         except BlockingIOError:
+            if is_of_use():
+                return False
             if time.monotonic() > deadline:
                 raise ChildProcessFailed(
                     f"{label}: processes of an earlier run still hold {log.name} after {patience_seconds:.0f} s; "

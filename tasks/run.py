@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import json
 import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,16 +21,13 @@ from dapo_core.data import require_columns
 from dapo_core.errors import RunSkipped, StoreError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.reward import require_scorers
-from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey
-from tasks.retries import describe
+from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, held
+from tasks.history import CONFIG_FILE, point_at, read_runs, run_lock_path, write_link, write_record
 from tasks.stages import LINKS, prepare_data_inputs
 
 logger = logging.getLogger(__name__)
 
 current_stage: ContextVar[str] = ContextVar("current_stage", default="")  # for those who show log lines
-
-RECORD_FILE = "run.json"
-CONFIG_FILE = "config.yaml"
 
 
 @dataclass
@@ -48,7 +45,8 @@ class StageRecord:
 class Run:
     """A folder of links to artifacts, the resolved configuration, and run.json, kept current as stages finish.
 
-    As a context it records how the run ended: completed, skipped, failed with the error, or cancelled.
+    As a context it records how the run ended: completed, skipped, failed with the error, or cancelled. From its
+    start to then it holds a lock, so that others see whether it still goes on.
     """
 
     config: Config
@@ -59,6 +57,7 @@ class Run:
     stages: dict[str, StageRecord] = field(default_factory=dict)
     started_at: float = field(default_factory=time.time)
     outcome: dict[str, Any] = field(default_factory=lambda: {"state": "running"})
+    lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     @staticmethod
     def start(config: Config, flow: str = "dapo-full", forced: Collection[str] = ()) -> Run:
@@ -71,6 +70,7 @@ class Run:
         (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
         logger.info("run %s of %s in %s", folder.name, config.run.name, folder.absolute())
         run = Run(config, store, folder.absolute(), flow, frozenset(forced))
+        run.lock.enter_context(held(run_lock_path(folder)))
         run.record()
         return run
 
@@ -80,14 +80,16 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.record(state="completed")
-        elif isinstance(error, RunSkipped):
-            self.record(state="skipped", reason=str(error))
-        elif isinstance(error, Exception):
-            self.record(state="failed", error=describe(error))
-        else:  # an interrupt, or Prefect's TerminationSignal
-            self.record(state="cancelled", error=type(error).__name__)
+        with self.lock:
+            if error is None:
+                self.record(state="completed")
+            elif isinstance(error, RunSkipped):
+                self.record(state="skipped", reason=str(error))
+            elif isinstance(error, Exception):
+                self.record(state="failed", error=f"{type(error).__name__}: {error}")
+            else:  # an interrupt, or Prefect's TerminationSignal
+                self.record(state="cancelled", error=type(error).__name__)
+        run_lock_path(self.folder).unlink(missing_ok=True)
 
     @property
     def config_path(self) -> Path:
@@ -101,16 +103,25 @@ class Run:
         *,
         resumable: bool = False,
     ) -> Artifact:
-        """The artifact of the key, from the store or built now, recorded and linked under `label`."""
+        """The artifact of the key, from the store or built now, recorded and linked under `label`.
+
+        Raises what `ArtifactStore.produce` raises, and StoreError when the stage is forced while another run that
+        goes on uses what the store has.
+        """
         started = time.monotonic()
         token = current_stage.set(label)
         try:
-            artifact, cached = self.store.produce(key, build, resumable=resumable, replace=label in self.forced)
-            seconds = time.monotonic() - started
+            while True:
+                is_forced = label in self.forced and label not in self.stages
+                artifact, cached = self.store.produce(
+                    key, build, resumable=resumable, replace=self._replace if is_forced else None
+                )
+                seconds = time.monotonic() - started
+                if self._keep(label, artifact, cached, seconds):
+                    break
             self._tell(artifact, cached, seconds)
         finally:
             current_stage.reset(token)
-        self._keep(label, artifact, cached, seconds)
         return artifact
 
     def take(self, label: str) -> Artifact:
@@ -118,20 +129,36 @@ class Run:
         link = LINKS[label]
         key = link.key(self.config, {need: self.take(need) for need in link.needs})
         artifact = self.store.lookup(key.stage, key.key)
-        if artifact is None:
+        if artifact is None or not (label in self.stages or self._keep(label, artifact, True, 0.0)):
             raise StoreError(
                 f"the store {self.store.root} has no output of {label} for this configuration (key "
                 f"{key.key[:SHORT_KEY_LENGTH]}), which this stage begins from; make it with dapo stage, or all of "
                 "the chain with dapo run; dapo plan shows what is there"
             )
-        if label not in self.stages:
-            self._keep(label, artifact, True, 0.0)
         return artifact
 
-    def _keep(self, label: str, artifact: Artifact, cached: bool, seconds: float) -> None:
+    def _keep(self, label: str, artifact: Artifact, cached: bool, seconds: float) -> bool:
+        """Record and link the artifact; False when it is gone by then.
+
+        Those who replace or remove artifacts move them first and look at the records then: whatever the order, one
+        side sees the other.
+        """
         self.stages[label] = StageRecord(cached, seconds, artifact.path, artifact.key, artifact.digest)
-        (self.folder / label).symlink_to(os.path.relpath(artifact.path, self.folder))
+        write_link(self.folder / label, Path(artifact.path))
         self.record()
+        return self.store.find(artifact.stage, artifact.key, artifact.digest) == artifact
+
+    def _replace(self, old: Artifact) -> None:
+        """Point the runs that used the artifact to where it stands; raise StoreError when one of them goes on."""
+        for run in read_runs(self.store.root):
+            if run.uses(old) and run.state == "running" and run.folder != self.folder:
+                raise StoreError(
+                    f"the run {run.id} of {run.name} ({run.flow}, pid {run.pid} on {run.host}) goes on and uses "
+                    f"{self.store.directory(old.stage, old.key)}, which --force would replace under it; try again "
+                    "when it has ended, or end it"
+                )
+        for run in read_runs(self.store.root):
+            point_at(run, old)
 
     def _tell(self, artifact: Artifact, cached: bool, seconds: float) -> None:
         if not cached:
@@ -154,9 +181,7 @@ class Run:
             "stages": {label: vars(stage) for label, stage in self.stages.items()},
             **self.outcome,
         }
-        partial = self.folder / (RECORD_FILE + ".partial")
-        partial.write_text(json.dumps(record, indent=2), encoding="utf-8")
-        partial.rename(self.folder / RECORD_FILE)
+        write_record(self.folder, record)
 
 
 def check_inputs(config: Config) -> None:
@@ -179,11 +204,3 @@ def check_start(config: Config) -> None:
 def runs_folder(config: Config) -> Path:
     """Where runs are recorded."""
     return Path(config.store.path) / "runs"
-
-
-def read_runs(config_store: Path) -> Iterator[dict[str, Any]]:
-    """Records of the runs under a store, newest first; folders whose record was never written are left out."""
-    for folder in sorted((config_store / "runs").glob("*Z-*"), reverse=True):
-        path = folder / RECORD_FILE
-        if path.is_file():
-            yield json.loads(path.read_text(encoding="utf-8"))

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from tasks.artifacts import Artifact
+from tasks.cancellation import is_worker_restart
 from tasks.command import run_dapo
-from tasks.retries import RETRY_DELAY_SECONDS, may_succeed_next_time
+from tasks.page import StageProgress
 from tasks.run import Run
+from tasks.stage_task import stage_task
 from tasks.stages import TRAIN_FILE, TRAIN_POLICY, eval_file, train_policy_inputs
 from tasks.training_limit import shown_as_training
 from tasks.training_lock import hold_for_training
+from tasks.watched_command import Outlive
 
 
-@task(
-    name="train-policy",
-    cache_policy=NO_CACHE,
-    retries=1,
-    retry_delay_seconds=RETRY_DELAY_SECONDS,
-    retry_condition_fn=may_succeed_next_time,
+@stage_task(
+    "train-policy",
+    hours=lambda limits: limits.train_policy_hours,
+    afterwards="run it again: it continues from its last checkpoint",
 )
 def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = False) -> Artifact:
     """The training output: checkpoints/step_NNNNNN and metrics.jsonl.
 
-    A failed or killed attempt is continued from its last checkpoint by the next one with the same key. While
-    another training holds the cluster's lock, waits; or raises RunSkipped when it `gives_way`.
+    A failed or killed attempt is continued from its last checkpoint by the next one with the same key; a training
+    that outlived those who started it is attached to. While another training holds the cluster's lock, waits; or
+    raises RunSkipped when it `gives_way`.
     """
     key = TRAIN_POLICY.key(run.config, train_policy_inputs(run.config, data, model))
 
@@ -41,8 +42,14 @@ def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = Fa
         if run.config.validation.every:
             words += ["--held-out", eval_file(data)]
         words += resume_words(run.config.checkpoint.resume, task_run.run_count or 1)
-        with hold_for_training(run, key, gives_way) as held, shown_as_training():
-            run_dapo(words, run.store, key, held=held)
+        with contextlib.ExitStack() as stack, shown_as_training():
+            outlive = Outlive(
+                unwatched_seconds=60 * run.config.flow.unwatched_minutes,
+                stop_seconds=run.config.flow.stop_seconds,
+                is_left=is_worker_restart,
+                held=lambda: [stack.enter_context(hold_for_training(run, key, gives_way))],
+            )
+            run_dapo(words, run, key, outlive=outlive, on_line=StageProgress(run, "train_policy", folder).on_line)
         return last_metrics(folder)
 
     return run.produce("train_policy", key, build, resumable=True)

@@ -14,7 +14,8 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -23,7 +24,6 @@ from dapo_core.config import Config
 from dapo_core.errors import RunSkipped
 from tasks.artifacts import SHORT_KEY_LENGTH, StageKey
 from tasks.plan import plan_chain
-from tasks.process import is_running
 from tasks.run import Run
 
 logger = logging.getLogger(__name__)
@@ -78,17 +78,9 @@ def hold(path: Path, run: str, key: str = "", gives_way: bool = False) -> Iterat
         yield lock.fileno()  # closed afterwards, never unlocked: a child's copy keeps the lock
 
 
-@contextlib.contextmanager
-def hold_for_training(run: Run, key: StageKey, gives_way: bool) -> Iterator[Sequence[int]]:
-    """Yield the descriptors that the training's process is to hold: none when it runs and holds the lock itself.
-
-    The store lets one process at a time build a key, so that a running command of ours was left by a dead one.
-    """
-    if is_running(run.store.log_path(key.stage, key.key)):
-        yield ()
-        return
-    with hold(training_lock_path(run.config), run.folder.name, key.key, gives_way) as descriptor:
-        yield (descriptor,)
+def hold_for_training(run: Run, key: StageKey, gives_way: bool) -> AbstractContextManager[int]:
+    """Hold the cluster's lock for a training that is started; one that is attached to holds it itself."""
+    return hold(training_lock_path(run.config), run.folder.name, key.key, gives_way)
 
 
 def read_holder(path: Path) -> Holder | None:

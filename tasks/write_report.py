@@ -5,19 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
-
 from dapo_core.metrics import METRICS_FILE
 from eval.report import write_report as write_files
 from tasks.artifacts import Artifact
+from tasks.history import REPORT_FOLDER
+from tasks.page import show_report
 from tasks.run import Run
+from tasks.stage_task import retried_task
 
-REPORT_FOLDER = "report"
 
-
-@task(name="write-report", cache_policy=NO_CACHE)
+@retried_task("write-report")
 def write_report(run: Run, before: Artifact, after: Artifact, training: Artifact) -> dict[str, Any]:
     """report.json, report.md and report.html in the run's folder, and the report on Prefect's page.
 
@@ -34,9 +31,7 @@ def write_report(run: Run, before: Artifact, after: Artifact, training: Artifact
         title=run.config.run.name,
     )
     run.record(report=headline(report))
-    create_markdown_artifact(
-        key="before-after-report", markdown=(folder / "report.md").read_text(encoding="utf-8")
-    )
+    show_report(run, folder, report["verdict"])
     return report
 
 

@@ -73,10 +73,10 @@ class Site:
         """`dapo WORDS`, run to its end in the project's folder."""
         return self._run([sys.executable, "-m", "flows.cli", *words], seconds)
 
-    def dapo_chain(self, command: str, *changes: str) -> subprocess.CompletedProcess[str]:
-        """`dapo COMMAND` of the small recipe."""
+    def dapo_chain(self, *words: str, changes: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        """`dapo WORDS` of the small recipe."""
         overrides = [word for change in self.changes(*changes) for word in ("--set", change)]
-        return self.dapo(command, CONFIG, *overrides)
+        return self.dapo(*words, CONFIG, *overrides)
 
     def up(self) -> None:
         """`dapo up`."""

@@ -35,7 +35,7 @@ class PrefectServer:
     def prefect(self, *words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
         """`prefect WORDS`, run to its end, as a person types it in the project directory."""
         return subprocess.run(
-            [sys.executable, "-m", "prefect", *words],
+            [Path(sys.executable).with_name("prefect"), *words],
             cwd=cwd,
             env={**os.environ, **self.environment, **env},
             stdin=subprocess.DEVNULL,

@@ -13,6 +13,7 @@ from dapo_core.checkpoint.folder import (
     copy_model_files,
     latest_checkpoint,
 )
+from dapo_core.checkpoint.keeper import CheckpointKeeper
 from dapo_core.checkpoint.resume import find_start, locked, require_resume, require_same_training, resume_digest
 from dapo_core.checkpoint.state import (
     STATE_FILE,
@@ -32,6 +33,7 @@ __all__ = [
     "PARTIAL",
     "STATE_FILE",
     "WEIGHT_SUFFIXES",
+    "CheckpointKeeper",
     "CheckpointWriter",
     "Published",
     "ShardWriter",

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
+from ray._private import services
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -114,14 +118,38 @@ def _connect(config: Config) -> None:
         "runtime_env": {"env_vars": WORKER_ENVIRONMENT},
     }
     if config.train.ray_address:
-        ray.init(address=config.train.ray_address, **common)
+        with _signals_are_ours():
+            ray.init(address=config.train.ray_address, **common)
         return
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private Ray on loopback; writes no token file
     num_cpus = (
         config.train.num_ranks * config.train.threads_per_rank
         + config.rollout.num_workers * config.rollout.threads_per_worker
     )
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **common)
+    with _signals_are_ours():
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **common)
+
+
+@contextmanager
+def _signals_are_ours() -> Iterator[None]:
+    """Ray, started inside, leaves SIGTERM's handler as it is, and its processes outlive signals to our group.
+
+    They are needed for the last checkpoint when the trainer is told to stop. Ray guards them against SIGINT only.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, start_new_session=True)  # type: ignore[assignment,misc]
+    handler = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    try:
+        yield
+    except SystemExit as error:  # raised by Ray's handler
+        if is_main and error.code == signal.SIGTERM and callable(handler):
+            handler(signal.SIGTERM, None)
+        raise
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
+        if is_main:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _place(actor_class: type, count: int, threads: int, device: Device, groups: list[PlacementGroup]) -> list[Any]:

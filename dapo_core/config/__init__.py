@@ -2,6 +2,7 @@
 
 from dapo_core.config.fields import is_volatile, result_values
 from dapo_core.config.loading import dump_config, known_keys, load_config, load_config_or_defaults, resolve_config
+from dapo_core.config.operation import TimeLimitsConfig, WebhookConfig, is_http_address
 from dapo_core.config.sections import (
     Config,
     DataConfig,
@@ -44,9 +45,12 @@ __all__ = [
     "SamplerConfig",
     "ServeConfig",
     "StoreConfig",
+    "TimeLimitsConfig",
     "TrainConfig",
     "ValidationConfig",
+    "WebhookConfig",
     "dump_config",
+    "is_http_address",
     "is_volatile",
     "known_keys",
     "load_config",

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import re
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
 
 from dapo_core.config.fields import Section, volatile
 
 
+def is_http_address(text: str) -> bool:
+    """Whether the text is an http or https address with a host."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        return False
+
+
 class TimeLimitsConfig(Section):
-    """Hours after which a stage is ended and fails; what it earned is kept. Unset: no limit."""
+    """Hours after which an attempt at a stage is ended, the last one; what it earned is kept. Unset: no limit."""
 
     prepare_data_hours: float | None = volatile(2.0, "Limit of prepare-data.", gt=0)
     fetch_model_hours: float | None = volatile(12.0, "Limit of fetch-model.", gt=0)
@@ -24,6 +36,13 @@ class WebhookConfig(Section):
         None, "Address that gets a POST with JSON; $NAME takes it from the environment, where secrets belong."
     )
     timeout_seconds: float = volatile(10.0, "How long it may take to answer.", gt=0, le=300)
+
+    @field_validator("url")
+    @classmethod
+    def _url_can_be_posted_to(cls, url: str | None) -> str | None:
+        if url is not None and not re.fullmatch(r"\$[A-Za-z_]\w*", url) and not is_http_address(url):
+            raise ValueError("flow.webhook.url is no http or https address, nor $NAME of an environment variable")
+        return url
 
 
 class FlowConfig(Section):

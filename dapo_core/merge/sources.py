@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 CheckpointChoice = Literal["latest", "best"]  # of a training output
-CHUNK_BYTES = 2 * 1024**2  # of a tensor at once; read, hashed and written while it is in the processor's cache
+CHUNK_BYTES = 1024**2  # of a tensor at once; read, hashed and written while it is in the processor's cache
 
 
 @dataclass(frozen=True)

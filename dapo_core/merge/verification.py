@@ -1,23 +1,18 @@
-"""What a merge proves: the tensors are the architecture's, on the disk as they were read, and compute the same."""
+"""What a merge proves of the whole model: its tensors are the architecture's, and compute the same."""
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.buffers import read_buffers
 from dapo_core.merge.sources import values_in_order
-from dapo_core.merge.writer import FileDigests, OutputFile, OutputTensor, contents
+from dapo_core.merge.writer import FileDigests, OutputFile, OutputTensor
 from dapo_core.model_folder import MERGE_MANIFEST
 from dapo_core.parameter_names import file_pieces
 
@@ -101,39 +96,6 @@ def require_equal(source: Source, name: str, other: str) -> None:
         f"{name} and {other} of {source.label} differ, although config.json declares them tied; set "
         "tie_word_embeddings to false in the checkpoint's config.json to keep both"
     )
-
-
-def require_same(path: Path, file: OutputFile, source: Source) -> None:
-    """Read a written file from the disk and compare it, byte by byte, with the plan and the source's files.
-
-    Raises CheckpointError where they differ.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as opened_file:
-            names = set(opened_file.keys())
-    except SafetensorError as error:
-        raise CheckpointError(f"{path.name} cannot be opened: {error}; is the disk sound?") from error
-    if names != {tensor.name for tensor in file.tensors}:
-        raise CheckpointError(f"{path.name} has other tensors than were written to it; is the disk sound?")
-    memcmp = ctypes.CDLL(None).memcmp  # takes any address, and other threads go on meanwhile
-    with path.open("rb", buffering=0) as stream, closing(read_buffers(stream.fileno())) as read:
-        present = np.empty(0, np.uint8)
-        for name, values in contents(file, source):
-            taken = 0
-            while taken < len(values):
-                present = present if len(present) else next(read, present)
-                count = min(len(present), len(values) - taken)
-                addresses = (ctypes.c_void_p(part.ctypes.data) for part in (present, values[taken:]))
-                if not count or memcmp(*addresses, ctypes.c_size_t(count)):
-                    raise CheckpointError(
-                        f"{path.name}: {name or 'the header'} read back differs from the checkpoint; "
-                        "is the disk sound?"
-                    )
-                present, taken = present[count:], taken + count
-        if len(present) or any(len(more) for more in read):
-            raise CheckpointError(f"{path.name} is longer than what was written to it; is the disk sound?")
 
 
 def manifest_of(folder: Path, written: Sequence[tuple[OutputFile, FileDigests]]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,10 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.buffers import BUFFER_BYTES, Bytes, new_buffers, write_all
+from dapo_core.merge.checked_file import CheckedFile
 from dapo_core.merge.sources import values_in_order
 from dapo_core.model_folder import INDEX_FILE
 from dapo_core.parameter_names import FilePiece
@@ -129,30 +126,49 @@ def plan_files(tensors: Iterable[OutputTensor], max_shard_bytes: int) -> list[Ou
 
 
 def write_file(path: Path, file: OutputFile, source: Source) -> FileDigests:
-    """Write a planned file and return what went into it, when all of it is on the disk.
+    """Write a planned file and return what is in it, when all of it is on the disk and safetensors opens it.
 
-    Reading and converting, hashing for the tensor, hashing for the file, and writing each have a thread.
+    Reading and converting, hashing for the file, hashing for the tensor, and writing each have a thread.
+    Raises CheckpointError when the file has not become what was written to it.
     """
     of_file, of_tensors = hashlib.sha256(), {tensor.name: hashlib.sha256() for tensor in file.tensors}
 
-    def hash_file(filled: _Filled) -> None:
-        of_file.update(filled.buffer[: filled.num_bytes].data)
+    def hash_file(part: _Part) -> None:
+        of_file.update(part.values)
 
-    def hash_tensors(filled: _Filled) -> None:
-        for name, part in filled.parts:
-            of_tensors[name].update(filled.buffer[part].data)
+    def hash_tensor(part: _Part) -> None:
+        of_tensors[part.tensor].update(part.values)
 
-    with path.open("wb", buffering=0) as stream:
+    with CheckedFile(path) as output:
 
-        def write(filled: _Filled) -> None:
-            write_all(stream.fileno(), filled.buffer[: filled.num_bytes], filled.offset)
+        def write(part: _Part) -> None:
+            output.append(part.values, part.tensor)
 
+        header = memoryview(file.header())
+        of_file.update(header)
+        output.append(header, "the header")
         with _Workers(3) as workers:
-            for filled in _filled(contents(file, source)):
-                workers.put(filled, hash_file, write, hash_tensors)
+            for part in _parts(file.tensors, source):
+                workers.put(part, hash_file, write, hash_tensor)
             workers.finish()
-        os.fsync(stream.fileno())
+        output.sync()
+    require_opens(path, file)
     return FileDigests(of_file.hexdigest(), {name: digest.hexdigest() for name, digest in of_tensors.items()})
+
+
+def require_opens(path: Path, file: OutputFile) -> None:
+    """Raise CheckpointError unless safetensors opens the file and finds the planned tensors in it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as opened_file:
+            names = opened_file.keys()
+            slices = [opened_file.get_slice(name) for name in names]
+    except SafetensorError as error:
+        raise CheckpointError(f"{path.name} cannot be opened: {error}; is the disk sound?") from error
+    found = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in zip(names, slices, strict=True)]
+    if sorted(found) != sorted((tensor.name, tensor.dtype_name, tensor.shape) for tensor in file.tensors):
+        raise CheckpointError(f"{path.name} has other tensors than were written to it; is the disk sound?")
 
 
 def write_index(folder: Path, files: Sequence[OutputFile]) -> None:
@@ -163,58 +179,27 @@ def write_index(folder: Path, files: Sequence[OutputFile]) -> None:
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def contents(file: OutputFile, source: Source) -> Iterator[tuple[str | None, Bytes]]:
-    """The file from its first byte to its last: header, without a name, and then the tensors by theirs."""
-    yield None, np.frombuffer(file.header(), np.uint8)
-    for tensor, values in _chunks(file.tensors, source):
-        yield tensor.name, values.numpy()
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive bytes of a tensor, in a mapped file unless they were converted."""
+
+    tensor: str
+    values: memoryview
 
 
-@dataclass
-class _Filled:
-    """A part of a file, as long as a buffer unless it is the last."""
-
-    buffer: Bytes
-    offset: int  # in the file
-    num_bytes: int = 0
-    parts: list[tuple[str, slice]] = field(default_factory=list)  # of the buffer, and whose they are
-
-
-def _filled(content: Iterable[tuple[str | None, Bytes]]) -> Iterator[_Filled]:
-    """The content in buffers; each is used again when _MAX_WAITING others have been filled."""
-    buffers = new_buffers(_MAX_WAITING + 1)
-    filled = _Filled(buffers[0], 0)
-    for name, values in content:
-        taken = 0
-        while taken < len(values):
-            start = filled.num_bytes
-            stop = min(start + len(values) - taken, BUFFER_BYTES)
-            np.copyto(filled.buffer[start:stop], values[taken : taken + stop - start])
-            taken += stop - start
-            filled.num_bytes = stop
-            if name is not None:
-                filled.parts.append((name, slice(start, stop)))
-            if stop == BUFFER_BYTES:
-                yield filled
-                offset = filled.offset + stop
-                filled = _Filled(buffers[offset // BUFFER_BYTES % len(buffers)], offset)
-    if filled.num_bytes:
-        yield filled
-
-
-def _chunks(tensors: Sequence[OutputTensor], source: Source) -> Iterator[tuple[OutputTensor, torch.Tensor]]:
-    """The bytes of the tensors, in order; what one stored tensor becomes follows the order of its rows."""
+def _parts(tensors: Sequence[OutputTensor], source: Source) -> Iterator[_Part]:
+    """All bytes of the tensors, in order; what one stored tensor becomes follows the order of its rows."""
     import torch
 
-    parts: dict[str, list[OutputTensor]] = {}
+    becomes: dict[str, list[OutputTensor]] = {}
     for tensor in tensors:
-        parts.setdefault(tensor.stored_name, []).append(tensor)
-    for stored_name, outputs in parts.items():
+        becomes.setdefault(tensor.stored_name, []).append(tensor)
+    for stored_name, outputs in becomes.items():
         first_row = 0
         for block in source.blocks(stored_name):
             for output, rows in _in_block(outputs, block, first_row):
                 for values in values_in_order(rows, output.dtype):
-                    yield output, values.view(torch.uint8)
+                    yield _Part(output.name, values.view(torch.uint8).numpy().data)
             first_row += block.shape[0] if block.ndim else 1
 
 

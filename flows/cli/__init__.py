@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from flows.cli import chain, evaluation, operating, stages
+from flows.cli import chain, evaluation, history, operating, stages
 
 app = typer.Typer(
     name="dapo",
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for group in (chain, stages, evaluation, operating):
+for group in (chain, history, stages, evaluation, operating):
     app.add_typer(group.app)
 
 

@@ -1,4 +1,4 @@
-"""`dapo run`, `stage`, `plan`, `runs`, `config show`: the chain or one stage of it, and a look at it."""
+"""`dapo run`, `stage`, `plan`, `config show`: the chain or one stage of it, and what it would do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli.options import ConfigArgument, SetOption
+from flows.cli.options import ConfigArgument, JsonOption, SetOption
 
 logger = logging.getLogger(__name__)
 
@@ -118,26 +118,30 @@ def print_report(folder: Path) -> None:
     typer.secho(f"\n{verdict}\nReport with plots: {folder / 'report.html'}", bold=True)
 
 
-@app.command(epilog="Example: dapo plan configs/arith_cpu.yaml")
-def plan(config: ConfigArgument, overrides: SetOption = None) -> None:
-    """Show each stage with its key and whether it is cached, without running anything."""
+@app.command(epilog="Example: dapo plan configs/arith_cpu.yaml --set algorithm.clip_ratio_high=0.3")
+def plan(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    is_whole: Annotated[bool, typer.Option("--all", help="Every change, not the first of each stage.")] = False,
+    is_json: JsonOption = False,
+) -> None:
+    """Show what a run would do, without running anything: each stage, and why it is not cached.
+
+    cached: its output is in the store. resumes: an unfinished attempt goes on. stale: the run before, of the same
+    run.name, had it with another key, or its input is to be built. runs: it is not there.
+    """
     from dapo_core.config import load_config
-    from flows.tables import print_plan
+    from flows.tables import print_json, print_plan
     from tasks.plan import plan_chain
     from tasks.run import check_inputs
 
     settings = load_config(config, overrides or ())
     check_inputs(settings)
-    print_plan(plan_chain(settings))
-
-
-@app.command(epilog="Example: dapo runs --store .dapo")
-def runs(store: Annotated[Path, typer.Option(help="Artifact store.")] = Path(".dapo")) -> None:
-    """List the runs of a store, newest first, with their accuracies."""
-    from flows.tables import print_runs
-    from tasks.run import read_runs
-
-    print_runs(list(read_runs(store)))
+    stages = plan_chain(settings)
+    if is_json:
+        print_json([vars(stage) for stage in stages])
+        return
+    print_plan(stages, is_whole)
 
 
 @config_app.command("show", epilog="Example: dapo config show configs/arith_cpu.yaml --set run.seed=2 > mine.yaml")

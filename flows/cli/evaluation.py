@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.options import SetOption
+from flows.cli.options import DEFAULT_STORE, SetOption, StoreOption
+
+if TYPE_CHECKING:
+    from tasks.history import RecordedRun
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -97,47 +101,72 @@ def report(
     typer.secho(f"\nReport with plots: {output / REPORT_PAGE}\n{content['verdict']}", bold=True)
 
 
-@app.command(epilog="Example: dapo compare before after; dapo compare --history monday tuesday .dapo")
+@app.command(epilog="Example: dapo compare before after; dapo compare latest~1 latest; dapo compare --history")
 def compare(
-    results: Annotated[
-        list[Path],
+    sides: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="RESULTS", help="BEFORE and AFTER, results folders of dapo eval; any number with --history."
+            metavar="SIDE",
+            help="BEFORE and AFTER, each a results folder of dapo eval, or a run: its id, the beginning or end "
+            "of it, latest or latest~1; any number with --history, which by default takes the store.",
         ),
-    ],
+    ] = None,
     is_history: Annotated[
-        bool,
-        typer.Option(
-            "--history",
-            help="Runs over time: results folders, reports, stores of runs. Prints a table, writes history.html.",
-        ),
+        bool, typer.Option("--history", help="Over time: results folders, reports, runs, stores of runs.")
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for report.json, report.md and report.html, or for history.html (default: .)."),
+        typer.Option(help="Folder for report.json, report.md and report.html, or for history.html."),
     ] = None,
+    store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Compare evaluations of the same items: two of them pair by pair, or with --history many over time."""
+    """Compare evaluations of the same items: two of them pair by pair, or with --history many over time.
+
+    Of a run its evaluation after training counts; of two runs it is also said how their configurations differ.
+    """
+    from tasks.history import find_evaluation, find_run
+
+    given = sides or []
     if is_history:
-        _print_history(results, output or Path())
+        paths = [Path(side) if Path(side).exists() else find_run(store, side).folder for side in given]
+        _print_history(paths or [store], output)
         return
-    if len(results) != 2:
-        raise typer.BadParameter(f"BEFORE and AFTER are needed, {len(results)} given; for more, add --history")
+    if len(given) != 2:
+        raise typer.BadParameter(f"BEFORE and AFTER are needed, {len(given)} given; for more, add --history")
+    (before, run_before), (after, run_after) = (find_evaluation(store, side) for side in given)
+    _print_runs_compared({"before": run_before, "after": run_after})
     if output is not None:
-        report(results[0], results[1], output)
+        report(before, after, output)
         return
     from eval.compare import compare as compare_results
     from eval.report import make_report, render_markdown
     from flows.console import print_markdown
 
-    content = make_report(compare_results(*results), [], {}, {}, "Before/after comparison")
+    content = make_report(compare_results(before, after), [], {}, {}, "Before/after comparison")
     print_markdown(render_markdown(content))
     typer.secho(f"\n{content['verdict']}", bold=True)
 
 
-def _print_history(paths: list[Path], output: Path) -> None:
-    from eval.history import HISTORY_PAGE, write_history
+def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:
+    """Say which runs are compared, by their evaluation after training, and how their configurations differ."""
+    from tasks.history import changed_keys
+
+    found = {side: run for side, run in runs.items() if run is not None}
+    for side, run in found.items():
+        began = datetime.datetime.fromtimestamp(run.started_at)
+        typer.echo(f"- {side}: run {run.id} of {run.name}, {began:%Y-%m-%d %H:%M}, as evaluated after training")
+    if len(found) == 2:
+        changes = changed_keys(found["before"], found["after"])
+        typer.echo("- configuration: " + ("; ".join(map(str, changes)) or "the same in both"))
+    if found:
+        typer.echo("")
+
+
+def _print_history(paths: list[Path], output: Path | None) -> None:
+    from eval.history import make_history, render_markdown, write_page
     from flows.console import print_markdown
 
-    print_markdown(write_history(paths, output))
-    typer.secho(f"\nHistory with a plot: {output / HISTORY_PAGE}", bold=True)
+    history = make_history(paths)
+    print_markdown(render_markdown(history))
+    if output is not None:
+        typer.secho(f"\nHistory with a plot: {write_page(history, output)}", bold=True)

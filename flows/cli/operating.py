@@ -22,7 +22,7 @@ WIDTH = 200  # where no terminal says how wide it is
 StoreOption = Annotated[Path, typer.Option(help="Artifact store whose services are meant.")]
 
 
-@app.command(epilog="Example: dapo up, then: prefect deployment run dapo-full")
+@app.command(epilog="Example: dapo up --database postgresql+asyncpg://dapo@/dapo?host=/var/run/postgresql")
 def up(
     database: Annotated[
         str | None,

@@ -66,7 +66,10 @@ def train(
     ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Train a model with DAPO. Killed at any moment, the same command continues from the last checkpoint."""
+    """Train a model with DAPO. Told to stop (Ctrl-C, SIGTERM) it writes a last checkpoint and ends everything.
+
+    Stopped, or killed at any moment, the same command continues from the last checkpoint.
+    """
     from dapo_core.config import load_config
     from dapo_core.trainer import train as train_model
     from flows.progress import TrainingProgress

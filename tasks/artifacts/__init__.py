@@ -2,6 +2,7 @@
 
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, hash_file
 from tasks.artifacts.code import code_digest
+from tasks.artifacts.lock import held, held_if_free, is_held
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey, package_versions, stage_key
 from tasks.artifacts.store import ArtifactStore
 
@@ -13,6 +14,9 @@ __all__ = [
     "StageKey",
     "code_digest",
     "hash_file",
+    "held",
+    "held_if_free",
+    "is_held",
     "package_versions",
     "stage_key",
 ]

@@ -11,7 +11,6 @@ import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 logger = logging.getLogger(__name__)
 
@@ -22,30 +21,42 @@ REMIND_SECONDS = 60.0
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
     """Holds the lock on `path` for the block; while another process has it, waits and says for whom."""
-    with open(path, "a+b") as lock:
-        told_at = -REMIND_SECONDS
-        waiting_since = time.monotonic()
-        while not _try_lock(lock):
-            waited = time.monotonic() - waiting_since
-            if waited - told_at >= REMIND_SECONDS:
-                told_at = waited
-                logger.info(
-                    "waiting for %s, which builds %s (%.0f s so far)", read_holder(path), path.stem, waited
-                )
-            time.sleep(POLL_SECONDS)
-        with _named(lock):
-            yield
+    told_at = -REMIND_SECONDS
+    waiting_since = time.monotonic()
+    while (descriptor := _try_lock(path)) is None:
+        waited = time.monotonic() - waiting_since
+        if waited - told_at >= REMIND_SECONDS:
+            told_at = waited
+            logger.info("waiting for %s, which builds %s (%.0f s so far)", read_holder(path), path.stem, waited)
+        time.sleep(POLL_SECONDS)
+    with _named(descriptor):
+        yield
 
 
 @contextlib.contextmanager
 def held_if_free(path: Path) -> Iterator[bool]:
     """Yields True with the lock held for the block, or False at once when another process has it."""
-    with open(path, "a+b") as lock:
-        if not _try_lock(lock):
-            yield False
-            return
-        with _named(lock):
-            yield True
+    descriptor = _try_lock(path)
+    if descriptor is None:
+        yield False
+        return
+    with _named(descriptor):
+        yield True
+
+
+def is_held(path: Path) -> bool:
+    """Returns whether a process has the lock; a file that is not there nobody has locked."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def read_holder(path: Path) -> str:
@@ -57,21 +68,27 @@ def read_holder(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _named(lock: BinaryIO) -> Iterator[None]:
-    """Keeps our pid and host in the lock file for the block, for those who wait."""
+def _named(descriptor: int) -> Iterator[None]:
+    """Keeps our pid and host in the locked file for the block, for those who wait; then ends the lock."""
     since = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    lock.truncate(0)
-    lock.write(f"pid {os.getpid()} on {platform.node()} since {since}\n".encode())
-    lock.flush()
     try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"pid {os.getpid()} on {platform.node()} since {since}\n".encode())
         yield
     finally:
-        lock.truncate(0)
+        os.ftruncate(descriptor, 0)
+        os.close(descriptor)
 
 
-def _try_lock(lock: BinaryIO) -> bool:
+def _try_lock(path: Path) -> int | None:
+    """Returns a descriptor of the file with its lock, or None while another process has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = os.fstat(descriptor).st_nlink > 0  # else its holder removed it: the next locks a new one
     except BlockingIOError:
-        return False
-    return True
+        is_ours = False
+    if is_ours:
+        return descriptor
+    os.close(descriptor)
+    return None

@@ -1,14 +1,17 @@
 """The store of stage outputs: finds a finished one, or has it built once and publishes it in one step.
 
 ROOT/STAGE/KEY16/           content and manifest.json: finished, verified on each use
-ROOT/.work/STAGE-KEY16/     being built; kept after a failed attempt of a resumable stage
+ROOT/STAGE/KEY16.DIGEST16/  what stood there before it was built again by force, for the runs that used it
+ROOT/.work/STAGE-KEY16/     being built; kept after a failed attempt of a resumable stage; KEY16.forced by force
 ROOT/.damaged/STAGE-KEY16-TIME/   moved aside, never deleted
+ROOT/.removed/STAGE-KEY16-TIME/   no longer part of the store, being deleted
 ROOT/.locks  ROOT/.verified       who builds what; which files were found right, and when
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import json
@@ -23,13 +26,22 @@ from typing import Any
 
 from dapo_core.errors import StoreError
 from tasks.artifacts import lock
-from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, FileEntry, content_digest, content_files, file_entry
+from tasks.artifacts.artifact import (
+    MANIFEST_NAME,
+    Artifact,
+    FileEntry,
+    content_digest,
+    content_files,
+    file_entry,
+    read_manifest,
+)
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 from tasks.artifacts.verify import DamagedArtifact, identify, verify_directory, write_stamp
 
 logger = logging.getLogger(__name__)
 
 Build = Callable[[Path], Mapping[str, Any]]
+Replace = Callable[[Artifact], None]
 
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
@@ -47,9 +59,13 @@ class ArtifactStore:
         """Returns where the artifact of this key is, or would be."""
         return self.root / stage / key[:SHORT_KEY_LENGTH]
 
-    def working_directory(self, stage: str, key: str) -> Path:
+    def superseded_directory(self, stage: str, key: str, digest: str) -> Path:
+        """Returns where the artifact of this content is, or would be, once another has taken its place."""
+        return self.root / stage / f"{key[:SHORT_KEY_LENGTH]}.{digest[:SHORT_KEY_LENGTH]}"
+
+    def working_directory(self, stage: str, key: str, is_forced: bool = False) -> Path:
         """Returns where the artifact of this key is being built, or a failed attempt was left."""
-        return self.root / ".work" / _name(stage, key)
+        return self.root / ".work" / (_name(stage, key) + (".forced" if is_forced else ""))
 
     def log_path(self, stage: str, key: str) -> Path:
         """Returns where the commands of a stage log: outside the content, whose digest a log would change.
@@ -85,8 +101,15 @@ class ArtifactStore:
             with lock.held_if_free(self._lock_path(stage, key)) as is_held:
                 return self._lookup_locked(stage, key) if is_held else None
 
+    def find(self, stage: str, key: str, digest: str) -> Artifact | None:
+        """Returns the artifact of this content, also a superseded one, or None; only its manifest is read."""
+        for directory in (self.directory(stage, key), self.superseded_directory(stage, key, digest)):
+            if _digest_at(directory) == digest:
+                return Artifact(stage=stage, key=key, path=str(directory), digest=digest)
+        return None
+
     def produce(
-        self, parts: StageKey, build: Build, *, resumable: bool = False, replace: bool = False
+        self, parts: StageKey, build: Build, *, resumable: bool = False, replace: Replace | None = None
     ) -> tuple[Artifact, bool]:
         """Returns the artifact of this key and whether it was there already; else has `build` make it.
 
@@ -94,18 +117,62 @@ class ArtifactStore:
         It runs in one process at a time: others wait, and find its result. What a failed attempt of a
         `resumable` build left is given to the next attempt; of any other, it is moved aside.
         Raises StoreError when the store is full or cannot be written, and whatever `build` raises.
+
+        With `replace` it is built although it is there, and what is there stays until the new one is complete.
+        Then the old one moves to `superseded_directory`, unless both have the same bytes, when it stays and the
+        new one is dropped. A crash in between leaves the old one there and none under the key. `replace` is told
+        the old one twice: where it stands before the build, and where it has moved to; it raises to keep it.
+        A forced attempt resumes an earlier forced one, never one that was not: its folder is its own.
         """
-        if (artifact := self.lookup(parts.stage, parts.key)) is not None:
+        stage, key = parts.stage, parts.key
+        if replace is None and (artifact := self.lookup(stage, key)) is not None:
             return artifact, True
         self.check_writable()
-        with self._disk_errors(), lock.held(self._lock_path(parts.stage, parts.key)):
-            if (artifact := self._lookup_locked(parts.stage, parts.key)) is not None:
-                return artifact, True
-            work = self._open_working_directory(parts, resumable)
+        with self._disk_errors(), lock.held(self._lock_path(stage, key)):
+            old = self._lookup_locked(stage, key)
+            if old is not None:
+                if replace is None:
+                    return old, True
+                replace(old)
+            work = self._open_working_directory(parts, resumable, is_forced=replace is not None)
             started_at, start = _utc_now(), time.monotonic()
             metrics = dict(build(work))
             times = {"started_at": started_at, "ended_at": _utc_now(), "seconds": time.monotonic() - start}
-            return self._publish(parts, work, {**times, "metrics": metrics}), False
+            return self._publish(parts, work, {**times, "metrics": metrics}, old, replace), False
+
+    def remove(self, artifact: Artifact, is_used: Callable[[Artifact], bool]) -> bool:
+        """Deletes an artifact, with stamp, log and lock if it is the last of its key; returns False when it stays.
+
+        It stays while its key is being built or an attempt at it waits to be resumed, and when `is_used`, asked
+        once nobody can find it anymore, says so: a run may have found it a moment before.
+        """
+        stage, key = artifact.stage, artifact.key
+        lock_path = self._lock_path(stage, key)
+        lock_path.parent.mkdir(exist_ok=True)
+        with self._disk_errors(), lock.held_if_free(lock_path) as is_held:
+            if not is_held or any(self.working_directory(stage, key, forced).exists() for forced in (False, True)):
+                return False
+            directory = Path(artifact.path)
+            removed = self._move_to(".removed", directory, _name(stage, key))
+            if is_used(artifact):
+                os.rename(removed, directory)
+                return False
+            _sync(directory.parent)
+            if not self.directory(stage, key).exists():
+                self._stamp_path(stage, key).unlink(missing_ok=True)
+            if not any(directory.parent.glob(f"{key[:SHORT_KEY_LENGTH]}*")):
+                self.log_path(stage, key).unlink(missing_ok=True)
+                lock_path.unlink()
+        shutil.rmtree(removed)
+        return True
+
+    @contextlib.contextmanager
+    def kept_in_place(self, artifact: Artifact) -> Iterator[None]:
+        """Has `remove` leave the artifact alone for the block."""
+        lock_path = self._lock_path(artifact.stage, artifact.key)
+        lock_path.parent.mkdir(exist_ok=True)
+        with lock.held_if_free(lock_path):  # whoever else holds it keeps `remove` away too
+            yield
 
     def _verify(self, stage: str, key: str) -> Artifact:
         return verify_directory(self.directory(stage, key), stage, key, self._stamp_path(stage, key))
@@ -120,17 +187,24 @@ class ArtifactStore:
             self._move_aside(directory, _name(stage, key), f"it is damaged: {damage}")
             return None
 
-    def _open_working_directory(self, parts: StageKey, resumable: bool) -> Path:
-        work = self.working_directory(parts.stage, parts.key)
+    def _open_working_directory(self, parts: StageKey, resumable: bool, is_forced: bool) -> Path:
+        work = self.working_directory(parts.stage, parts.key, is_forced)
         if work.exists() and resumable:
             logger.info("%s resumes what an earlier attempt left in %s", parts.stage, work)
             (work / MANIFEST_NAME).unlink(missing_ok=True)
         elif work.exists():
-            self._move_aside(work, parts.name, "it is half-written: the attempt that made it did not finish")
+            self._move_aside(work, work.name, "it is half-written: the attempt that made it did not finish")
         work.mkdir(parents=True, exist_ok=True)
         return work
 
-    def _publish(self, parts: StageKey, work: Path, outcome: Mapping[str, Any]) -> Artifact:
+    def _publish(
+        self,
+        parts: StageKey,
+        work: Path,
+        outcome: Mapping[str, Any],
+        old: Artifact | None,
+        replace: Replace | None,
+    ) -> Artifact:
         """Puts the content of the working directory in its final place, durably and in one step."""
         if (work / MANIFEST_NAME).exists():
             raise StoreError(f"stage {parts.stage} wrote {work / MANIFEST_NAME}, a name the store needs itself")
@@ -151,20 +225,48 @@ class ArtifactStore:
         }
         (work / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, default=_number) + "\n")
         _sync_tree(work, entries)
+        if old is not None and replace is not None:
+            if old.digest == digest:
+                logger.info("built again, with the same bytes: %s stays", old.path)
+                shutil.rmtree(work)
+                return old
+            self._supersede(old, replace)
         final = self.directory(parts.stage, parts.key)
         final.parent.mkdir(parents=True, exist_ok=True)
         os.rename(work, final)
         _sync(final.parent)
         _sync(self.root)
+        if (other := self.working_directory(parts.stage, parts.key)).exists():
+            self._move_aside(other, other.name, "its key was built by force meanwhile, so that nothing resumes it")
         write_stamp(self._stamp_path(parts.stage, parts.key), identities, entries)
         return Artifact(stage=parts.stage, key=parts.key, path=str(final), digest=digest)
 
+    def _supersede(self, old: Artifact, replace: Replace) -> None:
+        """Moves the old artifact to where the runs that used it find it; back, when `replace` raises."""
+        aside = self.superseded_directory(old.stage, old.key, old.digest)
+        has_twin = _digest_at(aside) == old.digest  # of a replacement before
+        if has_twin:
+            moved = self._move_to(".removed", Path(old.path), _name(old.stage, old.key))
+        else:
+            os.rename(old.path, moved := aside)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.rename, moved, old.path)
+            replace(dataclasses.replace(old, path=str(aside)))
+            undo.pop_all()
+        logger.info("%s made way for a new one; runs that used it find it in %s", old.path, aside)
+        if has_twin:
+            shutil.rmtree(moved)
+
     def _move_aside(self, directory: Path, name: str, reason: str) -> None:
-        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
-        aside = self.root / ".damaged" / f"{name}-{now}"
-        aside.parent.mkdir(exist_ok=True)
-        os.rename(directory, aside)
+        aside = self._move_to(".damaged", directory, name)
         logger.warning("moved %s aside to %s: %s", directory, aside, reason)
+
+    def _move_to(self, folder: str, directory: Path, name: str) -> Path:
+        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
+        target = self.root / folder / f"{name}-{now}"
+        target.parent.mkdir(exist_ok=True)
+        os.rename(directory, target)
+        return target
 
     def _lock_path(self, stage: str, key: str) -> Path:
         return self.root / ".locks" / f"{_name(stage, key)}.lock"
@@ -193,6 +295,14 @@ class ArtifactStore:
             return error.errno in FULL_DISK_ERRORS  # write() on an open file does not say which
         place = Path(os.fsdecode(error.filename))
         return place.is_relative_to(self.root) or self.root.is_relative_to(place)
+
+
+def _digest_at(directory: Path) -> str | None:
+    """Returns the content digest of the artifact there; None where there is none, or none that can be read."""
+    try:
+        return read_manifest(directory).get("digest")
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
 
 
 def _name(stage: str, key: str) -> str:

@@ -16,7 +16,8 @@ from pathlib import Path
 import httpx
 
 from dapo_core.config import ServeConfig
-from dapo_core.errors import ServeError
+from dapo_core.errors import ServeError, ServerDied
+from eval.errors import EvaluationError
 from tasks.process import SupervisedProcess, background_command
 from tasks.serve_model.checks import require_servable
 from tasks.serve_model.command import (
@@ -59,11 +60,18 @@ def serve_model(
     Healthy means: its model list names our model and one token was completed. The first server logs to `log_path`,
     the others beside it with their number. Raises ModelError for a folder that cannot be served before anything
     starts, and ServeError, with the server's own words, when there is no free port or device, a server ends, or
-    one is not healthy within serve.startup_seconds.
+    one is not healthy within serve.startup_seconds; ServerDied when one was killed, or when an evaluation in the
+    block failed because one ended.
     """
     require_servable(model_path, settings, os.environ)
     with _run_servers(model_path, settings, log_path, api_key) as running:
-        yield tuple(one.server for one in running)
+        try:
+            yield tuple(one.server for one in running)
+        except EvaluationError as error:
+            ended = next((one for one in running if one.process.poll() is not None), None)
+            if ended is None:
+                raise
+            raise ended.failure(f"It answered before it ended: {error}", ServerDied) from None
 
 
 def serve_until_interrupted(
@@ -179,18 +187,22 @@ class _Launch:
             while not await _is_healthy(client, self.server.model):
                 await asyncio.sleep(POLL_SECONDS)
 
-    def failure(self, meaning: str) -> ServeError:
-        """What to raise for a server that ended."""
+    def failure(self, meaning: str, kind: type[ServeError] = ServeError) -> ServeError:
+        """What to raise for a server that ended: of this kind, or ServerDied when a signal killed it."""
         lines, ended = self.process.tail(CAUSE_LINES), self.process.failure()
+        if ended.exit_code is not None and ended.exit_code < 0:
+            kind = ServerDied
         refusal = refused_argument(lines)
         if refusal is not None:
-            return ServeError(
+            return kind(
                 f"{ended.summary}\nvLLM says: {refusal}\nCorrect serve.extra_args; `vllm serve --help=all` lists "
                 "what it takes"
             )
         cause = raised_error(lines)
         said = f"vLLM says: {cause}\n" if cause else ""
-        return ServeError(f"{said}{ended}\n{meaning}")
+        error = kind(f"{said}{ended}\n{meaning}")
+        error.summary = f"{said}{ended.summary}\n{meaning}"
+        return error
 
     def tail(self) -> str:
         """Its last lines, under its name."""

@@ -227,16 +227,27 @@ def test_plan_finds_everything_cached(site: Site, chain: Finished) -> None:
     done = site.dapo_chain("plan")
     rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
     assert [(row[1].strip(), row[2].strip()) for row in rows] == [(label, "cached") for label in STAGES]
-    assert [row[3].strip() for row in rows] == [stage["key"][:16] for stage in chain.record["stages"].values()]
+    assert [row[4].strip() for row in rows] == [stage["key"][:16] for stage in chain.record["stages"].values()]
+
+
+def test_the_report_alone_is_written_again_from_the_store(site: Site, chain: Finished) -> None:
+    done = site.dapo_chain("stage", "compare")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = max((site.store / "runs").iterdir())
+    record = json.loads((run / "run.json").read_text())
+    assert (record["flow"], record["state"]) == ("compare", "completed")
+    assert record["report"] == chain.record["report"]
+    assert {stage["artifact"] for stage in record["stages"].values()} == set(chain.report["artifacts"].values())
+    assert f"Report with plots: {run / 'report' / 'report.html'}" in done.stdout.replace("\n", "")
 
 
 def test_an_error_that_a_retry_cannot_mend_is_told_once(site: Site, chain: Finished) -> None:
-    done = site.dapo_chain("run", "data.max_prompt_tokens=1")
+    done = site.dapo_chain("run", changes=("data.max_prompt_tokens=1",))
     said = done.stdout + done.stderr
     assert done.returncode == 2, said
     assert said.count("prompts are longer than data.max_prompt_tokens=1") == 1
     assert done.stderr.startswith("ChildProcessFailed: train_policy ended with exit code 2; its log is ")
-    assert "another attempt" not in said
+    assert "the next one begins" not in said
     assert "Traceback" not in said
 
 

@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,7 @@ import pytest
 from dapo_core.errors import ChildProcessFailed
 from tasks import supervisor
 from tasks.process import background_command, run_command
-
-DEADLINE_SECONDS = 20.0
+from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
 
 # A tree with everything that escapes a plain killpg: each process writes "name pid start_time" into `roster`.
 TREE = textwrap.dedent(
@@ -61,18 +59,6 @@ TREE = textwrap.dedent(
 TREE_NAMES = {"child", "stubborn", "daemon", "command"}
 
 
-def start_time_of(pid: int) -> str | None:
-    fields = supervisor._stat_fields(pid)
-    return fields[19] if fields and fields[0] != "Z" else None
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_SECONDS} s for: {what}"
-        time.sleep(0.02)
-
-
 def read_roster(path: Path) -> dict[str, tuple[int, str]]:
     rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     return {name: (int(pid), start_time) for name, pid, start_time in rows}
@@ -80,10 +66,6 @@ def read_roster(path: Path) -> dict[str, tuple[int, str]]:
 
 def living(roster: dict[str, tuple[int, str]]) -> set[str]:
     return {name for name, (pid, start_time) in roster.items() if start_time_of(pid) == start_time}
-
-
-def python(code: str, *arguments: str | Path) -> list[str]:
-    return [sys.executable, "-S", "-c", textwrap.dedent(code), *map(str, arguments)]
 
 
 def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes]:

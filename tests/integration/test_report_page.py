@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from eval.history import write_history
+from eval.history import make_history, write_page
 from eval.report import write_report
 from tests.evaluations import make_items, write_results
 from tests.integration.browser import Browser
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
     write_report(*sides, folder / "metrics.jsonl", folder / "report", stages={}, artifacts={}, title="Pa<ge")
-    write_history([*sides, folder / "report"], folder)
+    write_page(make_history([*sides, folder / "report"]), folder)
     return folder
 
 

@@ -14,9 +14,11 @@ import httpx
 import pytest
 
 from dapo_core.config import ServeConfig
-from dapo_core.errors import ServeError
+from dapo_core.errors import ServeError, ServerDied
+from eval.errors import EvaluationError
 from tasks import supervisor
 from tasks.evaluation_settings import served_model_identity
+from tasks.retries import is_lasting
 from tasks.serve_model import Server, serve_model, serve_until_interrupted, servers
 from tests.tiny_models import build_tiny_qwen3
 
@@ -56,6 +58,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 if behaviour == "refuses":
     sys.exit("usage: vllm [-h]\nvllm: error: unrecognized arguments: --typo")
+if behaviour == "is killed":
+    os.kill(os.getpid(), 9)
 if behaviour == "breaks":
     raise ValueError("no room")
 http.server.ThreadingHTTPServer.allow_reuse_address = False
@@ -141,6 +145,49 @@ def test_one_that_dies_is_named_with_its_words_and_ends_the_others(
     assert time.monotonic() - started < 30  # not the 60 s for which the first one's health request would wait
     assert len(ports) == 3  # nothing was started again
     assert ("  |" in str(caught.value)) == (behaviour == "breaks")
+
+
+def test_one_that_is_killed_while_it_starts_may_do_better_next_time(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, "is killed")
+    with (
+        pytest.raises(ServerDied, match=r"^vllm serve was killed by SIGKILL") as caught,
+        serve_model(model_path, settings(num_servers=1), tmp_path / "s.log"),
+    ):
+        pass
+    assert caught.value.summary.count("\n") == 1
+    assert not is_lasting(caught.value)
+
+
+def test_an_evaluation_that_failed_because_a_server_ended_says_so(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, "answers", "ends later")
+
+    def evaluate() -> None:
+        with serve_model(model_path, settings(num_servers=2), tmp_path / "s.log"):
+            deadline = time.monotonic() + 20
+            while len(supervisor.descendants(os.getpid())) > 2:  # one server and its supervisor
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            raise EvaluationError("nobody answers")
+
+    message = r"^vllm serve 2 of 2 ended with exit code 3(.|\n)*: nobody answers$"
+    with pytest.raises(ServerDied, match=message) as caught:
+        evaluate()
+    assert not is_lasting(caught.value)
+
+
+def test_an_evaluation_that_failed_beside_living_servers_stays_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+) -> None:
+    stand_in(monkeypatch, "answers")
+    with (
+        pytest.raises(EvaluationError, match="half of them failed"),
+        serve_model(model_path, settings(num_servers=1), tmp_path / "s.log"),
+    ):
+        raise EvaluationError("half of them failed")
 
 
 def test_the_deadline_holds_while_a_health_request_hangs(

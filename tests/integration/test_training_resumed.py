@@ -1,12 +1,21 @@
-"""Validation, the best checkpoint, and a training that begins from another one's checkpoint."""
+"""Validation, the best checkpoint, a training that begins from another one's checkpoint, and a stopped one."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dapo_core.checkpoint import (
     best_checkpoint,
@@ -16,14 +25,28 @@ from dapo_core.checkpoint import (
     read_step_metrics,
 )
 from dapo_core.config import Config
-from dapo_core.errors import CheckpointError, ConfigError
+from dapo_core.errors import CheckpointError, ConfigError, TrainingStopped
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from dapo_core.trainer import train
+from tasks.artifacts.code import PROJECT_ROOT
+from tasks.command import dapo_command
+from tasks.supervisor import descendants
 from tests.trainings import World, config_of
 
-# Any other answer has another accuracy, so that validations of other weights differ.
+FAR = 120.0
+# Any other answer has another accuracy, so that validations of other weights differ. `hold` names a metrics.jsonl
+# and a step: the draw after it takes until somebody removes the file. Surplus fills step 3 without one.
 SCORER = """
+import json, pathlib, time
+HOLD = pathlib.Path(__file__).with_name("hold")
+
 def compute_score(data_source, solution_str, ground_truth, extra_info):
+    while HOLD.exists():
+        path, step = json.loads(HOLD.read_text())
+        if len(pathlib.Path(path).read_text().splitlines()) != step:
+            break
+        HOLD.with_name("held").touch()
+        time.sleep(0.02)
     return {"score": len(solution_str) % 3, "acc": sum(map(ord, solution_str)) % 101 / 100}
 """
 
@@ -36,10 +59,23 @@ class Begun:
     scorer: Path
     validated: dict[int, float]  # step -> accuracy
 
-    def config(self, ray_address: str, **changes: dict[str, Any]) -> Config:
+    def hold(self, output: Path, step: int) -> Path:
+        """Have a training wait in the draw after the step; returns the file that is there once it does."""
+        held = self.scorer.with_name("held")
+        held.unlink(missing_ok=True)
+        text = json.dumps([str(output / METRICS_FILE), step])
+        self.scorer.with_name("hold").write_text(text)
+        return held
+
+    def let_go(self) -> None:
+        """Hold no training any more."""
+        self.scorer.with_name("hold").unlink()
+
+    def config(self, ray_address: str | None, **changes: dict[str, Any]) -> Config:
         """Of it, with other keys."""
         sections = {
             "custom_reward": {"path": str(self.scorer)},
+            "reward": {"timeout_seconds": FAR},
             "validation": {"every": 1, "num_prompts": 20},
             **changes,
         }
@@ -121,3 +157,77 @@ def test_validation_without_a_held_out_set_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"validation\.every=1 needs a held-out set; name one with --held-out"):
         train(begun.config(ray_address), world.data, world.model, tmp_path)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = FAR) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s"
+        time.sleep(0.02)
+
+
+def stopped_by_itself(begun: Begun, world: World, config: Config, output: Path) -> TrainingStopped:
+    """What a training raises that gets SIGTERM in the draw after step 1, from a thread of its own process."""
+    held = begun.hold(output, 1)
+
+    def send() -> None:
+        wait_for(held.exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with pytest.raises(TrainingStopped) as caught:
+        train(config, world.data, world.model, output, held_out_path=world.data)
+    sender.join()
+    return caught.value
+
+
+def stopped_by_ctrl_c(begun: Begun, world: World, config: Config, output: Path) -> tuple[int, str]:
+    """Exit code and lines of `dapo train` on a Ray of its own: its group gets SIGINT in the draw after step 3."""
+    held = begun.hold(output, 3)
+    recipe = output.with_suffix(".yaml")
+    recipe.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    paths = ("--data", world.data, "--model", world.model, "--output", output, "--held-out", world.data)
+    with open(output.with_suffix(".log"), "w+") as log:
+        command = subprocess.Popen(
+            dapo_command("train", recipe, *paths), stdout=log, stderr=log, cwd=PROJECT_ROOT, start_new_session=True
+        )
+        try:
+            wait_for(lambda: held.exists() or command.poll() is not None)
+            below = descendants(command.pid)
+            assert len(below) > 3  # ranks and workers, and what they are started by
+            assert command.pid not in map(os.getpgid, below)  # nor would SIGTERM to the group reach one
+            os.killpg(command.pid, signal.SIGINT)
+            exit_code = command.wait(FAR)
+            wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), seconds=10)
+        finally:
+            if command.poll() is None:
+                command.kill()
+        log.seek(0)
+        return exit_code, log.read()
+
+
+def test_a_training_that_is_stopped_ends_with_the_bits_of_one_that_was_not(
+    begun: Begun, world: World, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the last step is due to be saved: each stop leaves the checkpoint that the next one goes on from."""
+    monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
+    seldom = {"save_every": 100, "keep_best": 0}
+    output, handler = tmp_path / "stopped", signal.getsignal(signal.SIGTERM)
+    config = begun.config(ray_address, checkpoint=seldom)
+    stopped = stopped_by_itself(begun, world, config, output)
+    checkpoints = output / "checkpoints"
+    assert str(stopped) == (
+        f"training was stopped after step 1 of 4; its checkpoint is {checkpoints / 'step_000001'}; "
+        "the same command continues"
+    )
+    assert signal.getsignal(signal.SIGTERM) == handler  # nor Ray's
+    exit_code, log = stopped_by_ctrl_c(begun, world, begun.config(None, checkpoint=seldom), output)
+    assert exit_code == 130, log
+    assert "told to stop by SIGINT: a last checkpoint after step 3, then the end" in log
+    assert "TrainingStopped: training was stopped after step 3 of 4" in log
+    assert "Traceback" not in log
+    assert latest_checkpoint(checkpoints) == checkpoints / "step_000003"
+    begun.let_go()
+    train(config, world.data, world.model, output, held_out_path=world.data)
+    assert importlib.import_module("crash").differences(begun.output, output) == []

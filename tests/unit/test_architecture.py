@@ -109,7 +109,7 @@ def test_the_rules_see_the_code() -> None:
     assert {name.partition("/")[0] for name in sources(*OWN)} == set(OWN)
     assert "ray" in roots("dapo_core/cluster/start.py")
     assert "torch_npu" in roots("dapo_core/device.py")
-    assert "prefect" in roots("flows/dapo_full.py")
+    assert "prefect" in roots("flows/recipe_flow.py")
     nested = ast.parse("def f():\n if a:\n  for b in c:\n   pass\n elif d:\n  with e:\n   while g:\n    pass")
     assert depth(nested.body[0]) == 3  # elif counts as its if; with, while below it
 

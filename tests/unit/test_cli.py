@@ -14,14 +14,19 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 import yaml
-from prefect.states import Failed
 
-from dapo_core.errors import ChildProcessFailed, ConfigError, NotEnoughSignal, RolloutError, ServeError
+from dapo_core.errors import (
+    ChildProcessFailed,
+    ConfigError,
+    NotEnoughSignal,
+    RolloutError,
+    ServeError,
+    TrainingStopped,
+)
 from eval.errors import EvaluationError, ResultsError
 from flows.cli import app
-from tasks.evaluate_model import evaluate_model
-from tasks.retries import describe, exit_code_of, may_succeed_next_time
-from tasks.train_policy import resume_words, train_policy
+from tasks.retries import describe, exit_code_of
+from tasks.train_policy import resume_words
 from tests.evaluations import write_results
 from tests.tiny_models import build_tiny_qwen3
 
@@ -29,8 +34,12 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/arith_cpu.yaml"
 COMMANDS = (
     "run",
+    "stage",
     "plan",
     "runs",
+    "runs show",
+    "gc",
+    "export",
     "config show",
     "prepare-data",
     "fetch-model",
@@ -41,6 +50,9 @@ COMMANDS = (
     "grade",
     "report",
     "compare",
+    "up",
+    "down",
+    "doctor",
 )
 
 
@@ -120,27 +132,18 @@ def test_serve_takes_its_own_keys_alone_and_looks_at_the_model_first(tmp_path: P
         (RolloutError("lost"), 1),
         (EvaluationError("failed requests"), 1),
         (ResultsError("unfinished"), 2),
+        (TrainingStopped("after step 7"), 143),
     ],
 )
 def test_the_status_says_whether_the_user_must_act(error: Exception, status: int) -> None:
     assert exit_code_of(error) == status
 
 
-@pytest.mark.parametrize(("child", "status"), [(2, 2), (1, 1), (-9, 1), (None, 1)])
+@pytest.mark.parametrize(("child", "status"), [(2, 2), (1, 1), (-9, 1), (None, 1), (143, 2), (130, 2)])
 def test_a_failed_child_passes_its_verdict_on(child: int | None, status: int) -> None:
     error = ChildProcessFailed("train ended. Its last lines, from t.log:\n  | boom")
     error.exit_code = child
     assert exit_code_of(error) == status
-
-
-def test_only_an_error_that_may_pass_is_retried_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    for task in (train_policy, evaluate_model):
-        assert task.retry_condition_fn is may_succeed_next_time
-        assert task.retries == 1
-    assert not may_succeed_next_time(train_policy, None, Failed(data=NotEnoughSignal("few groups")))
-    assert caplog.text == ""
-    assert may_succeed_next_time(train_policy, None, Failed(data=RolloutError("engine lost")))
-    assert "RolloutError: engine lost; another attempt in 10 s" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -168,8 +171,8 @@ def test_an_error_whose_lines_were_shown_is_told_without_them() -> None:
 def test_plan_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
     store = tmp_path / "store"
     done = dapo("plan", CONFIG, "--set", f"store.path={store}")
-    rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in done.stdout.splitlines() if "│" in line]
-    assert [(label, state) for label, state, _ in rows] == [
+    rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in done.stdout.splitlines() if "│" in line]
+    assert [(label, state) for label, state, *_ in rows] == [
         ("prepare_data", "runs"),
         ("fetch_model", "runs"),
         ("evaluate_before", "runs"),
@@ -177,34 +180,23 @@ def test_plan_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
         ("merge_checkpoint", "runs"),
         ("evaluate_after", "runs"),
     ]
-    assert len(rows[0][2]) == 16  # the data's key is known
-    assert rows[1][2] == "known after prepare_data"
+    assert rows[0][2] == "never built"
+    assert len(rows[0][3]) == 16  # the data's key is known
+    assert rows[1][2:] == ["waits for prepare_data", "after prepare_data"]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_of_no_store_is_an_empty_table(tmp_path: Path) -> None:
-    done = dapo("runs", "--store", tmp_path / "none")
+def test_looking_at_no_store_writes_nothing(tmp_path: Path) -> None:
+    none = tmp_path / "none"
+    done = dapo("runs", "--store", none)
     assert done.returncode == 0
-    assert "│" not in done.stdout.replace("┃", "")
+    assert done.stdout.split()[-1] == "─" * len(done.stdout.split()[-1])  # a head, and no row
+    assert f"no run latest in {none}; no run is recorded there" in refusal(
+        "runs", "show", "latest", "--store", none
+    )
+    assert f"there is no store {none}" in refusal("gc", "--keep-runs", "3", "--store", none)
+    assert f"no run abc in {none}" in refusal("export", "abc", tmp_path / "model", "--store", none)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
-    report = {"before": 0.4, "after": 0.625, "difference": 0.225, "p": 0.00012, "n": 40}
-    for name, outcome in (("20260101T000000.000Z-1", {"report": report}), ("20260102T000000.000Z-2", {})):
-        folder = tmp_path / "runs" / name
-        folder.mkdir(parents=True)
-        stages = {"a": {"cached": True}, "b": {"cached": False}}
-        record = {"name": "demo", "id": name, "started_at": 1.8e9, "seconds": 61.4, "stages": stages, **outcome}
-        (folder / "run.json").write_text(json.dumps(record))
-    lines = [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in dapo("runs", "--store", tmp_path).stdout.splitlines()
-        if line.startswith("│")
-    ]
-    assert [line[0] for line in lines] == ["20260102T000000.000Z-2", "20260101T000000.000Z-1"]
-    assert lines[0][3:] == ["61", "1/2", "", "", "unfinished", "", ""]
-    assert lines[1][3:] == ["61", "1/2", "40.0", "62.5", "+22.5", "0.00012", "40"]
 
 
 def test_report_of_two_result_folders(tmp_path: Path) -> None:
@@ -311,3 +303,16 @@ def test_every_command_is_in_the_list_above() -> None:
     group = typer.main.get_command(app)
     names = set(group.commands)  # type: ignore[attr-defined]
     assert {command.split()[0] for command in COMMANDS} == names
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train-model", CONFIG), "'train-model' is not one of 'prepare-data', 'fetch-model'"),
+        (("merge-checkpoint", CONFIG, "--side", "before"), "merge-checkpoint has no sides; evaluate-model has"),
+        (("compare", CONFIG, "--force"), "compare writes a new report each time anyway"),
+        (("compare", CONFIG, "--set", "run.sed=1"), "did you mean run.seed?"),
+    ],
+)
+def test_stage_refuses_before_prefect_starts(words: tuple[str, ...], message: str) -> None:
+    assert message in " ".join(refusal("stage", *words).split())

@@ -10,7 +10,7 @@ import pytest
 
 from eval.client import Sampling
 from eval.errors import ResultsError
-from eval.history import make_history, write_history
+from eval.history import make_history, render_markdown, write_page
 from eval.report import write_report
 from tests.evaluations import make_items, write_results
 
@@ -47,13 +47,14 @@ def test_a_history_by_hand(tmp_path: Path) -> None:
 def test_runs_with_other_settings_are_listed_apart(tmp_path: Path) -> None:
     nights = [write_night(tmp_path, day, "rrrrwwww") for day in (1, 3)]
     other = write_night(tmp_path, 2, "rrrrrrrr", sampling={**vars(Sampling(max_tokens=64)), "temperature": 0.6})
-    text = write_history([*nights, other], tmp_path / "out")
-    first, second = make_history([*nights, other])
+    history = make_history([*nights, other])
+    first, second = history
     assert [len(series.points) for series in (first, second)] == [2, 1]
     assert (first.differs, first.trend) == ((), None)
     assert second.differs == ("sampling.temperature: 0.0 in the first table, 0.6 here",)
-    assert "cannot be compared with the first table: sampling.temperature: 0.0" in " ".join(text.split())
-    page = (tmp_path / "out" / "history.html").read_text()
+    text = " ".join(render_markdown(history).split())
+    assert "cannot be compared with the first table: sampling.temperature: 0.0" in text
+    page = write_page(history, tmp_path / "out").read_text()
     assert page.count("<svg") == 2
     assert "<script" not in page
 

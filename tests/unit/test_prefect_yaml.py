@@ -1,22 +1,63 @@
-"""The deployment that prefect.yaml describes is the flow of this project, with parameters it accepts."""
+"""The deployments that prefect.yaml describes are flows of this project, with parameters that they accept."""
 
 from __future__ import annotations
 
+import datetime
+import re
 from pathlib import Path
+from typing import Any, get_args
 
+import pytest
 import yaml
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.flows import load_flow_from_entrypoint
+from prefect.utilities.callables import parameter_schema
 
-from dapo_core.config import load_config
-from flows.dapo_full import dapo_full
+from dapo_core.config import Config, known_keys, load_config
+from flows.cli.chain import StageName
+from flows.recipe_flow import Override
+from flows.single_stages import STAGE_FLOWS
 
 ROOT = Path(__file__).parents[2]
+DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
+BY_NAME = {deployment["name"]: deployment for deployment in DEPLOYMENTS}
 
 
-def test_the_deployment_is_the_flow_and_its_parameters_are_valid() -> None:
-    (deployment,) = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
-    assert (deployment["name"], dapo_full.name) == ("dapo-full", "dapo-full")
-    file, name = deployment["entrypoint"].split(":")
-    assert (ROOT / file).samefile(str(dapo_full.fn.__code__.co_filename))
-    assert name == dapo_full.fn.__name__
-    parameters = dapo_full.validate_parameters(deployment["parameters"])
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=list(BY_NAME))
+def test_the_deployment_is_the_flow_of_its_name_and_its_parameters_are_valid(
+    deployment: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    flow = load_flow_from_entrypoint(deployment["entrypoint"])
+    # What Flow.serve hands to its processes has lost the names that annotations kept as text would need.
+    assert not any(isinstance(annotation, str) for annotation in flow.fn.__annotations__.values())
+    assert deployment["name"] == flow.name
+    assert deployment["work_pool"] == {"name": "dapo"}
+    parameters = flow.validate_parameters(deployment["parameters"])
     load_config(ROOT / parameters["config"], parameters["overrides"])
+    fields = parameter_schema(flow).properties
+    assert all(field["description"] for field in fields.values())
+    assert "Args:" not in flow.description
+
+
+def test_there_is_one_deployment_for_the_chain_the_night_and_each_stage() -> None:
+    assert len(BY_NAME) == len(DEPLOYMENTS)
+    assert list(BY_NAME) == ["dapo-full", "dapo-nightly", *STAGE_FLOWS]
+    assert [name.value for name in StageName] == list(STAGE_FLOWS)
+
+
+def test_the_night_comes_once_a_day() -> None:
+    [schedule] = BY_NAME["dapo-nightly"]["schedules"]
+    assert schedule["active"] is True
+    assert CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"]).timezone == "UTC"
+    minute, hour, *days = schedule["cron"].split()
+    assert datetime.time(int(hour), int(minute))
+    assert days == ["*", "*", "*"]
+
+
+def test_every_key_can_be_overridden_and_other_sections_cannot() -> None:
+    pattern = re.compile(get_args(Override)[1].metadata[0].pattern)
+    assert [key for key in known_keys() if not pattern.search(f"{key}=1")] == []
+    assert set(Config.model_fields) == {key.split(".")[0] for key in known_keys()}
+    for wrong in ("seed=2", "trian.total_steps=2", "run=2", "run.seed", "run.seed 2", " run.seed=2"):
+        assert not pattern.search(wrong), wrong

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import signal
 from pathlib import Path
 
 import pytest
 
 from dapo_core.errors import WorkerDied
 from dapo_core.restarts import Restarts
+from dapo_core.stopping import StopRequest, StopRequested
 
 DEATH = WorkerDied("policy rank 1 of 2 (pid 7 on 10.0.0.1) died: its node is lost")
 FIRST, SECOND = Path("run/step_000010"), Path("run/step_000020")
@@ -64,3 +66,38 @@ def test_what_happened_and_where_training_goes_on_is_logged(caplog: pytest.LogCa
             ("0.5", "checkpoint step_000020", 1),  # a new checkpoint: counted from one again
         ]
     ]
+
+
+def _die_first(starts: list[Path | None]) -> int:
+    if len(starts) == 1:
+        raise DEATH
+    return len(starts)
+
+
+def test_attempts_begin_where_the_one_before_left_a_checkpoint(tmp_path: Path) -> None:
+    starts: list[Path | None] = []
+
+    def attempt(start: Path | None) -> int:
+        starts.append(start)
+        (tmp_path / "step_000010").mkdir(exist_ok=True)
+        return _die_first(starts)
+
+    assert Restarts(1, 0.0).until_done(attempt, FIRST, tmp_path, StopRequest()) == 2
+    assert starts == [FIRST, tmp_path / "step_000010"]
+
+
+def test_what_dies_once_training_is_told_to_stop_is_not_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who ends a machine's work sends its signal to all processes, ranks too."""
+    stop, starts = StopRequest(), list[Path | None]()
+
+    def attempt(start: Path | None) -> int:
+        starts.append(start)
+        stop.signal = signal.SIGTERM
+        return _die_first(starts)
+
+    with pytest.raises(StopRequested):
+        Restarts(5, 0.0).until_done(attempt, None, tmp_path, stop)
+    assert starts == [None]
+    assert caplog.messages == [str(DEATH)]

@@ -23,8 +23,9 @@ from tasks.artifacts import Artifact, ArtifactStore, StageKey
 from tasks.artifacts.code import PROJECT_ROOT, _closure
 from tasks.dataset import build_dataset
 from tasks.fetch_model import take_model_folder
+from tasks.history import read_runs
 from tasks.plan import plan_chain
-from tasks.run import Run, current_stage, read_runs
+from tasks.run import Run, current_stage
 from tasks.stages import (
     _NOT_IN_CODE_DIGEST,
     EVALUATE_MODEL,
@@ -350,17 +351,18 @@ def test_a_run_records_and_links_each_stage_as_it_ends(config: Config) -> None:
         return {}
 
     built = run.produce("probe_first", key, build)
-    record = json.loads((run.folder / "run.json").read_text())
-    assert [*record["stages"]] == ["probe_first"]
+    [recorded] = read_runs(Path(config.store.path))
+    assert ([*recorded.stages], recorded.state) == (["probe_first"], "running")
     again = run.produce("probe_again", key, build)
     run.record(report={"n": 1})
-    [record] = read_runs(Path(config.store.path))
+    [recorded] = read_runs(Path(config.store.path))
     assert (built, stages_seen, current_stage.get()) == (again, ["probe_first"], "")
-    assert {label: stage["cached"] for label, stage in record["stages"].items()} == {
+    assert {label: stage.is_cached for label, stage in recorded.stages.items()} == {
         "probe_first": False,
         "probe_again": True,
     }
-    assert (record["id"], record["name"], record["report"]) == (run.folder.name, "arith_cpu", {"n": 1})
+    assert (recorded.num_cached, recorded.num_built) == (1, 1)
+    assert (recorded.id, recorded.name, recorded.report) == (run.folder.name, "arith_cpu", {"n": 1})
     assert (run.folder / "probe_again" / "content").read_text() == "x"
     assert not os.path.isabs(os.readlink(run.folder / "probe_again"))  # the store can be moved
     assert load_config(run.config_path) == config
@@ -372,7 +374,7 @@ def test_a_failed_stage_is_not_recorded(config: Config) -> None:
 
     with pytest.raises(DataError), Run.start(config) as run:
         run.produce("probe", StageKey("probe", {}, {}, "code", {}), fail)
-    [record] = read_runs(Path(config.store.path))
-    assert (run.stages, current_stage.get(), record["stages"]) == ({}, "", {})
-    assert (record["state"], record["error"]) == ("failed", "DataError: no rows")
+    [recorded] = read_runs(Path(config.store.path))
+    assert (run.stages, current_stage.get(), recorded.stages) == ({}, "", {})
+    assert (recorded.state, recorded.error) == ("failed", "DataError: no rows")
     assert not (run.folder / "probe").exists()

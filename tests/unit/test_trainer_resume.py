@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +12,21 @@ from typing import Any
 
 import pytest
 
-from dapo_core import trainer as trainer_module
-from dapo_core.checkpoint import TrainerState, latest_checkpoint, require_same_training, state_files
+from dapo_core.checkpoint import (
+    TrainerState,
+    keeper,
+    latest_checkpoint,
+    read_state,
+    require_same_training,
+    state_files,
+)
 from dapo_core.data import Prompt, PromptStream
-from dapo_core.errors import CheckpointError, ConfigError, NotEnoughSignal, WorkerDied
+from dapo_core.errors import CheckpointError, ConfigError, NotEnoughSignal, TrainingStopped, WorkerDied
 from dapo_core.identity import training_identity
 from dapo_core.metrics import METRICS_FILE, MetricsLog, read_metrics
-from dapo_core.trainer import Trainer
+from dapo_core.sampler import Draw, TokenAccount
+from dapo_core.stopping import StopRequest, StopRequested
+from dapo_core.trainer import Trainer, _told_as_stopped
 from tests.checkpoints import FileShards, make_state
 from tests.configs import make_config
 from tests.sources import MIXED, Clock, SlowSource
@@ -48,6 +58,7 @@ def _trainer(
     config = make_config(model_path, **sections)
     policy: Any = shards or FileShards()
     policy.device_name, policy.load, policy.weight_sizes = lambda: "cpu", lambda folder: None, dict
+    policy.memory_metrics = dict
     rollouts = SimpleNamespace(load_weights=lambda buckets, version: [version])
     cluster: Any = SimpleNamespace(policy=policy, rollouts=rollouts)
     stream = PromptStream(PROMPTS, config.run.seed, config.data.shuffle)
@@ -132,7 +143,7 @@ def test_a_checkpoint_without_a_step_to_follow_is_refused(
         assert f"raise it above {step}" in told[0]
 
 
-@pytest.mark.parametrize("reason", [KeyboardInterrupt(), NotEnoughSignal("few groups")])
+@pytest.mark.parametrize("reason", [StopRequested(), NotEnoughSignal("few groups")])
 @pytest.mark.parametrize("failure", [None, WorkerDied("rank 1"), CheckpointError("disk full")])
 def test_what_ends_a_training_is_told_whatever_becomes_of_the_checkpoint_in_flight(
     model_path: Path,
@@ -165,7 +176,7 @@ def test_a_checkpoint_is_published_while_groups_are_waited_for(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step's draw may take half an hour: a kill in it must not cost a checkpoint whose shards are all there."""
-    monkeypatch.setattr(trainer_module, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(keeper, "POLL_SECONDS", 0.0)
     trainer = _trainer(model_path, tmp_path, train={"train_prompts": 1, "mini_prompts": 1})
     trainer.checkpoints.begin(make_state(5))
     named: list[Path | None] = []
@@ -178,4 +189,127 @@ def test_a_checkpoint_is_published_while_groups_are_waited_for(
     trainer.sampler.source = Source([MIXED], Clock(), seconds=1.0, pause=4)
     trainer.sampler.draw(1)
     assert named == [None, None, *[tmp_path / "checkpoints" / "step_000005"] * 2]  # written at the second question
-    assert trainer._polled_seconds > 0
+    assert trainer.keeper.take_polled_seconds() > 0
+
+
+class StoppingSource(SlowSource):
+    """Brings a group at once, and with it the request to stop."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        super().__init__([MIXED], Clock(), seconds=1.0, pause=1)
+        self.stop = stop
+
+    def finished(self) -> list[Any]:
+        self.stop.signal = signal.SIGTERM
+        return super().finished()
+
+
+def _stopped_in_its_draw(
+    model_path: Path, output: Path, before: Callable[[Trainer, TrainerState], object]
+) -> tuple[Path | None, TrainerState]:
+    """The latest checkpoint of a training stopped in the draw after step 3, which took groups and prompts."""
+    stop = StopRequest()
+    sampler = {"in_flight": "carry_over", "max_staleness": 9}
+    trainer = _trainer(model_path, output, sampler=sampler, train={"train_prompts": 4, "mini_prompts": 1})
+    state = replace(make_state(3), identity=trainer.identity)
+    trainer.step, trainer.policy_version, trainer.stream.position = 3, state.policy_version, state.prompt_position
+    trainer.sampler.surplus, trainer.sampler.unfinished = list(state.surplus), list(state.unfinished)
+    trainer.kl_controller.coefficient = state.kl_coefficient
+    trainer.sampler.source = StoppingSource(stop)
+    before(trainer, trainer._state(state.metrics))
+    with pytest.raises(StopRequested):
+        trainer.run(stop=stop)
+    assert trainer.sampler.source.in_flight  # it was in the midst of it
+    assert trainer.sampler.surplus == []
+    return latest_checkpoint(output / "checkpoints"), state
+
+
+def test_a_training_stopped_in_a_draw_saves_what_was_before_it(model_path: Path, tmp_path: Path) -> None:
+    saved, state = _stopped_in_its_draw(
+        model_path, tmp_path, lambda trainer, own: trainer.keeper.keep(own, is_due=False)
+    )
+    assert saved == tmp_path / "checkpoints" / "step_000003"
+    assert read_state(saved) == state
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_a_stopped_training_writes_no_second_checkpoint_of_a_step(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_on_disk: bool
+) -> None:
+    """Neither of one in flight nor of one that is there."""
+    caplog.set_level(logging.INFO)
+
+    def keep(trainer: Trainer, state: TrainerState) -> None:
+        trainer.keeper.keep(state, is_due=True)
+        if is_on_disk:
+            trainer.checkpoints.finish()
+
+    saved, state = _stopped_in_its_draw(model_path, tmp_path, keep)
+    assert saved is not None
+    assert read_state(saved) == state
+    assert [text.split(":")[0] for text in caplog.messages if "bytes" in text] == ["checkpoint step_000003"]
+
+
+def test_what_is_stopped_before_its_first_step_saves_nothing(model_path: Path, tmp_path: Path) -> None:
+    assert _stopped_in_its_draw(model_path, tmp_path, lambda trainer, state: None)[0] is None
+
+
+def test_a_request_during_a_step_is_met_after_it(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = StopRequest()
+    trainer = _trainer(model_path, tmp_path, train={"total_steps": 4}, checkpoint={"save_every": 3})
+    trainer.resume(None)
+    monkeypatch.setattr(trainer.sampler, "draw", lambda step: Draw([], 1, TokenAccount()))
+
+    def ask(step: int, metrics: dict[str, float]) -> None:
+        stop.signal = signal.SIGTERM if step == 2 else None
+
+    with pytest.raises(StopRequested):
+        trainer.run(ask, stop)
+    assert trainer.step == 2
+    assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000002"
+    assert [line["step"] for line in read_metrics(tmp_path / METRICS_FILE)] == [1, 2]
+
+
+def test_a_request_in_the_last_step_finishes_the_training(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = StopRequest()
+    trainer = _trainer(model_path, tmp_path, train={"total_steps": 1})
+    trainer.resume(None)
+    monkeypatch.setattr(trainer.sampler, "draw", lambda step: Draw([], 1, TokenAccount()))
+    trainer.run(lambda step, metrics: setattr(stop, "signal", signal.SIGINT), stop)
+    assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000001"
+
+
+@pytest.mark.parametrize(
+    ("resume", "step", "said"),
+    [
+        ("auto", 7, "after step 7 of 40; its checkpoint is {folder}/step_000007; the same command continues"),
+        ("never", 7, "the same command with --set checkpoint.resume=auto continues"),
+        ("auto", None, "before its first checkpoint; the same command begins anew"),
+    ],
+)
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stopped_training_says_what_it_continues_from(
+    model_path: Path,
+    tmp_path: Path,
+    resume: str,
+    step: int | None,
+    said: str,
+    number: signal.Signals,
+    exit_code: int,
+) -> None:
+    config = make_config(model_path, checkpoint={"resume": resume}, train={"total_steps": 40})
+    if step is not None:
+        _checkpoint(tmp_path, make_state(step))
+    stop = StopRequest()
+    stop.signal = number
+    with pytest.raises(TrainingStopped) as caught, _told_as_stopped(stop, config, tmp_path):
+        raise StopRequested
+    assert said.format(folder=tmp_path) in str(caught.value)
+    assert caught.value.exit_code == exit_code
+    stop.is_urgent = True
+    with pytest.raises(KeyboardInterrupt), _told_as_stopped(stop, config, tmp_path):
+        raise KeyboardInterrupt

@@ -1,0 +1,102 @@
+"""`dapo runs`, `runs show`, `gc`, `export`: what was run, what is kept of it, and handing it on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.options import DEFAULT_STORE, JsonOption, StoreOption
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+runs_app = typer.Typer(rich_markup_mode=None)
+app.add_typer(runs_app, name="runs")
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Id of a run, or its beginning or end; or latest, latest~1."),
+]
+
+
+@runs_app.callback(invoke_without_command=True, epilog="Example: dapo runs --limit 50; dapo runs show latest")
+def runs(
+    context: typer.Context,
+    store: StoreOption = DEFAULT_STORE,
+    limit: Annotated[int, typer.Option(min=1, help="How many, the newest.")] = 20,
+    is_json: JsonOption = False,
+) -> None:
+    """List the runs of a store, newest first: how they ended, what they took from the store, what they showed."""
+    from flows.tables import print_json, print_runs
+    from tasks.history import describe_run, read_runs, short_ids
+
+    if context.invoked_subcommand is not None:
+        return
+    recorded = list(read_runs(store))
+    if is_json:
+        print_json([describe_run(run) for run in recorded[:limit]])
+        return
+    print_runs(recorded[:limit], short_ids(store))
+    if len(recorded) > limit:
+        typer.echo(f"{len(recorded) - limit} older ones: --limit {len(recorded)}")
+
+
+@runs_app.command("show", epilog="Example: dapo runs show latest; dapo runs show 20260301T0200 --json")
+def show(run: RunArgument, store: StoreOption = DEFAULT_STORE, is_json: JsonOption = False) -> None:
+    """Show everything about one run: stages, outputs, result, and what its configuration changed."""
+    from flows.tables import print_json, print_run
+    from tasks.history import changed_keys, describe_run, find_run, read_report, run_before
+
+    found = find_run(store, run)
+    before = run_before(found)
+    changes = changed_keys(before, found) if before else []
+    report = read_report(found)
+    if is_json:
+        print_json(
+            {
+                **describe_run(found),
+                "verdict": report and report["verdict"],
+                "run_before": before and before.id,
+                "changes": [vars(change) for change in changes],
+            }
+        )
+        return
+    print_run(found, before, changes, report)
+
+
+@app.command(epilog="Example: dapo gc --keep-runs 10 --dry-run")
+def gc(
+    keep_runs: Annotated[int, typer.Option(min=1, help="How many of the newest runs with a report stay whole.")],
+    store: StoreOption = DEFAULT_STORE,
+    is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, say what would go.")] = False,
+    has_damaged: Annotated[
+        bool, typer.Option("--damaged", help="Also what was moved aside as damaged or half-written.")
+    ] = False,
+) -> None:
+    """Remove artifacts that no kept run uses; records and reports of all runs stay.
+
+    Runs newer than the last kept one, runs that go on, and those of the last day that have no report keep theirs
+    too. What is being built, or is younger than an hour, stays.
+    """
+    from flows.tables import print_garbage
+    from tasks.collect_garbage import collect_garbage
+
+    found = collect_garbage(store, keep_runs, has_damaged=has_damaged, is_dry_run=is_dry_run)
+    print_garbage(found, is_dry_run)
+
+
+@app.command(epilog="Example: dapo export latest trained-model")
+def export(
+    run: RunArgument,
+    destination: Annotated[Path, typer.Argument(metavar="DEST", help="New folder.")],
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Copy a run's merged model, report, manifests and configuration into one folder, with a model card."""
+    from flows.progress import bytes_progress
+    from tasks.export_run import export_run
+    from tasks.history import find_run
+
+    found = find_run(store, run)
+    with bytes_progress("export") as on_progress:
+        num_bytes = export_run(found, destination, on_progress)
+    typer.echo(f"{destination}: the model of run {found.id}, {num_bytes:,} bytes, each file checked by its sha256")

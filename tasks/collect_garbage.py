@@ -1,0 +1,139 @@
+"""Artifacts that no kept run uses: which they are, and their removal."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dapo_core.errors import StoreError
+from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, held_if_free, is_held
+from tasks.artifacts.artifact import read_manifest
+from tasks.history import RecordedRun, read_run, run_folders
+
+MARGIN_SECONDS = 3600.0  # an artifact younger than this may be of a run that has no record yet
+RESUMABLE_SECONDS = 24 * 3600.0  # runs that ended without a report can be continued for so long
+_FOLDER = re.compile(rf"[0-9a-f]{{{SHORT_KEY_LENGTH}}}(\.[0-9a-f]{{{SHORT_KEY_LENGTH}}})?")
+
+
+@dataclass(frozen=True)
+class Unused:
+    """A folder of the store that no kept run uses."""
+
+    path: Path
+    stage: str  # "damaged" for what was moved aside
+    frees_bytes: int  # files that other folders share by hard links free nothing
+    last_run: str | None  # id of the newest run that used it
+    left: str = ""  # why it stays; empty: it goes
+    artifact: Artifact | None = None
+
+
+def collect_garbage(
+    root: Path,
+    keep_runs: int,
+    *,
+    has_damaged: bool = False,
+    is_dry_run: bool = False,
+    margin_seconds: float = MARGIN_SECONDS,
+) -> list[Unused]:
+    """What was, or with `is_dry_run` would be, removed, and what stays although no kept run uses it.
+
+    Kept are the newest `keep_runs` runs with a report, all runs newer than the last of these, runs that go on, and
+    those without a report that are less than a day old. Run folders stay. `has_damaged` adds what was moved aside.
+    Raises StoreError when the record of a run cannot be read, since what it uses would count as unused, and when
+    another collection goes on.
+    """
+    if not root.is_dir():
+        raise StoreError(f"there is no store {root}; name it with --store")
+    runs = [read_run(folder) for folder in run_folders(root)]
+    unused = list(_unused(root, runs, _kept(root, runs, keep_runs), margin_seconds))
+    if has_damaged:
+        unused += _damaged(root)
+    if is_dry_run:
+        return unused
+    store = ArtifactStore(root)
+    store.check_writable()
+    with held_if_free(root / ".locks" / "gc.lock") as is_ours:
+        if not is_ours:
+            raise StoreError(f"another dapo gc goes on in {root}; try again when it has ended")
+        for leftover in _folders(root / ".removed"):  # of a collection that was killed
+            shutil.rmtree(leftover)
+        for lock_path in (root / ".locks").glob("run-*.lock"):  # of a run that was killed
+            with held_if_free(lock_path) as is_free:
+                if is_free:
+                    lock_path.unlink()
+        return [_remove(store, item) for item in unused]
+
+
+def _kept(root: Path, runs: list[RecordedRun], keep_runs: int) -> frozenset[str]:
+    """Ids of the runs whose artifacts stay."""
+    reported = [run.id for run in runs if run.report is not None]  # newest first
+    oldest = reported[:keep_runs][-1] if len(reported) >= keep_runs else ""
+    # Training can outlive the run that started it, and reads that run's data and model.
+    has_commands = any(is_held(path) for path in (root / ".logs").glob("*.log"))
+    return frozenset(run.id for run in runs if run.id >= oldest or _may_go_on(run, has_commands))
+
+
+def _may_go_on(run: RecordedRun, has_commands: bool) -> bool:
+    if run.state == "running" or (run.state == "interrupted" and has_commands):
+        return True
+    return run.report is None and time.time() - (run.started_at + run.seconds) < RESUMABLE_SECONDS
+
+
+def _unused(root: Path, runs: list[RecordedRun], kept: frozenset[str], margin_seconds: float) -> Iterator[Unused]:
+    for artifact in _artifacts(root):
+        users = [run.id for run in runs if run.uses(artifact)]
+        if not kept.isdisjoint(users):
+            continue
+        path = Path(artifact.path)
+        age_seconds = time.time() - (path / "manifest.json").stat().st_mtime
+        left = f"younger than {margin_seconds / 60:.0f} min" if age_seconds < margin_seconds else ""
+        yield Unused(path, artifact.stage, _own_bytes(path), users[0] if users else None, left, artifact)
+
+
+def _artifacts(root: Path) -> Iterator[Artifact]:
+    for stage in _folders(root):
+        if stage.name.startswith(".") or stage.name == "runs":
+            continue
+        for folder in _folders(stage):
+            if not (_FOLDER.fullmatch(folder.name) and (folder / "manifest.json").is_file()):
+                continue  # not ours, or damaged: the next run that wants it moves it aside
+            try:
+                manifest = read_manifest(folder)
+                yield Artifact(manifest["stage"], manifest["key"], str(folder), manifest["digest"])
+            except (ValueError, KeyError):
+                continue
+
+
+def _damaged(root: Path) -> Iterator[Unused]:
+    for folder in _folders(root / ".damaged"):
+        yield Unused(folder, "damaged", _own_bytes(folder), None)
+
+
+def _remove(store: ArtifactStore, item: Unused) -> Unused:
+    if item.left:
+        return item
+    if item.artifact is None:
+        shutil.rmtree(item.path)
+        return item
+    is_removed = store.remove(item.artifact, lambda artifact: _is_in_use(store.root, artifact))
+    return item if is_removed else replace(item, left="in use, or being built")
+
+
+def _is_in_use(root: Path, artifact: Artifact) -> bool:
+    """Whether a run that goes on has recorded the artifact, be it a moment ago."""
+    return any(run.state == "running" and run.uses(artifact) for run in map(read_run, run_folders(root)))
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def _own_bytes(folder: Path) -> int:
+    """Bytes that removing the folder frees."""
+    paths = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    return sum(status.st_size for status in map(os.lstat, paths) if status.st_nlink == 1)

@@ -1,0 +1,170 @@
+"""One folder to hand on: a run's merged model with its report, manifests, configuration and a model card."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dapo_core.checkpoint.folder import sync, sync_tree
+from dapo_core.config import Config, dump_config, load_config
+from dapo_core.config.derived import derive
+from dapo_core.config.operation import FlowConfig
+from dapo_core.errors import StoreError
+from eval.pages import render
+from tasks.artifacts import MANIFEST_NAME, Artifact, ArtifactStore
+from tasks.artifacts.artifact import BLOCK_BYTES
+from tasks.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
+
+MODEL_LABEL = "merge_checkpoint"
+CARD_FILE = "README.md"
+BASE_CARD_FILE = "BASE_MODEL_README.md"  # the card of the model that training began from
+MANIFESTS_FOLDER = "manifests"
+TAGS = ("dapo", "reinforcement-learning", "grpo", "dapo-pipeline")
+_HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> int:
+    """The bytes of the model that now lies in the new folder `destination`, beside what tells where it is from.
+
+    Everything is copied, so that what is edited there changes no artifact. The folder appears complete or not at
+    all. Raises StoreError when it is there already, when the run has no model or report, when its model is no
+    longer in the store, and when a file is not what its manifest says.
+    """
+    report = read_report(run)
+    model = require_artifact(run, MODEL_LABEL)
+    if report is None:
+        raise StoreError(f"the run {run.id} ({run.flow}, {run.state}) has no report; export a completed dapo run")
+    if destination.exists() or destination.is_symlink():
+        raise StoreError(f"{destination} is there already; name a new folder")
+    manifests = {label: artifact.manifest() for label, artifact in _artifacts(run).items()}
+    with _published(destination) as folder, ArtifactStore(run.folder.parent.parent).kept_in_place(model):
+        num_bytes = _copy_model(model, folder, on_progress)
+        shutil.copytree(run.folder / REPORT_FOLDER, folder / REPORT_FOLDER)
+        # How it was operated here is nobody else's concern, and may hold an address with a secret.
+        config = load_config(run.folder / CONFIG_FILE).model_copy(update={"flow": FlowConfig()})
+        (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+        (folder / MANIFESTS_FOLDER).mkdir()
+        for label, manifest in manifests.items():
+            text = json.dumps(manifest, indent=2) + "\n"
+            (folder / MANIFESTS_FOLDER / f"{label}.json").write_text(text, encoding="utf-8")
+        if (folder / CARD_FILE).exists():
+            (folder / CARD_FILE).rename(folder / BASE_CARD_FILE)
+        (folder / CARD_FILE).write_text(model_card(run, config, report, manifests), encoding="utf-8")
+    return num_bytes
+
+
+def model_card(
+    run: RecordedRun, config: Config, report: Mapping[str, Any], manifests: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """README.md as the Hugging Face Hub reads it: data, recipe, scores with their intervals, versions."""
+    versions = {name: version for manifest in manifests.values() for name, version in manifest["versions"].items()}
+    base_model, benchmark = base_model_of(config), _benchmark(config, report)
+    return render(
+        "model_card.md.j2",
+        header=_header(run, benchmark, report, base_model),
+        benchmark=benchmark,
+        run=run,
+        config=config,
+        report=report,
+        manifests=manifests,
+        base_model=base_model,
+        recipe_rows=[(what, f"{number:,}", unit) for what, number, unit, _ in derive(config).rows()],
+        versions={name: version for name, version in sorted(versions.items()) if version != "absent"},
+    )
+
+
+def base_model_of(config: Config) -> str | None:
+    """The base model's name on the Hugging Face Hub, where its folder tells: by its place, or by config.json."""
+    if config.model.source != "path":
+        return None
+    folder = Path(str(config.model.path))
+    if match := _HUB_CACHE.search(str(folder.resolve())):
+        return f"{match[1]}/{match[2]}"
+    try:
+        name = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("_name_or_path")
+    except (FileNotFoundError, ValueError):  # moved since the training
+        return None
+    return name if isinstance(name, str) and _HUB_NAME.fullmatch(name) else None
+
+
+def _benchmark(config: Config, report: Mapping[str, Any]) -> str:
+    own = "generated problems" if config.data.source == "arithmetic" else "a set of the user's own"
+    return report["settings"]["benchmark"] or own
+
+
+def _header(run: RecordedRun, benchmark: str, report: Mapping[str, Any], base_model: str | None) -> str:
+    from huggingface_hub import EvalResult, ModelCardData
+
+    after = report["after"]
+    score = EvalResult(
+        task_type="text-generation",
+        dataset_name=benchmark,
+        dataset_type=benchmark,
+        metric_type="accuracy",
+        metric_name=f"accuracy ({report['settings']['grader']})",
+        metric_value=round(after["accuracy"], 4),
+    )
+    return ModelCardData(
+        base_model=base_model,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=list(TAGS),
+        model_name=run.name,
+        eval_results=[score],
+    ).to_yaml()
+
+
+def _artifacts(run: RecordedRun) -> dict[str, Artifact]:
+    """What is there of the run's stages: an earlier one's output may have been removed."""
+    found = {label: artifact_of(run, label) for label in run.stages}
+    return {label: artifact for label, artifact in found.items() if artifact is not None}
+
+
+@contextmanager
+def _published(destination: Path) -> Iterator[Path]:
+    """A new folder beside the destination that takes its name when the block ends well, and else vanishes."""
+    destination = destination.absolute()
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
+    partial.mkdir()
+    try:
+        yield partial
+        sync_tree(partial)
+        partial.rename(destination)
+        sync(destination.parent)
+    finally:
+        if partial.exists():
+            shutil.rmtree(partial)
+
+
+def _copy_model(model: Artifact, folder: Path, on_progress: OnProgress) -> int:
+    """Copy the artifact's files, each checked against its manifest; returns their bytes."""
+    entries = [entry for entry in model.manifest()["files"] if entry["path"] != MANIFEST_NAME]
+    total = sum(entry["size"] for entry in entries)
+    done = 0
+    for entry in entries:
+        target = folder / entry["path"]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256()
+        with open(Path(model.path, entry["path"]), "rb") as source, target.open("wb") as copy:
+            while block := source.read(BLOCK_BYTES):
+                digest.update(block)
+                copy.write(block)
+                done += len(block)
+                on_progress(done, total)
+        if digest.hexdigest() != entry["sha256"]:
+            raise StoreError(
+                f"{Path(model.path, entry['path'])} has sha256 {digest.hexdigest()}, its manifest says "
+                f"{entry['sha256']}: the artifact is damaged, dapo run moves it aside and makes it again"
+            )
+    return done

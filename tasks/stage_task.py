@@ -1,0 +1,98 @@
+"""How a stage becomes a Prefect task: retried, limited in time, and seen on Prefect's page."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from prefect import State, Task
+from prefect.cache_policies import NO_CACHE
+from prefect.states import Completed
+
+from dapo_core.config import TimeLimitsConfig
+from dapo_core.errors import ChildProcessFailed, ServeError
+from tasks.artifacts import Artifact
+from tasks.page import show_stage
+from tasks.retries import NUM_RETRIES, draw_delays, may_succeed_next_time, shortened
+from tasks.run import Run
+from tasks.time_limit import time_limit
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+StageFunction = Callable[Concatenate[Run, P], Artifact]
+
+# Our store decides what is cached; Prefect's own cache would not see a deleted artifact.
+RETRIED: dict[str, Any] = {
+    "cache_policy": NO_CACHE,
+    "retries": NUM_RETRIES,
+    "retry_delay_seconds": draw_delays(),
+    "retry_condition_fn": may_succeed_next_time,
+}
+
+
+def retried_task(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
+    """Decorate a function as a task that is tried again after an error that may pass."""
+    return lambda function: Task(function, name=name, **RETRIED)
+
+
+class StageTask(Task[Concatenate[Run, P], State[Artifact]]):
+    """A task that ends in a state which says what happened; calling it gives the artifact that the state holds."""
+
+    def __call__(self, run: Run, *args: P.args, **kwargs: P.kwargs) -> Artifact:  # type: ignore[override]
+        state: State[Artifact] = super().__call__(run, *args, **kwargs)
+        return state.result()
+
+
+def stage_task(
+    name: str,
+    *,
+    hours: Callable[[TimeLimitsConfig], float | None],
+    task_run_name: str | None = None,
+    afterwards: str = "run it again",
+) -> Callable[[StageFunction[P]], StageTask[P]]:
+    """Decorate a stage's function, whose first argument is the run and whose `label` is its name at this place.
+
+    `hours` picks its limit, `afterwards` says what becomes of its work when that is reached.
+    """
+
+    def decorate(function: StageFunction[P]) -> StageTask[P]:
+        signature = inspect.signature(function)
+        key = f"flow.time_limits.{function.__name__}_hours"
+
+        @functools.wraps(function)
+        def run_stage(run: Run, *args: P.args, **kwargs: P.kwargs) -> State[Artifact]:
+            label = signature.bind(run, *args, **kwargs).arguments.get("label", function.__name__)
+            with _short_errors(), time_limit(hours(run.config.flow.time_limits), key, afterwards):
+                artifact = function(run, *args, **kwargs)
+            show_stage(run, label, artifact)
+            return _state(run, label, artifact)
+
+        return StageTask(run_stage, name=name, task_run_name=task_run_name, **RETRIED)
+
+    return decorate
+
+
+def _state(run: Run, label: str, artifact: Artifact) -> State[Artifact]:
+    manifest, record = artifact.manifest(), run.stages[label]
+    what = f"built in {manifest['seconds']:.1f} s on {manifest['ended_at'][:10]}, key {artifact.key[:16]}"
+    return Completed(name="Cached" if record.cached else "Completed", message=what, data=artifact)
+
+
+@contextlib.contextmanager
+def _short_errors() -> Iterator[None]:
+    """Raise a child's error without its last lines, which the log has: a state's message is for one line."""
+    try:
+        yield
+    except ChildProcessFailed as error:  # its lines came to the log as they were written
+        raise (shortened(error) if error.summary else error) from None
+    except ServeError as error:
+        if not error.summary:
+            raise
+        logger.error("%s", error)
+        raise shortened(error) from None

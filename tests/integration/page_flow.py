@@ -1,0 +1,89 @@
+"""A small chain of our real tasks, and stages that fail in the ways stages do, for a test of Prefect's page.
+
+python -m tests.integration.page_flow FOLDER WEBHOOK_URL
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+
+from dapo_core.config import load_config
+from flows.notify import tell_failure, tell_report
+from tasks.artifacts import Artifact
+from tasks.fetch_model import fetch_model
+from tasks.page import StageProgress
+from tasks.prepare_data import prepare_data
+from tasks.process import run_command
+from tasks.run import Run
+from tasks.stage_task import RETRIED, stage_task
+from tasks.stages import TRAIN_POLICY, train_policy_inputs
+from tasks.write_report import write_report
+from tests.evaluations import write_results
+
+RETRIED["retry_delay_seconds"][:] = [0.2, 0.3, 0.4]
+DIES_ONCE = """
+import json, os, pathlib, sys
+if not pathlib.Path("died").exists():
+    pathlib.Path("died").touch()
+    print("the engine is lost")
+    os.kill(os.getpid(), 9)
+with open("metrics.jsonl", "w") as file:
+    for step in range(1, 13):
+        numbers = {"sampler/accuracy": step / 3, "actor/entropy": None, "perf/throughput": 123456.4}
+        file.write(json.dumps({"step": step, **numbers}) + "\\n")
+        file.flush()
+        print(f"training step {step}/12: right 1 %", flush=True)
+"""
+REFUSED = "print('DataError: no rows'); raise SystemExit(2)"
+STUCK = "import time; print('at it'); time.sleep(60)"
+
+
+@stage_task("train-policy", hours=lambda limits: limits.train_policy_hours, afterwards="run it again")
+def train_policy(run: Run, data: Artifact, model: Artifact, code: str) -> Artifact:
+    key = TRAIN_POLICY.key(run.config, {**train_policy_inputs(run.config, data, model), "code": code})
+
+    def build(folder: Path) -> dict[str, Any]:
+        progress = StageProgress(run, "train_policy", folder)
+        log_path = run.store.log_path(key.stage, key.key)
+        command = [sys.executable, "-c", code]
+        run_command(command, log_path=log_path, label="train_policy", cwd=folder, on_line=progress.on_line)
+        return {"step": 12, "sampler/accuracy": 4.00004}
+
+    return run.produce("train_policy", key, build, resumable=True)
+
+
+@flow(name="seen", on_failure=[tell_failure])
+def seen(config: str, overrides: tuple[str, ...], code: str) -> None:
+    with Run.start(load_config(config, overrides)) as run:
+        data = prepare_data(run)
+        model = fetch_model(run, data)
+        training = train_policy(run, data, model, code)
+        before, after = (
+            Artifact("evaluate_model", "0" * 64, str(write_results(run.folder / side, verdicts)), "0" * 64)
+            for side, verdicts in (("before", "rwww"), ("after", "rrrw"))
+        )
+        report = write_report(run, before, after, training)
+    tell_report(run, report)
+
+
+def make_model_folder(folder: Path) -> None:
+    """What fetch_model takes for a model."""
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / name).write_text("{}")
+
+
+if __name__ == "__main__":
+    recipe, folder, webhook = "configs/arith_cpu.yaml", Path(sys.argv[1]), sys.argv[2]
+    make_model_folder(folder / "model")
+    changes: tuple[str, ...] = (f"store.path={folder / 'store'}", f"flow.webhook.url={webhook}")
+    changes += ("model.source=path", f"model.path={folder / 'model'}")
+    changes += ("data.arithmetic.num_train=128", "data.arithmetic.num_eval=24")
+    seen(recipe, changes, DIES_ONCE)
+    seen(recipe, changes, DIES_ONCE)
+    seen(recipe, changes, REFUSED, return_state=True)
+    seen(recipe, (*changes, "flow.time_limits.train_policy_hours=0.0003"), STUCK, return_state=True)

@@ -1,0 +1,98 @@
+"""Prefect's page gets so many lines of a command in a minute; the terminal and the log file get all."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.logging.handlers import APILogHandler, set_api_log_sink
+
+from dapo_core.config import load_config
+from flows.console import QUIET_LOGGERS
+from tasks import command
+from tasks.artifacts import ArtifactStore, StageKey
+from tasks.command import PageLines, run_dapo
+from tasks.run import Run, current_stage
+from tests.processes import python
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = StageKey(stage="talk", config={}, inputs={}, code_digest="c", versions={})
+
+
+@contextmanager
+def prefect_page() -> Iterator[list[dict[str, Any]]]:
+    """What Prefect's own handler sends of our lines meanwhile."""
+    sent: list[dict[str, Any]] = []
+    handler, run_id = APILogHandler(), uuid.uuid4()
+
+    def with_run(record: logging.LogRecord) -> bool:
+        record.flow_run_id = run_id
+        return True
+
+    handler.addFilter(with_run)
+    set_api_log_sink(sent.append)
+    ours = logging.getLogger("tasks")
+    before, ours.handlers = ours.handlers, [handler]  # a flow that was imported has left one already
+    try:
+        yield sent
+    finally:
+        ours.handlers = before
+        set_api_log_sink(None)
+
+
+def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, **options: Any) -> Run:
+    """Runs the code as the command of a stage that may send three lines in a minute."""
+    config = load_config(ROOT / "configs" / "arith_cpu.yaml", ["flow.log_lines_per_minute=3"])
+    run = Run(config, ArtifactStore(tmp_path / "store"), tmp_path / "run", "dapo-full")
+    run.folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(command, "dapo_command", lambda *words: python(code))
+    token = current_stage.set("talk_before")
+    try:
+        run_dapo([], run, KEY, **options)
+    finally:
+        current_stage.reset(token)
+    return run
+
+
+def test_lines_over_the_limit_are_kept_from_the_page_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="tasks")
+    code = (
+        "for i in range(9): print('line', i)\nprint('WARNING: hot')\nprint('step:1 - a:2')\nprint('ValueError: x')"
+    )
+    heard: list[str] = []
+    with prefect_page() as page:
+        run = talk(tmp_path, monkeypatch, code, on_line=heard.append)
+        talk(tmp_path, monkeypatch, code)  # links once
+    link = run.folder / "talk_before.log"
+    assert link.resolve() == run.store.log_path(KEY.stage, KEY.key).resolve()
+    every = [f"line {i}" for i in range(9)] + ["WARNING: hot", "step:1 - a:2", "ValueError: x"]
+    assert heard == every
+    assert link.read_text().splitlines() == 2 * every
+    note = f"... 6 lines left out in this minute; all are in {run.store.log_path(KEY.stage, KEY.key)}"
+    shown = ["line 0", "line 1", "line 2", "WARNING: hot", "ValueError: x", note]
+    assert [log["message"] for log in page if log["name"].startswith("tasks.command")] == 2 * shown
+    on_terminal = [record.getMessage() for record in caplog.records if record.name == "tasks.command"]
+    assert on_terminal == 2 * [line for line in every if not line.startswith("step:")]
+    assert {record.name for record in caplog.records if record.getMessage() == note} <= set(QUIET_LOGGERS)
+
+
+def test_each_minute_has_its_own_lines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="tasks")
+    now = [100.0]
+    page = PageLines(2, Path("x.log"), clock=lambda: now[0])
+    assert [page.admits("a") for _ in range(4)] == [True, True, False, False]
+    now[0] += 59.9
+    assert not page.admits("b")
+    now[0] += 0.2
+    assert caplog.messages == []
+    assert [page.admits("c") for _ in range(3)] == [True, True, False]
+    page.close_minute()
+    page.close_minute()
+    assert caplog.messages == [f"... {n} lines left out in this minute; all are in x.log" for n in (3, 1)]

@@ -1,0 +1,243 @@
+"""A watched command outlives those who started it, is found again, and ends in order when nobody wants it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_core.errors import ChildProcessFailed
+from tasks import supervisor, watched_command
+from tasks.process import is_locked
+from tasks.watched_command import Outlive, Record, read_record, watch_command
+from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
+
+SOON = Outlive(unwatched_seconds=60.0, stop_seconds=10.0, grace_seconds=0.5)
+
+# Says "tick" until the file exists, then ends.
+TICKER = """
+    import pathlib, sys, time
+    while not pathlib.Path(sys.argv[1]).exists():
+        print("tick", flush=True)
+        time.sleep(0.05)
+    print("last words")
+    sys.exit(int(sys.argv[2]))
+"""
+# At SIGTERM tells whether its helper, of the same process group, was left alone, and ends a little later.
+SAVER = """
+    import os, signal, sys, time
+    if (helper := os.fork()) == 0:
+        signal.pause()
+    def save(*_):
+        time.sleep(0.3)
+        print("helper", "gone" if os.waitpid(helper, os.WNOHANG)[0] else "there", flush=True)
+        os._exit(143)
+    signal.signal(signal.SIGTERM, save)
+    while True:
+        print("up", flush=True)
+        time.sleep(0.1)
+"""
+STUBBORN = """
+    import signal, time
+    signal.signal(signal.SIGTERM, lambda *_: print("told to end", flush=True))
+    print("up", flush=True)
+    while True:
+        time.sleep(60)
+"""
+# Leaves its command running when told to end by SIGTERM, and stops it at an interrupt.
+PARENT = """
+    import json, signal, sys
+    from tasks.watched_command import Outlive, watch_command
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+    lock = open(sys.argv[1] + ".cluster", "a")
+    import fcntl
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    outlive = Outlive(**json.loads(sys.argv[2]), is_left=lambda error: isinstance(error, SystemExit),
+                      held=lambda: [lock.fileno()])
+    watch_command(json.loads(sys.argv[3]), log_path=sys.argv[1] + ".log", label="train", outlive=outlive)
+"""
+
+
+STARTED_AGAIN = python("print('started again')")
+
+
+class Cancelled(BaseException):
+    pass
+
+
+def cancel(line: str) -> None:
+    raise Cancelled(line)
+
+
+@pytest.fixture
+def stem(tmp_path: Path) -> Iterator[Path]:
+    """Where the files of a command are; afterwards it is gone."""
+    stem = tmp_path / "train-0123"
+    yield stem
+    record = read_record(stem.with_suffix(".log"))
+    if record is not None and is_locked(stem.with_suffix(".watch")):
+        os.kill(record.pid, signal.SIGKILL)
+        pytest.fail(f"{record} still runs")
+
+
+def start_parent(stem: Path, command: list[str], **limits: float) -> subprocess.Popen[bytes]:
+    """Starts a process that watches the command, and waits for its first line."""
+    limits = {"unwatched_seconds": 60.0, "stop_seconds": 10.0, "grace_seconds": 0.5, **limits}
+    arguments = [str(stem), json.dumps(limits), json.dumps(command)]
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT), *arguments], stderr=subprocess.PIPE)
+    log = stem.with_suffix(".log")
+    wait_until(lambda: log.exists() and log.read_text() != "", "the command's first line")
+    return parent
+
+
+def end(parent: subprocess.Popen[bytes], ending: signal.Signals) -> str:
+    parent.send_signal(ending)
+    return parent.communicate(timeout=DEADLINE_SECONDS)[1].decode()
+
+
+def record_of(stem: Path) -> Record:
+    record = read_record(stem.with_suffix(".log"))
+    assert record is not None
+    return record
+
+
+def outcome_of(stem: Path) -> Record:
+    wait_until(lambda: not is_locked(stem.with_suffix(".log")), "the command to end")
+    return record_of(stem)
+
+
+def watch(stem: Path, command: list[str], outlive: Outlive = SOON, **options: Any) -> None:
+    watch_command(command, log_path=stem.with_suffix(".log"), label="train", outlive=outlive, **options)
+
+
+@pytest.mark.parametrize(
+    ("ending", "exit_code"), [(signal.SIGKILL, 0), (signal.SIGTERM, 3)], ids=["killed parent", "restarted worker"]
+)
+def test_the_next_attaches_to_what_outlived_its_parent(
+    stem: Path, caplog: pytest.LogCaptureFixture, ending: signal.Signals, exit_code: int
+) -> None:
+    caplog.set_level(logging.INFO, logger="tasks.watched_command")
+    go = stem.with_suffix(".go")
+    end(start_parent(stem, python(TICKER, go, str(exit_code))), ending)
+    assert is_locked(stem.with_suffix(".log"))
+    assert is_locked(stem.with_suffix(".cluster"))  # which the parent held, and its command still does
+    first = record_of(stem)
+    attach = dataclasses.replace(SOON, held=lambda: pytest.fail("the running command holds the lock itself"))
+    lines: list[str] = []
+
+    def on_line(line: str) -> None:
+        lines.append(line)
+        go.touch()
+
+    if exit_code:
+        with pytest.raises(ChildProcessFailed, match=r"train ended with exit code 3(.|\n)*last words") as caught:
+            watch(stem, STARTED_AGAIN, attach, on_line=on_line)
+        assert caught.value.exit_code == exit_code
+    else:
+        watch(stem, STARTED_AGAIN, attach, on_line=on_line)
+    assert lines[0] == "tick"
+    assert lines[-1] == "last words"
+    assert f"attached to pid {first.pid} on {os.uname().nodename}, started 20" in caplog.text
+    assert record_of(stem) == Record(**{**vars(first), "exit_code": exit_code})
+    assert not is_locked(stem.with_suffix(".log"))
+    assert not is_locked(stem.with_suffix(".cluster"))
+    assert start_time_of(first.pid) is None
+
+
+def test_one_that_ended_before_is_not_attached_to(stem: Path) -> None:
+    lines: list[str] = []
+    for _ in range(2):
+        watch(stem, STARTED_AGAIN, on_line=lines.append)
+    assert lines == ["started again", "started again"]
+
+
+def test_unwatched_it_stops_in_order_and_is_started_again_by_the_next(stem: Path) -> None:
+    end(start_parent(stem, python(SAVER), unwatched_seconds=1.0), signal.SIGKILL)
+    outcome = outcome_of(stem)
+    assert (outcome.stopping, outcome.exit_code) == (supervisor.UNWATCHED, 143)
+    log = stem.with_suffix(".log").read_text()
+    assert "nobody has watched for 1 s: stopping the command" in log
+    assert "helper there" in log
+    lines: list[str] = []
+    watch(stem, STARTED_AGAIN, on_line=lines.append)
+    assert lines == ["started again"]
+
+
+def test_watched_it_goes_on(stem: Path) -> None:
+    lines: list[str] = []
+    outlive = Outlive(unwatched_seconds=0.5, stop_seconds=1.0)
+    watch(stem, python("import time; time.sleep(1.5); print('end')"), outlive, on_line=lines.append)
+    assert lines == ["end"]
+
+
+def test_with_no_time_unwatched_it_ends_with_its_parent(stem: Path) -> None:
+    end(start_parent(stem, python(SAVER), unwatched_seconds=0.0), signal.SIGKILL)
+    outcome = outcome_of(stem)
+    assert (outcome.stopping, outcome.exit_code) == (supervisor.ORPHANED, 143)
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_stopped_it_ends_in_order_before_those_below_it_are_told(stem: Path, is_attached: bool) -> None:
+    if is_attached:
+        end(start_parent(stem, python(SAVER)), signal.SIGKILL)
+    with pytest.raises(Cancelled, match="up"):
+        watch(stem, STARTED_AGAIN if is_attached else python(SAVER), on_line=cancel)
+    outcome = outcome_of(stem)
+    assert (outcome.stopping, outcome.exit_code) == (supervisor.ASKED, 143)
+    assert "helper there" in stem.with_suffix(".log").read_text()
+
+
+def test_one_that_does_not_stop_in_time_is_killed(stem: Path) -> None:
+    with pytest.raises(Cancelled):
+        watch(stem, python(STUBBORN), Outlive(60.0, stop_seconds=0.3, grace_seconds=0.3), on_line=cancel)
+    assert record_of(stem).exit_code == -signal.SIGKILL
+    assert stem.with_suffix(".log").read_text().count("told to end") >= 2  # alone, then with its process group
+
+
+def test_a_second_interrupt_does_not_wait(stem: Path) -> None:
+    parent = start_parent(stem, python(STUBBORN), stop_seconds=300.0, grace_seconds=300.0)
+    parent.send_signal(signal.SIGINT)
+    wait_until(lambda: "told to end" in stem.with_suffix(".log").read_text(), "the request to arrive")
+    assert "KeyboardInterrupt" in end(parent, signal.SIGINT)
+    assert outcome_of(stem).exit_code == -signal.SIGKILL
+
+
+def test_one_that_takes_long_to_stop_is_left_to_its_supervisor(
+    stem: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_command, "STOP_WAIT_SECONDS", 0.1)
+    end(start_parent(stem, python(SAVER.replace("sleep(0.3)", "sleep(1.5)"))), signal.SIGKILL)
+    with pytest.raises(Cancelled):
+        watch(stem, STARTED_AGAIN, on_line=cancel)
+    assert f"train (pid {record_of(stem).pid} on" in caplog.text
+    assert "is still ending, for at most flow.stop_seconds=10" in caplog.text
+    assert is_locked(stem.with_suffix(".log"))
+    lines: list[str] = []
+    watch(stem, STARTED_AGAIN, on_line=lines.append)  # waits, and does not attach to what is being stopped
+    assert lines == ["started again"]
+    log = stem.with_suffix(".log").read_text()
+    assert 0 < log.index("helper there") < log.index("started again")
+
+
+def test_a_supervisor_that_is_killed_leaves_no_outcome_and_the_next_starts_again(stem: Path) -> None:
+    end(start_parent(stem, python(TICKER, stem.with_suffix(".never"), "0")), signal.SIGKILL)
+    lines: list[str] = []
+
+    def kill_supervisor(line: str) -> None:
+        if not lines:
+            os.kill(record_of(stem).pid, signal.SIGKILL)
+        lines.append(line)
+
+    watch(stem, STARTED_AGAIN, on_line=kill_supervisor)
+    assert lines[-1] == "started again"
+    assert set(lines[:-1]) == {"tick"}

@@ -1,0 +1,29 @@
+"""What tests of child processes share: tiny commands, and whether a process is still the one it was."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tasks import supervisor
+
+DEADLINE_SECONDS = 20.0
+
+
+def start_time_of(pid: int) -> str | None:
+    fields = supervisor._stat_fields(pid)
+    return fields[19] if fields and fields[0] != "Z" else None
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_SECONDS} s for: {what}"
+        time.sleep(0.02)
+
+
+def python(code: str, *arguments: str | Path) -> list[str]:
+    return [sys.executable, "-S", "-c", textwrap.dedent(code), *map(str, arguments)]

@@ -1,0 +1,106 @@
+"""Runs of the chain in a small store: real keys, data, manifests and reports; only the weights are words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo_core.config import Config, load_config
+from dapo_core.metrics import METRICS_FILE
+from eval.compare import compare
+from eval.report import REPORT_JSON, REPORT_MARKDOWN, make_report, render_markdown
+from eval.training import read_training_metrics
+from tasks.artifacts import Artifact
+from tasks.artifacts.code import PROJECT_ROOT
+from tasks.dataset import build_dataset
+from tasks.history import REPORT_FOLDER
+from tasks.run import Run
+from tasks.stages import LINKS
+from tasks.write_report import headline
+from tests.evaluations import write_results
+from tests.tiny_models import build_tiny_qwen3
+
+SMALL = ("data.arithmetic.num_train=32", "data.arithmetic.num_eval=8", "evaluate.benchmark=arithmetic")
+STEP = {"perf/trained_response_tokens": 900, "perf/generated_tokens": 1200, "timing_s/step": 2.5}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the stages of a run bring forth."""
+
+    weights: str = "trained"  # what training writes
+    before: str = "rwww"  # verdicts
+    after: str = "rrrw"
+    is_model: bool = False  # merging writes a model that transformers loads, else a text
+
+
+def small_config(store: Path, *overrides: str) -> Config:
+    """The default recipe with little data, in this store."""
+    path = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
+    return load_config(path, [*SMALL, f"store.path={store}", *overrides])
+
+
+def record_run(
+    config: Config,
+    outcome: Outcome | None = None,
+    labels: Collection[str] = tuple(LINKS),
+    flow: str = "dapo-full",
+    forced: Collection[str] = (),
+) -> Run:
+    """A run that ended; of the whole chain with its report."""
+    with Run.start(config, flow, forced) as run:
+        artifacts = produce(run, outcome or Outcome(), labels)
+        if len(labels) == len(LINKS):
+            write_report(run, artifacts)
+    return run
+
+
+def write_report(run: Run, artifacts: Mapping[str, Artifact]) -> None:
+    """The run's report but for the page, whose plots take a second."""
+    comparison = compare(artifacts["evaluate_before"].path, artifacts["evaluate_after"].path)
+    steps = read_training_metrics(Path(artifacts["train_policy"].path) / METRICS_FILE)
+    report = make_report(comparison, steps, {}, {}, run.config.run.name)
+    folder = run.folder / REPORT_FOLDER
+    folder.mkdir()
+    (folder / REPORT_JSON).write_text(json.dumps(report))
+    (folder / REPORT_MARKDOWN).write_text(render_markdown(report))
+    run.record(report=headline(report))
+
+
+def produce(run: Run, outcome: Outcome, labels: Collection[str]) -> dict[str, Artifact]:
+    """The artifacts of these stages, built where the store lacks them; those before them are taken from it."""
+    artifacts: dict[str, Artifact] = {}
+    for label in labels:
+        link = LINKS[label]
+        needs = {need: artifacts.get(need) or run.take(need) for need in link.needs}
+        artifacts[label] = run.produce(label, link.key(run.config, needs), builder(run.config, label, outcome))
+    return artifacts
+
+
+def builder(config: Config, label: str, outcome: Outcome) -> Callable[[Path], Mapping[str, Any]]:
+    """What builds the stage."""
+
+    def build(folder: Path) -> Mapping[str, Any]:
+        if label == "prepare_data":
+            return build_dataset(config, folder)
+        if label.startswith("evaluate"):
+            is_before = label == "evaluate_before"
+            with tempfile.TemporaryDirectory() as place:
+                letters = outcome.before if is_before else outcome.after
+                model = "base" if is_before else outcome.weights
+                results = write_results(Path(place) / "results", letters, model=model)
+                shutil.copytree(results, folder, dirs_exist_ok=True)
+        elif label == "merge_checkpoint" and outcome.is_model:
+            build_tiny_qwen3(folder)
+        else:
+            (folder / "weights").write_text("base" if label == "fetch_model" else outcome.weights)
+        if label == "train_policy":
+            (folder / METRICS_FILE).write_text(json.dumps({"step": 1, **STEP}) + "\n")
+        return {}
+
+    return build

@@ -1,0 +1,176 @@
+"""What a run hands on: a folder that transformers loads, with a card that says what was measured and no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from dapo_core.config import load_config
+from dapo_core.errors import StoreError
+from flows.cli import app
+from tasks.artifacts import hash_file
+from tasks.export_run import base_model_of, export_run
+from tasks.history import RecordedRun, find_run
+from tests.configs import make_config
+from tests.recorded_runs import Outcome, record_run, small_config
+from tests.tiny_models import build_tiny_qwen3
+
+SECRET = "https://hooks.example.org/secret"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """A run with a model, and a difference that 4 items do not prove."""
+    config = small_config(tmp_path_factory.mktemp("export") / "store", f"flow.webhook.url={SECRET}")
+    recorded = record_run(config, Outcome(is_model=True))
+    return find_run(recorded.store.root, recorded.folder.name)
+
+
+@pytest.fixture(scope="module")
+def exported(run: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "new" / "model"
+    command = ["export", run.id, str(folder), "--store", str(run.folder.parent.parent)]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert re.search(rf"the model of run {run.id}, [\d,]+ bytes, each file checked by its sha256", done.stdout)
+    return folder
+
+
+def ignore(done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+def test_transformers_loads_the_folder_as_the_artifact(run: RecordedRun, exported: Path) -> None:
+    merged = run.stages["merge_checkpoint"].path
+    ids = AutoTokenizer.from_pretrained(exported)("12 + 7", return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (exported, merged)]
+    assert torch.equal(*logits)
+
+
+def test_the_files_are_copies_beside_report_manifests_and_configuration(run: RecordedRun, exported: Path) -> None:
+    weights = exported / "model.safetensors"
+    original = Path(run.stages["merge_checkpoint"].path) / "model.safetensors"
+    assert not os.path.samefile(weights, original)
+    assert (weights.stat().st_nlink, hash_file(weights)) == (1, hash_file(original))
+    assert not (exported / "manifest.json").exists()  # it is no artifact
+    assert {path.name for path in (exported / "report").iterdir()} == {"report.json", "report.md"}
+    assert {path.stem for path in (exported / "manifests").iterdir()} == set(run.stages)
+    manifest = json.loads((exported / "manifests" / "train_policy.json").read_text())
+    assert manifest["digest"] == run.stages["train_policy"].digest
+    config = load_config(exported / "config.yaml")
+    assert config.train.total_steps == 60
+    assert all(SECRET not in path.read_text(errors="replace") for path in exported.rglob("*") if path.is_file())
+    assert [path.name for path in exported.parent.iterdir()] == ["model"]
+
+
+def test_the_card_says_what_was_measured(run: RecordedRun, exported: Path) -> None:
+    card = (exported / "README.md").read_text()
+    _, header, body = card.split("---\n", 2)
+    about = yaml.safe_load(header)
+    assert about["library_name"] == "transformers"
+    assert "dapo" in about["tags"]
+    assert "base_model" not in about  # built from a recipe
+    [result] = about["model-index"][0]["results"]
+    assert result["metrics"][0]["value"] == 0.75
+    flat = " ".join(body.split())
+    assert "**No significant change in accuracy: 25.0 % before, 75.0 % after, +50.0 points" in flat
+    assert "Exact McNemar: p = 0.5 over the 4 items" in flat
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in body.splitlines() if line[:1] == "|"]
+    cells = {row[0]: row[1:] for row in rows}
+    assert cells["accuracy"] == ["25.0 %", "75.0 %", "+50.0"]
+    report = json.loads((exported / "report" / "report.json").read_text())
+    low, high = (100 * bound for bound in report["after"]["interval"])
+    assert cells["95 % interval"][1] == f"{low:.1f} to {high:.1f}"
+    assert cells["benchmark"] == ["generated problems"]
+    assert result["dataset"]["name"] == "generated problems"
+    assert cells["ruler"] == [report["settings"]["grader"]]
+    assert cells["clip range"] == ["-0.2, +0.28", "ratio"]
+    assert ["a training step", "128", "responses"] in rows  # 16 prompts x 8
+    assert cells["torch"] == [
+        json.loads((exported / "manifests" / "train_policy.json").read_text())["versions"]["torch"]
+    ]
+    data = json.loads((exported / "manifests" / "prepare_data.json").read_text())
+    for file in data["files"]:
+        assert (
+            f"`{file['path']}`: {32 if file['path'].startswith('train') else 8} rows, sha256 `{file['sha256']}`"
+            in body
+        )
+    assert "1 step took 2.5 s; 900 response tokens were trained on, of 1,200 generated." in flat
+
+
+def test_what_is_there_already_is_refused_and_stays(run: RecordedRun, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(StoreError, match="mine is there already; name a new folder"):
+        export_run(run, tmp_path / "mine", ignore)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+
+
+def test_an_export_that_fails_leaves_nothing(run: RecordedRun, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_run(run, tmp_path / "model", interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_counts_to_the_bytes_of_the_model(run: RecordedRun, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    num_bytes = export_run(run, tmp_path / "model", lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (num_bytes, num_bytes)
+    assert seen == sorted(seen)
+
+
+def test_a_damaged_model_is_not_handed_on(tmp_path: Path) -> None:
+    recorded = record_run(small_config(tmp_path / "store"))
+    run = find_run(recorded.store.root, "latest")
+    weights = Path(run.stages["merge_checkpoint"].path) / "weights"
+    weights.write_text("trainee")  # as long as "trained"
+    with pytest.raises(StoreError, match=r"weights has sha256 \w{64}, its manifest says .* damaged"):
+        export_run(run, tmp_path / "model", ignore)
+    assert not (tmp_path / "model").exists()
+    weights.parent.rename(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match=r"merge_checkpoint of the run .* is no longer in the store"):
+        export_run(run, tmp_path / "model", ignore)
+
+
+def test_a_run_of_one_stage_has_nothing_to_hand_on(tmp_path: Path) -> None:
+    recorded = record_run(small_config(tmp_path / "store"), labels=("prepare_data",), flow="prepare-data")
+    with pytest.raises(StoreError, match=r"\(prepare-data, completed\) has no merge_checkpoint, but prepare_data"):
+        export_run(find_run(recorded.store.root, "latest"), tmp_path / "model", ignore)
+
+
+def test_the_base_models_card_is_kept_beside_ours(tmp_path: Path) -> None:
+    recorded = record_run(small_config(tmp_path / "store"))
+    run = find_run(recorded.store.root, "latest")
+    # As a merge brings it along: published anew under the same key, with the file listed.
+    merged = run.stages["merge_checkpoint"]
+    manifest_path = Path(merged.path) / "manifest.json"
+    manifest = json.loads(manifest_path.read_text())
+    (Path(merged.path) / "README.md").write_text("the base model's")
+    entry = {"path": "README.md", "size": 16, "sha256": hash_file(Path(merged.path) / "README.md")}
+    manifest_path.write_text(json.dumps({**manifest, "files": [*manifest["files"], entry]}))
+    export_run(run, tmp_path / "model", ignore)
+    assert (tmp_path / "model" / "BASE_MODEL_README.md").read_text() == "the base model's"
+    assert "arith_cpu" in (tmp_path / "model" / "README.md").read_text()
+
+
+def test_the_base_model_is_named_where_its_folder_tells(tmp_path: Path) -> None:
+    cached = build_tiny_qwen3(tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc")
+    assert base_model_of(make_config(cached)) == "Qwen/Qwen3-0.6B"
+    local = build_tiny_qwen3(tmp_path / "local")
+    assert base_model_of(make_config(local)) is None
+    config = json.loads((local / "config.json").read_text())
+    for name, expected in (("org/name-1.5B", "org/name-1.5B"), ("/some/where", None), ("name", None)):
+        (local / "config.json").write_text(json.dumps({**config, "_name_or_path": name}))
+        assert base_model_of(make_config(local)) == expected
+    assert base_model_of(make_config(tmp_path / "gone")) is None

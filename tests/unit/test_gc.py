@@ -1,0 +1,224 @@
+"""What a collection removes, what it leaves, and that no run that goes on loses what it reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dapo_core.errors import StoreError
+from flows.cli import app
+from tasks.artifacts import ArtifactStore, StageKey, held
+from tasks.collect_garbage import Unused, collect_garbage
+from tasks.history import artifact_of, read_runs
+from tasks.run import Run
+from tests.recorded_runs import Outcome, record_run, small_config
+
+NOW = 0.0  # of a margin: everything is old enough
+
+
+def collect(store: Path, keep_runs: int = 1, **options: bool) -> list[Unused]:
+    return collect_garbage(store, keep_runs, margin_seconds=NOW, **options)
+
+
+def nights(store: Path, *weights: str) -> list[Run]:
+    """A run for each word, which differ in training and what follows; a day and more ago."""
+    runs = []
+    for step, word in enumerate(weights, start=60):
+        config = small_config(store, f"train.total_steps={step}")
+        runs.append(record_run(config, Outcome(weights=word, after="rrrw"[step % 4 :] + "w" * (step % 4))))
+    return runs
+
+
+def names(items: list[Unused], is_left: bool = False) -> set[str]:
+    return {item.path.name for item in items if bool(item.left) == is_left}
+
+
+def artifacts(store: Path) -> set[str]:
+    return {path.parent.name for path in store.glob("*/*/manifest.json")}
+
+
+def own_of(run: Run) -> set[str]:
+    """What a night made for itself: training, merge, evaluation after."""
+    return {run.stages[label].key[:16] for label in ("train_policy", "merge_checkpoint", "evaluate_after")}
+
+
+def test_what_no_kept_run_uses_goes_and_the_rest_stays(tmp_path: Path) -> None:
+    first, second, third = nights(tmp_path, "one", "two", "three")
+    before = artifacts(tmp_path)
+    would_go = collect(tmp_path, keep_runs=2, is_dry_run=True)
+    assert names(would_go) == own_of(first)
+    assert artifacts(tmp_path) == before
+    freed = {item.path.name: item for item in would_go}
+    trained = first.stages["train_policy"]
+    size = sum(path.stat().st_size for path in Path(trained.artifact).iterdir())
+    assert (freed[trained.key[:16]].frees_bytes, freed[trained.key[:16]].last_run) == (size, first.folder.name)
+    assert collect(tmp_path, keep_runs=2) == would_go
+    assert artifacts(tmp_path) == before - own_of(first)
+    assert collect(tmp_path, keep_runs=2) == []
+    left = {path.name.partition("-")[2].partition(".")[0] for folder in (".locks", ".verified", ".logs")
+            for path in tmp_path.glob(f"{folder}/*")}  # fmt: skip
+    assert left.isdisjoint(own_of(first))
+    assert own_of(second) | own_of(third) <= left
+    assert list((tmp_path / ".removed").iterdir()) == []
+    # The run's folder stays, with its report; what is gone is said to be.
+    recorded = list(read_runs(tmp_path))[-1]
+    assert (recorded.id, (recorded.folder / "report" / "report.json").exists()) == (first.folder.name, True)
+    assert artifact_of(recorded, "train_policy") is None
+    assert artifact_of(recorded, "fetch_model") is not None
+    shown = CliRunner().invoke(app, ["runs", "show", recorded.id, "--store", str(tmp_path)])
+    assert len(re.findall("removed, by dapo gc or by hand", shown.stdout)) == 3
+    # And is made again when it is wanted.
+    again = record_run(small_config(tmp_path, "train.total_steps=60"), Outcome(weights="one"))
+    assert not again.stages["train_policy"].cached
+
+
+def test_fewer_reports_than_are_kept_keep_everything(tmp_path: Path) -> None:
+    nights(tmp_path, "one", "two")
+    assert collect(tmp_path, keep_runs=3) == []
+
+
+def test_a_run_that_goes_on_keeps_what_it_uses(tmp_path: Path) -> None:
+    first, _ = nights(tmp_path, "one", "two")
+    with Run.start(first.config, "evaluate-model") as user:
+        user.take("train_policy")
+        make_old(user)
+        record_run(small_config(tmp_path, "train.total_steps=61"))
+        gone = names(collect(tmp_path))
+        assert gone == own_of(first) - {first.stages["train_policy"].key[:16]}
+
+
+def make_old(run: Run, days: float = 2) -> None:
+    """Has the record say that the run began days ago, and its folder's name too."""
+    path = run.folder / "run.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "started_at": record["started_at"] - days * 86400}))
+
+
+def test_a_run_without_a_report_can_be_continued_for_a_day(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    failed = record_run(config, labels=("prepare_data", "fetch_model"), flow="fetch-model")
+    nights_config = small_config(tmp_path, "run.seed=5")
+    record_run(nights_config)
+    assert collect(tmp_path) == []
+    make_old(failed)
+    assert names(collect(tmp_path)) == {stage.key[:16] for stage in failed.stages.values()}
+
+
+def test_an_interrupted_run_keeps_its_inputs_while_a_command_goes_on(tmp_path: Path) -> None:
+    """Training outlives the run that started it, and reads its data and model."""
+    config = small_config(tmp_path)
+    begun = record_run(config, labels=("prepare_data",), flow="prepare-data")
+    record = json.loads((begun.folder / "run.json").read_text())
+    (begun.folder / "run.json").write_text(json.dumps({**record, "state": "running"}))
+    make_old(begun)
+    record_run(small_config(tmp_path, "run.seed=5"))
+    (tmp_path / ".logs").mkdir()
+    with held(tmp_path / ".logs" / "train_policy-0.log"):
+        assert collect(tmp_path) == []
+    assert names(collect(tmp_path)) == {begun.stages["prepare_data"].key[:16]}
+
+
+def test_what_is_built_locked_or_young_stays_and_says_why(tmp_path: Path) -> None:
+    first, _ = nights(tmp_path, "one", "two")
+    trained, merged = first.stages["train_policy"], first.stages["merge_checkpoint"]
+    store = ArtifactStore(tmp_path)
+    store.working_directory("train_policy", trained.key, is_forced=True).mkdir()
+    with held(tmp_path / ".locks" / f"merge_checkpoint-{merged.key[:16]}.lock"):
+        found = collect(tmp_path)
+    assert names(found, is_left=True) == {trained.key[:16], merged.key[:16]}
+    assert {item.left for item in found if item.left} == {"in use, or being built"}
+    assert names(found) == own_of(first) - names(found, is_left=True)
+    young = collect_garbage(tmp_path, 1)
+    assert {item.left for item in young} == {"younger than 60 min"}
+    assert {trained.key[:16], merged.key[:16]} <= artifacts(tmp_path)
+
+
+def test_a_run_that_found_it_a_moment_before_gets_it_back(tmp_path: Path) -> None:
+    [run] = nights(tmp_path, "one")
+    store = ArtifactStore(tmp_path)
+    trained = store.lookup("train_policy", run.stages["train_policy"].key)
+    assert trained is not None
+    asked: list[bool] = []
+
+    def is_used(artifact: object) -> bool:
+        asked.append(Path(trained.path).exists())
+        return True
+
+    assert not store.remove(trained, is_used)
+    assert asked == [False]  # out of everybody's sight by then
+    assert store.lookup("train_policy", trained.key) == trained
+
+
+def test_what_was_replaced_goes_with_its_last_user(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    old = record_run(config, Outcome(weights="old"))
+    record_run(config, Outcome(weights="new"), ("train_policy",), "train-policy", ("train_policy",))
+    record_run(config, Outcome(weights="new", after="rrww"))
+    aside = f"{old.stages['train_policy'].key[:16]}.{old.stages['train_policy'].digest[:16]}"
+    assert aside in artifacts(tmp_path)
+    assert collect(tmp_path, keep_runs=2) == []
+    assert aside in names(collect(tmp_path))
+    current = ArtifactStore(tmp_path).lookup("train_policy", old.stages["train_policy"].key)
+    assert current is not None
+    assert (Path(current.path) / "weights").read_text() == "new"
+
+
+def test_hard_links_free_nothing(tmp_path: Path) -> None:
+    run = record_run(small_config(tmp_path), labels=("prepare_data", "fetch_model"), flow="fetch-model")
+    record_run(small_config(tmp_path, "run.seed=5"))
+    make_old(run)
+    artifact = Path(run.stages["fetch_model"].artifact)
+    os.link(artifact / "weights", tmp_path / "the user's own")
+    [item] = [item for item in collect(tmp_path, is_dry_run=True) if item.stage == "fetch_model"]
+    assert item.frees_bytes == (artifact / "manifest.json").stat().st_size
+
+
+def test_what_was_moved_aside_goes_on_demand(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    key = StageKey("probe", {}, {}, "c", {})
+    made, _ = store.produce(key, lambda folder: {"n": (folder / "content").write_text("text")})
+    (Path(made.path) / "content").write_text("damaged")
+    assert store.lookup("probe", key.key) is None
+    (tmp_path / ".removed" / "half").mkdir(parents=True)  # of a collection that was killed
+    (tmp_path / ".locks" / "run-1.lock").touch()  # of a run that was
+    assert collect(tmp_path) == []
+    assert not (tmp_path / ".removed" / "half").exists()
+    assert not (tmp_path / ".locks" / "run-1.lock").exists()
+    [item] = collect(tmp_path, has_damaged=True)
+    assert (item.stage, item.path.exists()) == ("damaged", False)
+
+
+def test_a_record_that_cannot_be_read_stops_it(tmp_path: Path) -> None:
+    [run] = nights(tmp_path, "one")
+    (run.folder / "run.json").write_text("{}")
+    with pytest.raises(StoreError, match=r"run\.json is not the record of a run"):
+        collect(tmp_path)
+    with pytest.raises(StoreError, match=r"there is no store .*none; name it with --store"):
+        collect(tmp_path / "none")
+
+
+def test_two_collections_do_not_meet(tmp_path: Path) -> None:
+    nights(tmp_path, "one")
+    with held(tmp_path / ".locks" / "gc.lock"), pytest.raises(StoreError, match="another dapo gc goes on"):
+        collect(tmp_path)
+
+
+def test_the_command_says_what_it_frees(tmp_path: Path) -> None:
+    first, _ = nights(tmp_path, "one", "two")
+    for path in tmp_path.glob("*/*/manifest.json"):
+        os.utime(path, (0, 0))
+    command = ["gc", "--keep-runs", "1", "--store", str(tmp_path)]
+    planned = CliRunner().invoke(app, [*command, "--dry-run"], catch_exceptions=False).stdout
+    total = sum(item.frees_bytes for item in collect_garbage(tmp_path, 1, is_dry_run=True))
+    assert f"3 folders would go, {total:,} bytes in all" in planned
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in planned.splitlines() if "│" in line]
+    assert {row[0] for row in rows} == own_of(first)
+    assert {(row[3], row[4]) for row in rows} == {(first.folder.name, "would go")}
+    done = CliRunner().invoke(app, command, catch_exceptions=False).stdout
+    assert f"3 folders removed, {total:,} bytes in all" in done
+    assert artifacts(tmp_path).isdisjoint(own_of(first))

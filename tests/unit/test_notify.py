@@ -1,0 +1,172 @@
+"""The webhook: what a real HTTP server is sent, and that nothing it does fails a run or tells its address."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefect.states import Cancelling, Crashed, Failed
+
+from dapo_core.config import WebhookConfig, load_config
+from dapo_core.errors import ConfigError
+from flows.dapo_full import dapo_full
+from flows.notify import send, tell_failure, tell_report
+from tasks.run import Run
+from tests.webhooks import Receiver, started_receiver
+
+CONFIG = "configs/arith_cpu.yaml"
+REPORT = {
+    "verdict": "It got better",
+    "before": {"accuracy": 0.25},
+    "after": {"accuracy": 0.5},
+    "difference": 0.25,
+    "ci95": [0.1, 0.4],
+    "p": 0.004,
+    "n": 40,
+    "flips": {"gained": []},
+}
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with started_receiver() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+def test_a_finished_report_is_told_in_figures(receiver: Receiver, tmp_path: Path) -> None:
+    config = load_config(CONFIG, (f"store.path={tmp_path}", f"flow.webhook.url={receiver.url()}"))
+    run = Run.start(config)
+    tell_report(run, REPORT)
+    assert receiver.received == [
+        (
+            "/hook",
+            {
+                "event": "report",
+                "text": "arith_cpu: It got better (+25.0 points)",
+                "recipe": "arith_cpu",
+                "run": run.folder.name,
+                "verdict": "It got better",
+                "before": 0.25,
+                "after": 0.5,
+                "difference": 0.25,
+                "ci95": [0.1, 0.4],
+                "p": 0.004,
+                "n": 40,
+                "report": str(run.folder / "report" / "report.html"),
+                "flow_run": {"name": None, "url": None},
+            },
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "reason"),
+    [
+        (Failed(message="ServeError: refused"), "failed", "ServeError: refused"),
+        (Crashed(message="exit status 137"), "crashed", "exit status 137"),
+        (Cancelling(), "cancelled", ""),
+        (Failed(name="TimedOut", message="x" * 5000), "failed", "x" * 1000),
+    ],
+)
+def test_a_run_that_did_not_end_well_is_told_with_its_reason(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: Any, event: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a worker need not run in the project's folder
+    overrides = [f"flow.webhook.url={receiver.url()}", "run.name=mine"]
+    flow_run = SimpleNamespace(
+        id="7bfb7b22", name="sly-fox", parameters={"config": CONFIG, "overrides": overrides}
+    )
+    monkeypatch.setattr("flows.notify.url_for", lambda kind, identity: f"http://prefect/{kind}/{identity}")
+    tell_failure(dapo_full, flow_run, state)
+    [(_, payload)] = receiver.received
+    assert payload == {
+        "event": event,
+        "text": f"mine: dapo-full {event}: {reason}",
+        "recipe": "mine",
+        "state": state.name,
+        "reason": reason,
+        "flow": "dapo-full",
+        "flow_run": {"name": "sly-fox", "url": "http://prefect/flow-run/7bfb7b22"},
+    }
+
+
+def test_every_way_to_end_badly_calls_the_hook() -> None:
+    for hooks in (dapo_full.on_failure_hooks, dapo_full.on_crashed_hooks, dapo_full.on_cancellation_hooks):
+        assert hooks == [tell_failure]
+
+
+def test_a_recipe_that_cannot_be_read_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    flow_run = SimpleNamespace(name="sly-fox", parameters={"config": "no/such.yaml", "overrides": None})
+    tell_failure(dapo_full, flow_run, Failed())
+    assert "nobody is told that sly-fox ended as Failed" in caplog.text
+
+
+def test_the_address_comes_from_the_environment_of_the_call(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    webhook = WebhookConfig(url="$DAPO_TEST_HOOK")
+    monkeypatch.delenv("DAPO_TEST_HOOK", raising=False)
+    assert not send(webhook, {"event": "report"})
+    assert "flow.webhook.url=$DAPO_TEST_HOOK is not set" in caplog.text
+    monkeypatch.setenv("DAPO_TEST_HOOK", receiver.url("/secret?token=hidden"))
+    assert send(webhook, {"event": "report"})
+    assert receiver.received == [("/secret?token=hidden", {"event": "report"})]
+    assert "told the webhook at 127.0.0.1 of this report" in caplog.text
+    assert "secret" not in caplog.text
+    assert "hidden" not in caplog.text
+
+
+def test_a_server_that_refuses_is_a_warning(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
+    receiver.status = 500
+    assert not send(WebhookConfig(url=receiver.url("/secret")), {"event": "report"})
+    assert "the webhook at 127.0.0.1 answered HTTP 500" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_a_server_that_is_slow_is_left_in_time(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
+    receiver.delay_seconds = 5.0
+    started = time.monotonic()
+    assert not send(WebhookConfig(url=receiver.url("/secret"), timeout_seconds=0.3), {"event": "report"})
+    assert time.monotonic() - started < 3.0
+    assert "did not answer (ReadTimeout)" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_nobody_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as probe:  # bound and not listening: refused
+        probe.bind(("127.0.0.1", 0))
+        assert not send(
+            WebhookConfig(url=f"http://127.0.0.1:{probe.getsockname()[1]}/secret"), {"event": "report"}
+        )
+    assert "the webhook at 127.0.0.1 did not answer (ConnectError)" in caplog.text
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "address", ["hooks.example/secret", "ftp://h/secret", "http://[secret/", "http://h:secret/"]
+)
+def test_an_environment_with_something_else_is_a_warning(
+    address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DAPO_TEST_HOOK", address)
+    assert not send(WebhookConfig(url="$DAPO_TEST_HOOK"), {"event": "report"})
+    assert "$DAPO_TEST_HOOK is no http or https address" in caplog.text
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("url", ["hooks.example/x", "ftp://hooks.example", "http://", "$", "$A B", "http://[x/"])
+def test_a_configuration_takes_addresses_and_variables_only(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"flow\.webhook\.url is no http or https address, nor \$NAME"):
+        load_config(CONFIG, (f"flow.webhook.url='{url}'",))
+    assert load_config(CONFIG, ("flow.webhook.url=$DAPO_TEST_HOOK",)).flow.webhook.url == "$DAPO_TEST_HOOK"

@@ -1,0 +1,171 @@
+"""What a plan says a run would do, and why, beside what earlier runs of the same recipe did."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from tasks.artifacts import ArtifactStore
+from tasks.artifacts.code import PROJECT_ROOT
+from tasks.plan import PlannedStage, plan_chain
+from tasks.run import Run
+from tasks.stages import LINKS
+from tests.recorded_runs import SMALL, Outcome, record_run, small_config
+
+LABELS = tuple(LINKS)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run of the whole chain, for tests that leave it as it is."""
+    return record_run(small_config(tmp_path_factory.mktemp("plan") / "store"))
+
+
+def copied(recorded: Run, folder: Path) -> Path:
+    """A store of our own with that run."""
+    return Path(shutil.copytree(recorded.store.root, folder / "store", symlinks=True))
+
+
+def planned(store: Path, *overrides: str) -> dict[str, PlannedStage]:
+    return {stage.label: stage for stage in plan_chain(small_config(store, *overrides))}
+
+
+def states(plan: Mapping[str, PlannedStage]) -> list[str]:
+    return [stage.state for stage in plan.values()]
+
+
+def test_a_second_run_takes_all_from_the_store(recorded: Run) -> None:
+    plan = planned(recorded.store.root)
+    assert states(plan) == ["cached"] * 6
+    assert all(stage.why() == "" and stage.seconds is not None for stage in plan.values())
+
+
+def test_a_changed_key_is_named_with_its_values(recorded: Run) -> None:
+    plan = planned(recorded.store.root, "algorithm.clip_ratio_high=0.3", "merge.dtype=bfloat16")
+    assert states(plan) == ["cached", "cached", "cached", "stale", "stale", "stale"]
+    assert [stage.why() for stage in plan.values()][3:] == [
+        "algorithm.clip_ratio_high 0.28 -> 0.3",
+        "waits for train_policy; merge.dtype keep -> bfloat16",
+        "waits for merge_checkpoint",
+    ]
+    assert [stage.waits_for for stage in plan.values()][3:] == [None, "train_policy", "merge_checkpoint"]
+
+
+def test_further_changes_are_counted_and_shown_on_demand(recorded: Run) -> None:
+    changes = ("algorithm.clip_ratio_low=0.1", "algorithm.clip_ratio_high=0.3", "train.total_steps=61")
+    stage = planned(recorded.store.root, *changes)["train_policy"]
+    assert stage.why() == "algorithm.clip_ratio_low 0.2 -> 0.1 +2 more"
+    assert stage.why(None) == (
+        "algorithm.clip_ratio_low 0.2 -> 0.1; algorithm.clip_ratio_high 0.28 -> 0.3; train.total_steps 60 -> 61"
+    )
+
+
+def test_an_input_that_changed_is_named(recorded: Run) -> None:
+    plan = planned(recorded.store.root, "data.arithmetic.num_train=33")
+    assert plan["prepare_data"].why() == "data.arithmetic.num_train 32 -> 33"
+    assert plan["evaluate_before"].why() == "waits for fetch_model"
+    assert plan["evaluate_after"].state == "stale"
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "said"),
+    [
+        ("versions", {"torch": "0.1"}, "torch 0.1 -> "),
+        ("code_digest", "0" * 64, "its code changed"),
+        ("inputs", {"model": "0" * 64}, "input model changed"),
+        ("inputs", {"former": "0" * 64}, "input former is no longer used"),
+        ("config", {"train": {}}, "train.total_steps (unset) -> 60"),
+    ],
+)
+def test_what_is_no_key_is_named_too(recorded: Run, tmp_path: Path, part: str, value: Any, said: str) -> None:
+    """As if an earlier version had built it: under another key, with other parts in its manifest."""
+    store = copied(recorded, tmp_path)
+    [manifest] = (store / "train_policy").glob("*/manifest.json")
+    content = json.loads(manifest.read_text())
+    content["key"] = "f" * 64
+    content[part] = {**content[part], **value} if isinstance(value, dict) else value
+    if part == "config":
+        del content["config"]["train"]
+    manifest.write_text(json.dumps(content))
+    manifest.parent.rename(store / "train_policy" / ("f" * 16))
+    [record] = (store / "runs").glob("*/run.json")
+    text = record.read_text().replace(recorded.stages["train_policy"].key, "f" * 64)
+    record.write_text(text.replace(manifest.parent.name, "f" * 16))
+    stage = planned(store)["train_policy"]
+    assert stage.state == "stale"
+    assert said in stage.why(None)
+    assert len(stage.changes) == 1 or part == "config"
+
+
+def test_an_artifact_that_is_gone_is_said_to_be(recorded: Run, tmp_path: Path) -> None:
+    store = copied(recorded, tmp_path)
+    shutil.rmtree(store / "train_policy")
+    plan = planned(store)
+    assert (plan["train_policy"].state, plan["train_policy"].why()) == ("runs", "its artifact is gone")
+    assert plan["merge_checkpoint"].state == "stale"
+
+
+def test_what_was_never_built_runs(recorded: Run, tmp_path: Path) -> None:
+    assert {stage.why() for stage in planned(tmp_path / "none").values()} >= {"never built"}
+    assert states(planned(tmp_path / "none")) == ["runs"] * 6
+    # Runs of another name say nothing about this one.
+    plan = planned(recorded.store.root, "run.name=other", "train.total_steps=61")
+    assert (plan["train_policy"].state, plan["train_policy"].why()) == ("runs", "never built")
+    assert (plan["merge_checkpoint"].state, plan["merge_checkpoint"].why()) == ("runs", "waits for train_policy")
+
+
+def test_an_unfinished_attempt_resumes(recorded: Run, tmp_path: Path) -> None:
+    store = copied(recorded, tmp_path)
+    stage = planned(store, "train.total_steps=61")["train_policy"]
+    assert stage.key is not None
+    ArtifactStore(store).working_directory("train_policy", stage.key).mkdir(parents=True)
+    stage = planned(store, "train.total_steps=61")["train_policy"]
+    assert stage.state == "resumes"
+    assert stage.why() == "an attempt was not finished; train.total_steps 60 -> 61"
+
+
+def test_after_a_forced_training_what_follows_is_stale(recorded: Run, tmp_path: Path) -> None:
+    config = small_config(copied(recorded, tmp_path))
+    again = record_run(config, Outcome(weights="other"), ("train_policy",), "train-policy", ("train_policy",))
+    assert not again.stages["train_policy"].cached
+    plan = planned(again.store.root)
+    assert states(plan) == ["cached", "cached", "cached", "cached", "stale", "stale"]
+    assert plan["merge_checkpoint"].why() == "input training changed"
+    assert plan["evaluate_after"].why() == "waits for merge_checkpoint"
+    # The same bytes again change nothing.
+    config = small_config(copied(recorded, tmp_path / "same"))
+    record_run(config, None, ("train_policy",), "train-policy", ("train_policy",))
+    assert states(planned(Path(config.store.path))) == ["cached"] * 6
+
+
+def test_the_command_prints_a_table_all_changes_or_json(recorded: Run) -> None:
+    overrides = (
+        *SMALL,
+        f"store.path={recorded.store.root}",
+        "train.total_steps=61",
+        "run.seed=0",
+        "train.weight_decay=0.1",
+    )
+    words = [word for override in overrides for word in ("--set", override)]
+    command = ["plan", str(PROJECT_ROOT / "configs" / "arith_cpu.yaml"), *words]
+
+    def plan(*options: str) -> str:
+        done = CliRunner().invoke(app, [*command, *options], catch_exceptions=False)
+        assert done.exit_code == 0
+        return done.stdout
+
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in plan().splitlines() if "│" in line]
+    assert [row[0] for row in rows] == list(LABELS)
+    assert rows[3][1:3] == ["stale", "train.total_steps 60 -> 61 +1 more"]
+    assert rows[4][1:4] == ["stale", "waits for train_policy", "after train_policy"]
+    assert "train.total_steps 60 -> 61; train.weight_decay 0.0 -> 0.1" in plan("--all")
+    told = json.loads(plan("--json"))
+    assert [stage["label"] for stage in told] == list(LABELS)
+    assert told[3]["changes"] == ["train.total_steps 60 -> 61", "train.weight_decay 0.0 -> 0.1"]

@@ -1,0 +1,128 @@
+"""Which errors are tried again, when, and what a failed attempt is said to be."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from prefect.states import Failed
+
+from dapo_core.errors import (
+    CheckpointError,
+    ChildProcessFailed,
+    DataError,
+    NotEnoughSignal,
+    RolloutError,
+    ServeError,
+    ServerDied,
+    StageTimedOut,
+    StoreError,
+    WorkerDied,
+)
+from eval.errors import EvaluationError
+from tasks.evaluate_model import evaluate_model
+from tasks.fetch_model import fetch_model
+from tasks.merge_checkpoint import merge_checkpoint
+from tasks.prepare_data import prepare_data
+from tasks.retries import draw_delays, is_lasting, may_succeed_next_time, shortened
+from tasks.train_policy import train_policy
+from tasks.write_report import write_report
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        httpx.ConnectTimeout("slow"),
+        ConnectionResetError("lost"),
+        OSError(5, "input/output error of a network file system"),
+        WorkerDied("rank 1"),
+        RolloutError("engine lost"),
+        EvaluationError("requests failed"),
+        ServerDied("killed"),
+        MemoryError(),
+    ],
+)
+def test_what_can_pass_is_tried_again(error: Exception) -> None:
+    assert not is_lasting(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointError("damaged"),
+        DataError("no rows"),
+        NotEnoughSignal("few groups"),
+        ServeError("refused argument"),
+        StoreError("disk full"),
+        StageTimedOut("48 h"),
+        FileNotFoundError(2, "no such file"),
+        TypeError("a mistake of ours"),
+    ],
+)
+def test_what_stays_is_not(error: Exception) -> None:
+    assert is_lasting(error)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "lasting"),
+    [
+        (1, False),
+        (-9, False),
+        (-6, False),
+        (None, False),
+        (2, True),
+        (143, True),
+        (130, True),
+        (-15, True),
+        (-2, True),
+    ],
+)
+def test_a_child_that_was_asked_to_stop_is_not_started_again(exit_code: int | None, lasting: bool) -> None:
+    error = ChildProcessFailed("train ended")
+    error.exit_code = exit_code
+    assert is_lasting(error) is lasting
+
+
+def test_delays_double_and_differ_by_chance() -> None:
+    draws = [draw_delays() for _ in range(200)]
+    for number, middle in enumerate((10, 20, 40)):
+        delays = [draw[number] for draw in draws]
+        assert 0.7 * middle <= min(delays) < 0.9 * middle < 1.1 * middle < max(delays) <= 1.3 * middle
+
+
+def test_every_task_is_declared_alike() -> None:
+    for task in (prepare_data, fetch_model, evaluate_model, train_policy, merge_checkpoint, write_report):
+        assert task.retry_condition_fn is may_succeed_next_time
+        assert (task.retries, len(task.retry_delay_seconds)) == (3, 3)
+
+
+def test_the_log_says_why_and_when_the_next_attempt_begins(caplog: pytest.LogCaptureFixture) -> None:
+    run = SimpleNamespace(name="train-policy-0", run_count=2)
+    assert not may_succeed_next_time(train_policy, run, Failed(data=NotEnoughSignal("few groups")))
+    assert caplog.text == ""
+    assert may_succeed_next_time(train_policy, run, Failed(data=RolloutError("engine lost")))
+    delay = train_policy.retry_delay_seconds[1]
+    said = (
+        f"train-policy-0: attempt 2 of 4 failed, the next one begins in {delay:.1f} s: RolloutError: engine lost"
+    )
+    assert said in caplog.text
+
+
+def test_a_short_error_keeps_the_last_line_of_the_child_and_its_exit_code() -> None:
+    error = ChildProcessFailed(
+        "train ended with exit code 1. Its last lines, from t.log:\n  | step 3\n  | OSError: no"
+    )
+    error.exit_code, error.summary = 1, "train ended with exit code 1; its log is t.log"
+    short = pickle.loads(pickle.dumps(shortened(error)))
+    assert str(short) == "train ended with exit code 1; its log is t.log: OSError: no"
+    assert (type(short), short.exit_code) == (ChildProcessFailed, 1)
+    assert "step 3" in str(error)
+
+
+def test_a_short_error_of_a_server_has_no_lines() -> None:
+    error = ServerDied("vllm serve was killed by SIGKILL. Its last lines, from s.log:\n  | a\nIt answered before")
+    error.summary = "vllm serve was killed by SIGKILL; its log is s.log\nIt answered before"
+    assert str(shortened(error)) == error.summary
+    assert not is_lasting(shortened(error))

@@ -1,0 +1,59 @@
+"""What `dapo up` remembers of a database, and whom it lets start a service."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from dapo_core.errors import ConfigError, ServeError
+from flows.services import WORKER, Services, api_url
+from flows.start_services import without_password
+
+
+@pytest.mark.parametrize(
+    ("url", "remembered", "had_password"),
+    [
+        ("sqlite", "", False),
+        ("postgresql+asyncpg://me@host/db", "postgresql+asyncpg://me@host/db", False),
+        ("postgresql+asyncpg://me:p%40ss@host:5433/db", "postgresql+asyncpg://me@host:5433/db", True),
+        (
+            "postgresql+asyncpg://me@/db?password=x&host=/run/pg",
+            "postgresql+asyncpg://me@/db?host=%2Frun%2Fpg",
+            True,
+        ),
+    ],
+)
+def test_a_database_is_remembered_without_its_password(url: str, remembered: str, had_password: bool) -> None:
+    assert without_password(url) == (remembered, had_password)
+
+
+@pytest.mark.parametrize("url", ["postgresql://me:secret@host/db", "my:secret database"])
+def test_a_database_that_prefect_cannot_use_is_refused_without_repeating_it(url: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        without_password(url)
+    assert "secret" not in str(refusal.value)
+
+
+def test_a_service_that_is_not_remembered_still_keeps_a_second_one_out(tmp_path: Path) -> None:
+    """As when another machine that shares the store started it."""
+    services = Services(tmp_path)
+    with services.changing() as state:
+        daemon = services.start(state, WORKER, [sys.executable, "-c", "import time; time.sleep(600)"], {})
+        services.write(type(state)())
+        try:
+            assert api_url(tmp_path) is None
+            with pytest.raises(ServeError, match=r"worker\.lock"):
+                services.start(services.read(), WORKER, ["true"], {})
+        finally:
+            assert daemon.stop(10)
+            os.waitpid(daemon.pid, 0)
+        again = services.start(state, WORKER, ["true"], {})
+    assert os.waitpid(again.pid, 0) == (again.pid, 0)
+
+
+def test_two_commands_do_not_change_services_at_once(tmp_path: Path) -> None:
+    with Services(tmp_path).changing(), pytest.raises(ServeError, match="at work"), Services(tmp_path).changing():
+        pass

@@ -1,0 +1,138 @@
+"""Signals as a request to stop: what they raise and when, what is said, and whose handlers stay."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dapo_core.cluster.start import _signals_are_ours
+from dapo_core.stopping import ECHO_SECONDS, StopRequest, StopRequested
+from tests.sources import Clock
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """Whatever a test does to them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(10)
+    return caplog.messages
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_may_be_interrupted_is_so_at_once_and_handlers_come_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        assert (stop.signal, stop.is_urgent) == (number, False)
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(("step", "then"), [(7, "a last checkpoint after step 8, then the end"), (0, "step 1,")])
+def test_a_request_during_the_work_of_a_step_waits_for_its_end(
+    caplog: pytest.LogCaptureFixture, step: int, then: str
+) -> None:
+    with StopRequest() as stop, stop.deferred():
+        with stop.interruptible(step):
+            stop.check()
+        signal.raise_signal(signal.SIGTERM)
+        entered = False
+        with pytest.raises(StopRequested), stop.interruptible(step + 1):
+            entered = True
+    assert not entered
+    (message,) = _messages(caplog)
+    assert message.startswith("told to stop by SIGTERM: ")
+    assert then in message
+
+
+@pytest.mark.parametrize(
+    ("step", "then"), [(7, "a last checkpoint after step 7, then the end"), (0, "nothing to save as no step")]
+)
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_request_while_groups_are_waited_for_ends_that(
+    caplog: pytest.LogCaptureFixture, step: int, then: str, looks: bool
+) -> None:
+    """At the next look, or, when they came meanwhile, before anything is learned from them."""
+    with StopRequest() as stop, stop.deferred():
+
+        def wait() -> None:
+            with stop.interruptible(step):
+                signal.raise_signal(signal.SIGINT)
+                if looks:
+                    stop.check()
+                    pytest.fail("went on waiting")
+
+        with pytest.raises(StopRequested):
+            wait()
+    (message,) = _messages(caplog)
+    assert then in message
+
+
+def test_a_second_signal_ends_at_once_unless_it_is_the_first_one_s_echo() -> None:
+    clock = Clock()
+    with StopRequest(clock) as stop, stop.deferred():
+        signal.raise_signal(signal.SIGINT)
+        clock.now += 0.9 * ECHO_SECONDS
+        signal.raise_signal(signal.SIGTERM)
+        assert (stop.signal, stop.is_urgent) == (signal.SIGINT, False)
+        clock.now += 0.2 * ECHO_SECONDS
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert (stop.signal, stop.is_urgent) == (signal.SIGINT, True)
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal is None
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_another_thread_listens_to_nothing() -> None:
+    """Where Python would refuse to set a handler."""
+    seen: list[object] = []
+
+    def listen() -> None:
+        with StopRequest() as stop, stop.deferred(), stop.interruptible(1):
+            seen.extend([stop.signal, signal.getsignal(signal.SIGTERM)])
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join(10)
+    assert seen == [None, before]
+
+
+def test_a_signal_while_ray_starts_is_ours_and_so_is_the_handler_afterwards() -> None:
+    """Ray puts a handler of its own in place, which ends the process; the request must not become that."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def start(is_signalled: bool) -> None:
+        with _signals_are_ours():
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+            if is_signalled:
+                signal.raise_signal(signal.SIGTERM)
+
+    with StopRequest() as stop:
+        ours = signal.getsignal(signal.SIGTERM)
+        start(is_signalled=False)
+        assert (stop.signal, signal.getsignal(signal.SIGTERM)) == (None, ours)
+        with pytest.raises(KeyboardInterrupt):
+            start(is_signalled=True)
+        assert (stop.signal, signal.getsignal(signal.SIGTERM)) == (signal.SIGTERM, ours)
+    assert signal.getsignal(signal.SIGTERM) is before
