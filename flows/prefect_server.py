@@ -11,10 +11,8 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import httpx
 
 from dapo_core.errors import ServeError
 from flows.services import SERVER, Services
@@ -32,22 +30,35 @@ SERVER_ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1
 def provide_prefect_api(store: Path) -> Callable[[], None]:
     """Set PREFECT_API_URL where no setting names a server; returns what waits until that answers.
 
-    Call it before flows are imported: our server starts meanwhile. It ends when this process does, in any way.
+    Call it before Prefect and flows are imported: our server starts meanwhile. It ends when this process does, in
+    any way.
     """
-    from prefect.context import refresh_global_settings_context
-    from prefect.settings import get_current_settings
-
-    if get_current_settings().api.url:
+    if os.environ.get("PREFECT_API_URL"):
         return lambda: None
     state = Services(store).read()
     daemon = state.running(SERVER)
-    url = state.api_url if daemon else f"http://{HOST}:{free_ports(HOST)[0]}/api"
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)  # before Prefect's own exit functions are, so after their last messages
+    is_running: Callable[[], bool]
+    tail: Callable[[], str]
+    if daemon:
+        url, is_running, tail = state.api_url, lambda: daemon.is_running, daemon.tail
+    else:
+        port = free_ports(HOST)[0]
+        url = f"http://{HOST}:{port}/api"
+        server = stack.enter_context(_private_server(url, port))
+        is_running, tail = lambda: server.poll() is None, lambda: _tail(server)
+    from prefect.context import refresh_global_settings_context
+    from prefect.settings import get_current_settings, temporary_settings
+
+    if get_current_settings().api.url:  # by a profile or a file: known late, before ours has opened its database
+        stack.close()
+        return lambda: None
     os.environ["PREFECT_API_URL"] = url
     refresh_global_settings_context()
-    if daemon:
-        return lambda: wait_until_healthy(url, lambda: daemon.is_running, daemon.tail)
-    server = _start_server(httpx.URL(url).port)
-    return lambda: wait_until_healthy(url, lambda: server.poll() is None, lambda: _tail(server))
+    if not daemon:  # our server ends with the run: nobody could miss heartbeats, whose thread takes 1 s to join
+        stack.enter_context(temporary_settings({"flows.heartbeat_frequency": None}))
+    return lambda: wait_until_healthy(url, is_running, tail)
 
 
 def wait_until_healthy(
@@ -72,21 +83,26 @@ def wait_until_healthy(
 
 def is_healthy(api_url: str) -> bool:
     """Whether a Prefect server answers at the address."""
+    import httpx  # while our server starts
+
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(f"{api_url}/health", timeout=5.0, trust_env=False).is_success
     return False
 
 
-def _start_server(port: int | None) -> SupervisedProcess:
+@contextlib.contextmanager
+def _private_server(api_url: str, port: int) -> Iterator[SupervisedProcess]:
     log_path = Path(os.environ["PREFECT_HOME"]).expanduser() / "servers" / f"{os.getpid()}.log"
-    command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+    command = [sys.executable, "-m", "uvicorn", "--factory", "flows.prefect_app:create_app"]
     options = ["--host", HOST, "--port", str(port), "--log-level", "error", "--lifespan", "on"]
-    stack = contextlib.ExitStack()
-    atexit.register(stack.close)  # before Prefect's own exit functions are, so after their last messages
-    stack.callback(log_path.unlink, missing_ok=True)
-    return stack.enter_context(
-        background_command([*command, *options], log_path=log_path, label="Prefect", env=SERVER_ENVIRONMENT)
-    )
+    environment = {**SERVER_ENVIRONMENT, "PREFECT_API_URL": api_url}
+    try:
+        with background_command(
+            [*command, *options], log_path=log_path, label="Prefect", env=environment
+        ) as server:
+            yield server
+    finally:
+        log_path.unlink(missing_ok=True)
 
 
 def _tail(server: SupervisedProcess) -> str:

@@ -43,6 +43,8 @@ app.add_typer(config_app, name="config")
 def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     """Run the whole chain as the Prefect flow dapo-full and print the report."""
     wait_for_api = start_prefect(config, overrides)
+    import matplotlib.backends.backend_agg  # noqa: F401 - for the report, while the server starts
+
     from flows.dapo_full import dapo_full
 
     wait_for_api()
@@ -88,6 +90,7 @@ def start_prefect(config: Path, overrides: list[str] | None) -> Callable[[], Non
     from flows.console import print_chain
     from flows.prefect_settings import apply_prefect_settings
     from tasks.run import check_start
+    from tasks.stages import CHAIN
 
     settings = load_config(config, overrides or ())
     check_start(settings)
@@ -96,7 +99,14 @@ def start_prefect(config: Path, overrides: list[str] | None) -> Callable[[], Non
     logger.info("starting Prefect")
     from flows.prefect_server import provide_prefect_api
 
-    return provide_prefect_api(Path(settings.store.path))
+    wait_for_api = provide_prefect_api(Path(settings.store.path))
+
+    def wait() -> None:
+        for link in CHAIN:
+            link.stage.key(settings, {})  # parses the stages' code, which this process then need not do again
+        wait_for_api()
+
+    return wait
 
 
 def print_report(folder: Path) -> None:

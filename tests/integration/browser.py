@@ -9,6 +9,7 @@ import select
 import shutil
 import subprocess
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -88,10 +89,10 @@ class Browser:
             raise AssertionError(f"{method}: {answer['error']}")
         return answer["result"]
 
-    def open(self, page: Path) -> None:
-        """Load a file and wait until it has loaded."""
+    def open(self, page: Path | str) -> None:
+        """Load a file or an address and wait until it has loaded."""
         self._events.clear()
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page.resolve().as_uri() if isinstance(page, Path) else page)
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._keep(self._read())
 
@@ -101,6 +102,15 @@ class Browser:
         if "exceptionDetails" in answer:
             raise AssertionError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
+
+    def wait_for(self, condition: str) -> None:
+        """Return once a JavaScript expression is true, which a page that asks a server first makes it later."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self.evaluate(condition):
+            if time.monotonic() > deadline:
+                shown = self.evaluate("document.body.innerText")
+                raise AssertionError(f"not within {PATIENCE_SECONDS} s: {condition}; the page shows:\n{shown}")
+            time.sleep(0.2)
 
     def resize(self, width: int, height: int = 900, scheme: str = "light") -> None:
         """Show the page as a screen of this width would, in a `light` or `dark` scheme."""

@@ -1,0 +1,276 @@
+"""Operating the chain: deployments through server and worker, a power cut in the middle, Prefect's page, reruns.
+
+One scenario, whose steps are fixtures; the chain is real and small: training, merge, two servers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from tests.integration.browser import Browser
+from tests.operated import Site, describe
+
+STAGES = [
+    "prepare_data",
+    "fetch_model",
+    "evaluate_before",
+    "train_policy",
+    "merge_checkpoint",
+    "evaluate_after",
+]
+SLOW_EVALUATION = "evaluate.requests_per_second=1"  # changes no result, so no key
+LONGER_TRAINING = ("train.total_steps=6", "checkpoint.save_every=1")
+CHAIN_SECONDS = 500.0
+NUM_ITEMS = 24
+
+
+@dataclass(frozen=True)
+class PowerCut:
+    """What was there when every process ended at once."""
+
+    flow_runs: tuple[str, str]  # the chain, asking its first model; a longer training
+    answers: list[str]  # lines of results.jsonl
+    steps: list[str]  # lines of metrics.jsonl
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A flow run that completed, and what it left."""
+
+    flow_run: str
+    folder: Path
+    record: dict[str, Any]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return json.loads((self.folder / "report" / "report.json").read_text())
+
+    @property
+    def cached(self) -> dict[str, bool]:
+        return {label: stage["cached"] for label, stage in self.record["stages"].items()}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site = Site(tmp_path_factory.mktemp("site"))
+    try:
+        site.up()
+        yield site
+        site.down()
+    finally:
+        site.end_everything()
+
+
+@pytest.fixture(scope="module")
+def power_cut(site: Site) -> PowerCut:
+    """An evaluation with answers and a training with a checkpoint, and then SIGKILL of everything."""
+    chain = site.run_deployment("dapo-full", SLOW_EVALUATION)
+    site.wait_for("the model is built", lambda: [*site.store.glob("fetch_model/*")], CHAIN_SECONDS)
+    training = site.run_deployment("train-policy", *LONGER_TRAINING)
+
+    def pause(flow_run: str, is_far_enough: bool) -> bool:
+        """Stop the processes of a run that is far enough, so that it cannot finish before the other one is."""
+        process = site.flow_process(flow_run)
+        assert process is not None, site.run_state(flow_run)
+        if is_far_enough:
+            for each in [process, *process.children(recursive=True)]:
+                each.send_signal(signal.SIGSTOP)
+        return is_far_enough
+
+    def are_both_paused() -> bool:
+        if not paused[chain]:
+            paused[chain] = pause(chain, len(lines_in(site.store, ".work/evaluate_model-*/results.jsonl")) >= 5)
+        if not paused[training]:
+            has_checkpoint = bool([*site.store.glob(".work/train_policy-*/checkpoints/step_000002")])
+            paused[training] = pause(training, has_checkpoint)
+        return all(paused.values())
+
+    paused = {chain: False, training: False}
+    for flow_run in paused:
+        site.wait_for("the run's process is there", lambda flow_run=flow_run: site.flow_process(flow_run), 120)
+    site.wait_for("an evaluation and a training are under way", are_both_paused, CHAIN_SECONDS)
+    assert len(site.end_everything()) > 10
+    answers = lines_in(site.store, ".work/evaluate_model-*/results.jsonl")
+    steps = lines_in(site.store, ".work/train_policy-*/metrics.jsonl")
+    assert 5 <= len(answers) < NUM_ITEMS
+    site.up()
+    return PowerCut((chain, training), answers, steps)
+
+
+@pytest.fixture(scope="module")
+def training(site: Site, power_cut: PowerCut) -> Finished:
+    """The longer training again, by its stage's deployment."""
+    return completed(site, site.run_deployment("train-policy", *LONGER_TRAINING))
+
+
+@pytest.fixture(scope="module")
+def chain(site: Site, power_cut: PowerCut, training: Finished) -> Finished:
+    """The whole chain again, by its deployment."""
+    return completed(site, site.run_deployment("dapo-full"))
+
+
+def completed(site: Site, flow_run: str) -> Finished:
+    state = site.wait_until_final(flow_run, CHAIN_SECONDS)
+    assert state["type"] == "COMPLETED", (state, site.log_messages(flow_run)[-30:])
+    folder = max((site.store / "runs").iterdir())
+    return Finished(flow_run, folder, json.loads((folder / "run.json").read_text()))
+
+
+def lines_in(store: Path, pattern: str) -> list[str]:
+    return [line for path in store.glob(pattern) for line in path.read_text().splitlines(keepends=True)]
+
+
+def steps_of(lines: list[str]) -> list[int]:
+    return [json.loads(line)["step"] for line in lines]
+
+
+def test_after_a_power_cut_training_goes_on_from_its_checkpoint(power_cut: PowerCut, training: Finished) -> None:
+    steps = lines_in(training.folder, "train_policy/metrics.jsonl")
+    assert steps_of(steps) == [1, 2, 3, 4, 5, 6]
+    kept = [step for step in power_cut.steps if json.loads(step)["step"] <= 2]
+    assert steps[: len(kept)] == kept  # byte for byte: they were not done again
+    assert training.record["state"] == "completed"
+
+
+def test_the_stage_alone_takes_what_it_needs_from_the_store(training: Finished) -> None:
+    assert training.cached == {"prepare_data": True, "fetch_model": True, "train_policy": False}
+
+
+def test_after_a_power_cut_no_answered_item_is_asked_again(
+    site: Site, power_cut: PowerCut, chain: Finished
+) -> None:
+    answers = lines_in(chain.folder, "evaluate_before/results.jsonl")
+    assert len(answers) == NUM_ITEMS
+    assert set(power_cut.answers) <= set(answers)  # time stamps and all
+    assert chain.cached == {label: label in ("prepare_data", "fetch_model") for label in STAGES}
+
+
+def test_runs_that_died_with_the_machine_become_crashed(site: Site, power_cut: PowerCut, chain: Finished) -> None:
+    for flow_run in power_cut.flow_runs:
+        state = site.wait_until_final(flow_run, 120)
+        assert state["type"] == "CRASHED"
+        assert "No heartbeat" in state["message"]
+
+
+def test_the_report_has_what_machines_read(chain: Finished) -> None:
+    report = chain.report
+    for side in ("before", "after"):
+        assert report[side]["n"] == NUM_ITEMS
+        assert sum(level["n"] for level in report[side]["by_level"].values()) == NUM_ITEMS
+        for rate in ("accuracy", "no_answer_rate", "truncated_rate"):
+            assert 0 <= report[side][rate] <= 1
+    assert report["difference"] == pytest.approx(report["after"]["accuracy"] - report["before"]["accuracy"])
+    low, high = report["ci95"]
+    assert low <= report["difference"] <= high
+    flips = len(report["flips"]["lost"]), len(report["flips"]["gained"])
+    assert (report["mcnemar"]["b"], report["mcnemar"]["c"]) == flips
+    assert 0 < report["mcnemar"]["p"] <= 1
+    # without dynamic sampling every generated token is trained on
+    train = report["train"]
+    assert (train["steps"], train["tokens_trained"]) == (2, train["tokens_generated"])
+    assert train["tokens_trained"] >= 2 * 4 * 4  # steps x prompts x responses, each at least one token
+    assert list(report["stages"]) == STAGES == list(report["artifacts"])
+    assert {label: stage["cached"] for label, stage in report["stages"].items()} == chain.cached
+    assert all(Path(path).is_dir() for path in report["artifacts"].values())
+
+
+def test_the_run_folder_records_and_links_everything(chain: Finished) -> None:
+    record = chain.record
+    assert (record["name"], record["id"], list(record["stages"])) == ("arith_cpu", chain.folder.name, STAGES)
+    assert (record["state"], record["report"]["n"]) == ("completed", NUM_ITEMS)
+    for label, stage in record["stages"].items():
+        link = chain.folder / label
+        assert link.is_symlink()
+        assert str(link.resolve()) == stage["artifact"]
+        assert json.loads((link / "manifest.json").read_text())["key"] == stage["key"]
+    assert (chain.folder / "report" / "report.html").stat().st_size > 10_000
+    before = (chain.folder / "fetch_model" / "model.safetensors").read_bytes()
+    assert (chain.folder / "merge_checkpoint" / "model.safetensors").read_bytes() != before
+
+
+def test_the_page_of_the_flow_run_shows_what_happened(site: Site, chain: Finished) -> None:
+    page = f"{site.state().page_url}/runs/flow-run/{chain.flow_run}"
+    name = site.ask("GET", f"/flow_runs/{chain.flow_run}")["name"]
+    tasks = site.task_states(chain.flow_run)
+    with Browser() as browser:
+        browser.resize(1400)
+        for tab, words in {
+            "Logs": (name, "Completed", "dapo-full", "training step 2/2"),
+            "Task Runs": (*tasks, "Completed", "Cached"),
+            "Artifacts": ("before-after-report",),
+        }.items():
+            browser.open(f"{page}?{urlencode({'tab': tab})}")
+            for word in words:
+                browser.wait_for(f"document.body.innerText.includes({json.dumps(word)})")
+        assert all(url.startswith((site.state().page_url, "data:", "blob:")) for url in browser.requests)
+
+
+def test_a_second_run_is_all_cached(site: Site, chain: Finished) -> None:
+    again = completed(site, site.run_deployment("dapo-full"))
+    assert again.cached == dict.fromkeys(STAGES, True)
+    states = site.task_states(again.flow_run)
+    assert sorted(states.values()) == ["Cached"] * len(STAGES) + ["Completed"]  # the report is written each time
+    assert again.report["artifacts"] == chain.report["artifacts"]
+    assert again.report["after"] == chain.report["after"]
+
+
+def test_plan_finds_everything_cached(site: Site, chain: Finished) -> None:
+    done = site.dapo_chain("plan")
+    rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [(row[1].strip(), row[2].strip()) for row in rows] == [(label, "cached") for label in STAGES]
+    assert [row[4].strip() for row in rows] == [stage["key"][:16] for stage in chain.record["stages"].values()]
+
+
+def test_the_report_alone_is_written_again_from_the_store(site: Site, chain: Finished) -> None:
+    done = site.dapo_chain("stage", "compare")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = max((site.store / "runs").iterdir())
+    record = json.loads((run / "run.json").read_text())
+    assert (record["flow"], record["state"]) == ("compare", "completed")
+    assert record["report"] == chain.record["report"]
+    assert {stage["artifact"] for stage in record["stages"].values()} == set(chain.report["artifacts"].values())
+    assert f"Report with plots: {run / 'report' / 'report.html'}" in done.stdout.replace("\n", "")
+
+
+def test_an_error_that_a_retry_cannot_mend_is_told_once(site: Site, chain: Finished) -> None:
+    done = site.dapo_chain("run", changes=("data.max_prompt_tokens=1",))
+    said = done.stdout + done.stderr
+    assert done.returncode == 2, said
+    assert said.count("prompts are longer than data.max_prompt_tokens=1") == 1
+    assert done.stderr.startswith("ChildProcessFailed: train_policy ended with exit code 2; its log is ")
+    assert "the next one begins" not in said
+    assert "Traceback" not in said
+
+
+def test_without_services_only_a_damaged_model_is_made_again(site: Site, chain: Finished) -> None:
+    site.down()
+    shutil.rmtree(site.store / ".services")  # all that Prefect knows
+    weights = (chain.folder / "merge_checkpoint" / "model.safetensors").resolve()
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    done = site.dapo_chain("run")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    newest = max((site.store / "runs").iterdir())
+    stages = json.loads((newest / "run.json").read_text())["stages"]
+    # The same shards give the same bytes, so what depends on the model is still valid.
+    assert {label: stage["cached"] for label, stage in stages.items()} == {
+        label: label != "merge_checkpoint" for label in STAGES
+    }
+    assert weights.read_bytes() == good
+    [aside] = (site.store / ".damaged").glob("merge_checkpoint-*")
+    assert (aside / "model.safetensors").read_bytes() != good
+    lines = done.stdout.splitlines()
+    assert sum(f"{'merge_checkpoint':<16} built in " in line for line in lines) == 1
+    assert sum(" cached, built in " in line for line in lines) == len(STAGES) - 1
+    assert "is damaged: model.safetensors" in done.stdout
+    assert "Finished in state" not in done.stdout
+    assert describe(site.processes()) == []

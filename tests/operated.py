@@ -1,0 +1,203 @@
+"""A store with its services as `dapo up` starts them, and every process that comes from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from flows.services import SERVER, WORKER, Services, State
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = "configs/arith_cpu.yaml"
+MARK = "DAPO_TEST_SITE"  # each child inherits it, daemons in sessions of their own too
+API_SECONDS = 120.0  # SQLite on a busy machine: a writer may wait for another for 60
+FINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
+SMALL = (
+    "data.arithmetic.num_train=128",
+    "data.arithmetic.num_eval=24",
+    "model.recipe.num_steps=20",
+    "sampler.dynamic=false",
+    "sampler.gen_prompts=4",
+    "rollout.engine=hf",
+    "rollout.group_size=4",
+    "train.total_steps=2",
+    "train.train_prompts=4",
+    "train.mini_prompts=4",
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One store under a folder of a test; `overrides` are in each run of it."""
+
+    folder: Path
+    overrides: tuple[str, ...] = SMALL
+
+    @property
+    def store(self) -> Path:
+        """The artifact store."""
+        return self.folder / "store"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process of this site has beside ours; nothing that leads to another server."""
+        return {
+            MARK: str(self.folder),
+            "SPT_NOENV": "1",  # vLLM's and Ray's processes change their titles, but not over the environment
+            "PREFECT_HOME": str(self.folder / "prefect"),
+            "COLUMNS": "200",
+        }
+
+    def state(self) -> State:
+        """Pids and address of the services."""
+        return Services(self.store).read()
+
+    def changes(self, *more: str) -> list[str]:
+        """The overrides of a run."""
+        return [f"store.path={self.store}", *self.overrides, *more]
+
+    def dapo(self, *words: str, seconds: float = 400) -> subprocess.CompletedProcess[str]:
+        """`dapo WORDS`, run to its end in the project's folder."""
+        return self._run([sys.executable, "-m", "flows.cli", *words], seconds)
+
+    def dapo_chain(self, *words: str, changes: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        """`dapo WORDS` of the small recipe."""
+        overrides = [word for change in self.changes(*changes) for word in ("--set", change)]
+        return self.dapo(*words, CONFIG, *overrides)
+
+    def up(self) -> None:
+        """`dapo up`."""
+        done = self.dapo("up", "--store", str(self.store))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def down(self) -> None:
+        """`dapo down --cancel`, after which nothing of the site runs."""
+        done = self.dapo("down", "--cancel", "--store", str(self.store))
+        left = self.end_everything()
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert left == []
+
+    def run_deployment(self, name: str, *changes: str, **parameters: Any) -> str:
+        """`prefect deployment run NAME`; returns the flow run's id."""
+        parameters = {"config": CONFIG, "overrides": self.changes(*changes), **parameters}
+        words = [word for key, value in parameters.items() for word in ("--param", f"{key}={json.dumps(value)}")]
+        prefect = [sys.executable, "-m", "prefect", "deployment", "run", name]
+        done = self._run([*prefect, *words], 120, PREFECT_API_URL=self.state().api_url)
+        found = re.search(r"UUID: ([0-9a-f-]{36})", done.stdout)
+        assert found, done.stdout + done.stderr
+        return found[1]
+
+    def ask(self, method: str, path: str, **json: Any) -> Any:
+        """The answer of Prefect's REST interface, None when it has no content."""
+        with httpx.Client(base_url=self.state().api_url, timeout=API_SECONDS, trust_env=False) as client:
+            answer = client.request(method, path, json=json or None).raise_for_status()
+        return answer.json() if answer.content else None
+
+    def run_state(self, flow_run: str) -> dict[str, Any]:
+        """The state of a flow run: type, name, message."""
+        return self.ask("GET", f"/flow_runs/{flow_run}")["state"]
+
+    def wait_until_final(self, flow_run: str, seconds: float) -> dict[str, Any]:
+        """The state that a flow run ends in."""
+
+        def final_state() -> dict[str, Any] | None:
+            state = self.run_state(flow_run)
+            return state if state["type"] in FINAL else None
+
+        return self.wait_for(f"flow run {flow_run} ends", final_state, seconds)
+
+    def task_states(self, flow_run: str) -> dict[str, str]:
+        """The name of each task run's last state by the task run's name."""
+        asked = {"flow_runs": {"id": {"any_": [flow_run]}}}
+        return {task["name"]: task["state_name"] for task in self.ask("POST", "/task_runs/filter", **asked)}
+
+    def log_messages(self, flow_run: str) -> list[str]:
+        """What Prefect's page shows as the flow run's log, oldest first."""
+        asked = {"logs": {"flow_run_id": {"any_": [flow_run]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
+        messages: list[str] = []
+        while page := self.ask("POST", "/logs/filter", offset=len(messages), **asked):
+            messages += [entry["message"] for entry in page]
+        return messages
+
+    def wait_for(self, what: str, check: Callable[[], Any], seconds: float) -> Any:
+        """The first true answer of `check`; fails the test with what the services wrote last otherwise."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if answer := check():
+                return answer
+            time.sleep(0.2)
+        logs = [Services(self.store).log_path(name) for name in (SERVER, WORKER)]
+        tails = "\n".join(f"{log}:\n{log.read_text()[-4000:]}" for log in logs if log.exists())
+        pytest.fail(f"{what}: not within {seconds:.0f} s; still there: {describe(self.processes())}\n{tails}")
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Running processes of this site whose command line has all these words."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_ours = process.environ().get(MARK) == str(self.folder)
+                if is_ours and process.pid != os.getpid() and set(words) <= set(process.cmdline()):
+                    found.append(process)
+            except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+        return found
+
+    def flow_process(self, flow_run: str) -> psutil.Process | None:
+        """The process that executes a flow run."""
+        for process in self.processes():
+            try:
+                environment, command = process.environ(), process.cmdline()
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+            if environment.get("PREFECT__FLOW_RUN_ID") == flow_run and "prefect.engine" in command:
+                return process
+        return None
+
+    def end_everything(self) -> list[str]:
+        """SIGKILL every process at once, as a power cut would; returns the commands that ran."""
+        ended = []
+        while processes := self.processes():
+            ended += describe(processes)
+            for process in processes:
+                try:
+                    process.send_signal(signal.SIGKILL)
+                except psutil.NoSuchProcess:
+                    continue
+            psutil.wait_procs(processes, timeout=5)
+        return ended
+
+    def _run(self, command: list[str], seconds: float, **env: str) -> subprocess.CompletedProcess[str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**inherited, **self.environment, **env},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+
+
+def describe(processes: list[psutil.Process]) -> list[str]:
+    """Pids with the beginnings of their command lines."""
+    lines = []
+    for process in processes:
+        try:
+            lines.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return lines
