@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dapo_core.checkpoint import latest_checkpoint
 from dapo_core.metrics import METRICS_FILE, read_metrics
-from tasks import supervisor
-from tasks.command import dapo_command
-from tasks.process import SupervisedProcess, background_command, run_command
+from tasks.processes import supervisor
+from tasks.processes.child import SupervisedProcess, background_command, run_command
+from tasks.processes.dapo_command import dapo_command
 
 if TYPE_CHECKING:
     import torch

@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 import psutil
 
-from flows.services import Services
+from flows.services.daemons import Services
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "configs/arith_cpu.yaml"

@@ -16,7 +16,7 @@ QUIET_LOGGERS = (
     "prefect._internal",
     "APILogWorker",
     "EventsWorker",
-    "tasks.command.page",
+    "tasks.processes.dapo_command.page",
 )
 STAGE_WIDTH = 16
 
@@ -62,7 +62,7 @@ class StandardOutput(logging.StreamHandler[TextIO]):
 
 
 def _admit(record: logging.LogRecord) -> bool:
-    from tasks.run import current_stage
+    from tasks.runs.run import current_stage
 
     record.stage = f"{current_stage.get():<{STAGE_WIDTH}}"
     if record.name.startswith(QUIET_LOGGERS):

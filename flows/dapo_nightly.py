@@ -14,7 +14,7 @@ from dapo_core.config import load_config
 from dapo_core.errors import RunSkipped
 from flows.dapo_full import run_chain
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
-from tasks.run import Run
+from tasks.runs.run import Run
 from tasks.training_lock import check_free, hold, night_lock_path, training_lock_path
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from dapo_core.errors import ConfigError
 from eval.client import LOOPBACK
 from eval.report import REPORT_PAGE
 from eval.wording import points
-from tasks.run import Run
+from tasks.runs.run import Run
 from tasks.write_report import REPORT_FOLDER
 
 logger = logging.getLogger(__name__)

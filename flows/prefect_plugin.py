@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from prefect.plugins import SetupResult, register_hook
 
 from flows.prefect_settings import project_settings
-from flows.services import api_url
+from flows.services.daemons import api_url
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dapo_core.errors import ServeError
-from flows.services import SERVER, Services
-from tasks.process import SupervisedProcess, background_command
+from flows.services.daemons import SERVER, Services
+from tasks.processes.child import SupervisedProcess, background_command
 from tasks.serve_model import free_ports
 
 HOST = "127.0.0.1"

@@ -14,10 +14,10 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from dapo_core.config.derived import Derived
-    from tasks.collect_garbage import Unused
-    from tasks.differences import Difference
-    from tasks.history import RecordedRun
-    from tasks.plan import PlannedStage
+    from tasks.runs.collect_garbage import Unused
+    from tasks.runs.differences import Difference
+    from tasks.runs.history import RecordedRun
+    from tasks.runs.plan import PlannedStage
 
 SHORT_KEY = 16
 WIDTH = 200  # where no terminal says how wide it is
@@ -64,7 +64,7 @@ def print_run(
     run: RecordedRun, before: RecordedRun | None, changes: Sequence[Difference], report: Mapping[str, Any] | None
 ) -> None:
     """One run: how it ended, its stages and where their output is, its result, what its configuration changed."""
-    from tasks.history import artifact_of
+    from tasks.runs.history import artifact_of
 
     console = Console(width=_width(), highlight=False, soft_wrap=True)
     console.print(Text(f"Run {run.id} of {run.name}, {run.flow}: {run.state}"), style="bold")

@@ -23,7 +23,7 @@ from dapo_core.metrics import METRICS_FILE
 from eval.report import REPORT_MARKDOWN, REPORT_PAGE
 from tasks.artifacts import Artifact
 from tasks.poster import poster
-from tasks.run import Run
+from tasks.runs.run import Run
 from tasks.stages import LINKS
 
 UPDATE_SECONDS = 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tasks.artifacts import Artifact
 from tasks.dataset import build_dataset
-from tasks.run import Run
+from tasks.runs.run import Run
 from tasks.stage_task import stage_task
 from tasks.stages import PREPARE_DATA, prepare_data_inputs
 

@@ -17,9 +17,9 @@ from dapo_core.config import TimeLimitsConfig
 from dapo_core.errors import ChildProcessFailed, ServeError
 from tasks.artifacts import Artifact
 from tasks.page import show_stage
+from tasks.processes.time_limit import time_limit
 from tasks.retries import NUM_RETRIES, draw_delays, may_succeed_next_time, shortened
-from tasks.run import Run
-from tasks.time_limit import time_limit
+from tasks.runs.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ EVAL_STEM = "eval"
 _NOT_IN_CODE_DIGEST = (
     "dapo_core.config",
     "dapo_core.errors",
-    "tasks.process",
+    "tasks.processes",
     "tasks.serve_model.checks",
     "tasks.serve_model.failure",
     "tasks.serve_model.servers",

@@ -11,15 +11,15 @@ from prefect.runtime import task_run
 
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from tasks.artifacts import Artifact
-from tasks.cancellation import is_worker_restart
-from tasks.command import run_dapo
 from tasks.page import StageProgress
-from tasks.run import Run
+from tasks.processes.cancellation import is_worker_restart
+from tasks.processes.dapo_command import run_dapo
+from tasks.processes.watched_command import Outlive
+from tasks.runs.run import Run
 from tasks.stage_task import stage_task
 from tasks.stages import TRAIN_FILE, TRAIN_POLICY, eval_file, train_policy_inputs
 from tasks.training_limit import shown_as_training
 from tasks.training_lock import hold_for_training
-from tasks.watched_command import Outlive
 
 
 @stage_task(

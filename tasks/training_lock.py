@@ -23,8 +23,8 @@ from typing import BinaryIO
 from dapo_core.config import Config
 from dapo_core.errors import RunSkipped
 from tasks.artifacts import SHORT_KEY_LENGTH, StageKey
-from tasks.plan import plan_chain
-from tasks.run import Run
+from tasks.runs.plan import plan_chain
+from tasks.runs.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any
 from dapo_core.metrics import METRICS_FILE
 from eval.report import write_report as write_files
 from tasks.artifacts import Artifact
-from tasks.history import REPORT_FOLDER
 from tasks.page import show_report
-from tasks.run import Run
+from tasks.runs.history import REPORT_FOLDER
+from tasks.runs.run import Run
 from tasks.stage_task import retried_task
 
 

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from flows.services import SERVER, WORKER, Services, State
+from flows.services.daemons import SERVER, WORKER, Services, State
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "configs/arith_cpu.yaml"

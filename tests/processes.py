@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks import supervisor
+from tasks.processes import supervisor
 
 DEADLINE_SECONDS = 20.0
 

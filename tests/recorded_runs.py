@@ -18,8 +18,8 @@ from eval.training import read_training_metrics
 from tasks.artifacts import Artifact
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.dataset import build_dataset
-from tasks.history import REPORT_FOLDER
-from tasks.run import Run
+from tasks.runs.history import REPORT_FOLDER
+from tasks.runs.run import Run
 from tasks.stages import LINKS
 from tasks.write_report import headline
 from tests.evaluations import write_results

@@ -89,7 +89,7 @@ def start_prefect(config: Path, overrides: list[str] | None) -> Callable[[], Non
     from dapo_core.config import load_config
     from flows.console import print_chain
     from flows.prefect_settings import apply_prefect_settings
-    from tasks.run import check_start
+    from tasks.runs.run import check_start
     from tasks.stages import CHAIN
 
     settings = load_config(config, overrides or ())
@@ -132,8 +132,8 @@ def plan(
     """
     from dapo_core.config import load_config
     from flows.tables import print_json, print_plan
-    from tasks.plan import plan_chain
-    from tasks.run import check_inputs
+    from tasks.runs.plan import plan_chain
+    from tasks.runs.run import check_inputs
 
     settings = load_config(config, overrides or ())
     check_inputs(settings)

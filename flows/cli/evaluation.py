@@ -12,7 +12,7 @@ import typer
 from flows.cli.options import DEFAULT_STORE, SetOption, StoreOption
 
 if TYPE_CHECKING:
-    from tasks.history import RecordedRun
+    from tasks.runs.history import RecordedRun
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -124,7 +124,7 @@ def compare(
 
     Of a run its evaluation after training counts; of two runs it is also said how their configurations differ.
     """
-    from tasks.history import find_evaluation, find_run
+    from tasks.runs.history import find_evaluation, find_run
 
     given = sides or []
     if is_history:
@@ -149,7 +149,7 @@ def compare(
 
 def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:
     """Say which runs are compared, by their evaluation after training, and how their configurations differ."""
-    from tasks.history import changed_keys
+    from tasks.runs.history import changed_keys
 
     found = {side: run for side, run in runs.items() if run is not None}
     for side, run in found.items():

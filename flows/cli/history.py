@@ -28,7 +28,7 @@ def runs(
 ) -> None:
     """List the runs of a store, newest first: how they ended, what they took from the store, what they showed."""
     from flows.tables import print_json, print_runs
-    from tasks.history import describe_run, read_runs, short_ids
+    from tasks.runs.history import describe_run, read_runs, short_ids
 
     if context.invoked_subcommand is not None:
         return
@@ -45,7 +45,7 @@ def runs(
 def show(run: RunArgument, store: StoreOption = DEFAULT_STORE, is_json: JsonOption = False) -> None:
     """Show everything about one run: stages, outputs, result, and what its configuration changed."""
     from flows.tables import print_json, print_run
-    from tasks.history import changed_keys, describe_run, find_run, read_report, run_before
+    from tasks.runs.history import changed_keys, describe_run, find_run, read_report, run_before
 
     found = find_run(store, run)
     before = run_before(found)
@@ -79,7 +79,7 @@ def gc(
     too. What is being built, or is younger than an hour, stays.
     """
     from flows.tables import print_garbage
-    from tasks.collect_garbage import collect_garbage
+    from tasks.runs.collect_garbage import collect_garbage
 
     found = collect_garbage(store, keep_runs, has_damaged=has_damaged, is_dry_run=is_dry_run)
     print_garbage(found, is_dry_run)
@@ -93,8 +93,8 @@ def export(
 ) -> None:
     """Copy a run's merged model, report, manifests and configuration into one folder, with a model card."""
     from flows.progress import bytes_progress
-    from tasks.export_run import export_run
-    from tasks.history import find_run
+    from tasks.runs.export_run import export_run
+    from tasks.runs.history import find_run
 
     found = find_run(store, run)
     with bytes_progress("export") as on_progress:

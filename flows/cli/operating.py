@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.services import DEFAULT_STORE, SERVER, WORKER, Services
+from flows.services.daemons import DEFAULT_STORE, SERVER, WORKER, Services
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flows.services import State
+    from flows.services.daemons import State
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -44,7 +44,7 @@ def up(
 
     Type it in the project directory, where prefect.yaml is. What runs already stays as it is.
     """
-    from flows.start_services import Wishes, bring_up
+    from flows.services.daemons.start import Wishes, bring_up
 
     services = Services(store)
     state = bring_up(services, Path.cwd(), Wishes(database, host, port))
@@ -65,7 +65,7 @@ def down(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """End the worker and the server that `dapo up` started, and nothing else."""
-    from flows.start_services import take_down
+    from flows.services.daemons.start import take_down
 
     ended = take_down(Services(store), cancel)
     for what in ended:
@@ -89,7 +89,7 @@ def doctor(
     from rich.markup import escape
     from rich.table import Table
 
-    from flows.doctor import FAIL, examine
+    from flows.services.doctor import FAIL, examine
 
     table = Table("check", "", "found", "what to do")
     findings = list(examine(store, Path.cwd(), wait_seconds))

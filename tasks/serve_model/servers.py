@@ -18,7 +18,7 @@ import httpx
 from dapo_core.config import ServeConfig
 from dapo_core.errors import ServeError, ServerDied
 from eval.errors import EvaluationError
-from tasks.process import SupervisedProcess, background_command
+from tasks.processes.child import SupervisedProcess, background_command
 from tasks.serve_model.checks import require_servable
 from tasks.serve_model.command import (
     API_KEY_VARIABLE,

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.services import SERVER, WORKER
+from flows.services.daemons import SERVER, WORKER
 from tests.operated import CONFIG, ROOT, SMALL, Site, describe
 
 # Heartbeats come every 30 s, which Prefect lets nobody shorten.

@@ -17,8 +17,8 @@ from tasks.artifacts import Artifact
 from tasks.fetch_model import fetch_model
 from tasks.page import StageProgress
 from tasks.prepare_data import prepare_data
-from tasks.process import run_command
-from tasks.run import Run
+from tasks.processes.child import run_command
+from tasks.runs.run import Run
 from tasks.stage_task import RETRIED, stage_task
 from tasks.stages import TRAIN_POLICY, train_policy_inputs
 from tasks.write_report import write_report

@@ -178,7 +178,7 @@ def test_no_attempt_runs_beside_what_a_killed_one_left(tmp_path: Path) -> None:
     code = """
 import sys
 from tasks.artifacts import ArtifactStore, StageKey
-from tasks.process import run_command
+from tasks.processes.child import run_command
 
 store = ArtifactStore(sys.argv[1])
 parts = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})

@@ -31,7 +31,7 @@ from dapo_core.config import Config
 from dapo_core.data import Prompt
 from dapo_core.errors import CheckpointError, DataError, WorkerDied
 from dapo_core.rollout import GroupRequest
-from tasks.supervisor import descendants
+from tasks.processes.supervisor import descendants
 from tests.batches import random_batch
 from tests.trainings import World, config_of
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from dapo_core.errors import ChildProcessFailed
-from tasks import supervisor
-from tasks.process import background_command, run_command
+from tasks.processes import supervisor
+from tasks.processes.child import background_command, run_command
 from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
 
 # A tree with everything that escapes a plain killpg: each process writes "name pid start_time" into `roster`.
@@ -72,7 +72,7 @@ def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes
     """Starts a process that runs TREE through run_command, and waits until the whole tree stands."""
     code = f"""
         import sys
-        from tasks.process import run_command
+        from tasks.processes.child import run_command
         run_command([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], log_path=sys.argv[3],
                     label="tree", grace_seconds={grace_seconds})
     """
@@ -209,7 +209,7 @@ def test_output_is_decoded_whatever_it_holds(tmp_path: Path) -> None:
 def test_lines_go_to_our_log_by_default_and_the_file_is_appended_to(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="tasks.process")
+    caplog.set_level(logging.INFO, logger="tasks.processes.child")
     for attempt in ("first", "second"):
         run_command(python(f"print('{attempt}')"), log_path=tmp_path / "log", label="stage")
     told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("[stage]")]

@@ -18,8 +18,8 @@ from dapo_core.config import EvaluateConfig, ServeConfig
 from dapo_core.errors import ModelError, ServeError
 from eval.benchmark import EvaluationSet, Item
 from eval.run import evaluate
-from tasks import supervisor
 from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of
+from tasks.processes import supervisor
 from tasks.serve_model import Server, serve_model
 from tests.tiny_models import build_tiny_qwen3
 

@@ -16,8 +16,8 @@ import pytest
 from dapo_core.config import ServeConfig
 from dapo_core.errors import ServeError, ServerDied
 from eval.errors import EvaluationError
-from tasks import supervisor
 from tasks.evaluation_settings import served_model_identity
+from tasks.processes import supervisor
 from tasks.retries import is_lasting
 from tasks.serve_model import Server, serve_model, serve_until_interrupted, servers
 from tests.tiny_models import build_tiny_qwen3

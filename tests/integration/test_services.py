@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from flows.services import SERVER, WORKER, start_of
+from flows.services.daemons import SERVER, WORKER, start_of
 from tests.postgres_servers import PASSWORD, started_postgres
 from tests.prefect_servers import free_port
 

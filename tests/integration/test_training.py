@@ -17,8 +17,8 @@ from dapo_core.checkpoint import TrainerState, read_state
 from dapo_core.errors import NotEnoughSignal, RolloutError
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from dapo_core.trainer import TrainResult, train
-from tasks import supervisor
 from tasks.artifacts.code import PROJECT_ROOT
+from tasks.processes import supervisor
 from tests.metric_names import expand
 from tests.trainings import NUM_PROBLEMS, World, config_of, settings
 

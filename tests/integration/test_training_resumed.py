@@ -29,8 +29,8 @@ from dapo_core.errors import CheckpointError, ConfigError, TrainingStopped
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from dapo_core.trainer import train
 from tasks.artifacts.code import PROJECT_ROOT
-from tasks.command import dapo_command
-from tasks.supervisor import descendants
+from tasks.processes.dapo_command import dapo_command
+from tasks.processes.supervisor import descendants
 from tests.trainings import World, config_of
 
 FAR = 120.0

@@ -19,7 +19,7 @@ import pytest
 from dapo_core.errors import ChildProcessFailed
 from tasks import supervisor, watched_command
 from tasks.artifacts import is_held
-from tasks.watched_command import Outlive, Record, read_record, watch_command
+from tasks.processes.watched_command import Outlive, Record, read_record, watch_command
 from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
 
 SOON = Outlive(unwatched_seconds=60.0, stop_seconds=10.0, grace_seconds=0.5)
@@ -57,7 +57,7 @@ STUBBORN = """
 # Leaves its command running when told to end by SIGTERM, and stops it at an interrupt.
 PARENT = """
     import json, signal, sys
-    from tasks.watched_command import Outlive, watch_command
+    from tasks.processes.watched_command import Outlive, watch_command
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
     lock = open(sys.argv[1] + ".cluster", "a")
     import fcntl
@@ -126,7 +126,7 @@ def watch(stem: Path, command: list[str], outlive: Outlive = SOON, **options: An
 def test_the_next_attaches_to_what_outlived_its_parent(
     stem: Path, caplog: pytest.LogCaptureFixture, ending: signal.Signals, exit_code: int
 ) -> None:
-    caplog.set_level(logging.INFO, logger="tasks.watched_command")
+    caplog.set_level(logging.INFO, logger="tasks.processes.watched_command")
     go = stem.with_suffix(".go")
     end(start_parent(stem, python(TICKER, go, str(exit_code))), ending)
     assert is_held(stem.with_suffix(".log"))

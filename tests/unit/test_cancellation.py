@@ -10,7 +10,7 @@ import pytest
 from prefect.exceptions import TerminationSignal
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.cancellation import ANSWER_SECONDS, WORKER_VARIABLE, is_worker_restart
+from tasks.processes.cancellation import ANSWER_SECONDS, WORKER_VARIABLE, is_worker_restart
 
 SIGTERM = TerminationSignal(signal.SIGTERM)
 

@@ -17,8 +17,8 @@ from dapo_core.config import load_config
 from dapo_core.errors import StoreError
 from flows.cli import app
 from tasks.artifacts import hash_file
-from tasks.export_run import base_model_of, export_run
-from tasks.history import RecordedRun, find_run
+from tasks.runs.export_run import base_model_of, export_run
+from tasks.runs.history import RecordedRun, find_run
 from tests.configs import make_config
 from tests.recorded_runs import Outcome, record_run, small_config
 from tests.tiny_models import build_tiny_qwen3

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from dapo_core.errors import StoreError
 from flows.cli import app
 from tasks.artifacts import ArtifactStore, StageKey, held
-from tasks.collect_garbage import Unused, collect_garbage
-from tasks.history import artifact_of, read_runs
-from tasks.run import Run
+from tasks.runs.collect_garbage import Unused, collect_garbage
+from tasks.runs.history import artifact_of, read_runs
+from tasks.runs.run import Run
 from tests.recorded_runs import Outcome, record_run, small_config
 
 NOW = 0.0  # of a margin: everything is old enough

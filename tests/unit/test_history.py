@@ -17,7 +17,7 @@ from dapo_core.errors import DataError, StoreError
 from flows.cli import app
 from tasks.artifacts import ArtifactStore, StageKey, held
 from tasks.artifacts.code import PROJECT_ROOT
-from tasks.history import (
+from tasks.runs.history import (
     changed_keys,
     find_evaluation,
     find_run,
@@ -26,7 +26,7 @@ from tasks.history import (
     run_lock_path,
     short_ids,
 )
-from tasks.run import Run
+from tasks.runs.run import Run
 from tests.recorded_runs import Outcome, record_run, small_config
 
 
@@ -128,7 +128,7 @@ def test_a_run_without_its_process_is_interrupted(tmp_path: Path) -> None:
 def test_a_killed_run_is_interrupted_and_a_living_one_runs(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     script = (
-        "import sys\nfrom tasks.run import Run\nfrom tests.recorded_runs import small_config\n"
+        "import sys\nfrom tasks.runs.run import Run\nfrom tests.recorded_runs import small_config\n"
         "run = Run.start(small_config(sys.argv[1]))\nprint('started', flush=True)\nsys.stdin.read()\n"
     )
     child = subprocess.Popen(

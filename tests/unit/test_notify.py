@@ -17,7 +17,7 @@ from dapo_core.config import WebhookConfig, load_config
 from dapo_core.errors import ConfigError
 from flows.dapo_full import dapo_full
 from flows.notify import send, tell_failure, tell_report
-from tasks.run import Run
+from tasks.runs.run import Run
 from tests.webhooks import Receiver, started_receiver
 
 CONFIG = "configs/arith_cpu.yaml"

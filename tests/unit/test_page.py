@@ -19,7 +19,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from tasks import page, poster
 from tasks.page import StageProgress, artifact_key, newest_steps, unwrapped
 from tasks.poster import Poster
-from tasks.run import Run
+from tasks.runs.run import Run
 from tests.configs import make_config
 
 

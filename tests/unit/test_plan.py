@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from flows.cli import app
 from tasks.artifacts import ArtifactStore
 from tasks.artifacts.code import PROJECT_ROOT
-from tasks.plan import PlannedStage, plan_chain
-from tasks.run import Run
+from tasks.runs.plan import PlannedStage, plan_chain
+from tasks.runs.run import Run
 from tasks.stages import LINKS
 from tests.recorded_runs import SMALL, Outcome, record_run, small_config
 

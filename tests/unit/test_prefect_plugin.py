@@ -14,7 +14,7 @@ from prefect.plugins import HookContext
 
 from flows.prefect_plugin import setup_environment
 from flows.prefect_settings import project_settings
-from flows.services import SERVER, Daemon, Services, State, start_of
+from flows.services.daemons import SERVER, Daemon, Services, State, start_of
 
 METHOD = "read_deployment_by_name"
 

@@ -10,7 +10,7 @@ from flows.progress import STEP_LINE, StepBar
 
 
 def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
-    return logging.LogRecord("tasks.command", level, __file__, 1, message, (), None)
+    return logging.LogRecord("tasks.processes.dapo_command", level, __file__, 1, message, (), None)
 
 
 @pytest.mark.parametrize(

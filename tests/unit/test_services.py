@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from flows.services.daemons.start import without_password
 
 from dapo_core.errors import ConfigError, ServeError
-from flows.services import WORKER, Services, api_url
-from flows.start_services import without_password
+from flows.services.daemons import WORKER, Services, api_url
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from tasks.artifacts import Artifact, ArtifactStore, StageKey
 from tasks.artifacts.code import PROJECT_ROOT, _closure
 from tasks.dataset import build_dataset
 from tasks.fetch_model import take_model_folder
-from tasks.history import read_runs
-from tasks.plan import plan_chain
-from tasks.run import Run, current_stage
+from tasks.runs.history import read_runs
+from tasks.runs.plan import plan_chain
+from tasks.runs.run import Run, current_stage
 from tasks.stages import (
     _NOT_IN_CODE_DIGEST,
     EVALUATE_MODEL,

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from dapo_core.errors import StageTimedOut
-from tasks.process import run_command
-from tasks.time_limit import time_limit
+from tasks.processes.child import run_command
+from tasks.processes.time_limit import time_limit
 
 SECOND = 1 / 3600
 KEY = "flow.time_limits.train_policy_hours"

@@ -18,7 +18,7 @@ from dapo_core.config import Config
 from dapo_core.errors import RunSkipped
 from tasks import training_lock
 from tasks.artifacts import Artifact, ArtifactStore, StageKey
-from tasks.run import Run
+from tasks.runs.run import Run
 from tasks.stages import LINKS
 from tasks.training_lock import (
     check_free,
@@ -36,7 +36,7 @@ TRAIN = """
 import sys
 from pathlib import Path
 from tasks.training_lock import hold
-from tasks.watched_command import Outlive, watch_command
+from tasks.processes.watched_command import Outlive, watch_command
 path, key, log = sys.argv[1:]
 stubborn = ["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
 with hold(Path(path), "run-7", key) as descriptor:

@@ -20,7 +20,7 @@ from dapo_core.errors import StoreError
 from eval.pages import render
 from tasks.artifacts import MANIFEST_NAME, Artifact, ArtifactStore
 from tasks.artifacts.artifact import BLOCK_BYTES
-from tasks.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
+from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
 
 MODEL_LABEL = "merge_checkpoint"
 CARD_FILE = "README.md"

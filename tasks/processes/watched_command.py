@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from tasks.artifacts import is_held
-from tasks.process import (
+from tasks.processes.child import (
     GRACE_SECONDS,
     POLL_SECONDS,
     STOP_MARGIN_SECONDS,
@@ -35,7 +35,7 @@ from tasks.process import (
     open_place,
     start_supervisor,
 )
-from tasks.supervisor import KILL, RECORD_SUFFIX, STOP, UNWATCHED, WATCH_SUFFIX
+from tasks.processes.supervisor import KILL, RECORD_SUFFIX, STOP, UNWATCHED, WATCH_SUFFIX
 
 logger = logging.getLogger(__name__)
 

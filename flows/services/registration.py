@@ -29,8 +29,8 @@ from prefect.states import Cancelling
 from prefect.workers.process import ProcessWorker
 
 from dapo_core.errors import ServeError
-from flows.project import read_deployments
-from flows.services import tail_of
+from flows.services.daemons import tail_of
+from flows.services.project import read_deployments
 from tasks.training_limit import LIMIT as TRAINING_LIMIT
 
 WORK_POOL = "dapo"

@@ -13,7 +13,7 @@ from pathlib import Path
 from dapo_core.errors import StoreError
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, held_if_free, is_held
 from tasks.artifacts.artifact import read_manifest
-from tasks.history import RecordedRun, read_run, run_folders
+from tasks.runs.history import RecordedRun, read_run, run_folders
 
 MARGIN_SECONDS = 3600.0  # an artifact younger than this may be of a run that has no record yet
 RESUMABLE_SECONDS = 24 * 3600.0  # runs that ended without a report can be continued for so long

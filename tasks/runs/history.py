@@ -17,7 +17,7 @@ import yaml
 from dapo_core.errors import StoreError
 from eval.report import REPORT_JSON
 from tasks.artifacts import Artifact, ArtifactStore, is_held
-from tasks.differences import Difference, differences_of
+from tasks.runs.differences import Difference, differences_of
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dapo_core.errors import ChildProcessFailed
-from tasks import supervisor
+from tasks.processes import supervisor
 
 logger = logging.getLogger(__name__)
 

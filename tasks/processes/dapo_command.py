@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tasks.artifacts import StageKey
-from tasks.process import run_command
-from tasks.run import Run, current_stage
-from tasks.watched_command import Outlive, watch_command
+from tasks.processes.child import run_command
+from tasks.processes.watched_command import Outlive, watch_command
+from tasks.runs.run import Run, current_stage
 
 logger = logging.getLogger(__name__)
 page_logger = logging.getLogger(f"{__name__}.page")  # for what only Prefect's page needs to say

@@ -24,8 +24,8 @@ import yaml
 from dapo_core.errors import ConfigError, ServeError
 from flows.prefect_server import is_healthy, wait_until_healthy
 from flows.prefect_settings import prefect_settings, project_settings
-from flows.project import project_digest, read_deployments
-from flows.services import SERVER, WORKER, Daemon, Services, State
+from flows.services.daemons import SERVER, WORKER, Daemon, Services, State
+from flows.services.project import project_digest, read_deployments
 from tasks.serve_model import free_ports
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def bring_up(services: Services, project: Path, wishes: Wishes) -> State:
             server = _start_server(services, state, wishes)
             logger.info("server: starting as pid %d on %s", server.pid, state.api_url)
         environment = use_server(services, state)
-        import flows.registration  # noqa: F401 - takes seconds, in which the server starts
+        import flows.services.daemons.registration  # noqa: F401 - takes seconds, in which the server starts
 
         wait_until_healthy(state.api_url, lambda: server.is_running, server.tail)
         logger.info("server: healthy")
@@ -204,7 +204,7 @@ def _logging_config() -> str:
 
 def _populate(services: Services, state: State, project: Path, env: dict[str, str], digest: str) -> None:
     """Fill the server, then start the worker and register deployments at the same time."""
-    from flows.registration import (
+    from flows.services.daemons.registration import (
         WORK_POOL,
         are_registered,
         ensure_objects,
@@ -243,7 +243,7 @@ def _wait_for(is_there: Callable[[], object], daemon: Daemon, problem: str) -> N
 
 def _end_work(services: Services, state: State, cancel: bool) -> list[str]:
     """End the worker once no flow run needs it, and set right what says otherwise in the server."""
-    from flows.registration import server_client
+    from flows.services.daemons.registration import server_client
 
     with server_client() as client:
         cancelled = _clear_runs(client, cancel, bool(state.running(WORKER)))
@@ -252,7 +252,7 @@ def _end_work(services: Services, state: State, cancel: bool) -> list[str]:
 
 def _clear_runs(client: SyncPrefectClient, cancel: bool, has_worker: bool) -> set[str]:
     """Make sure that stopping the worker ends nothing unasked; returns ids of flow runs that were cancelled."""
-    from flows.registration import active_runs, cancel_runs, describe_runs
+    from flows.services.daemons.registration import active_runs, cancel_runs, describe_runs
 
     runs = active_runs(client)
     if runs and not cancel:
@@ -272,7 +272,7 @@ def _settle_runs(client: SyncPrefectClient, cancelled: set[str]) -> list[str]:
     """With no worker left to do it: end processes of flow runs that still count as active, and their state."""
     from prefect.states import Cancelled, Crashed
 
-    from flows.registration import active_runs
+    from flows.services.daemons.registration import active_runs
 
     ended = []
     for run in active_runs(client):

@@ -9,8 +9,8 @@ from typing import Any
 
 from dapo_core.config import Config
 from tasks.artifacts import Artifact, ArtifactStore, StageKey
-from tasks.differences import differences_of
-from tasks.history import RecordedRun, artifact_of, read_runs
+from tasks.runs.differences import differences_of
+from tasks.runs.history import RecordedRun, artifact_of, read_runs
 from tasks.stages import CHAIN, Link
 
 

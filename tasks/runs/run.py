@@ -22,7 +22,7 @@ from dapo_core.errors import RunSkipped, StoreError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.reward import require_scorers
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, held
-from tasks.history import CONFIG_FILE, point_at, read_runs, run_lock_path, write_link, write_record
+from tasks.runs.history import CONFIG_FILE, point_at, read_runs, run_lock_path, write_link, write_record
 from tasks.stages import LINKS, prepare_data_inputs
 
 logger = logging.getLogger(__name__)

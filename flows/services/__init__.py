@@ -1,0 +1,1 @@
+"""The Prefect server and worker of one machine: `dapo up`, `down`, `doctor`."""

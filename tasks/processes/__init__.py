@@ -1,0 +1,1 @@
+"""Child processes: supervised, watched, limited in time, and the stages among them."""
