@@ -44,7 +44,7 @@ def up(
 
     Type it in the project directory, where prefect.yaml is. What runs already stays as it is.
     """
-    from flows.services.daemons.start import Wishes, bring_up
+    from flows.services.start import Wishes, bring_up
 
     services = Services(store)
     state = bring_up(services, Path.cwd(), Wishes(database, host, port))
@@ -65,7 +65,7 @@ def down(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """End the worker and the server that `dapo up` started, and nothing else."""
-    from flows.services.daemons.start import take_down
+    from flows.services.start import take_down
 
     ended = take_down(Services(store), cancel)
     for what in ended:

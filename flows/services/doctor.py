@@ -86,7 +86,7 @@ def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[
         return
     os.environ["PREFECT_API_URL"] = url
     refresh_global_settings_context()
-    from flows.services.daemons.registration import server_client
+    from flows.services.registration import server_client
 
     with server_client() as client:
         yield check_server_version(client, url)
@@ -209,7 +209,7 @@ def check_worker(client: SyncPrefectClient) -> Finding:
     """Whether somebody takes up flow runs."""
     from prefect.exceptions import ObjectNotFound
 
-    from flows.services.daemons.registration import WORK_POOL, online_workers
+    from flows.services.registration import WORK_POOL, online_workers
 
     advice = f"`dapo up`, or `prefect worker start --pool {WORK_POOL} --type process`"
     try:
@@ -228,7 +228,7 @@ def check_limit(client: SyncPrefectClient) -> Finding:
     """The concurrency limit that shows on Prefect's page who trains."""
     from prefect.exceptions import ObjectNotFound
 
-    from flows.services.daemons.registration import TRAINING_LIMIT
+    from flows.services.registration import TRAINING_LIMIT
 
     try:
         limit = client.read_global_concurrency_limit_by_name(TRAINING_LIMIT)
@@ -240,7 +240,7 @@ def check_limit(client: SyncPrefectClient) -> Finding:
 
 def check_crash_automation(client: SyncPrefectClient) -> Finding:
     """The automation that marks a flow run whose process is gone."""
-    from flows.services.daemons.registration import CRASH_AUTOMATION
+    from flows.services.registration import CRASH_AUTOMATION
 
     if any(automation.enabled for automation in client.read_automations_by_name(CRASH_AUTOMATION)):
         return Finding("crash detection", OK, f"automation {CRASH_AUTOMATION!r}")

@@ -39,6 +39,7 @@ START_SECONDS = 180.0
 STOP_SECONDS = 20.0
 CANCEL_SECONDS = 180.0  # training may write a last checkpoint: flow.stop_seconds, and time to tell
 POLL_SECONDS = 0.25
+PORT_IS_TAKEN = "already in use"
 DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
 PROFILE_VARIABLES = ("PREFECT_PROFILE", "PREFECT_PROFILES_PATH")
 # They would lead our processes to another server, or to settings of another home.
@@ -68,7 +69,7 @@ def bring_up(services: Services, project: Path, wishes: Wishes) -> State:
             server = _start_server(services, state, wishes)
             logger.info("server: starting as pid %d on %s", server.pid, state.api_url)
         environment = use_server(services, state)
-        import flows.services.daemons.registration  # noqa: F401 - takes seconds, in which the server starts
+        import flows.services.registration  # noqa: F401 - takes seconds, in which the server starts
 
         wait_until_healthy(state.api_url, lambda: server.is_running, server.tail)
         logger.info("server: healthy")
@@ -186,7 +187,39 @@ def _start_server(services: Services, state: State, wishes: Wishes) -> Daemon:
     (services.home / "logging.yml").write_text(_logging_config(), encoding="utf-8")  # where Prefect looks for it
     if database:
         env[DATABASE_VARIABLES[0]] = database  # in no file and on no command line: it may hold a password
-    return services.start(state, SERVER, command, env)
+    server = services.start(state, SERVER, command, env)
+    logger.info("server: starting as pid %d on %s", server.pid, state.api_url)
+    return server
+
+
+def _wait_until_listening(services: Services, state: State, wishes: Wishes, server: Daemon) -> Daemon:
+    """The server once it listens itself: what answers at its port may be somebody else's, who was quicker.
+
+    It is started once more, at another port, when it lost the one that was free a moment before.
+    """
+    try:
+        _wait_for(lambda: _is_listening(server, state.port), server, "the server does not listen")
+    except ServeError as error:
+        if wishes.port or PORT_IS_TAKEN not in str(error):
+            raise
+        state.port = free_ports(state.host)[0]
+        server = _start_server(services, state, wishes)
+        _wait_for(lambda: _is_listening(server, state.port), server, "the server does not listen")
+    return server
+
+
+def _is_listening(server: Daemon, port: int) -> bool:
+    """Whether the server's process, or one below it, has the port."""
+    try:
+        process = psutil.Process(server.pid)
+        family = [process, *process.children(recursive=True)]
+        return any(
+            each.status == psutil.CONN_LISTEN and each.laddr.port == port
+            for member in family
+            for each in member.net_connections("tcp")
+        )
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _logging_config() -> str:
@@ -204,7 +237,7 @@ def _logging_config() -> str:
 
 def _populate(services: Services, state: State, project: Path, env: dict[str, str], digest: str) -> None:
     """Fill the server, then start the worker and register deployments at the same time."""
-    from flows.services.daemons.registration import (
+    from flows.services.registration import (
         WORK_POOL,
         are_registered,
         ensure_objects,
@@ -243,7 +276,7 @@ def _wait_for(is_there: Callable[[], object], daemon: Daemon, problem: str) -> N
 
 def _end_work(services: Services, state: State, cancel: bool) -> list[str]:
     """End the worker once no flow run needs it, and set right what says otherwise in the server."""
-    from flows.services.daemons.registration import server_client
+    from flows.services.registration import server_client
 
     with server_client() as client:
         cancelled = _clear_runs(client, cancel, bool(state.running(WORKER)))
@@ -252,7 +285,7 @@ def _end_work(services: Services, state: State, cancel: bool) -> list[str]:
 
 def _clear_runs(client: SyncPrefectClient, cancel: bool, has_worker: bool) -> set[str]:
     """Make sure that stopping the worker ends nothing unasked; returns ids of flow runs that were cancelled."""
-    from flows.services.daemons.registration import active_runs, cancel_runs, describe_runs
+    from flows.services.registration import active_runs, cancel_runs, describe_runs
 
     runs = active_runs(client)
     if runs and not cancel:
@@ -272,7 +305,7 @@ def _settle_runs(client: SyncPrefectClient, cancelled: set[str]) -> list[str]:
     """With no worker left to do it: end processes of flow runs that still count as active, and their state."""
     from prefect.states import Cancelled, Crashed
 
-    from flows.services.daemons.registration import active_runs
+    from flows.services.registration import active_runs
 
     ended = []
     for run in active_runs(client):

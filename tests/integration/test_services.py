@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -20,7 +21,8 @@ import psutil
 import pytest
 import yaml
 
-from flows.services.daemons import SERVER, WORKER, start_of
+from flows.services import start
+from flows.services.daemons import SERVER, WORKER, Services, start_of
 from tests.postgres_servers import PASSWORD, started_postgres
 from tests.prefect_servers import free_port
 
@@ -216,3 +218,21 @@ def test_down_ends_only_the_process_that_started_when_ours_did(
 def test_up_needs_a_project(tmp_path: Path) -> None:
     (tmp_path / "project").mkdir()
     assert "prefect.yaml" in Project(tmp_path / "project").dapo("up", status=2)
+
+
+def test_a_port_lost_to_another_server_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port was free when it was chosen; whoever took it since answers as healthy as our server would."""
+    services = Services(tmp_path / "store")
+    with socket.create_server(("127.0.0.1", 0)) as other, services.changing() as state:
+        taken = other.getsockname()[1]
+        choices = iter([taken])
+        monkeypatch.setattr(start, "_choose_port", lambda host, port: next(choices, port))
+        server = start._start_server(services, state, start.Wishes())
+        assert state.port == taken
+        try:
+            second = start._wait_until_listening(services, state, start.Wishes(), server)
+            assert state.port != taken
+            assert start._is_listening(second, state.port)
+            assert not server.is_running
+        finally:
+            services.read().daemons[SERVER].stop(20)

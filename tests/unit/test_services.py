@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from flows.services.daemons.start import without_password
 
 from dapo_core.errors import ConfigError, ServeError
 from flows.services.daemons import WORKER, Services, api_url
+from flows.services.start import without_password
 
 
 @pytest.mark.parametrize(
