@@ -14,6 +14,7 @@ from pydantic import Field
 
 from dapo_core.config import Config
 from flows.notify import tell_failure
+from tasks.poster import poster
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,9 +53,16 @@ def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
         # As types, not as text: `serve` pickles the function without the names that the text would need.
         function.__annotations__ = get_type_hints(function, include_extras=True)
         told: dict[str, Any] = {f"on_{end}": [tell_failure] for end in ("failure", "crashed", "cancellation")}
+        told["on_completion"] = [send_page]
+        told["on_failure"] = [*told["on_failure"], send_page]
         return flow(name=name, description=description, flow_run_name=name_run, **told)(function)
 
     return decorate
+
+
+def send_page(flow: Any, flow_run: Any, state: Any) -> None:
+    """Have Prefect's page get what it lacks of a run that ends: at our exit Prefect's own threads are gone."""
+    poster.flush()
 
 
 def name_run() -> str:

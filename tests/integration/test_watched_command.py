@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from dapo_core.errors import ChildProcessFailed
-from tasks import supervisor, watched_command
 from tasks.artifacts import is_held
+from tasks.processes import supervisor, watched_command
 from tasks.processes.watched_command import Outlive, Record, read_record, watch_command
 from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
 
