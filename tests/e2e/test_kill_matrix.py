@@ -206,7 +206,7 @@ def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path, stop_signal: signal.
     try:
         site.wait_for(
             "the model is being built",
-            lambda: site.processes("fetch-model") or run.poll() is not None,
+            lambda: is_building(site) or run.poll() is not None,
             START_SECONDS,
         )
         assert run.poll() is None, log.read_text()
