@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextvars
 import logging
 import threading
@@ -20,7 +19,7 @@ Message = Callable[[SyncPrefectClient], None]
 
 REQUEST_SECONDS = 10.0
 REST_SECONDS = 5.0  # before a server that did not answer is asked again
-EXIT_SECONDS = 5.0  # how long a process that ends waits for its last messages
+FLUSH_SECONDS = 5.0  # how long a flow that ends waits for its last messages
 
 
 class Poster:
@@ -44,11 +43,13 @@ class Poster:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="prefect-page", daemon=True)
                 self._thread.start()
-                atexit.register(self.flush)  # after Prefect's own exit functions, so before they are run
             self._changed.notify_all()
 
-    def flush(self, seconds: float = EXIT_SECONDS) -> bool:
-        """Wait until everything is sent, but not for a server that is away; returns whether it is."""
+    def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
+        """Wait until everything is sent, but not for a server that is away; returns whether it is.
+
+        What a process has not sent when it ends is lost: flows call this at their end.
+        """
         deadline = time.monotonic() + seconds
         with self._changed:
             while self._waiting or self._is_sending:
@@ -63,6 +64,8 @@ class Poster:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._waiting))
+                if not threading.main_thread().is_alive():  # Prefect's own threads end now: it could only fail
+                    return
                 name = next(iter(self._waiting))
                 context, message = self._waiting.pop(name)
                 self._is_sending = True

@@ -45,6 +45,7 @@ class Site:
 
     folder: Path
     overrides: tuple[str, ...] = SMALL
+    database: str | None = None  # of the server; SQLite in the store where none is named
 
     @property
     def store(self) -> Path:
@@ -80,7 +81,9 @@ class Site:
 
     def up(self) -> None:
         """`dapo up`."""
-        done = self.dapo("up", "--store", str(self.store))
+        words = [sys.executable, "-m", "flows.cli", "up", "--store", str(self.store)]
+        database = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database} if self.database else {}
+        done = self._run(words, 400, **database)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def down(self) -> None:

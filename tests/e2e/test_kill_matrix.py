@@ -27,6 +27,7 @@ import pytest
 
 from flows.services.daemons import SERVER, WORKER
 from tests.operated import CONFIG, ROOT, SMALL, Site, describe
+from tests.postgres_servers import started_postgres
 
 # Heartbeats come every 30 s, which Prefect lets nobody shorten.
 HEARTBEAT_PATIENCE_SECONDS = 60
@@ -40,14 +41,16 @@ STEPS = ("train.total_steps=8", "checkpoint.save_every=1")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    site = Site(tmp_path_factory.mktemp("site"))
-    try:
-        site.up()
-        shorten_patience(site)
-        yield site
-        site.down()
-    finally:
-        site.end_everything()
+    """Services on PostgreSQL: at such moments Prefect's writers find SQLite locked for minutes."""
+    with started_postgres() as database:
+        site = Site(tmp_path_factory.mktemp("site"), database=database)
+        try:
+            site.up()
+            shorten_patience(site)
+            yield site
+            site.down()
+        finally:
+            site.end_everything()
 
 
 def shorten_patience(site: Site) -> None:
