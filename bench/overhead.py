@@ -119,7 +119,7 @@ class Measured:
         names = [name for name, _ in PHASES]
         costs = [
             Cost(name, end[0] - start[0], end[1] - start[1])
-            for name, start, end in zip(names, marks, marks[1:], strict=True)
+            for name, start, end in zip(names, marks[:-1], marks[1:], strict=True)
         ]
         return self._without_stages([*costs, Cost(LAST_PHASE, time.monotonic() - marks[-1][0])])
 
@@ -150,7 +150,7 @@ class Measured:
         times = {state["type"]: datetime.fromisoformat(state["timestamp"]).timestamp() for state in states}
         marks = [times["SCHEDULED"], *(times[kind] for _, kind in FLOW_PHASES)]
         names = [name for name, _ in FLOW_PHASES]
-        costs = [Cost(name, end - start) for name, start, end in zip(names, marks, marks[1:], strict=True)]
+        costs = [Cost(name, end - start) for name, start, end in zip(names, marks[:-1], marks[1:], strict=True)]
         return self._without_stages(costs)
 
     def _without_stages(self, costs: Sequence[Cost]) -> list[Cost]:
