@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,13 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dapo_core.errors import StoreError
-from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, held_if_free, is_held
-from tasks.artifacts.artifact import read_manifest
+from tasks.artifacts import Artifact, ArtifactStore, held_if_free, is_held
+from tasks.artifacts.artifact import artifact_at, subfolders
 from tasks.runs.history import RecordedRun, read_run, run_folders
 
 MARGIN_SECONDS = 3600.0  # an artifact younger than this may be of a run that has no record yet
 RESUMABLE_SECONDS = 24 * 3600.0  # runs that ended without a report can be continued for so long
-_FOLDER = re.compile(rf"[0-9a-f]{{{SHORT_KEY_LENGTH}}}(\.[0-9a-f]{{{SHORT_KEY_LENGTH}}})?")
 
 
 @dataclass(frozen=True)
@@ -49,19 +47,18 @@ def collect_garbage(
     """
     if not root.is_dir():
         raise StoreError(f"there is no store {root}; name it with --store")
+    store = ArtifactStore(root)
     runs = [read_run(folder) for folder in run_folders(root)]
-    unused = list(_unused(root, runs, _kept(root, runs, keep_runs), margin_seconds))
+    unused = list(_unused(store, runs, _kept(root, runs, keep_runs), margin_seconds))
     if has_damaged:
         unused += _damaged(root)
     if is_dry_run:
         return unused
-    store = ArtifactStore(root)
     store.check_writable()
     with held_if_free(root / ".locks" / "gc.lock") as is_ours:
         if not is_ours:
             raise StoreError(f"another dapo gc goes on in {root}; try again when it has ended")
-        for leftover in _folders(root / ".removed"):  # of a collection that was killed
-            shutil.rmtree(leftover)
+        store.clear_removed(lambda artifact: _is_in_use(root, artifact))
         for lock_path in (root / ".locks").glob("run-*.lock"):  # of a run that was killed
             with held_if_free(lock_path) as is_free:
                 if is_free:
@@ -84,8 +81,10 @@ def _may_go_on(run: RecordedRun, has_commands: bool) -> bool:
     return run.report is None and time.time() - (run.started_at + run.seconds) < RESUMABLE_SECONDS
 
 
-def _unused(root: Path, runs: list[RecordedRun], kept: frozenset[str], margin_seconds: float) -> Iterator[Unused]:
-    for artifact in _artifacts(root):
+def _unused(
+    store: ArtifactStore, runs: list[RecordedRun], kept: frozenset[str], margin_seconds: float
+) -> Iterator[Unused]:
+    for artifact in _artifacts(store):
         users = [run.id for run in runs if run.uses(artifact)]
         if not kept.isdisjoint(users):
             continue
@@ -95,22 +94,21 @@ def _unused(root: Path, runs: list[RecordedRun], kept: frozenset[str], margin_se
         yield Unused(path, artifact.stage, _own_bytes(path), users[0] if users else None, left, artifact)
 
 
-def _artifacts(root: Path) -> Iterator[Artifact]:
-    for stage in _folders(root):
+def _artifacts(store: ArtifactStore) -> Iterator[Artifact]:
+    for stage in subfolders(store.root):
         if stage.name.startswith(".") or stage.name == "runs":
             continue
-        for folder in _folders(stage):
-            if not (_FOLDER.fullmatch(folder.name) and (folder / "manifest.json").is_file()):
-                continue  # not ours, or damaged: the next run that wants it moves it aside
-            try:
-                manifest = read_manifest(folder)
-                yield Artifact(manifest["stage"], manifest["key"], str(folder), manifest["digest"])
-            except (ValueError, KeyError):
-                continue
+        for folder in subfolders(stage):
+            # One that is not where it belongs is damaged, or not ours.
+            if (artifact := artifact_at(folder)) and folder in (
+                store.directory(artifact.stage, artifact.key),
+                store.superseded_directory(artifact.stage, artifact.key, artifact.digest),
+            ):
+                yield artifact
 
 
 def _damaged(root: Path) -> Iterator[Unused]:
-    for folder in _folders(root / ".damaged"):
+    for folder in subfolders(root / ".damaged"):
         yield Unused(folder, "damaged", _own_bytes(folder), None)
 
 
@@ -127,10 +125,6 @@ def _remove(store: ArtifactStore, item: Unused) -> Unused:
 def _is_in_use(root: Path, artifact: Artifact) -> bool:
     """Whether a run that goes on has recorded the artifact, be it a moment ago."""
     return any(run.state == "running" and run.uses(artifact) for run in map(read_run, run_folders(root)))
-
-
-def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
 def _own_bytes(folder: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -127,8 +128,9 @@ def test_what_is_built_locked_or_young_stays_and_says_why(tmp_path: Path) -> Non
     first, _ = nights(tmp_path, "one", "two")
     trained, merged = first.stages["train_policy"], first.stages["merge_checkpoint"]
     store = ArtifactStore(tmp_path)
-    store.working_directory("train_policy", trained.key, is_forced=True).mkdir()
-    with held(tmp_path / ".locks" / f"merge_checkpoint-{merged.key[:16]}.lock"):
+    log_path = store.log_path("train_policy", trained.key)  # locked by a training that outlived its run
+    log_path.parent.mkdir()
+    with held(log_path), held(tmp_path / ".locks" / f"merge_checkpoint-{merged.key[:16]}.lock"):
         found = collect(tmp_path)
     assert names(found, is_left=True) == {trained.key[:16], merged.key[:16]}
     assert {item.left for item in found if item.left} == {"in use, or being built"}
@@ -152,6 +154,57 @@ def test_a_run_that_found_it_a_moment_before_gets_it_back(tmp_path: Path) -> Non
     assert not store.remove(trained, is_used)
     assert asked == [False]  # out of everybody's sight by then
     assert store.lookup("train_policy", trained.key) == trained
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StoreError("run.json is not the record of a run")])
+def test_what_cannot_be_asked_about_is_put_back(tmp_path: Path, error: BaseException) -> None:
+    [run] = nights(tmp_path, "one")
+    store = ArtifactStore(tmp_path)
+    trained = store.lookup("train_policy", run.stages["train_policy"].key)
+    assert trained is not None
+
+    def interrupt(artifact: object) -> bool:
+        raise error
+
+    with pytest.raises(type(error)):
+        store.remove(trained, interrupt)
+    assert store.lookup("train_policy", trained.key) == trained
+    assert list((tmp_path / ".removed").iterdir()) == []
+
+
+def test_another_in_its_place_is_not_removed_for_it(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    run = record_run(config, Outcome(weights="old"))
+    store = ArtifactStore(tmp_path)
+    old = store.lookup("train_policy", run.stages["train_policy"].key)
+    assert old is not None
+    record_run(config, Outcome(weights="new"), ("train_policy",), "train-policy", ("train_policy",))
+    assert not store.remove(old, lambda artifact: False)
+    assert (Path(old.path) / "weights").read_text() == "new"
+
+
+@pytest.mark.parametrize("is_superseded", [False, True])
+def test_a_killed_collection_loses_nothing_that_is_used(tmp_path: Path, is_superseded: bool) -> None:
+    [run] = nights(tmp_path, "one")
+    first = run.stages["train_policy"]
+    weights = "one"
+    with Run.start(run.config, "evaluate-model") as user:
+        user.take("train_policy")
+        aside = tmp_path / ".removed" / f"train_policy-{first.key[:16]}-20260301T020000.000000Z"
+        aside.parent.mkdir()
+        Path(first.artifact).rename(aside)
+        if is_superseded:  # another was built under the key meanwhile
+            weights = "two"
+            record_run(run.config, Outcome(weights=weights), ("train_policy",), "train-policy")
+        with held(tmp_path / ".locks" / f"train_policy-{first.key[:16]}.lock"):
+            collect(tmp_path)
+            assert aside.exists()  # its key is being built
+        collect(tmp_path)
+    assert not aside.exists()
+    found = ArtifactStore(tmp_path).find("train_policy", first.key, first.digest)
+    assert found is not None
+    assert (Path(found.path) / "weights").read_text() == "one"
+    assert (Path(first.artifact) / "weights").read_text() == weights
 
 
 def test_what_was_replaced_goes_with_its_last_user(tmp_path: Path) -> None:
@@ -184,10 +237,13 @@ def test_what_was_moved_aside_goes_on_demand(tmp_path: Path) -> None:
     made, _ = store.produce(key, lambda folder: {"n": (folder / "content").write_text("text")})
     (Path(made.path) / "content").write_text("damaged")
     assert store.lookup("probe", key.key) is None
-    (tmp_path / ".removed" / "half").mkdir(parents=True)  # of a collection that was killed
+    made_again, _ = store.produce(key, lambda folder: {"n": (folder / "content").write_text("text")})
+    (tmp_path / ".removed").mkdir()  # of a collection that was killed
+    shutil.copytree(made_again.path, tmp_path / ".removed" / f"probe-{key.key[:16]}-20260301T020000.000000Z")
+    shutil.rmtree(made_again.path)
     (tmp_path / ".locks" / "run-1.lock").touch()  # of a run that was
     assert collect(tmp_path) == []
-    assert not (tmp_path / ".removed" / "half").exists()
+    assert list((tmp_path / ".removed").iterdir()) == []
     assert not (tmp_path / ".locks" / "run-1.lock").exists()
     [item] = collect(tmp_path, has_damaged=True)
     assert (item.stage, item.path.exists()) == ("damaged", False)
