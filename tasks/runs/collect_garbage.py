@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,31 +49,43 @@ def collect_garbage(
     if not root.is_dir():
         raise StoreError(f"there is no store {root}; name it with --store")
     store = ArtifactStore(root)
-    runs = [read_run(folder) for folder in run_folders(root)]
-    unused = list(_unused(store, runs, _kept(root, runs, keep_runs), margin_seconds))
-    if has_damaged:
-        unused += _damaged(root)
-    if is_dry_run:
-        return unused
-    store.check_writable()
-    with held_if_free(root / ".locks" / "gc.lock") as is_ours:
-        if not is_ours:
-            raise StoreError(f"another dapo gc goes on in {root}; try again when it has ended")
-        store.clear_removed(lambda artifact: _is_in_use(root, artifact))
+    with contextlib.nullcontext() if is_dry_run else _alone(store):
+        runs = [read_run(folder) for folder in run_folders(root)]
+        expired = {run.id for run in runs} - _kept(root, runs, keep_runs)
+        unused = list(_unused(store, runs, expired, margin_seconds))
+        if has_damaged:
+            unused += _damaged(root)
+        if is_dry_run:
+            return unused
+
+        def is_used(artifact: Artifact) -> bool:
+            """Whether a run has recorded it that does not expire, be it one that began a moment ago."""
+            return any(run.id not in expired and run.uses(artifact) for run in map(read_run, run_folders(root)))
+
+        store.clear_removed(is_used)
         for lock_path in (root / ".locks").glob("run-*.lock"):  # of a run that was killed
             with held_if_free(lock_path) as is_free:
                 if is_free:
                     lock_path.unlink()
-        return [_remove(store, item) for item in unused]
+        return [_remove(store, item, is_used) for item in unused]
 
 
-def _kept(root: Path, runs: list[RecordedRun], keep_runs: int) -> frozenset[str]:
+@contextlib.contextmanager
+def _alone(store: ArtifactStore) -> Iterator[None]:
+    store.check_writable()
+    with held_if_free(store.root / ".locks" / "gc.lock") as is_ours:
+        if not is_ours:
+            raise StoreError(f"another dapo gc goes on in {store.root}; try again when it has ended")
+        yield
+
+
+def _kept(root: Path, runs: list[RecordedRun], keep_runs: int) -> set[str]:
     """Ids of the runs whose artifacts stay."""
     reported = [run.id for run in runs if run.report is not None]  # newest first
     oldest = reported[:keep_runs][-1] if len(reported) >= keep_runs else ""
     # Training can outlive the run that started it, and reads that run's data and model.
     has_commands = any(is_held(path) for path in (root / ".logs").glob("*.log"))
-    return frozenset(run.id for run in runs if run.id >= oldest or _may_go_on(run, has_commands))
+    return {run.id for run in runs if run.id >= oldest or _may_go_on(run, has_commands)}
 
 
 def _may_go_on(run: RecordedRun, has_commands: bool) -> bool:
@@ -82,11 +95,11 @@ def _may_go_on(run: RecordedRun, has_commands: bool) -> bool:
 
 
 def _unused(
-    store: ArtifactStore, runs: list[RecordedRun], kept: frozenset[str], margin_seconds: float
+    store: ArtifactStore, runs: list[RecordedRun], expired: set[str], margin_seconds: float
 ) -> Iterator[Unused]:
     for artifact in _artifacts(store):
         users = [run.id for run in runs if run.uses(artifact)]
-        if not kept.isdisjoint(users):
+        if not expired.issuperset(users):
             continue
         path = Path(artifact.path)
         age_seconds = time.time() - (path / "manifest.json").stat().st_mtime
@@ -112,19 +125,14 @@ def _damaged(root: Path) -> Iterator[Unused]:
         yield Unused(folder, "damaged", _own_bytes(folder), None)
 
 
-def _remove(store: ArtifactStore, item: Unused) -> Unused:
+def _remove(store: ArtifactStore, item: Unused, is_used: Callable[[Artifact], bool]) -> Unused:
     if item.left:
         return item
     if item.artifact is None:
         shutil.rmtree(item.path)
         return item
-    is_removed = store.remove(item.artifact, lambda artifact: _is_in_use(store.root, artifact))
+    is_removed = store.remove(item.artifact, is_used)
     return item if is_removed else replace(item, left="in use, or being built")
-
-
-def _is_in_use(root: Path, artifact: Artifact) -> bool:
-    """Whether a run that goes on has recorded the artifact, be it a moment ago."""
-    return any(run.state == "running" and run.uses(artifact) for run in map(read_run, run_folders(root)))
 
 
 def _own_bytes(folder: Path) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -256,6 +258,29 @@ def test_a_record_that_cannot_be_read_stops_it(tmp_path: Path) -> None:
         collect(tmp_path)
     with pytest.raises(StoreError, match=r"there is no store .*none; name it with --store"):
         collect(tmp_path / "none")
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_run_that_begins_after_the_look_at_the_runs_keeps_what_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_ended: bool
+) -> None:
+    first, _ = nights(tmp_path, "one", "two")
+    remove = ArtifactStore.remove
+    with contextlib.ExitStack() as later:
+
+        def begin_and_remove(*arguments: Any) -> bool:
+            monkeypatch.undo()
+            user = later.enter_context(Run.start(first.config, "evaluate-model"))
+            user.take("train_policy")
+            if has_ended:
+                later.close()
+            return remove(*arguments)
+
+        monkeypatch.setattr(ArtifactStore, "remove", begin_and_remove)
+        found = collect(tmp_path)
+    used = {first.stages["train_policy"].key[:16]}
+    assert (names(found), names(found, is_left=True)) == (own_of(first) - used, used)
+    assert used <= artifacts(tmp_path)
 
 
 def test_two_collections_do_not_meet(tmp_path: Path) -> None:
