@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,10 +15,10 @@ from pathlib import Path
 from dapo_core.errors import StoreError
 from tasks.artifacts import Artifact, ArtifactStore, held_if_free, is_held
 from tasks.artifacts.artifact import artifact_at, subfolders
-from tasks.runs.history import RecordedRun, read_run, run_folders
+from tasks.runs.history import RECORD_FILE, RecordedRun, read_run, run_folders
 
 MARGIN_SECONDS = 3600.0  # an artifact younger than this may be of a run that has no record yet
-RESUMABLE_SECONDS = 24 * 3600.0  # runs that ended without a report can be continued for so long
+RESUMABLE_SECONDS = 24 * 3600.0  # a run that ended without a report can be continued so long after its last trace
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,14 @@ def _kept(root: Path, runs: list[RecordedRun], keep_runs: int) -> set[str]:
 def _may_go_on(run: RecordedRun, has_commands: bool) -> bool:
     if run.state == "running" or (run.state == "interrupted" and has_commands):
         return True
-    return run.report is None and time.time() - (run.started_at + run.seconds) < RESUMABLE_SECONDS
+    return run.report is None and time.time() - _touched_at(*_traces(run)) < RESUMABLE_SECONDS
+
+
+def _traces(run: RecordedRun) -> list[Path]:
+    """What changes while the run goes on: its record, and what its commands write, also once they outlived it."""
+    store = run.folder.parent.parent
+    names = [Path(os.readlink(link)).stem for link in run.folder.glob("*.log") if link.is_symlink()]
+    return [run.folder / RECORD_FILE, *(path for name in names for path in (store / ".work").glob(f"{name}*"))]
 
 
 def _unused(
@@ -102,7 +111,7 @@ def _unused(
         if not expired.issuperset(users):
             continue
         path = Path(artifact.path)
-        age_seconds = time.time() - (path / "manifest.json").stat().st_mtime
+        age_seconds = time.time() - _touched_at(path)
         left = f"younger than {margin_seconds / 60:.0f} min" if age_seconds < margin_seconds else ""
         yield Unused(path, artifact.stage, _own_bytes(path), users[0] if users else None, left, artifact)
 
@@ -137,5 +146,19 @@ def _remove(store: ArtifactStore, item: Unused, is_used: Callable[[Artifact], bo
 
 def _own_bytes(folder: Path) -> int:
     """Bytes that removing the folder frees."""
-    paths = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
-    return sum(status.st_size for status in map(os.lstat, paths) if status.st_nlink == 1)
+    return sum(
+        status.st_size for status in _statuses(folder) if stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+    )
+
+
+def _touched_at(*paths: Path) -> float:
+    """When something there was last changed, in seconds since the epoch."""
+    return max((status.st_mtime for path in paths for status in _statuses(path)), default=0.0)
+
+
+def _statuses(path: Path) -> Iterator[os.stat_result]:
+    """Of the path and all below it, but for what vanishes meanwhile."""
+    below = (Path(place, name) for place, folders, files in os.walk(path) for name in (*folders, *files))
+    for each in itertools.chain([path], below):
+        with contextlib.suppress(FileNotFoundError):
+            yield os.lstat(each)

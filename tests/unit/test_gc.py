@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from typer.testing import CliRunner
 from dapo_core.errors import StoreError
 from flows.cli import app
 from tasks.artifacts import ArtifactStore, StageKey, held
-from tasks.runs.collect_garbage import Unused, collect_garbage
+from tasks.processes.dapo_command import link_log
+from tasks.runs.collect_garbage import Unused, _kept, collect_garbage
 from tasks.runs.history import artifact_of, read_runs
-from tasks.runs.run import Run
+from tasks.runs.run import Run, current_stage
+from tasks.stages import LINKS
 from tests.recorded_runs import Outcome, record_run, small_config
 
 NOW = 0.0  # of a margin: everything is old enough
@@ -89,17 +93,18 @@ def test_a_run_that_goes_on_keeps_what_it_uses(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     with Run.start(first.config, "evaluate-model") as user:
         user.take("train_policy")
-        make_old(user)
+        make_old(user.folder)
         record_run(small_config(tmp_path, "train.total_steps=61"))
         gone = names(collect(tmp_path))
         assert gone == own_of(first) - {first.stages["train_policy"].key[:16]}
 
 
-def make_old(run: Run, days: float = 2) -> None:
-    """Has the record say that the run began days ago, and its folder's name too."""
-    path = run.folder / "run.json"
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, "started_at": record["started_at"] - days * 86400}))
+def make_old(*paths: Path, days: float = 2) -> None:
+    """Has the paths, and all below them, look untouched for days."""
+    then = time.time() - days * 86400
+    for path in paths:
+        for each in (path, *path.rglob("*")):
+            os.utime(each, (then, then), follow_symlinks=False)
 
 
 def test_a_run_without_a_report_can_be_continued_for_a_day(tmp_path: Path) -> None:
@@ -108,8 +113,51 @@ def test_a_run_without_a_report_can_be_continued_for_a_day(tmp_path: Path) -> No
     nights_config = small_config(tmp_path, "run.seed=5")
     record_run(nights_config)
     assert collect(tmp_path) == []
-    make_old(failed)
+    make_old(failed.folder)
     assert names(collect(tmp_path)) == {stage.key[:16] for stage in failed.stages.values()}
+
+
+def test_a_long_training_can_be_continued_for_a_day_after_its_last_word(tmp_path: Path) -> None:
+    """Its run recorded nothing since the stage before, days ago."""
+    begun = ("prepare_data", "fetch_model", "evaluate_before")
+    run = record_run(small_config(tmp_path), labels=begun, flow="train-policy")
+    key = LINKS["train_policy"].key(run.config, {label: run.take(label) for label in begun[:2]})
+    current = current_stage.set("train_policy")
+    link_log(run, run.store.log_path(key.stage, key.key))
+    current_stage.reset(current)
+    for is_forced in (False, True):
+        attempt = run.store.working_directory(key.stage, key.key, is_forced)
+        (attempt / "checkpoints").mkdir(parents=True)
+        record_run(small_config(tmp_path, "run.seed=5"))
+        make_old(run.folder, *(tmp_path / ".work").iterdir())
+        (attempt / "checkpoints" / "step_000002").mkdir()
+        assert collect(tmp_path) == []
+    make_old(*(tmp_path / ".work").iterdir())
+    assert names(collect(tmp_path)) == {stage.key[:16] for stage in run.stages.values()}
+
+
+@pytest.mark.parametrize(
+    ("state", "days", "has_commands", "is_kept"),
+    [
+        ("running", 30, False, True),
+        ("interrupted", 30, True, True),
+        ("interrupted", 30, False, False),
+        ("failed", 30, True, False),
+        ("failed", 0.9, False, True),
+        ("cancelled", 1.1, False, False),
+    ],
+)
+def test_a_run_without_a_report_is_kept_while_it_may_go_on(
+    tmp_path: Path, state: str, days: float, has_commands: bool, is_kept: bool
+) -> None:
+    run = record_run(small_config(tmp_path), labels=("prepare_data",), flow="prepare-data")
+    make_old(run.folder, days=days)
+    [recorded] = read_runs(tmp_path)
+    newer = replace(recorded, folder=recorded.folder.with_name("30000101T000000.000Z-1"), report={})
+    runs = [newer, replace(recorded, state=state)]
+    (tmp_path / ".logs").mkdir()
+    with held(tmp_path / ".logs" / "train_policy-0.log") if has_commands else contextlib.nullcontext():
+        assert _kept(tmp_path, runs, 1) == {run.id for run in runs[: 1 + is_kept]}
 
 
 def test_an_interrupted_run_keeps_its_inputs_while_a_command_goes_on(tmp_path: Path) -> None:
@@ -118,7 +166,7 @@ def test_an_interrupted_run_keeps_its_inputs_while_a_command_goes_on(tmp_path: P
     begun = record_run(config, labels=("prepare_data",), flow="prepare-data")
     record = json.loads((begun.folder / "run.json").read_text())
     (begun.folder / "run.json").write_text(json.dumps({**record, "state": "running"}))
-    make_old(begun)
+    make_old(begun.folder)
     record_run(small_config(tmp_path, "run.seed=5"))
     (tmp_path / ".logs").mkdir()
     with held(tmp_path / ".logs" / "train_policy-0.log"):
@@ -226,7 +274,7 @@ def test_what_was_replaced_goes_with_its_last_user(tmp_path: Path) -> None:
 def test_hard_links_free_nothing(tmp_path: Path) -> None:
     run = record_run(small_config(tmp_path), labels=("prepare_data", "fetch_model"), flow="fetch-model")
     record_run(small_config(tmp_path, "run.seed=5"))
-    make_old(run)
+    make_old(run.folder)
     artifact = Path(run.stages["fetch_model"].artifact)
     os.link(artifact / "weights", tmp_path / "the user's own")
     [item] = [item for item in collect(tmp_path, is_dry_run=True) if item.stage == "fetch_model"]
@@ -291,8 +339,7 @@ def test_two_collections_do_not_meet(tmp_path: Path) -> None:
 
 def test_the_command_says_what_it_frees(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
-    for path in tmp_path.glob("*/*/manifest.json"):
-        os.utime(path, (0, 0))
+    make_old(*tmp_path.glob("*_*"))
     command = ["gc", "--keep-runs", "1", "--store", str(tmp_path)]
     planned = CliRunner().invoke(app, [*command, "--dry-run"], catch_exceptions=False).stdout
     total = sum(item.frees_bytes for item in collect_garbage(tmp_path, 1, is_dry_run=True))
