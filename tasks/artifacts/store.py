@@ -50,7 +50,7 @@ FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 NO_FOLDER_ERRORS = (errno.EEXIST, errno.ENOENT)  # from mkdir: a file of that name, or a file system like /proc
 PROBE_BYTES = 64 * 1024
-_NAME = re.compile(rf"(?P<stage>\w+)-(?P<key>[0-9a-f]{{{SHORT_KEY_LENGTH}}})")
+_NAME = re.compile(rf"(\w+)-([0-9a-f]{{{SHORT_KEY_LENGTH}}})")
 
 
 class ArtifactStore:
@@ -168,13 +168,32 @@ class ArtifactStore:
             shutil.rmtree(removed)
         return True
 
+    def abandoned_attempts(self) -> list[Path]:
+        """Returns the folders of .work at which nobody is, not even a command that outlived its run."""
+        return [
+            folder
+            for folder in subfolders(self.root / ".work")
+            if (name := _NAME.fullmatch(folder.name.removesuffix(".forced")))
+            and not any(map(lock.is_held, (self._lock_path(*name.groups()), self.log_path(*name.groups()))))
+        ]
+
+    def remove_attempt(self, folder: Path, is_wanted: Callable[[], bool]) -> bool:
+        """Deletes what an attempt left; returns False when it stays: somebody is at it, or `is_wanted` says so."""
+        stage, _, key = folder.name.removesuffix(".forced").rpartition("-")
+        with self._claimed(stage, key) as is_ours:
+            if not is_ours or not folder.exists() or is_wanted():
+                return False
+            shutil.rmtree(self._move_to(".removed", folder, folder.name))
+            self._tidy(stage, key)
+        return True
+
     def clear_removed(self, is_used: Callable[[Artifact], bool]) -> None:
         """Deletes what a killed process left in .removed; what `is_used` names goes to where `find` looks."""
         for folder in subfolders(self.root / ".removed"):
             if (name := _NAME.match(folder.name)) is None:
                 continue  # not ours
-            with self._claimed(name["stage"], name["key"]) as is_ours:
-                artifact = artifact_at(folder)
+            artifact = artifact_at(folder)
+            with self._claimed(*name.groups()) as is_ours:
                 if not is_ours:
                     continue
                 if artifact and not self.find(artifact.stage, artifact.key, artifact.digest) and is_used(artifact):
@@ -184,7 +203,7 @@ class ArtifactStore:
                     os.rename(folder, place)
                 else:
                     shutil.rmtree(folder)
-                    self._tidy(name["stage"], name["key"])
+                    self._tidy(*name.groups())
 
     @contextlib.contextmanager
     def kept_in_place(self, artifact: Artifact) -> Iterator[None]:
@@ -197,9 +216,7 @@ class ArtifactStore:
     @contextlib.contextmanager
     def _claimed(self, stage: str, key: str) -> Iterator[bool]:
         """Yields whether nobody builds the key, not even a command on its own; nobody can for the block."""
-        lock_path = self._lock_path(stage, key)
-        lock_path.parent.mkdir(exist_ok=True)
-        with self._disk_errors(), lock.held_if_free(lock_path) as is_ours:
+        with self._disk_errors(), lock.held_if_free(self._lock_path(stage, key)) as is_ours:
             yield is_ours and not lock.is_held(self.log_path(stage, key))
 
     def _tidy(self, stage: str, key: str) -> None:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dapo_core.errors import StoreError
-from tasks.artifacts import Artifact, ArtifactStore, held_if_free, is_held
+from tasks.artifacts import MANIFEST_NAME, Artifact, ArtifactStore, held_if_free, is_held
 from tasks.artifacts.artifact import artifact_at, subfolders
 from tasks.runs.history import RECORD_FILE, RecordedRun, read_run, run_folders
 
 MARGIN_SECONDS = 3600.0  # an artifact younger than this may be of a run that has no record yet
-RESUMABLE_SECONDS = 24 * 3600.0  # a run that ended without a report can be continued so long after its last trace
+RESUMABLE_SECONDS = 24 * 3600.0  # so long after its last trace a run or attempt can be continued
+UNFINISHED = "unfinished"  # in place of the stage
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Unused:
     """A folder of the store that no kept run uses."""
 
     path: Path
-    stage: str  # "damaged" for what was moved aside
+    stage: str  # "damaged" for what was moved aside, "unfinished" for what a failed or killed attempt left
     frees_bytes: int  # files that other folders share by hard links free nothing
     last_run: str | None  # id of the newest run that used it
     left: str = ""  # why it stays; empty: it goes
@@ -37,6 +38,7 @@ def collect_garbage(
     root: Path,
     keep_runs: int,
     *,
+    has_unfinished: bool = False,
     has_damaged: bool = False,
     is_dry_run: bool = False,
     margin_seconds: float = MARGIN_SECONDS,
@@ -44,7 +46,8 @@ def collect_garbage(
     """What was, or with `is_dry_run` would be, removed, and what stays although no kept run uses it.
 
     Kept are the newest `keep_runs` runs with a report, all runs newer than the last of these, runs that go on, and
-    those without a report that are less than a day old. Run folders stay. `has_damaged` adds what was moved aside.
+    those without a report that are less than a day old. Run folders stay. What attempts left that nobody went on
+    with for a day goes with `has_unfinished`, what was moved aside with `has_damaged`.
     Raises StoreError when the record of a run cannot be read, since what it uses would count as unused, and when
     another collection goes on.
     """
@@ -55,8 +58,8 @@ def collect_garbage(
         runs = [read_run(folder) for folder in run_folders(root)]
         expired = {run.id for run in runs} - _kept(root, runs, keep_runs)
         unused = list(_unused(store, runs, expired, margin_seconds))
-        if has_damaged:
-            unused += _damaged(root)
+        unused += _unfinished(store, has_unfinished)
+        unused += _damaged(root) if has_damaged else []
         if is_dry_run:
             return unused
 
@@ -93,7 +96,7 @@ def _kept(root: Path, runs: list[RecordedRun], keep_runs: int) -> set[str]:
 def _may_go_on(run: RecordedRun, has_commands: bool) -> bool:
     if run.state == "running" or (run.state == "interrupted" and has_commands):
         return True
-    return run.report is None and time.time() - _touched_at(*_traces(run)) < RESUMABLE_SECONDS
+    return run.report is None and _is_fresh(*_traces(run))
 
 
 def _traces(run: RecordedRun) -> list[Path]:
@@ -111,7 +114,7 @@ def _unused(
         if not expired.issuperset(users):
             continue
         path = Path(artifact.path)
-        age_seconds = time.time() - _touched_at(path)
+        age_seconds = time.time() - _touched_at(path / MANIFEST_NAME)
         left = f"younger than {margin_seconds / 60:.0f} min" if age_seconds < margin_seconds else ""
         yield Unused(path, artifact.stage, _own_bytes(path), users[0] if users else None, left, artifact)
 
@@ -129,6 +132,13 @@ def _artifacts(store: ArtifactStore) -> Iterator[Artifact]:
                 yield artifact
 
 
+def _unfinished(store: ArtifactStore, is_wanted: bool) -> Iterator[Unused]:
+    left = "" if is_wanted else "--unfinished removes it"
+    for attempt in store.abandoned_attempts():
+        if not _is_fresh(attempt):
+            yield Unused(attempt, UNFINISHED, _own_bytes(attempt), None, left)
+
+
 def _damaged(root: Path) -> Iterator[Unused]:
     for folder in subfolders(root / ".damaged"):
         yield Unused(folder, "damaged", _own_bytes(folder), None)
@@ -137,10 +147,13 @@ def _damaged(root: Path) -> Iterator[Unused]:
 def _remove(store: ArtifactStore, item: Unused, is_used: Callable[[Artifact], bool]) -> Unused:
     if item.left:
         return item
-    if item.artifact is None:
+    if item.artifact is not None:
+        is_removed = store.remove(item.artifact, is_used)
+    elif item.stage == UNFINISHED:
+        is_removed = store.remove_attempt(item.path, lambda: _is_fresh(item.path))
+    else:
         shutil.rmtree(item.path)
-        return item
-    is_removed = store.remove(item.artifact, is_used)
+        is_removed = True
     return item if is_removed else replace(item, left="in use, or being built")
 
 
@@ -149,6 +162,11 @@ def _own_bytes(folder: Path) -> int:
     return sum(
         status.st_size for status in _statuses(folder) if stat.S_ISREG(status.st_mode) and status.st_nlink == 1
     )
+
+
+def _is_fresh(*paths: Path) -> bool:
+    """Whether something there changed within the time in which it can be continued."""
+    return time.time() - _touched_at(*paths) < RESUMABLE_SECONDS
 
 
 def _touched_at(*paths: Path) -> float:

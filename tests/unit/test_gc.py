@@ -131,7 +131,7 @@ def test_a_long_training_can_be_continued_for_a_day_after_its_last_word(tmp_path
         record_run(small_config(tmp_path, "run.seed=5"))
         make_old(run.folder, *(tmp_path / ".work").iterdir())
         (attempt / "checkpoints" / "step_000002").mkdir()
-        assert collect(tmp_path) == []
+        assert names(collect(tmp_path)) == set()
     make_old(*(tmp_path / ".work").iterdir())
     assert names(collect(tmp_path)) == {stage.key[:16] for stage in run.stages.values()}
 
@@ -297,6 +297,55 @@ def test_what_was_moved_aside_goes_on_demand(tmp_path: Path) -> None:
     assert not (tmp_path / ".locks" / "run-1.lock").exists()
     [item] = collect(tmp_path, has_damaged=True)
     assert (item.stage, item.path.exists()) == ("damaged", False)
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_what_nobody_went_on_with_goes_on_demand(tmp_path: Path, is_forced: bool) -> None:
+    run = record_run(small_config(tmp_path))
+    trained = run.stages["train_policy"]
+    store = ArtifactStore(tmp_path)
+    key = trained.key if is_forced else "0" * 64
+    attempt = store.working_directory("train_policy", key, is_forced)
+    attempt.mkdir()
+    (attempt / "checkpoint").write_text("a" * 1000)
+    log_path = store.log_path("train_policy", key)
+    log_path.parent.mkdir()
+    files = [log_path.with_suffix(suffix) for suffix in (".log", ".watch", ".json")]
+    for file in files:
+        file.touch()
+    make_old(attempt, run.folder)
+    record_run(small_config(tmp_path, "run.seed=5"))
+    assert trained.key[:16] in names(collect(tmp_path))  # a forced attempt does not pin what it was to replace
+    [kept] = collect(tmp_path, is_dry_run=True)
+    assert (kept.path, kept.stage, kept.left) == (attempt, "unfinished", "--unfinished removes it")
+    assert kept.frees_bytes == 1000
+    assert all(file.exists() for file in files)
+    for lock_path in (log_path, tmp_path / ".locks" / f"train_policy-{key[:16]}.lock"):
+        with held(lock_path):
+            assert collect(tmp_path, has_unfinished=True) == []
+    (attempt / "checkpoint").touch()
+    assert collect(tmp_path, has_unfinished=True) == []
+    make_old(attempt)
+    [gone] = collect(tmp_path, has_unfinished=True)
+    assert (gone.path, gone.left) == (attempt, "")
+    assert not any(path.exists() for path in (attempt, *files))
+    assert not (tmp_path / ".locks" / f"train_policy-{key[:16]}.lock").exists()
+
+
+def test_what_somebody_goes_on_with_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_run(small_config(tmp_path), labels=("prepare_data",), flow="prepare-data")
+    attempt = ArtifactStore(tmp_path).working_directory("train_policy", "0" * 64)
+    attempt.mkdir()
+    make_old(attempt)
+    remove = ArtifactStore.remove_attempt
+
+    def resume_and_remove(*arguments: Any) -> bool:
+        (attempt / "checkpoint").touch()
+        return remove(*arguments)
+
+    monkeypatch.setattr(ArtifactStore, "remove_attempt", resume_and_remove)
+    assert [item.left for item in collect(tmp_path, has_unfinished=True)] == ["in use, or being built"]
+    assert (attempt / "checkpoint").exists()
 
 
 def test_a_record_that_cannot_be_read_stops_it(tmp_path: Path) -> None:
