@@ -83,11 +83,12 @@ def gc(
     """
     from flows.tables import print_garbage
     from tasks.runs.collect_garbage import collect_garbage
+    from tasks.runs.history import short_ids
 
     found = collect_garbage(
         store, keep_runs, has_unfinished=has_unfinished, has_damaged=has_damaged, is_dry_run=is_dry_run
     )
-    print_garbage(found, is_dry_run)
+    print_garbage(found, is_dry_run, short_ids(store))
 
 
 @app.command(epilog="Example: dapo export latest trained-model")

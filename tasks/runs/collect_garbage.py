@@ -51,8 +51,8 @@ def collect_garbage(
     Raises StoreError when the record of a run cannot be read, since what it uses would count as unused, and when
     another collection goes on.
     """
-    if not root.is_dir():
-        raise StoreError(f"there is no store {root}; name it with --store")
+    if not (root / "runs").is_dir():  # elsewhere every folder would look unused
+        raise StoreError(f"there is no store {root}: it has no folder runs; name the store with --store")
     store = ArtifactStore(root)
     with contextlib.nullcontext() if is_dry_run else _alone(store):
         runs = [read_run(folder) for folder in run_folders(root)]

@@ -1,4 +1,4 @@
-"""What a collection removes, what it leaves, and that no run that goes on loses what it reads."""
+"""What a collection removes, what it leaves, and what its command says."""
 
 from __future__ import annotations
 
@@ -7,51 +7,22 @@ import json
 import os
 import re
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from dapo_core.errors import StoreError
 from flows.cli import app
+from flows.tables import print_garbage
 from tasks.artifacts import ArtifactStore, StageKey, held
 from tasks.processes.dapo_command import link_log
 from tasks.runs.collect_garbage import Unused, _kept, collect_garbage
-from tasks.runs.history import artifact_of, read_runs
+from tasks.runs.history import artifact_of, read_runs, short_ids
 from tasks.runs.run import Run, current_stage
 from tasks.stages import LINKS
+from tests.garbage import artifacts, collect, make_old, names, nights, own_of
 from tests.recorded_runs import Outcome, record_run, small_config
-
-NOW = 0.0  # of a margin: everything is old enough
-
-
-def collect(store: Path, keep_runs: int = 1, **options: bool) -> list[Unused]:
-    return collect_garbage(store, keep_runs, margin_seconds=NOW, **options)
-
-
-def nights(store: Path, *weights: str) -> list[Run]:
-    """A run for each word, which differ in training and what follows; a day and more ago."""
-    runs = []
-    for step, word in enumerate(weights, start=60):
-        config = small_config(store, f"train.total_steps={step}")
-        runs.append(record_run(config, Outcome(weights=word, after="rrrw"[step % 4 :] + "w" * (step % 4))))
-    return runs
-
-
-def names(items: list[Unused], is_left: bool = False) -> set[str]:
-    return {item.path.name for item in items if bool(item.left) == is_left}
-
-
-def artifacts(store: Path) -> set[str]:
-    return {path.parent.name for path in store.glob("*/*/manifest.json")}
-
-
-def own_of(run: Run) -> set[str]:
-    """What a night made for itself: training, merge, evaluation after."""
-    return {run.stages[label].key[:16] for label in ("train_policy", "merge_checkpoint", "evaluate_after")}
 
 
 def test_what_no_kept_run_uses_goes_and_the_rest_stays(tmp_path: Path) -> None:
@@ -97,14 +68,6 @@ def test_a_run_that_goes_on_keeps_what_it_uses(tmp_path: Path) -> None:
         record_run(small_config(tmp_path, "train.total_steps=61"))
         gone = names(collect(tmp_path))
         assert gone == own_of(first) - {first.stages["train_policy"].key[:16]}
-
-
-def make_old(*paths: Path, days: float = 2) -> None:
-    """Has the paths, and all below them, look untouched for days."""
-    then = time.time() - days * 86400
-    for path in paths:
-        for each in (path, *path.rglob("*")):
-            os.utime(each, (then, then), follow_symlinks=False)
 
 
 def test_a_run_without_a_report_can_be_continued_for_a_day(tmp_path: Path) -> None:
@@ -174,89 +137,6 @@ def test_an_interrupted_run_keeps_its_inputs_while_a_command_goes_on(tmp_path: P
     assert names(collect(tmp_path)) == {begun.stages["prepare_data"].key[:16]}
 
 
-def test_what_is_built_locked_or_young_stays_and_says_why(tmp_path: Path) -> None:
-    first, _ = nights(tmp_path, "one", "two")
-    trained, merged = first.stages["train_policy"], first.stages["merge_checkpoint"]
-    store = ArtifactStore(tmp_path)
-    log_path = store.log_path("train_policy", trained.key)  # locked by a training that outlived its run
-    log_path.parent.mkdir()
-    with held(log_path), held(tmp_path / ".locks" / f"merge_checkpoint-{merged.key[:16]}.lock"):
-        found = collect(tmp_path)
-    assert names(found, is_left=True) == {trained.key[:16], merged.key[:16]}
-    assert {item.left for item in found if item.left} == {"in use, or being built"}
-    assert names(found) == own_of(first) - names(found, is_left=True)
-    young = collect_garbage(tmp_path, 1)
-    assert {item.left for item in young} == {"younger than 60 min"}
-    assert {trained.key[:16], merged.key[:16]} <= artifacts(tmp_path)
-
-
-def test_a_run_that_found_it_a_moment_before_gets_it_back(tmp_path: Path) -> None:
-    [run] = nights(tmp_path, "one")
-    store = ArtifactStore(tmp_path)
-    trained = store.lookup("train_policy", run.stages["train_policy"].key)
-    assert trained is not None
-    asked: list[bool] = []
-
-    def is_used(artifact: object) -> bool:
-        asked.append(Path(trained.path).exists())
-        return True
-
-    assert not store.remove(trained, is_used)
-    assert asked == [False]  # out of everybody's sight by then
-    assert store.lookup("train_policy", trained.key) == trained
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), StoreError("run.json is not the record of a run")])
-def test_what_cannot_be_asked_about_is_put_back(tmp_path: Path, error: BaseException) -> None:
-    [run] = nights(tmp_path, "one")
-    store = ArtifactStore(tmp_path)
-    trained = store.lookup("train_policy", run.stages["train_policy"].key)
-    assert trained is not None
-
-    def interrupt(artifact: object) -> bool:
-        raise error
-
-    with pytest.raises(type(error)):
-        store.remove(trained, interrupt)
-    assert store.lookup("train_policy", trained.key) == trained
-    assert list((tmp_path / ".removed").iterdir()) == []
-
-
-def test_another_in_its_place_is_not_removed_for_it(tmp_path: Path) -> None:
-    config = small_config(tmp_path)
-    run = record_run(config, Outcome(weights="old"))
-    store = ArtifactStore(tmp_path)
-    old = store.lookup("train_policy", run.stages["train_policy"].key)
-    assert old is not None
-    record_run(config, Outcome(weights="new"), ("train_policy",), "train-policy", ("train_policy",))
-    assert not store.remove(old, lambda artifact: False)
-    assert (Path(old.path) / "weights").read_text() == "new"
-
-
-@pytest.mark.parametrize("is_superseded", [False, True])
-def test_a_killed_collection_loses_nothing_that_is_used(tmp_path: Path, is_superseded: bool) -> None:
-    [run] = nights(tmp_path, "one")
-    first = run.stages["train_policy"]
-    weights = "one"
-    with Run.start(run.config, "evaluate-model") as user:
-        user.take("train_policy")
-        aside = tmp_path / ".removed" / f"train_policy-{first.key[:16]}-20260301T020000.000000Z"
-        aside.parent.mkdir()
-        Path(first.artifact).rename(aside)
-        if is_superseded:  # another was built under the key meanwhile
-            weights = "two"
-            record_run(run.config, Outcome(weights=weights), ("train_policy",), "train-policy")
-        with held(tmp_path / ".locks" / f"train_policy-{first.key[:16]}.lock"):
-            collect(tmp_path)
-            assert aside.exists()  # its key is being built
-        collect(tmp_path)
-    assert not aside.exists()
-    found = ArtifactStore(tmp_path).find("train_policy", first.key, first.digest)
-    assert found is not None
-    assert (Path(found.path) / "weights").read_text() == "one"
-    assert (Path(first.artifact) / "weights").read_text() == weights
-
-
 def test_what_was_replaced_goes_with_its_last_user(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     old = record_run(config, Outcome(weights="old"))
@@ -282,6 +162,7 @@ def test_hard_links_free_nothing(tmp_path: Path) -> None:
 
 
 def test_what_was_moved_aside_goes_on_demand(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
     store = ArtifactStore(tmp_path)
     key = StageKey("probe", {}, {}, "c", {})
     made, _ = store.produce(key, lambda folder: {"n": (folder / "content").write_text("text")})
@@ -332,60 +213,6 @@ def test_what_nobody_went_on_with_goes_on_demand(tmp_path: Path, is_forced: bool
     assert not (tmp_path / ".locks" / f"train_policy-{key[:16]}.lock").exists()
 
 
-def test_what_somebody_goes_on_with_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record_run(small_config(tmp_path), labels=("prepare_data",), flow="prepare-data")
-    attempt = ArtifactStore(tmp_path).working_directory("train_policy", "0" * 64)
-    attempt.mkdir()
-    make_old(attempt)
-    remove = ArtifactStore.remove_attempt
-
-    def resume_and_remove(*arguments: Any) -> bool:
-        (attempt / "checkpoint").touch()
-        return remove(*arguments)
-
-    monkeypatch.setattr(ArtifactStore, "remove_attempt", resume_and_remove)
-    assert [item.left for item in collect(tmp_path, has_unfinished=True)] == ["in use, or being built"]
-    assert (attempt / "checkpoint").exists()
-
-
-def test_a_record_that_cannot_be_read_stops_it(tmp_path: Path) -> None:
-    [run] = nights(tmp_path, "one")
-    (run.folder / "run.json").write_text("{}")
-    with pytest.raises(StoreError, match=r"run\.json is not the record of a run"):
-        collect(tmp_path)
-    with pytest.raises(StoreError, match=r"there is no store .*none; name it with --store"):
-        collect(tmp_path / "none")
-
-
-@pytest.mark.parametrize("has_ended", [True, False])
-def test_a_run_that_begins_after_the_look_at_the_runs_keeps_what_it_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_ended: bool
-) -> None:
-    first, _ = nights(tmp_path, "one", "two")
-    remove = ArtifactStore.remove
-    with contextlib.ExitStack() as later:
-
-        def begin_and_remove(*arguments: Any) -> bool:
-            monkeypatch.undo()
-            user = later.enter_context(Run.start(first.config, "evaluate-model"))
-            user.take("train_policy")
-            if has_ended:
-                later.close()
-            return remove(*arguments)
-
-        monkeypatch.setattr(ArtifactStore, "remove", begin_and_remove)
-        found = collect(tmp_path)
-    used = {first.stages["train_policy"].key[:16]}
-    assert (names(found), names(found, is_left=True)) == (own_of(first) - used, used)
-    assert used <= artifacts(tmp_path)
-
-
-def test_two_collections_do_not_meet(tmp_path: Path) -> None:
-    nights(tmp_path, "one")
-    with held(tmp_path / ".locks" / "gc.lock"), pytest.raises(StoreError, match="another dapo gc goes on"):
-        collect(tmp_path)
-
-
 def test_the_command_says_what_it_frees(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     make_old(*tmp_path.glob("*_*"))
@@ -393,9 +220,34 @@ def test_the_command_says_what_it_frees(tmp_path: Path) -> None:
     planned = CliRunner().invoke(app, [*command, "--dry-run"], catch_exceptions=False).stdout
     total = sum(item.frees_bytes for item in collect_garbage(tmp_path, 1, is_dry_run=True))
     assert f"3 folders would go, {total:,} bytes in all" in planned
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in planned.splitlines() if "│" in line]
+    rows = [line.split() for line in planned.splitlines() if line.endswith("would go")]
     assert {row[0] for row in rows} == own_of(first)
-    assert {(row[3], row[4]) for row in rows} == {(first.folder.name, "would go")}
+    assert {row[3] for row in rows} == {short_ids(tmp_path)[first.folder.name]}
     done = CliRunner().invoke(app, command, catch_exceptions=False).stdout
     assert f"3 folders removed, {total:,} bytes in all" in done
     assert artifacts(tmp_path).isdisjoint(own_of(first))
+
+
+def test_a_narrow_table_cuts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = f"evaluate_model-{'a' * 16}-20260301T020000.000000Z"
+    superseded = f"{'b' * 16}.{'c' * 16}"
+    found = [
+        Unused(Path(damaged), "damaged", 12_345_678_901, None),
+        Unused(
+            Path(superseded),
+            "merge_checkpoint",
+            12_345_678_901,
+            "20260301T020000.000Z-12345",
+            "in use, or being built",
+        ),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flows.tables._width", lambda: 80)
+        print_garbage(found, True, {"20260301T020000.000Z-12345": "12345"})
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    first_cells = "".join(line.split()[0] for line in shown.splitlines() if line[:1].strip())
+    assert damaged in first_cells
+    assert superseded in first_cells
+    assert re.search(r"merge_checkpoint +12,345,678,901 +12345", shown)
