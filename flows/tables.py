@@ -93,14 +93,23 @@ def print_run(
             console.print(Text(f"  {change}"))
 
 
-def print_garbage(found: Sequence[Unused], is_dry_run: bool) -> None:
+def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[str, str]) -> None:
     """What a collection removed or would remove, what it left and why, and the bytes in all."""
-    table = Table("artifact", "stage", _right("frees\n(bytes)"), "last used by", "")
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("artifact", overflow="fold", min_width=SHORT_KEY)
+    table.add_column("stage", no_wrap=True)
+    table.add_column("frees\n(bytes)", justify="right", no_wrap=True)
+    table.add_column("last\nused by", no_wrap=True)
+    table.add_column("", overflow="fold")
     gone = "would go" if is_dry_run else "removed"
     for item in found:
         outcome = f"stays: {item.left}" if item.left else gone
         table.add_row(
-            Text(item.path.name), item.stage, f"{item.frees_bytes:,}", item.last_run or "no run", outcome
+            Text(item.path.name),
+            item.stage,
+            f"{item.frees_bytes:,}",
+            short_ids[item.last_run] if item.last_run else "no run",
+            outcome,
         )
     if found:
         _print(table)

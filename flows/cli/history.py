@@ -69,6 +69,9 @@ def gc(
     keep_runs: Annotated[int, typer.Option(min=1, help="How many of the newest runs with a report stay whole.")],
     store: StoreOption = DEFAULT_STORE,
     is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, say what would go.")] = False,
+    has_unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="Also what attempts left that nobody went on with for a day.")
+    ] = False,
     has_damaged: Annotated[
         bool, typer.Option("--damaged", help="Also what was moved aside as damaged or half-written.")
     ] = False,
@@ -80,9 +83,12 @@ def gc(
     """
     from flows.tables import print_garbage
     from tasks.runs.collect_garbage import collect_garbage
+    from tasks.runs.history import short_ids
 
-    found = collect_garbage(store, keep_runs, has_damaged=has_damaged, is_dry_run=is_dry_run)
-    print_garbage(found, is_dry_run)
+    found = collect_garbage(
+        store, keep_runs, has_unfinished=has_unfinished, has_damaged=has_damaged, is_dry_run=is_dry_run
+    )
+    print_garbage(found, is_dry_run, short_ids(store))
 
 
 @app.command(epilog="Example: dapo export latest trained-model")

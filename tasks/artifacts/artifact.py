@@ -49,6 +49,23 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
+def artifact_at(directory: Path) -> Artifact | None:
+    """Returns the artifact whose manifest is there, unchecked; None where none is, or none that can be read."""
+    try:
+        manifest = read_manifest(directory)
+        artifact = Artifact(manifest["stage"], manifest["key"], str(directory), manifest["digest"])
+    except (OSError, ValueError, KeyError):
+        return None
+    return artifact if all(isinstance(text, str) for text in vars(artifact).values()) else None
+
+
+def subfolders(folder: Path) -> list[Path]:
+    """Returns the folders in a folder by name, none where there is no such folder; links are no folders."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+
+
 def content_digest(entries: Sequence[FileEntry]) -> str:
     """Returns sha256 over the sorted (path, size, sha256) of the files."""
     rows = [[entry.path, entry.size, entry.sha256] for entry in sorted(entries)]

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,10 +31,12 @@ from tasks.artifacts.artifact import (
     MANIFEST_NAME,
     Artifact,
     FileEntry,
+    artifact_at,
     content_digest,
     content_files,
     file_entry,
     read_manifest,
+    subfolders,
 )
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 from tasks.artifacts.verify import DamagedArtifact, identify, verify_directory, write_stamp
@@ -47,6 +50,7 @@ FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 NO_FOLDER_ERRORS = (errno.EEXIST, errno.ENOENT)  # from mkdir: a file of that name, or a file system like /proc
 PROBE_BYTES = 64 * 1024
+_NAME = re.compile(rf"(\w+)-([0-9a-f]{{{SHORT_KEY_LENGTH}}})")
 
 
 class ArtifactStore:
@@ -141,30 +145,65 @@ class ArtifactStore:
             return self._publish(parts, work, {**times, "metrics": metrics}, old, replace), False
 
     def remove(self, artifact: Artifact, is_used: Callable[[Artifact], bool]) -> bool:
-        """Deletes an artifact, with stamp, log and lock if it is the last of its key; returns False when it stays.
+        """Deletes an artifact, with all else of its key if it is the last of it; returns False when it stays.
 
-        It stays while its key is being built or an attempt at it waits to be resumed, and when `is_used`, asked
-        once nobody can find it anymore, says so: a run may have found it a moment before.
+        It stays while its key is being built, when another stands in its place, and when `is_used`, asked once
+        nobody can find it anymore, says so or raises: a run may have found it a moment before.
         """
-        stage, key = artifact.stage, artifact.key
-        lock_path = self._lock_path(stage, key)
-        lock_path.parent.mkdir(exist_ok=True)
-        with self._disk_errors(), lock.held_if_free(lock_path) as is_held:
-            if not is_held or any(self.working_directory(stage, key, forced).exists() for forced in (False, True)):
+        stage, key, directory = artifact.stage, artifact.key, Path(artifact.path)
+        with self._claimed(stage, key) as is_ours:
+            if not is_ours or _digest_at(directory) != artifact.digest:
                 return False
-            directory = Path(artifact.path)
             removed = self._move_to(".removed", directory, _name(stage, key))
-            if is_used(artifact):
-                os.rename(removed, directory)
-                return False
+            with contextlib.ExitStack() as undo:
+                undo.callback(os.rename, removed, directory)
+                if is_used(artifact):
+                    return False
+                undo.pop_all()
             _sync(directory.parent)
             if not self.directory(stage, key).exists():
                 self._stamp_path(stage, key).unlink(missing_ok=True)
-            if not any(directory.parent.glob(f"{key[:SHORT_KEY_LENGTH]}*")):
-                self.log_path(stage, key).unlink(missing_ok=True)
-                lock_path.unlink()
-        shutil.rmtree(removed)
+            self._tidy(stage, key)
+        with self._disk_errors():
+            shutil.rmtree(removed)
         return True
+
+    def abandoned_attempts(self) -> list[Path]:
+        """Returns the folders of .work at which nobody is, not even a command that outlived its run."""
+        return [
+            folder
+            for folder in subfolders(self.root / ".work")
+            if (name := _NAME.fullmatch(folder.name.removesuffix(".forced")))
+            and not any(map(lock.is_held, (self._lock_path(*name.groups()), self.log_path(*name.groups()))))
+        ]
+
+    def remove_attempt(self, folder: Path, is_wanted: Callable[[], bool]) -> bool:
+        """Deletes what an attempt left; returns False when it stays: somebody is at it, or `is_wanted` says so."""
+        stage, _, key = folder.name.removesuffix(".forced").rpartition("-")
+        with self._claimed(stage, key) as is_ours:
+            if not is_ours or not folder.exists() or is_wanted():
+                return False
+            shutil.rmtree(self._move_to(".removed", folder, folder.name))
+            self._tidy(stage, key)
+        return True
+
+    def clear_removed(self, is_used: Callable[[Artifact], bool]) -> None:
+        """Deletes what a killed process left in .removed; what `is_used` names goes to where `find` looks."""
+        for folder in subfolders(self.root / ".removed"):
+            if (name := _NAME.match(folder.name)) is None:
+                continue  # not ours
+            artifact = artifact_at(folder)
+            with self._claimed(*name.groups()) as is_ours:
+                if not is_ours:
+                    continue
+                if artifact and not self.find(artifact.stage, artifact.key, artifact.digest) and is_used(artifact):
+                    place = self.directory(artifact.stage, artifact.key)
+                    if place.exists():
+                        place = self.superseded_directory(artifact.stage, artifact.key, artifact.digest)
+                    os.rename(folder, place)
+                else:
+                    shutil.rmtree(folder)
+                    self._tidy(*name.groups())
 
     @contextlib.contextmanager
     def kept_in_place(self, artifact: Artifact) -> Iterator[None]:
@@ -173,6 +212,23 @@ class ArtifactStore:
         lock_path.parent.mkdir(exist_ok=True)
         with lock.held_if_free(lock_path):  # whoever else holds it keeps `remove` away too
             yield
+
+    @contextlib.contextmanager
+    def _claimed(self, stage: str, key: str) -> Iterator[bool]:
+        """Yields whether nobody builds the key, not even a command on its own; nobody can for the block."""
+        with self._disk_errors(), lock.held_if_free(self._lock_path(stage, key)) as is_ours:
+            yield is_ours and not lock.is_held(self.log_path(stage, key))
+
+    def _tidy(self, stage: str, key: str) -> None:
+        """Deletes logs and lock of a claimed key of which nothing else is left."""
+        name = _name(stage, key)
+        places = ((self.root / stage).glob(f"{key[:SHORT_KEY_LENGTH]}*"), (self.root / ".work").glob(f"{name}*"))
+        if any(any(found) for found in places):
+            return
+        for path in (self.root / ".logs").glob(f"{name}*"):  # of its commands, and by which they are watched
+            if not lock.is_held(path):
+                path.unlink()
+        self._lock_path(stage, key).unlink()
 
     def _verify(self, stage: str, key: str) -> Artifact:
         return verify_directory(self.directory(stage, key), stage, key, self._stamp_path(stage, key))

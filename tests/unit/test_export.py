@@ -17,6 +17,7 @@ from dapo_core.config import load_config
 from dapo_core.errors import StoreError
 from flows.cli import app
 from tasks.artifacts import hash_file
+from tasks.runs.collect_garbage import collect_garbage
 from tasks.runs.export_run import base_model_of, export_run
 from tasks.runs.history import RecordedRun, find_run
 from tests.configs import make_config
@@ -121,6 +122,25 @@ def test_an_export_that_fails_leaves_nothing(run: RecordedRun, tmp_path: Path) -
     with pytest.raises(KeyboardInterrupt):
         export_run(run, tmp_path / "model", interrupt)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_collection_meanwhile_leaves_the_model(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "store")
+    old = record_run(config, Outcome(weights="old"))
+    record_run(small_config(tmp_path / "store", "run.seed=5"), Outcome(weights="new"))
+    run = find_run(old.store.root, old.folder.name)
+    outcomes: dict[str, str] = {}
+
+    def collect(done: int, total: int) -> None:
+        found = collect_garbage(old.store.root, 1, margin_seconds=0.0)
+        outcomes.update((str(item.path), item.left) for item in found)
+
+    num_bytes = export_run(run, tmp_path / "model", collect)
+    assert outcomes[run.stages["merge_checkpoint"].path] == "in use, or being built"
+    assert outcomes[run.stages["train_policy"].path] == ""
+    assert (num_bytes, (tmp_path / "model" / "weights").read_text()) == (3, "old")
+    collect(0, 0)
+    assert outcomes[run.stages["merge_checkpoint"].path] == ""
 
 
 def test_progress_counts_to_the_bytes_of_the_model(run: RecordedRun, tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Runs of which a collection leaves some, and what it does."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from tasks.runs.collect_garbage import Unused, collect_garbage
+from tasks.runs.run import Run
+from tests.recorded_runs import Outcome, record_run, small_config
+
+NOW = 0.0  # of a margin: everything is old enough
+
+
+def collect(store: Path, keep_runs: int = 1, **options: bool) -> list[Unused]:
+    return collect_garbage(store, keep_runs, margin_seconds=NOW, **options)
+
+
+def nights(store: Path, *weights: str) -> list[Run]:
+    """A run for each word, which differ in training and what follows."""
+    runs = []
+    for step, word in enumerate(weights, start=60):
+        config = small_config(store, f"train.total_steps={step}")
+        runs.append(record_run(config, Outcome(weights=word, after="rrrw"[step % 4 :] + "w" * (step % 4))))
+    return runs
+
+
+def names(items: list[Unused], is_left: bool = False) -> set[str]:
+    return {item.path.name for item in items if bool(item.left) == is_left}
+
+
+def artifacts(store: Path) -> set[str]:
+    return {path.parent.name for path in store.glob("*/*/manifest.json")}
+
+
+def own_of(run: Run) -> set[str]:
+    """What a night made for itself: training, merge, evaluation after."""
+    return {run.stages[label].key[:16] for label in ("train_policy", "merge_checkpoint", "evaluate_after")}
+
+
+def make_old(*paths: Path, days: float = 2) -> None:
+    """Has the paths, and all below them, look untouched for days."""
+    then = time.time() - days * 86400
+    for path in paths:
+        for each in (path, *path.rglob("*")):
+            os.utime(each, (then, then), follow_symlinks=False)
