@@ -128,8 +128,8 @@ def plan(
     """Show what a run would do, without running anything: each stage, and why it is not cached.
 
     cached: its output is in the store. building: a process makes it. resumes: an unfinished attempt goes on.
-    damaged: its output changed on disk, and is made again. stale: the run before, of the same run.name, had it with
-    another key, or its input is to be built. runs: it is not there.
+    damaged: its output changed on disk, and is made again. stale: the run before, of the same run.name, had it
+    with another key, or its input is to be built. runs: it is not there.
     """
     from dapo_core.config import load_config
     from flows.tables import print_json, print_plan

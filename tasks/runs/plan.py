@@ -1,4 +1,4 @@
-"""What a run would do: each stage's key, whether its artifact is there, and if not, why. Runs no stage, writes nothing."""
+"""What a run would do: each stage's key, whether its artifact is there, and if not, why. Only looks."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _plan_waiting(config: Config, link: Link, upstream: str, before: Mapping[str
     note = f"waits for {upstream}"
     if before is None:
         return PlannedStage(link.label, "runs", note, (), None, upstream, None)
-    # Its inputs are not known yet; all else of its key is.
-    changes = _changes(before, link.stage.key(config, before["inputs"]))
+    # Of its inputs those that are artifacts are not known yet; all else of its key is.
+    changes = _changes(before, link.stage.key(config, {**before["inputs"], **link.files(config)}))
     return PlannedStage(link.label, "stale", note, changes, None, upstream, None)
 
 

@@ -19,10 +19,11 @@ from dapo_core.checkpoint import require_resume
 from dapo_core.config import Config, dump_config
 from dapo_core.data import require_columns
 from dapo_core.errors import RunSkipped, StoreError
-from dapo_core.model_folder import require_model_folder
 from dapo_core.reward import require_scorers
+from eval.prompts import find_template
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, held
 from tasks.runs.history import CONFIG_FILE, point_at, read_runs, run_lock_path, write_link, write_record
+from tasks.serve_model.checks import require_servable
 from tasks.stages import LINKS, prepare_data_inputs
 
 logger = logging.getLogger(__name__)
@@ -185,14 +186,18 @@ class Run:
 
 
 def check_inputs(config: Config) -> None:
-    """Raise ConfigError, DataError or ModelError when data, model or scorers are named that a run cannot use."""
+    """Raise when a file that the configuration names is not there, or not what a run can use.
+
+    ConfigError, DataError, ModelError; BenchmarkError for a prompt.
+    """
     prepare_data_inputs(config)
     require_scorers((), config.reward, config.custom_reward)
     require_resume(config.checkpoint.resume)
+    find_template(config.evaluate.prompt, default="given")
     if config.data.source == "path":
         require_columns(str(config.data.train_path))
     if config.model.source == "path":
-        require_model_folder(str(config.model.path))
+        require_servable(str(config.model.path), config.serve, os.environ)
 
 
 def check_start(config: Config) -> None:

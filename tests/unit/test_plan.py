@@ -132,6 +132,20 @@ def test_an_unfinished_attempt_resumes(recorded: Run, tmp_path: Path) -> None:
     assert stage.why() == "an attempt was not finished; train.total_steps 60 -> 61"
 
 
+def test_a_stage_that_waits_names_a_changed_file(recorded: Run, tmp_path: Path) -> None:
+    store = copied(recorded, tmp_path)
+    prompt, scorer = tmp_path / "prompt.txt", tmp_path / "scorer.py"
+    prompt.write_text("Q: {problem}")
+    scorer.write_text("def compute_score(**_):\n    return 1\n")
+    named = (f"evaluate.prompt={prompt}", f"custom_reward.path={scorer}")
+    record_run(small_config(store, *named))
+    prompt.write_text("{problem}?")
+    scorer.write_text("def compute_score(**_):\n    return 2\n")
+    plan = planned(store, *named, "run.seed=1")
+    assert "input prompt_template changed" in plan["evaluate_after"].changes
+    assert "input custom_reward changed" in plan["train_policy"].changes
+
+
 def test_only_stages_that_resume_are_said_to(tmp_path: Path) -> None:
     """Of the others what an attempt left is moved aside."""
     [data, *_] = planned(tmp_path / "store").values()
