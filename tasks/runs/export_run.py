@@ -16,6 +16,7 @@ from dapo_core.checkpoint.folder import sync, sync_tree
 from dapo_core.config import Config, dump_config, load_config
 from dapo_core.config.derived import derive
 from dapo_core.config.operation import FlowConfig
+from dapo_core.config.sections import StoreConfig
 from dapo_core.errors import StoreError
 from eval.pages import render
 from tasks.artifacts import MANIFEST_NAME, Artifact, ArtifactStore
@@ -47,15 +48,17 @@ def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> 
     if destination.exists() or destination.is_symlink():
         raise StoreError(f"{destination} is there already; name a new folder")
     manifests = {label: artifact.manifest() for label, artifact in _artifacts(run).items()}
+    # How and where it was operated here is nobody else's concern, and may hold an address with a secret.
+    here = {"flow": FlowConfig(), "store": StoreConfig()}
+    config = load_config(run.folder / CONFIG_FILE).model_copy(update=here)
     with _published(destination) as folder, ArtifactStore(run.folder.parent.parent).kept_in_place(model):
         num_bytes = _copy_model(model, folder, on_progress)
         shutil.copytree(run.folder / REPORT_FOLDER, folder / REPORT_FOLDER)
-        # How it was operated here is nobody else's concern, and may hold an address with a secret.
-        config = load_config(run.folder / CONFIG_FILE).model_copy(update={"flow": FlowConfig()})
         (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
         (folder / MANIFESTS_FOLDER).mkdir()
         for label, manifest in manifests.items():
-            text = json.dumps(manifest, indent=2) + "\n"
+            told = {name: value for name, value in manifest.items() if name != "host"}
+            text = json.dumps(told, indent=2) + "\n"
             (folder / MANIFESTS_FOLDER / f"{label}.json").write_text(text, encoding="utf-8")
         if (folder / CARD_FILE).exists():
             (folder / CARD_FILE).rename(folder / BASE_CARD_FILE)
@@ -134,9 +137,12 @@ def _artifacts(run: RecordedRun) -> dict[str, Artifact]:
 def _published(destination: Path) -> Iterator[Path]:
     """A new folder beside the destination that takes its name when the block ends well, and else vanishes."""
     destination = destination.absolute()
-    destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
-    partial.mkdir()
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        raise StoreError(f"{destination} cannot be made: {error.strerror}; name another folder") from None
     try:
         yield partial
         sync_tree(partial)

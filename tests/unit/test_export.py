@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from dapo_core.config import load_config
-from dapo_core.errors import StoreError
+from dapo_core.errors import ConfigError, StoreError
 from flows.cli import app
 from tasks.artifacts import hash_file
 from tasks.runs.export_run import base_model_of, export_run
@@ -68,6 +68,8 @@ def test_the_files_are_copies_beside_report_manifests_and_configuration(run: Rec
     assert manifest["digest"] == run.stages["train_policy"].digest
     config = load_config(exported / "config.yaml")
     assert config.train.total_steps == 60
+    assert config.store.path == ".dapo"  # not where it was made
+    assert "host" not in manifest
     assert all(SECRET not in path.read_text(errors="replace") for path in exported.rglob("*") if path.is_file())
     assert [path.name for path in exported.parent.iterdir()] == ["model"]
 
@@ -128,6 +130,19 @@ def test_progress_counts_to_the_bytes_of_the_model(run: RecordedRun, tmp_path: P
     num_bytes = export_run(run, tmp_path / "model", lambda done, total: seen.append((done, total)))
     assert seen[-1] == (num_bytes, num_bytes)
     assert seen == sorted(seen)
+
+
+def test_what_keeps_an_export_from_beginning_is_said(run: RecordedRun, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="/proc/no/where cannot be made: "):
+        export_run(run, Path("/proc/no/where"), ignore)
+    recorded = record_run(small_config(tmp_path / "store"))
+    recorded.config_path.unlink()
+    seen: list[int] = []
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read"):
+        export_run(
+            find_run(recorded.store.root, "latest"), tmp_path / "model", lambda done, total: seen.append(done)
+        )
+    assert seen == []
 
 
 def test_a_damaged_model_is_not_handed_on(tmp_path: Path) -> None:
