@@ -190,9 +190,9 @@ def test_plan_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
 
 def test_looking_at_no_store_writes_nothing(tmp_path: Path) -> None:
     none = tmp_path / "none"
-    done = dapo("runs", "--store", none)
-    assert done.returncode == 0
-    assert done.stdout.split()[-1] == "─" * len(done.stdout.split()[-1])  # a head, and no row
+    assert f"there is no store {none}" in refusal("runs", "--store", none)
+    assert "there is no store README.md" in refusal("runs", "--store", "README.md")
+    assert dapo("runs", "--store", tmp_path).stdout == f"no run is recorded in {tmp_path}\n"
     assert f"no run latest in {none}; no run is recorded there" in refusal(
         "runs", "show", "latest", "--store", none
     )

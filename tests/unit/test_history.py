@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +15,18 @@ from typer.testing import CliRunner
 
 from dapo_core.config import Config
 from dapo_core.errors import DataError, StoreError
+from eval.errors import ResultsError
 from flows.cli import app
 from tasks.artifacts import ArtifactStore, StageKey, held
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.runs.history import (
+    artifact_of,
     changed_keys,
     find_evaluation,
     find_run,
+    read_report,
     read_runs,
+    require_artifact,
     run_before,
     run_lock_path,
     short_ids,
@@ -172,8 +177,13 @@ def test_runs_are_listed_in_a_hundred_columns(tmp_path: Path) -> None:
     assert [run["state"] for run in listed] == ["failed", "interrupted", "completed"]
     assert (listed[0]["error"], listed[2]["report"]) == ("DataError: no rows", report)
     assert listed[0]["stages"]["a"]["path"] is None  # nothing is there
+    for number in range(20):
+        write_run(tmp_path, f"20250101T0000{number:02}.000Z-1")
+    assert len(json.loads(dapo("runs", "--store", tmp_path, "--json"))) == 23  # a program gets them all
+    assert len(json.loads(dapo("runs", "--store", tmp_path, "--json", "--limit", "2"))) == 2
+    assert "3 older ones: --limit 23" in dapo("runs", "--store", tmp_path)
     cut = dapo("runs", "--store", tmp_path, "--limit", "1")
-    assert "2 older ones: --limit 3" in cut
+    assert "22 older ones: --limit 23" in cut
     assert "0Z-1" not in cut
 
 
@@ -237,10 +247,62 @@ def test_a_history_of_the_store_writes_only_where_told(
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     run = record_run(config, labels=("prepare_data",), flow="prepare-data")
-    with pytest.raises(StoreError, match=r"\(prepare-data, completed\) has no evaluate_after, but prepare_data"):
+    with pytest.raises(StoreError, match="no run with evaluate_after is recorded there"):
         find_evaluation(run.store.root, "latest")
+    with pytest.raises(StoreError, match=r"\(prepare-data, completed\) has no evaluate_after, but prepare_data"):
+        find_evaluation(run.store.root, run.folder.name)
     with pytest.raises(StoreError, match="nowhere is no results folder, and no run nowhere in"):
         find_evaluation(run.store.root, "nowhere")
+
+
+@pytest.fixture
+def own(store: Path, tmp_path: Path) -> Path:
+    """A copy of that store, to be spoilt."""
+    return Path(shutil.copytree(store, tmp_path / "own", symlinks=True))
+
+
+def test_latest_counts_only_runs_that_have_what_is_needed(own: Path) -> None:
+    newest, oldest = read_runs(own)
+    record_run(small_config(own), labels=("prepare_data",), flow="prepare-data")
+    with pytest.raises(DataError), Run.start(small_config(own)):
+        raise DataError("no rows")
+    shown = dapo("compare", "latest~1", "latest", "--store", own)
+    assert f"- before: run {oldest.id} of " in shown
+    assert f"- after: run {newest.id} of " in shown
+    assert find_run(own, "latest", "report").id == newest.id
+    assert find_run(own, "latest").id > newest.id
+
+
+def test_what_is_gone_is_said_of_the_store_that_is_looked_at(store: Path, own: Path) -> None:
+    """A copy's records name the store that it was copied from."""
+    newest, _ = read_runs(own)
+    artifact = artifact_of(newest, "evaluate_after")
+    assert artifact is not None
+    assert artifact.path.startswith(str(own))
+    shutil.rmtree(artifact.path)
+    said = re.escape(f"{artifact.path} was removed") + rf".*config\.yaml --set store\.path={own} makes it again"
+    with pytest.raises(StoreError, match=said):
+        require_artifact(newest, "evaluate_after")
+
+
+def test_a_spoilt_run_is_refused_with_the_file(store: Path, own: Path) -> None:
+    newest, oldest = read_runs(own)
+    (oldest.folder / "config.yaml").unlink()
+    with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .*config.yaml"):
+        changed_keys(oldest, newest)
+    (newest.folder / "report" / "report.json").write_text("{")
+    with pytest.raises(StoreError, match=r"report\.json is not JSON .*dapo stage compare"):
+        read_report(newest)
+    with pytest.raises(ResultsError, match="/proc/no/where cannot be made: "):
+        dapo(
+            "compare",
+            "latest~1",
+            newest.stages["evaluate_after"].path,
+            "--store",
+            own,
+            "--output",
+            "/proc/no/where",
+        )
 
 
 def probe(config: Config, content: str, forced: tuple[str, ...] = ()) -> Run:
