@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -11,12 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from dapo_core.config import Config
 from dapo_core.errors import DataError, StoreError
 from eval.errors import ResultsError
+from flows import tables
 from flows.cli import app
+from flows.tables import print_runs
 from tasks.artifacts import ArtifactStore, StageKey, held
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.runs.history import (
@@ -187,6 +191,22 @@ def test_runs_are_listed_in_a_hundred_columns(tmp_path: Path) -> None:
     assert "0Z-1" not in cut
 
 
+def test_on_a_narrow_terminal_each_run_has_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = {"before": 0.4, "after": 0.625, "difference": 0.225, "p": 0.00012, "n": 40}
+    write_run(tmp_path, IDS[0], report=report, name="a_recipe_with_a_very_long_name", flow="dapo-nightly")
+    write_run(tmp_path, IDS[1], state="running")
+    terminal = functools.partial(Console, width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr(tables, "Console", terminal)
+    print_runs(list(read_runs(tmp_path)), short_ids(tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5  # two of them for the head
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].split()[3:5] == ["a_recipe…", "completed"]
+    assert "dapo-" not in "".join(lines)
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two nights that differ in a key of training."""
@@ -206,8 +226,8 @@ def test_show_tells_stages_result_and_changed_keys(store: Path) -> None:
     assert "No significant change in accuracy: 25.0 % before, 100.0 % after" in shown
     for label, stage in newest.stages.items():
         row = next(line for line in shown.splitlines() if f" {label} " in line)
-        assert stage.path in row
         assert stage.key[:16] in row
+        assert f"\n{label} {stage.path}\n" in shown  # whole, however narrow the terminal
     before = run_before(newest)
     assert before is not None
     assert before.id == oldest.id
