@@ -74,14 +74,14 @@ def model_card(
     base_model, benchmark = base_model_of(config), _benchmark(config, report)
     return render(
         "model_card.md.j2",
-        header=_header(run, benchmark, report, base_model),
+        header=_header(run, report, base_model),
         benchmark=benchmark,
         run=run,
         config=config,
         report=report,
         manifests=manifests,
         base_model=base_model,
-        recipe_rows=[(what, f"{number:,}", unit) for what, number, unit, _ in derive(config).rows()],
+        derived=derive(config),
         versions={name: version for name, version in sorted(versions.items()) if version != "absent"},
     )
 
@@ -105,25 +105,28 @@ def _benchmark(config: Config, report: Mapping[str, Any]) -> str:
     return report["settings"]["benchmark"] or own
 
 
-def _header(run: RecordedRun, benchmark: str, report: Mapping[str, Any], base_model: str | None) -> str:
+def _header(run: RecordedRun, report: Mapping[str, Any], base_model: str | None) -> str:
+    """The front matter; a score has to name its dataset, so that on rows without a name there is none."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    after = report["after"]
-    score = EvalResult(
-        task_type="text-generation",
-        dataset_name=benchmark,
-        dataset_type=benchmark,
-        metric_type="accuracy",
-        metric_name=f"accuracy ({report['settings']['grader']})",
-        metric_value=round(after["accuracy"], 4),
-    )
+    benchmark, scores = report["settings"]["benchmark"], []
+    if benchmark is not None:
+        score = EvalResult(
+            task_type="text-generation",
+            dataset_name=benchmark,
+            dataset_type=benchmark,
+            metric_type="accuracy",
+            metric_name=f"accuracy ({report['settings']['grader']})",
+            metric_value=round(report["after"]["accuracy"], 4),
+        )
+        scores.append(score)
     return ModelCardData(
         base_model=base_model,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=list(TAGS),
-        model_name=run.name,
-        eval_results=[score],
+        model_name=run.name if scores else None,
+        eval_results=scores or None,
     ).to_yaml()
 
 
