@@ -192,6 +192,12 @@ class Link:
     inputs: Callable[..., dict[str, str]]
     files: Callable[[Config], dict[str, str]] = no_files  # those of the inputs that keys name, known beforehand
 
+    @property
+    def command(self) -> str:
+        """What a person types to have it made."""
+        side = f" --side {self.label.removeprefix('evaluate_')}" if self.stage is EVALUATE_MODEL else ""
+        return f"dapo stage {self.stage.name.replace('_', '-')} CONFIG{side}"
+
     def key(self, config: Config, artifacts: Mapping[str, Artifact]) -> StageKey:
         """The key of its output, given those of the links it needs by label."""
         return self.stage.key(config, self.inputs(config, *(artifacts[label] for label in self.needs)))

@@ -188,6 +188,23 @@ def test_plan_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "missing", "command"),
+    [
+        (["merge-checkpoint"], "prepare_data", "prepare-data CONFIG"),
+        (["evaluate-model", "--side", "before"], "prepare_data", "prepare-data CONFIG"),
+        (["compare"], "prepare_data", "prepare-data CONFIG"),
+    ],
+)
+def test_a_stage_without_its_inputs_leaves_no_run(
+    tmp_path: Path, words: list[str], missing: str, command: str
+) -> None:
+    said = refusal("stage", *words[:1], CONFIG, "--set", f"store.path={tmp_path}", *words[1:])
+    assert f"has no output of {missing} for this configuration" in said
+    assert f"make it with dapo stage {command}, or all of the chain with dapo run CONFIG" in said
+    assert not (tmp_path / "runs").exists()
+
+
 def test_looking_at_no_store_writes_nothing(tmp_path: Path) -> None:
     none = tmp_path / "none"
     assert f"there is no store {none}" in refusal("runs", "--store", none)
