@@ -122,7 +122,7 @@ def read_settings(directory: Path) -> dict[str, Any] | None:
 
 
 def make_folder(path: str | Path) -> Path:
-    """The folder, made where there is none. Raises ResultsError when a file stands in its way."""
+    """The folder, made where there is none. Raises ResultsError when it cannot be, as where a file is."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -130,6 +130,8 @@ def make_folder(path: str | Path) -> Path:
         raise ResultsError(
             f"{path} cannot be a folder: a file has that name; name another with --output"
         ) from None
+    except OSError as error:
+        raise ResultsError(f"{path} cannot be made: {error.strerror}; name another with --output") from None
     return path
 
 

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 logger = logging.getLogger(__name__)
 
+TELL_SECONDS = 30.0
 STEP_LINE = re.compile(r"(?P<what>[a-z ]+) step (?P<done>\d+)(?:/| of )(?P<total>\d+): (?P<state>.*)")
 
 
@@ -108,16 +110,20 @@ def describe_step(metrics: dict[str, float]) -> str:
 
 @contextmanager
 def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield `on_progress(bytes_done, bytes_in_all)`."""
+    """Yield `on_progress(bytes_done, bytes_in_all)`; without a terminal a line each 10 % or TELL_SECONDS."""
     console = Console()
+    tenths, told_at = 0, time.monotonic()
     with Progress(
         TextColumn(label), BarColumn(), DownloadColumn(), console=console, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task(label, total=None)
 
         def on_progress(done: int, total: int) -> None:
+            nonlocal tenths, told_at
             bar.update(task, completed=done, total=total)
-            if bar.disable:
-                logger.info("%s: %d of %d bytes", label, done, total)
+            is_due = 10 * done >= (tenths + 1) * total or time.monotonic() - told_at >= TELL_SECONDS
+            if bar.disable and is_due:
+                tenths, told_at = 10 * done // total if total else 10, time.monotonic()
+                logger.info("%s: %s of %s", label, decimal(done), decimal(total))
 
         yield on_progress

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
+
 if TYPE_CHECKING:
     from dapo_core.config.derived import Derived
     from tasks.runs.collect_garbage import Unused
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from tasks.runs.history import RecordedRun
     from tasks.runs.plan import PlannedStage
 
-SHORT_KEY = 16
 WIDTH = 200  # where no terminal says how wide it is
 RUNS_WIDTH = 100  # of a list of runs, so that it can be quoted
 
@@ -32,32 +33,35 @@ def print_plan(stages: Sequence[PlannedStage], is_whole: bool) -> None:
             stage.label,
             stage.state,
             Text(stage.why(None if is_whole else 1)),
-            stage.key[:SHORT_KEY] if stage.key else f"after {stage.waits_for}",
+            stage.key[:SHORT_KEY_LENGTH] if stage.key else f"after {stage.waits_for}",
             f"{stage.seconds:.1f}" if stage.seconds is not None else "",
         )
-    _print(table)
+    print_table(table)
 
 
 def print_runs(runs: Sequence[RecordedRun], short_ids: Mapping[str, str]) -> None:
     """Runs with what they cost and what they showed; times are local."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = RUNS_WIDTH
+    has_flow = console.width >= RUNS_WIDTH
+    when = "%y-%m-%d %H:%M" if has_flow else "%m-%d %H:%M"
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    for header in ("when", "id", "recipe", "flow", "state"):
-        table.add_column(header, overflow="fold", no_wrap=header not in ("recipe", "flow"))
+    for header in ("when", "id", "recipe", *["flow"] * has_flow, "state"):
+        table.add_column(header, no_wrap=header not in ("recipe", "flow"))  # the others are shown whole
     for header in ("cached\n/run", "before\n(%)", "after\n(%)", "diff.\n(pts)", "p", "took\nh:mm:ss"):
         table.add_column(header, justify="right", no_wrap=True)
     for run in runs:
         table.add_row(
-            f"{_local(run.started_at):%y-%m-%d %H:%M}",
+            f"{_local(run.started_at):{when}}",
             short_ids[run.id],
-            Text(run.name),
-            run.flow,
+            *[Text(name, no_wrap=True, overflow="ellipsis") for name in (run.name, run.flow)[: 1 + has_flow]],
             run.state,
             f"{run.num_cached}/{run.num_built}",
             *_result(run.report),
             _duration(run.seconds),
         )
-    console = Console()
-    Console(width=None if console.is_terminal else RUNS_WIDTH).print(table)
+    console.print(table)
 
 
 def print_run(
@@ -66,21 +70,22 @@ def print_run(
     """One run: how it ended, its stages and where their output is, its result, what its configuration changed."""
     from tasks.runs.history import artifact_of
 
-    console = Console(width=_width(), highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(Text(f"Run {run.id} of {run.name}, {run.flow}: {run.state}"), style="bold")
     started = f"{_local(run.started_at):%Y-%m-%d %H:%M:%S}"
     console.print(Text(f"began {started}, took {_duration(run.seconds)} (h:mm:ss), pid {run.pid} on {run.host}"))
     console.print(Text(f"folder {run.folder}"))
     if run.error:
         console.print(Text(f"error {run.error}"), style="red")
-    table = Table("stage", "", _right("took\n(s)"), "key", "artifact")
+    table = Table("stage", "", _right("took\n(s)"), "key")
     for stage in run.stages.values():
-        artifact = artifact_of(run, stage.label)
-        place = artifact.path if artifact else "removed, by dapo gc or by hand"
         state = "cached" if stage.is_cached else "built"
-        table.add_row(stage.label, state, f"{stage.seconds:.1f}", stage.key[:SHORT_KEY], Text(place))
+        table.add_row(stage.label, state, f"{stage.seconds:.1f}", stage.key[:SHORT_KEY_LENGTH])
     if run.stages:
         console.print(table)
+    for label in run.stages:  # below the table, which would cut or fold them
+        artifact = artifact_of(run, label)
+        console.print(Text(f"{label} {artifact.path if artifact else 'removed, by dapo gc or by hand'}"))
     if report is not None:
         console.print(Text(report["verdict"]))
     if before is None:
@@ -112,7 +117,7 @@ def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[
             outcome,
         )
     if found:
-        _print(table)
+        print_table(table)
     going = [item for item in found if not item.left]
     total = sum(item.frees_bytes for item in going)
     plural = "" if len(going) == 1 else "s"
@@ -130,8 +135,7 @@ def print_derived(derived: Derived) -> None:
     table.columns[1].justify = "right"
     for what, number, unit, formula in derived.rows():
         table.add_row(what, f"{number:,}", unit, formula)
-    is_terminal = Console(stderr=True).is_terminal
-    Console(stderr=True, width=None if is_terminal else WIDTH).print(table)
+    print_table(table, is_error=True)
 
 
 def _result(report: Mapping[str, Any] | None) -> list[str]:
@@ -158,10 +162,7 @@ def _right(header: str) -> Column:
     return Column(header, justify="right")
 
 
-def _print(table: Table) -> None:
-    Console(width=_width()).print(table)
-
-
-def _width() -> int | None:
-    """Wide enough for whole paths where no terminal bounds the line."""
-    return None if Console().is_terminal else WIDTH
+def print_table(table: Table, *, is_error: bool = False) -> None:
+    """A table on standard output or error, wide enough for whole paths where no terminal bounds the line."""
+    is_terminal = Console(stderr=is_error).is_terminal
+    Console(stderr=is_error, width=None if is_terminal else WIDTH).print(table)

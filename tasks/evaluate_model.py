@@ -54,4 +54,4 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
         commands = [server.command for server in servers]
         return {"accuracy": summary.accuracy, "n": summary.n, "serve_commands": commands}
 
-    return run.produce(label, key, build, resumable=True)
+    return run.produce(label, key, build, resumable=EVALUATE_MODEL.is_resumable)

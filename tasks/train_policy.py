@@ -52,7 +52,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = Fa
             run_dapo(words, run, key, outlive=outlive, on_line=StageProgress(run, "train_policy", folder).on_line)
         return last_metrics(folder)
 
-    return run.produce("train_policy", key, build, resumable=True)
+    return run.produce("train_policy", key, build, resumable=TRAIN_POLICY.is_resumable)
 
 
 def resume_words(resume: str, attempt: int) -> list[str]:

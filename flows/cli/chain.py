@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,7 +70,7 @@ def stage(
         if name is not StageName.EVALUATE_MODEL:
             raise typer.BadParameter(f"{name.value} has no sides; evaluate-model has", param_hint="--side")
         options["side"] = side.value
-    wait_for_api = start_prefect(config, overrides)
+    wait_for_api = start_prefect(config, overrides, _needs(name, side))
     from flows.single_stages import STAGE_FLOWS
 
     wait_for_api()
@@ -81,19 +81,32 @@ def stage(
         typer.echo(output)
 
 
-def start_prefect(config: Path, overrides: list[str] | None) -> Callable[[], None]:
+def _needs(name: StageName, side: Side | None) -> tuple[str, ...]:
+    """The labels of the stages whose output this one begins from."""
+    from tasks.stages import LINKS
+
+    if name is StageName.COMPARE:
+        return ("evaluate_before", "evaluate_after", "train_policy")
+    if name is StageName.EVALUATE_MODEL:
+        return LINKS[f"evaluate_{(side or Side.AFTER).value}"].needs
+    return LINKS[name.value.replace("-", "_")].needs
+
+
+def start_prefect(config: Path, overrides: list[str] | None, needs: Sequence[str] = ()) -> Callable[[], None]:
     """Have Prefect's API start while the caller imports flows; returns what waits for it.
 
-    Raises, before any of that, what would end the run of this configuration.
+    Raises, before any of that, what would end the run of this configuration, which begins from the outputs of the
+    stages that it `needs`.
     """
     from dapo_core.config import load_config
     from flows.console import print_chain
     from flows.prefect_settings import apply_prefect_settings
-    from tasks.runs.run import check_start
+    from tasks.runs.run import check_start, require_outputs
     from tasks.stages import CHAIN
 
     settings = load_config(config, overrides or ())
     check_start(settings)
+    require_outputs(settings, needs)
     apply_prefect_settings()
     print_chain()
     logger.info("starting Prefect")
@@ -127,8 +140,9 @@ def plan(
 ) -> None:
     """Show what a run would do, without running anything: each stage, and why it is not cached.
 
-    cached: its output is in the store. resumes: an unfinished attempt goes on. stale: the run before, of the same
-    run.name, had it with another key, or its input is to be built. runs: it is not there.
+    cached: its output is in the store. building: a process makes it. resumes: an unfinished attempt goes on.
+    damaged: its output changed on disk, and is made again. stale: the run before, of the same run.name, had it
+    with another key, or its input is to be built. runs: it is not there.
     """
     from dapo_core.config import load_config
     from flows.tables import print_json, print_plan

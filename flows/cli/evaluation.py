@@ -128,7 +128,7 @@ def compare(
 
     given = sides or []
     if is_history:
-        paths = [Path(side) if Path(side).exists() else find_run(store, side).folder for side in given]
+        paths = [Path(side) if Path(side).exists() else find_run(store, side, "report").folder for side in given]
         _print_history(paths or [store], output)
         return
     if len(given) != 2:

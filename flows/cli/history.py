@@ -10,6 +10,7 @@ import typer
 from flows.cli.options import DEFAULT_STORE, JsonOption, StoreOption
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+NUM_LISTED = 20
 runs_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(runs_app, name="runs")
 
@@ -23,22 +24,29 @@ RunArgument = Annotated[
 def runs(
     context: typer.Context,
     store: StoreOption = DEFAULT_STORE,
-    limit: Annotated[int, typer.Option(min=1, help="How many, the newest.")] = 20,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help=f"The newest only; a table has {NUM_LISTED} if not told, JSON all.")
+    ] = None,
     is_json: JsonOption = False,
 ) -> None:
     """List the runs of a store, newest first: how they ended, what they took from the store, what they showed."""
     from flows.tables import print_json, print_runs
-    from tasks.runs.history import describe_run, read_runs, short_ids
+    from tasks.runs.history import describe_run, read_runs, require_store, short_ids
 
     if context.invoked_subcommand is not None:
         return
+    require_store(store)
     recorded = list(read_runs(store))
     if is_json:
         print_json([describe_run(run) for run in recorded[:limit]])
         return
-    print_runs(recorded[:limit], short_ids(store))
-    if len(recorded) > limit:
-        typer.echo(f"{len(recorded) - limit} older ones: --limit {len(recorded)}")
+    if not recorded:
+        typer.echo(f"no run is recorded in {store}")
+        return
+    shown = recorded[: limit or NUM_LISTED]
+    print_runs(shown, short_ids(store))
+    if len(recorded) > len(shown):
+        typer.echo(f"{len(recorded) - len(shown)} older ones: --limit {len(recorded)}")
 
 
 @runs_app.command("show", epilog="Example: dapo runs show latest; dapo runs show 20260301T0200 --json")
@@ -102,7 +110,7 @@ def export(
     from tasks.runs.export_run import export_run
     from tasks.runs.history import find_run
 
-    found = find_run(store, run)
+    found = find_run(store, run, "report")
     with bytes_progress("export") as on_progress:
         num_bytes = export_run(found, destination, on_progress)
     typer.echo(f"{destination}: the model of run {found.id}, {num_bytes:,} bytes, each file checked by its sha256")

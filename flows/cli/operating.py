@@ -11,14 +11,11 @@ import typer
 from flows.services.daemons import DEFAULT_STORE, SERVER, WORKER, Services
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from flows.services.daemons import State
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
-WIDTH = 200  # where no terminal says how wide it is
 StoreOption = Annotated[Path, typer.Option(help="Artifact store whose services are meant.")]
 
 
@@ -90,6 +87,7 @@ def doctor(
     from rich.table import Table
 
     from flows.services.doctor import FAIL, examine
+    from flows.tables import print_table
 
     table = Table("check", "", "found", "what to do")
     findings = list(examine(store, Path.cwd(), wait_seconds))
@@ -98,7 +96,7 @@ def doctor(
         table.add_row(
             finding.check, f"[{style}]{finding.status}[/]", escape(finding.found), escape(finding.advice)
         )
-    _print_table(table)
+    print_table(table)
     if any(finding.status == FAIL for finding in findings):
         raise typer.Exit(1)
 
@@ -106,13 +104,9 @@ def doctor(
 def _print_services(services: Services, state: State) -> None:
     from rich.table import Table
 
+    from flows.tables import print_table
+
     table = Table("what", "pid", "address", "log")
     for name, address in ((SERVER, state.api_url), (WORKER, "work pool dapo")):
         table.add_row(name, str(state.daemons[name].pid), address, str(services.log_path(name)))
-    _print_table(table)
-
-
-def _print_table(table: Table) -> None:
-    from rich.console import Console
-
-    Console(width=None if Console().is_terminal else WIDTH).print(table)
+    print_table(table)

@@ -5,12 +5,14 @@ from tasks.artifacts.code import code_digest
 from tasks.artifacts.lock import held, held_if_free, is_held
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey, package_versions, stage_key
 from tasks.artifacts.store import ArtifactStore
+from tasks.artifacts.verify import DamagedArtifact
 
 __all__ = [
     "MANIFEST_NAME",
     "SHORT_KEY_LENGTH",
     "Artifact",
     "ArtifactStore",
+    "DamagedArtifact",
     "StageKey",
     "code_digest",
     "hash_file",

@@ -105,6 +105,18 @@ class ArtifactStore:
             with lock.held_if_free(self._lock_path(stage, key)) as is_held:
                 return self._lookup_locked(stage, key) if is_held else None
 
+    def peek(self, stage: str, key: str) -> Artifact | None:
+        """As `lookup`, but changes nothing in the store: raises DamagedArtifact for a damaged one."""
+        directory = self.directory(stage, key)
+        if not directory.is_dir():
+            return None
+        return verify_directory(directory, stage, key, self._stamp_path(stage, key), keeps_stamp=False)
+
+    def builder(self, stage: str, key: str) -> str | None:
+        """Returns who builds the artifact of this key, as "pid 12 on node3 since TIME"; None when nobody does."""
+        path = self._lock_path(stage, key)
+        return lock.read_holder(path) if lock.is_held(path) else None
+
     def find(self, stage: str, key: str, digest: str) -> Artifact | None:
         """Returns the artifact of this content, also a superseded one, or None; only its manifest is read."""
         for directory in (self.directory(stage, key), self.superseded_directory(stage, key, digest)):

@@ -31,11 +31,13 @@ class DamagedArtifact(Exception):
     """Says which file of an artifact directory is wrong, and how; the store catches it."""
 
 
-def verify_directory(directory: Path, stage: str, key: str, stamp_path: Path) -> Artifact:
+def verify_directory(
+    directory: Path, stage: str, key: str, stamp_path: Path, *, keeps_stamp: bool = True
+) -> Artifact:
     """Returns the artifact in `directory` when each file has the size and sha256 its manifest lists.
 
-    A file whose size, times and inode are those in the stamp of an earlier check is not read again.
-    Raises DamagedArtifact, naming the first file that is wrong.
+    A file whose size, times and inode are those in the stamp of an earlier check is not read again; with
+    `keeps_stamp` this check leaves one too. Raises DamagedArtifact, naming the first file that is wrong.
     """
     try:
         manifest = read_manifest(directory)
@@ -44,7 +46,9 @@ def verify_directory(directory: Path, stage: str, key: str, stamp_path: Path) ->
         if described != (stage, key, content_digest(entries)):
             raise DamagedArtifact(f"{MANIFEST_NAME} is of another artifact, or was edited")
         _check_file_names(directory, entries)
-        _check_contents(directory, entries, stamp_path)
+        identities = _check_contents(directory, entries, _read_stamp(stamp_path))
+        if identities is not None and keeps_stamp:
+            write_stamp(stamp_path, identities, entries)
     except FileNotFoundError as error:
         raise DamagedArtifact(f"{Path(error.filename).name} is missing") from error
     except StoreError as error:
@@ -84,8 +88,10 @@ def _check_file_names(directory: Path, entries: list[FileEntry]) -> None:
         raise DamagedArtifact(f"{extra[0]} is not in the manifest ({len(extra)} such files)")
 
 
-def _check_contents(directory: Path, entries: list[FileEntry], stamp_path: Path) -> None:
-    stamp = _read_stamp(stamp_path)
+def _check_contents(
+    directory: Path, entries: list[FileEntry], stamp: Mapping[str, Any]
+) -> dict[str, Identity] | None:
+    """Returns the files' identities, or None when the stamp has them all."""
     identities: dict[str, Identity] = {}
     has_new = False
     for entry in entries:
@@ -98,8 +104,7 @@ def _check_contents(directory: Path, entries: list[FileEntry], stamp_path: Path)
         if (found := hash_file(path)) != entry.sha256:
             raise DamagedArtifact(f"{entry.path} has sha256 {found}, the manifest says {entry.sha256}")
         has_new = True
-    if has_new:
-        write_stamp(stamp_path, identities, entries)
+    return identities if has_new else None
 
 
 def _read_stamp(stamp_path: Path) -> dict[str, Any]:

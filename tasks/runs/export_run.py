@@ -16,6 +16,7 @@ from dapo_core.checkpoint.folder import sync, sync_tree
 from dapo_core.config import Config, dump_config, load_config
 from dapo_core.config.derived import derive
 from dapo_core.config.operation import FlowConfig
+from dapo_core.config.sections import StoreConfig
 from dapo_core.errors import StoreError
 from eval.pages import render
 from tasks.artifacts import MANIFEST_NAME, Artifact, ArtifactStore
@@ -47,15 +48,17 @@ def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> 
     if destination.exists() or destination.is_symlink():
         raise StoreError(f"{destination} is there already; name a new folder")
     manifests = {label: artifact.manifest() for label, artifact in _artifacts(run).items()}
+    # How and where it was operated here is nobody else's concern, and may hold an address with a secret.
+    here = {"flow": FlowConfig(), "store": StoreConfig()}
+    config = load_config(run.folder / CONFIG_FILE).model_copy(update=here)
     with _published(destination) as folder, ArtifactStore(run.folder.parent.parent).kept_in_place(model):
         num_bytes = _copy_model(model, folder, on_progress)
         shutil.copytree(run.folder / REPORT_FOLDER, folder / REPORT_FOLDER)
-        # How it was operated here is nobody else's concern, and may hold an address with a secret.
-        config = load_config(run.folder / CONFIG_FILE).model_copy(update={"flow": FlowConfig()})
         (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
         (folder / MANIFESTS_FOLDER).mkdir()
         for label, manifest in manifests.items():
-            text = json.dumps(manifest, indent=2) + "\n"
+            told = {name: value for name, value in manifest.items() if name != "host"}
+            text = json.dumps(told, indent=2) + "\n"
             (folder / MANIFESTS_FOLDER / f"{label}.json").write_text(text, encoding="utf-8")
         if (folder / CARD_FILE).exists():
             (folder / CARD_FILE).rename(folder / BASE_CARD_FILE)
@@ -71,14 +74,14 @@ def model_card(
     base_model, benchmark = base_model_of(config), _benchmark(config, report)
     return render(
         "model_card.md.j2",
-        header=_header(run, benchmark, report, base_model),
+        header=_header(run, report, base_model),
         benchmark=benchmark,
         run=run,
         config=config,
         report=report,
         manifests=manifests,
         base_model=base_model,
-        recipe_rows=[(what, f"{number:,}", unit) for what, number, unit, _ in derive(config).rows()],
+        derived=derive(config),
         versions={name: version for name, version in sorted(versions.items()) if version != "absent"},
     )
 
@@ -102,25 +105,28 @@ def _benchmark(config: Config, report: Mapping[str, Any]) -> str:
     return report["settings"]["benchmark"] or own
 
 
-def _header(run: RecordedRun, benchmark: str, report: Mapping[str, Any], base_model: str | None) -> str:
+def _header(run: RecordedRun, report: Mapping[str, Any], base_model: str | None) -> str:
+    """The front matter; a score has to name its dataset, so that on rows without a name there is none."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    after = report["after"]
-    score = EvalResult(
-        task_type="text-generation",
-        dataset_name=benchmark,
-        dataset_type=benchmark,
-        metric_type="accuracy",
-        metric_name=f"accuracy ({report['settings']['grader']})",
-        metric_value=round(after["accuracy"], 4),
-    )
+    benchmark, scores = report["settings"]["benchmark"], []
+    if benchmark is not None:
+        score = EvalResult(
+            task_type="text-generation",
+            dataset_name=benchmark,
+            dataset_type=benchmark,
+            metric_type="accuracy",
+            metric_name=f"accuracy ({report['settings']['grader']})",
+            metric_value=round(report["after"]["accuracy"], 4),
+        )
+        scores.append(score)
     return ModelCardData(
         base_model=base_model,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=list(TAGS),
-        model_name=run.name,
-        eval_results=[score],
+        model_name=run.name if scores else None,
+        eval_results=scores or None,
     ).to_yaml()
 
 
@@ -134,9 +140,12 @@ def _artifacts(run: RecordedRun) -> dict[str, Artifact]:
 def _published(destination: Path) -> Iterator[Path]:
     """A new folder beside the destination that takes its name when the block ends well, and else vanishes."""
     destination = destination.absolute()
-    destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
-    partial.mkdir()
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        raise StoreError(f"{destination} cannot be made: {error.strerror}; name another folder") from None
     try:
         yield partial
         sync_tree(partial)

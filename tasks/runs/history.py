@@ -73,9 +73,19 @@ class RecordedRun:
         """Stages that it built."""
         return len(self.stages) - self.num_cached
 
+    def has(self, what: str) -> bool:
+        """Whether it has the output of a stage, by its label, or its "report"."""
+        return what in self.stages or (what == "report" and self.report is not None)
+
     def uses(self, artifact: Artifact) -> bool:
         """Whether one of its stages took or made this content under this key."""
         return any((s.key, s.digest) == (artifact.key, artifact.digest) for s in self.stages.values())
+
+
+def require_store(store: Path) -> None:
+    """Raise StoreError when there is no folder of that name."""
+    if not store.is_dir():
+        raise StoreError(f"there is no store {store}; name it with --store")
 
 
 def read_runs(store: Path) -> Iterator[RecordedRun]:
@@ -151,20 +161,25 @@ def require_artifact(run: RecordedRun, label: str) -> Artifact:
         )
     artifact = artifact_of(run, label)
     if artifact is None:
+        store = ArtifactStore(run.folder.parent.parent)
+        place = store.directory(run.stages[label].stage, run.stages[label].key)
         raise StoreError(
-            f"{label} of the run {run.id} is no longer in the store: {run.stages[label].path} was removed, as "
-            f"dapo gc does; dapo run {run.folder / CONFIG_FILE} makes it again"
+            f"{label} of the run {run.id} is no longer in the store: {place} was removed, as dapo gc does; "
+            f"dapo run {run.folder / CONFIG_FILE} --set store.path={store.root} makes it again"
         )
     return artifact
 
 
-def find_run(store: Path, text: str) -> RecordedRun:
+def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
     """The run whose id begins or ends with `text`; `latest` is the newest, `latest~2` the second before it.
 
+    With `needs`, the label of a stage or "report", these two count only the runs that have it.
     Raises StoreError, naming the runs there are, when no run or more than one is meant.
     """
     folders = run_folders(store)
     if match := _LATEST.fullmatch(text):
+        if needs is not None:
+            folders = [run.folder for run in read_runs(store) if run.has(needs)]
         found = folders[int(match[1] or 0) :][:1]
     else:
         found = [folder for folder in folders if folder.name.startswith(text) or folder.name.endswith(text)]
@@ -173,7 +188,8 @@ def find_run(store: Path, text: str) -> RecordedRun:
         return read_run(found[0])
     if found:
         raise StoreError(f"{text} is the beginning or end of {len(found)} runs in {store}: {_names(found)}")
-    there = f"the newest are {_names(folders)}" if folders else "no run is recorded there"
+    which = f" with {needs}" if needs is not None and match else ""
+    there = f"the newest{which} are {_names(folders)}" if folders else f"no run{which} is recorded there"
     raise StoreError(f"no run {text} in {store}; {there}")
 
 
@@ -186,7 +202,7 @@ def find_evaluation(store: Path, text: str) -> tuple[Path, RecordedRun | None]:
     if path.exists() and not (path / RECORD_FILE).is_file():
         return path, None
     try:
-        run = read_run(path.absolute()) if path.exists() else find_run(store, text)
+        run = read_run(path.absolute()) if path.exists() else find_run(store, text, "evaluate_after")
     except StoreError as error:
         raise StoreError(f"{text} is no results folder, and {error}") from None
     return Path(require_artifact(run, "evaluate_after").path), run
@@ -224,15 +240,29 @@ def run_before(run: RecordedRun) -> RecordedRun | None:
 
 
 def changed_keys(before: RecordedRun, after: RecordedRun) -> list[Difference]:
-    """Configuration keys whose value is another one in `after`."""
-    sides = [yaml.safe_load((run.folder / CONFIG_FILE).read_text(encoding="utf-8")) for run in (before, after)]
-    return differences_of(*sides)
+    """Configuration keys whose value is another one in `after`. Raises StoreError when one's file is gone."""
+    return differences_of(_read_config(before), _read_config(after))
+
+
+def _read_config(run: RecordedRun) -> dict[str, Any]:
+    path = run.folder / CONFIG_FILE
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise StoreError(f"the configuration of the run {run.id} cannot be read: {error}") from None
 
 
 def read_report(run: RecordedRun) -> dict[str, Any] | None:
-    """The content of the run's report.json; None when it has no report."""
+    """The content of the run's report.json; None when it has no report. Raises StoreError when it is not JSON."""
     path = run.folder / REPORT_FOLDER / REPORT_JSON
-    return json.loads(path.read_text(encoding="utf-8")) if run.report is not None and path.is_file() else None
+    if run.report is None or not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StoreError(
+            f"{path} is not JSON ({error}); dapo stage compare {run.folder / CONFIG_FILE} makes the report anew"
+        ) from None
 
 
 def describe_run(run: RecordedRun) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run would do: each stage's key, whether its artifact is there, and if not, why. Runs no stage."""
+"""What a run would do: each stage's key, whether its artifact is there, and if not, why. Only looks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo_core.config import Config
-from tasks.artifacts import Artifact, ArtifactStore, StageKey
+from tasks.artifacts import Artifact, ArtifactStore, DamagedArtifact, StageKey
 from tasks.runs.differences import differences_of
 from tasks.runs.history import RecordedRun, artifact_of, read_runs
 from tasks.stages import CHAIN, Link
@@ -18,12 +18,13 @@ from tasks.stages import CHAIN, Link
 class PlannedStage:
     """One stage of the chain as a run would find it.
 
-    cached: its artifact is there. resumes: an attempt at this key waits to be continued. stale: the run before had
-    one, and this one's key differs or its input is still to be built. runs: anything else that is not there.
+    cached: its artifact is there. building: a process makes it. resumes: an attempt at this key waits to be
+    continued. damaged: its artifact is not as its manifest says. stale: the run before had one, and this one's key
+    differs or its input is still to be built. runs: anything else that is not there.
     """
 
     label: str
-    state: str  # "cached", "resumes", "stale" or "runs"
+    state: str  # "cached", "building", "resumes", "damaged", "stale" or "runs"
     note: str  # why it is not cached, apart from changes; empty when these say all
     changes: tuple[str, ...]  # how its key differs from that of the run before
     key: str | None  # None while an input is not built
@@ -43,7 +44,9 @@ def plan_chain(config: Config) -> list[PlannedStage]:
     Each is compared with the newest run of the same run.name that had the stage and whose artifact is still there.
     """
     store = ArtifactStore(config.store.path)
-    runs = [run for run in read_runs(store.root) if run.name == config.run.name]
+    recorded = list(read_runs(store.root))
+    runs = [run for run in recorded if run.name == config.run.name]
+    built = {stage.key for run in recorded for stage in run.stages.values()}
     found: dict[str, Artifact] = {}
     stages = []
     for link in CHAIN:
@@ -52,14 +55,19 @@ def plan_chain(config: Config) -> list[PlannedStage]:
             stages.append(_plan_waiting(config, link, missing[-1], _manifest_before(runs, link.label)))
             continue
         key = link.key(config, found)
-        artifact = store.lookup(key.stage, key.key) if store.root.exists() else None
-        if artifact:
+        try:
+            artifact = store.peek(key.stage, key.key)
+            damage = None
+        except DamagedArtifact as error:
+            artifact, damage = None, error
+        if artifact is not None:
             found[link.label] = artifact
             seconds = artifact.manifest()["seconds"]
             stages.append(PlannedStage(link.label, "cached", "", (), key.key, None, seconds))
-            continue
-        is_begun = store.working_directory(key.stage, key.key).exists()
-        stages.append(_plan_missing(link.label, key, is_begun, runs))
+        else:
+            state, note, changes = _explain(link.label, key, runs, key.key in built)
+            state, note = _attempt(store, link, key, damage) or (state, note)
+            stages.append(PlannedStage(link.label, state, note, changes, key.key, None, None))
     return stages
 
 
@@ -67,24 +75,35 @@ def _plan_waiting(config: Config, link: Link, upstream: str, before: Mapping[str
     note = f"waits for {upstream}"
     if before is None:
         return PlannedStage(link.label, "runs", note, (), None, upstream, None)
-    # Its inputs are not known yet; all else of its key is.
-    changes = _changes(before, link.stage.key(config, before["inputs"]))
+    # Of its inputs those that are artifacts are not known yet; all else of its key is.
+    changes = _changes(before, link.stage.key(config, {**before["inputs"], **link.files(config)}))
     return PlannedStage(link.label, "stale", note, changes, None, upstream, None)
 
 
-def _plan_missing(label: str, key: StageKey, is_begun: bool, runs: list[RecordedRun]) -> PlannedStage:
-    changes: tuple[str, ...] = ()
-    newest = next((run.stages[label].key for run in runs if label in run.stages), None)
+def _attempt(
+    store: ArtifactStore, link: Link, key: StageKey, damage: DamagedArtifact | None
+) -> tuple[str, str] | None:
+    """State and note of a stage that is being built, is damaged, or was begun."""
+    if (builder := store.builder(key.stage, key.key)) is not None:
+        return "building", f"by {builder}"
+    if damage is not None:
+        return "damaged", str(damage)
+    if link.stage.is_resumable and store.working_directory(key.stage, key.key).exists():
+        return "resumes", "an attempt was not finished"
+    return None
+
+
+def _explain(
+    label: str, key: StageKey, runs: list[RecordedRun], was_built: bool
+) -> tuple[str, str, tuple[str, ...]]:
+    """State, note and changes of a stage whose artifact is not there."""
+    if was_built:
+        return "runs", "its artifact is gone", ()
     before = _manifest_before(runs, label)
-    if newest == key.key:
-        state, note = "runs", "its artifact is gone"
-    elif before is None:
-        state, note = "runs", "never built" if newest is None else "nothing is left of earlier runs"
-    else:
-        state, note, changes = "stale", "", _changes(before, key)
-    if is_begun:
-        state, note = "resumes", "an attempt was not finished"
-    return PlannedStage(label, state, note, changes, key.key, None, None)
+    if before is not None:
+        return "stale", "", _changes(before, key)
+    is_new = not any(label in run.stages for run in runs)
+    return "runs", "never built" if is_new else "nothing is left of earlier runs", ()
 
 
 def _manifest_before(runs: list[RecordedRun], label: str) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +19,11 @@ from dapo_core.checkpoint import require_resume
 from dapo_core.config import Config, dump_config
 from dapo_core.data import require_columns
 from dapo_core.errors import RunSkipped, StoreError
-from dapo_core.model_folder import require_model_folder
 from dapo_core.reward import require_scorers
+from eval.prompts import find_template
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, held
 from tasks.runs.history import CONFIG_FILE, point_at, read_runs, run_lock_path, write_link, write_record
+from tasks.serve_model.checks import require_servable
 from tasks.stages import LINKS, prepare_data_inputs
 
 logger = logging.getLogger(__name__)
@@ -128,13 +129,9 @@ class Run:
         """The artifact of a stage that ran before, recorded as cached; raises StoreError when it is not there."""
         link = LINKS[label]
         key = link.key(self.config, {need: self.take(need) for need in link.needs})
-        artifact = self.store.lookup(key.stage, key.key)
-        if artifact is None or not (label in self.stages or self._keep(label, artifact, True, 0.0)):
-            raise StoreError(
-                f"the store {self.store.root} has no output of {label} for this configuration (key "
-                f"{key.key[:SHORT_KEY_LENGTH]}), which this stage begins from; make it with dapo stage, or all of "
-                "the chain with dapo run; dapo plan shows what is there"
-            )
+        artifact = _require(self.store, label, key)
+        if not (label in self.stages or self._keep(label, artifact, True, 0.0)):
+            raise StoreError(f"{artifact.path}, the output of {label}, was removed a moment ago; try again")
         return artifact
 
     def _keep(self, label: str, artifact: Artifact, cached: bool, seconds: float) -> bool:
@@ -184,15 +181,40 @@ class Run:
         write_record(self.folder, record)
 
 
+def require_outputs(config: Config, labels: Iterable[str]) -> dict[str, Artifact]:
+    """The outputs of these stages in the store, by label; raises StoreError when one is not there."""
+    store = ArtifactStore(config.store.path)
+    found: dict[str, Artifact] = {}
+    for label in labels:
+        link = LINKS[label]
+        found[label] = _require(store, label, link.key(config, require_outputs(config, link.needs)))
+    return found
+
+
+def _require(store: ArtifactStore, label: str, key: StageKey) -> Artifact:
+    artifact = store.lookup(key.stage, key.key)
+    if artifact is None:
+        raise StoreError(
+            f"the store {store.root} has no output of {label} for this configuration (key "
+            f"{key.key[:SHORT_KEY_LENGTH]}), which this stage begins from; make it with {LINKS[label].command}, "
+            "or all of the chain with dapo run CONFIG; dapo plan CONFIG shows what is there"
+        )
+    return artifact
+
+
 def check_inputs(config: Config) -> None:
-    """Raise ConfigError, DataError or ModelError when data, model or scorers are named that a run cannot use."""
+    """Raise when a file that the configuration names is not there, or not what a run can use.
+
+    ConfigError, DataError, ModelError; BenchmarkError for a prompt.
+    """
     prepare_data_inputs(config)
     require_scorers((), config.reward, config.custom_reward)
     require_resume(config.checkpoint.resume)
+    find_template(config.evaluate.prompt, default="given")
     if config.data.source == "path":
         require_columns(str(config.data.train_path))
     if config.model.source == "path":
-        require_model_folder(str(config.model.path))
+        require_servable(str(config.model.path), config.serve, os.environ)
 
 
 def check_start(config: Config) -> None:

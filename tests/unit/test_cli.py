@@ -99,6 +99,8 @@ def test_config_show_tells_the_numbers_beside_the_yaml() -> None:
         (["plan", "no/such.yaml"], "configuration no/such.yaml cannot be read: No such file or directory"),
         (["plan", CONFIG, "--set", "model.source=path"], "model.path is not set"),
         (["plan", CONFIG, "--set", "custom_reward.path=no/such.py"], "path=no/such.py cannot be read"),
+        (["plan", CONFIG, "--set", "evaluate.prompt=nosuch.txt"], "prompt=nosuch.txt is neither"),
+        (["run", CONFIG, "--set", "evaluate.prompt=README.md"], "README.md says {problem} 0 times"),
         (["plan", CONFIG, "--set", "reward.scorers=[exam=maths]"], "which is not DATA_SOURCE=SCORER"),
         (["merge", "no/checkpoint", "no/target"], "no/checkpoint holds no complete checkpoint"),
         (
@@ -186,11 +188,28 @@ def test_plan_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "missing", "command"),
+    [
+        (["merge-checkpoint"], "prepare_data", "prepare-data CONFIG"),
+        (["evaluate-model", "--side", "before"], "prepare_data", "prepare-data CONFIG"),
+        (["compare"], "prepare_data", "prepare-data CONFIG"),
+    ],
+)
+def test_a_stage_without_its_inputs_leaves_no_run(
+    tmp_path: Path, words: list[str], missing: str, command: str
+) -> None:
+    said = refusal("stage", *words[:1], CONFIG, "--set", f"store.path={tmp_path}", *words[1:])
+    assert f"has no output of {missing} for this configuration" in said
+    assert f"make it with dapo stage {command}, or all of the chain with dapo run CONFIG" in said
+    assert not (tmp_path / "runs").exists()
+
+
 def test_looking_at_no_store_writes_nothing(tmp_path: Path) -> None:
     none = tmp_path / "none"
-    done = dapo("runs", "--store", none)
-    assert done.returncode == 0
-    assert done.stdout.split()[-1] == "─" * len(done.stdout.split()[-1])  # a head, and no row
+    assert f"there is no store {none}" in refusal("runs", "--store", none)
+    assert "there is no store README.md" in refusal("runs", "--store", "README.md")
+    assert dapo("runs", "--store", tmp_path).stdout == f"no run is recorded in {tmp_path}\n"
     assert f"no run latest in {none}; no run is recorded there" in refusal(
         "runs", "show", "latest", "--store", none
     )

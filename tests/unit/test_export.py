@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from dapo_core.config import load_config
-from dapo_core.errors import StoreError
+from dapo_core.errors import ConfigError, StoreError
 from flows.cli import app
 from tasks.artifacts import hash_file
 from tasks.runs.collect_garbage import collect_garbage
-from tasks.runs.export_run import base_model_of, export_run
-from tasks.runs.history import RecordedRun, find_run
+from tasks.runs.export_run import base_model_of, export_run, model_card
+from tasks.runs.history import RecordedRun, find_run, read_report
 from tests.configs import make_config
 from tests.recorded_runs import Outcome, record_run, small_config
 from tests.tiny_models import build_tiny_qwen3
@@ -69,6 +69,8 @@ def test_the_files_are_copies_beside_report_manifests_and_configuration(run: Rec
     assert manifest["digest"] == run.stages["train_policy"].digest
     config = load_config(exported / "config.yaml")
     assert config.train.total_steps == 60
+    assert config.store.path == ".dapo"  # not where it was made
+    assert "host" not in manifest
     assert all(SECRET not in path.read_text(errors="replace") for path in exported.rglob("*") if path.is_file())
     assert [path.name for path in exported.parent.iterdir()] == ["model"]
 
@@ -80,8 +82,7 @@ def test_the_card_says_what_was_measured(run: RecordedRun, exported: Path) -> No
     assert about["library_name"] == "transformers"
     assert "dapo" in about["tags"]
     assert "base_model" not in about  # built from a recipe
-    [result] = about["model-index"][0]["results"]
-    assert result["metrics"][0]["value"] == 0.75
+    assert "model-index" not in about  # of problems that have no name on the Hub
     flat = " ".join(body.split())
     assert "**No significant change in accuracy: 25.0 % before, 75.0 % after, +50.0 points" in flat
     assert "Exact McNemar: p = 0.5 over the 4 items" in flat
@@ -92,10 +93,13 @@ def test_the_card_says_what_was_measured(run: RecordedRun, exported: Path) -> No
     low, high = (100 * bound for bound in report["after"]["interval"])
     assert cells["95 % interval"][1] == f"{low:.1f} to {high:.1f}"
     assert cells["benchmark"] == ["generated problems"]
-    assert result["dataset"]["name"] == "generated problems"
     assert cells["ruler"] == [report["settings"]["grader"]]
     assert cells["clip range"] == ["-0.2, +0.28", "ratio"]
-    assert ["a training step", "128", "responses"] in rows  # 16 prompts x 8
+    assert cells["prompts of a training step"] == ["16", "prompts"]
+    assert cells["optimizer steps in all"] == ["120", "steps"]  # 60 x 16 / 8
+    recipe = body.partition("## Recipe")[2].partition("##")[0]
+    names = [line.split("|")[1].strip() for line in recipe.splitlines() if line[:1] == "|"]
+    assert len(names) == len(set(names)) == 2 + 8  # no two rows have the same name
     assert cells["torch"] == [
         json.loads((exported / "manifests" / "train_policy.json").read_text())["versions"]["torch"]
     ]
@@ -106,6 +110,17 @@ def test_the_card_says_what_was_measured(run: RecordedRun, exported: Path) -> No
             in body
         )
     assert "1 step took 2.5 s; 900 response tokens were trained on, of 1,200 generated." in flat
+
+
+def test_a_named_benchmark_is_a_score_of_the_front_matter(run: RecordedRun) -> None:
+    report = read_report(run)
+    assert report is not None
+    report["settings"]["benchmark"] = "math500"
+    card = model_card(run, load_config(run.folder / "config.yaml"), report, {})
+    about = yaml.safe_load(card.split("---\n", 2)[1])
+    [result] = about["model-index"][0]["results"]
+    assert result["dataset"] == {"name": "math500", "type": "math500"}
+    assert result["metrics"][0]["value"] == 0.75
 
 
 def test_what_is_there_already_is_refused_and_stays(run: RecordedRun, tmp_path: Path) -> None:
@@ -148,6 +163,19 @@ def test_progress_counts_to_the_bytes_of_the_model(run: RecordedRun, tmp_path: P
     num_bytes = export_run(run, tmp_path / "model", lambda done, total: seen.append((done, total)))
     assert seen[-1] == (num_bytes, num_bytes)
     assert seen == sorted(seen)
+
+
+def test_what_keeps_an_export_from_beginning_is_said(run: RecordedRun, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="/proc/no/where cannot be made: "):
+        export_run(run, Path("/proc/no/where"), ignore)
+    recorded = record_run(small_config(tmp_path / "store"))
+    recorded.config_path.unlink()
+    seen: list[int] = []
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read"):
+        export_run(
+            find_run(recorded.store.root, "latest"), tmp_path / "model", lambda done, total: seen.append(done)
+        )
+    assert seen == []
 
 
 def test_a_damaged_model_is_not_handed_on(tmp_path: Path) -> None:

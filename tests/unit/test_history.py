@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from dapo_core.config import Config
 from dapo_core.errors import DataError, StoreError
+from eval.errors import ResultsError
+from flows import tables
 from flows.cli import app
-from tasks.artifacts import ArtifactStore, StageKey, held
+from flows.tables import print_runs
+from tasks.artifacts import held
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.runs.history import (
+    artifact_of,
     changed_keys,
     find_evaluation,
     find_run,
+    read_report,
     read_runs,
+    require_artifact,
     run_before,
     run_lock_path,
     short_ids,
 )
-from tasks.runs.run import Run
+from tasks.runs.run import Run, require_outputs
+from tasks.stages import LINKS
 from tests.recorded_runs import Outcome, record_run, small_config
 
 
@@ -172,9 +180,30 @@ def test_runs_are_listed_in_a_hundred_columns(tmp_path: Path) -> None:
     assert [run["state"] for run in listed] == ["failed", "interrupted", "completed"]
     assert (listed[0]["error"], listed[2]["report"]) == ("DataError: no rows", report)
     assert listed[0]["stages"]["a"]["path"] is None  # nothing is there
+    for number in range(20):
+        write_run(tmp_path, f"20250101T0000{number:02}.000Z-1")
+    assert len(json.loads(dapo("runs", "--store", tmp_path, "--json"))) == 23  # a program gets them all
+    assert len(json.loads(dapo("runs", "--store", tmp_path, "--json", "--limit", "2"))) == 2
+    assert "3 older ones: --limit 23" in dapo("runs", "--store", tmp_path)
     cut = dapo("runs", "--store", tmp_path, "--limit", "1")
-    assert "2 older ones: --limit 3" in cut
+    assert "22 older ones: --limit 23" in cut
     assert "0Z-1" not in cut
+
+
+def test_on_a_narrow_terminal_each_run_has_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = {"before": 0.4, "after": 0.625, "difference": 0.225, "p": 0.00012, "n": 40}
+    write_run(tmp_path, IDS[0], report=report, name="a_recipe_with_a_very_long_name", flow="dapo-nightly")
+    write_run(tmp_path, IDS[1], state="running")
+    terminal = functools.partial(Console, width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr(tables, "Console", terminal)
+    print_runs(list(read_runs(tmp_path)), short_ids(tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5  # two of them for the head
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].split()[3:5] == ["a_recipe…", "completed"]
+    assert "dapo-" not in "".join(lines)
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +225,8 @@ def test_show_tells_stages_result_and_changed_keys(store: Path) -> None:
     assert "No significant change in accuracy: 25.0 % before, 100.0 % after" in shown
     for label, stage in newest.stages.items():
         row = next(line for line in shown.splitlines() if f" {label} " in line)
-        assert stage.path in row
         assert stage.key[:16] in row
+        assert f"\n{label} {stage.path}\n" in shown  # whole, however narrow the terminal
     before = run_before(newest)
     assert before is not None
     assert before.id == oldest.id
@@ -237,100 +266,75 @@ def test_a_history_of_the_store_writes_only_where_told(
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     run = record_run(config, labels=("prepare_data",), flow="prepare-data")
-    with pytest.raises(StoreError, match=r"\(prepare-data, completed\) has no evaluate_after, but prepare_data"):
+    with pytest.raises(StoreError, match="no run with evaluate_after is recorded there"):
         find_evaluation(run.store.root, "latest")
+    with pytest.raises(StoreError, match=r"\(prepare-data, completed\) has no evaluate_after, but prepare_data"):
+        find_evaluation(run.store.root, run.folder.name)
     with pytest.raises(StoreError, match="nowhere is no results folder, and no run nowhere in"):
         find_evaluation(run.store.root, "nowhere")
 
 
-def probe(config: Config, content: str, forced: tuple[str, ...] = ()) -> Run:
-    """A run of one stage whose output is `content`."""
-
-    def build(folder: Path) -> dict[str, str]:
-        (folder / "content").write_text(content)
-        return {}
-
-    with Run.start(config, "probe", forced) as run:
-        run.produce("probe", StageKey("probe", {}, {}, "code", {}), build)
-    return run
+@pytest.fixture
+def own(store: Path, tmp_path: Path) -> Path:
+    """A copy of that store, to be spoilt."""
+    return Path(shutil.copytree(store, tmp_path / "own", symlinks=True))
 
 
-def test_a_forced_stage_leaves_old_runs_what_they_had(tmp_path: Path) -> None:
-    config = small_config(tmp_path / "store")
-    first = probe(config, "one")
-    second = probe(config, "two", ("probe",))
-    third = probe(config, "never built")
-    assert [(run.folder / "probe" / "content").read_text() for run in (first, second, third)] == [
-        "one",
-        "two",
-        "two",
-    ]
-    records = {run.id: run.stages["probe"] for run in read_runs(first.store.root)}
-    old, new = records[first.folder.name], records[second.folder.name]
-    assert Path(old.path).name == f"{old.key[:16]}.{old.digest[:16]}"
-    assert (Path(new.path).name, new.is_cached) == (new.key[:16], False)
-    assert records[third.folder.name].is_cached
-    probe(config, "one", ("probe",))  # back again: the copy that is aside already serves both
-    fifth = probe(config, "three", ("probe",))
-    assert (first.folder / "probe" / "content").read_text() == "one"
-    assert (second.folder / "probe" / "content").read_text() == "two"
-    assert len(list((fifth.store.root / "probe").iterdir())) == 3
-    assert not list((fifth.store.root / ".removed").iterdir())
+def test_latest_counts_only_runs_that_have_what_is_needed(own: Path) -> None:
+    newest, oldest = read_runs(own)
+    record_run(small_config(own), labels=("prepare_data",), flow="prepare-data")
+    with pytest.raises(DataError), Run.start(small_config(own)):
+        raise DataError("no rows")
+    shown = dapo("compare", "latest~1", "latest", "--store", own)
+    assert f"- before: run {oldest.id} of " in shown
+    assert f"- after: run {newest.id} of " in shown
+    assert find_run(own, "latest", "report").id == newest.id
+    assert find_run(own, "latest").id > newest.id
 
 
-def test_what_a_run_uses_that_goes_on_is_not_replaced(tmp_path: Path) -> None:
-    config = small_config(tmp_path / "store")
-    with Run.start(config, "long") as user:
-        key = StageKey("probe", {}, {}, "code", {})
-        user.produce("probe", key, lambda folder: {"n": (folder / "content").write_text("used")})
-        with pytest.raises(
-            StoreError, match=rf"the run {user.folder.name} of arith_cpu \(long, pid {os.getpid()} on"
-        ):
-            probe(config, "other", ("probe",))
-        assert (user.folder / "probe" / "content").read_text() == "used"
-    assert (probe(config, "other", ("probe",)).folder / "probe" / "content").read_text() == "other"
-    assert (user.folder / "probe" / "content").read_text() == "used"
+def test_what_a_stage_begins_from_is_named_with_the_command_that_makes_it(own: Path) -> None:
+    config = small_config(own)
+    artifacts = require_outputs(config, LINKS)
+    assert list(artifacts) == list(LINKS)
+    for label, command in (
+        ("evaluate_before", "evaluate-model CONFIG --side before"),
+        ("merge_checkpoint", "merge-checkpoint CONFIG"),
+    ):
+        shutil.rmtree(artifacts[label].path)
+        with pytest.raises(StoreError, match=rf"no output of {label} .*make it with dapo stage {command}, or all"):
+            require_outputs(config, (label,))
 
 
-def test_a_run_that_begins_to_use_it_while_it_is_built_keeps_it(tmp_path: Path) -> None:
-    """The forced build is complete, yet must not take the place of what another run reads by then."""
-    config = small_config(tmp_path / "store")
-    probe(config, "used")
-    key = StageKey("probe", {}, {}, "code", {})
-    users: list[Run] = []
-
-    def build(folder: Path) -> dict[str, str]:
-        users.append(Run.start(config, "other"))
-        users[0].produce("probe", key, lambda folder: {})
-        (folder / "content").write_text("new")
-        return {}
-
-    with pytest.raises(StoreError, match="goes on and uses"), Run.start(config, "probe", ("probe",)) as run:
-        run.produce("probe", key, build)
-    assert (users[0].folder / "probe" / "content").read_text() == "used"
-    assert ArtifactStore(config.store.path).lookup("probe", key.key) is not None
-    users[0].__exit__(None, None, None)
+def test_what_is_gone_is_said_of_the_store_that_is_looked_at(store: Path, own: Path) -> None:
+    """A copy's records name the store that it was copied from."""
+    newest, _ = read_runs(own)
+    artifact = artifact_of(newest, "evaluate_after")
+    assert artifact is not None
+    assert artifact.path.startswith(str(own))
+    shutil.rmtree(artifact.path)
+    said = re.escape(f"{artifact.path} was removed") + rf".*config\.yaml --set store\.path={own} makes it again"
+    with pytest.raises(StoreError, match=said):
+        require_artifact(newest, "evaluate_after")
 
 
-def test_an_artifact_that_goes_as_it_is_recorded_is_made_again(tmp_path: Path) -> None:
-    """Whoever removes artifacts looks at the records after the move: one that came too late must notice."""
-    config = small_config(tmp_path / "store")
-    probe(config, "one")
-    with Run.start(config) as run:
-        recorded = run.record
-
-        def remove_then_record(**outcome: object) -> None:
-            found = store.lookup("probe", key.key)
-            if found is not None and "probe" in run.stages and len(removed) == 0:
-                removed.append(store.remove(found, lambda artifact: False))
-            recorded(**outcome)
-
-        store, key, removed = run.store, StageKey("probe", {}, {}, "code", {}), list[bool]()
-        run.record = remove_then_record  # type: ignore[method-assign]
-        made = run.produce("probe", key, lambda folder: {"n": (folder / "content").write_text("again")})
-    assert removed == [True]
-    assert (Path(made.path) / "content").read_text() == "again"
-    assert not run.stages["probe"].cached
+def test_a_spoilt_run_is_refused_with_the_file(store: Path, own: Path) -> None:
+    newest, oldest = read_runs(own)
+    (oldest.folder / "config.yaml").unlink()
+    with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .*config.yaml"):
+        changed_keys(oldest, newest)
+    (newest.folder / "report" / "report.json").write_text("{")
+    with pytest.raises(StoreError, match=r"report\.json is not JSON .*dapo stage compare"):
+        read_report(newest)
+    with pytest.raises(ResultsError, match="/proc/no/where cannot be made: "):
+        dapo(
+            "compare",
+            "latest~1",
+            newest.stages["evaluate_after"].path,
+            "--store",
+            own,
+            "--output",
+            "/proc/no/where",
+        )
 
 
 def test_a_failure_ends_the_lock(tmp_path: Path) -> None:

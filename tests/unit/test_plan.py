@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -129,6 +130,70 @@ def test_an_unfinished_attempt_resumes(recorded: Run, tmp_path: Path) -> None:
     stage = planned(store, "train.total_steps=61")["train_policy"]
     assert stage.state == "resumes"
     assert stage.why() == "an attempt was not finished; train.total_steps 60 -> 61"
+
+
+def test_a_stage_that_waits_names_a_changed_file(recorded: Run, tmp_path: Path) -> None:
+    store = copied(recorded, tmp_path)
+    prompt, scorer = tmp_path / "prompt.txt", tmp_path / "scorer.py"
+    prompt.write_text("Q: {problem}")
+    scorer.write_text("def compute_score(**_):\n    return 1\n")
+    named = (f"evaluate.prompt={prompt}", f"custom_reward.path={scorer}")
+    record_run(small_config(store, *named))
+    prompt.write_text("{problem}?")
+    scorer.write_text("def compute_score(**_):\n    return 2\n")
+    plan = planned(store, *named, "run.seed=1")
+    assert "input prompt_template changed" in plan["evaluate_after"].changes
+    assert "input custom_reward changed" in plan["train_policy"].changes
+
+
+def test_only_stages_that_resume_are_said_to(tmp_path: Path) -> None:
+    """Of the others what an attempt left is moved aside."""
+    [data, *_] = planned(tmp_path / "store").values()
+    assert data.key is not None
+    ArtifactStore(tmp_path / "store").working_directory("prepare_data", data.key).mkdir(parents=True)
+    assert planned(tmp_path / "store")["prepare_data"].state == "runs"
+
+
+def test_what_is_being_built_is_not_said_to_be_unfinished(recorded: Run, tmp_path: Path) -> None:
+    store = copied(recorded, tmp_path)
+    needs = {label: recorded.take(label) for label in LINKS["train_policy"].needs}
+    key = LINKS["train_policy"].key(small_config(store, "train.total_steps=61"), needs)
+    seen: list[PlannedStage] = []
+
+    def build(folder: Path) -> dict[str, int]:
+        seen.append(planned(store, "train.total_steps=61")["train_policy"])
+        return {"size": (folder / "weights").write_text("trained")}
+
+    ArtifactStore(store).produce(key, build, resumable=True)
+    assert seen[0].state == "building"
+    assert seen[0].note.startswith(f"by pid {os.getpid()} on ")
+
+
+def test_a_damaged_artifact_is_named_and_stays_where_it_is(recorded: Run, tmp_path: Path) -> None:
+    store = copied(recorded, tmp_path)
+    [weights] = (store / "train_policy").glob("*/weights")
+    weights.write_text("trainee")  # as long as "trained"
+    files = sorted((path, path.lstat().st_mtime_ns) for path in store.rglob("*"))
+    stage = planned(store)["train_policy"]
+    assert stage.state == "damaged"
+    assert stage.why().startswith("weights has sha256 ")
+    assert planned(store)["merge_checkpoint"].why() == "waits for train_policy"
+    assert sorted((path, path.lstat().st_mtime_ns) for path in store.rglob("*")) == files
+
+
+def test_a_plan_leaves_no_stamp(recorded: Run, tmp_path: Path) -> None:
+    store = copied(recorded, tmp_path)
+    shutil.rmtree(store / ".verified")
+    assert states(planned(store)) == ["cached"] * 6
+    assert not (store / ".verified").exists()
+
+
+def test_an_artifact_of_any_earlier_run_is_gone_and_not_stale(recorded: Run, tmp_path: Path) -> None:
+    store = copied(recorded, tmp_path)
+    record_run(small_config(store, "run.seed=3"))
+    shutil.rmtree(Path(recorded.stages["prepare_data"].artifact.replace(str(recorded.store.root), str(store))))
+    stage = planned(store)["prepare_data"]
+    assert (stage.state, stage.why()) == ("runs", "its artifact is gone")
 
 
 def test_after_a_forced_training_what_follows_is_stale(recorded: Run, tmp_path: Path) -> None:

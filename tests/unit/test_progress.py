@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from flows.progress import STEP_LINE, StepBar
+from flows import progress
+from flows.progress import STEP_LINE, StepBar, bytes_progress
 
 
 def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
@@ -35,6 +36,24 @@ def test_step_lines_move_the_bar_and_other_lines_pass() -> None:
     assert bar.bar.tasks[0].completed == 2
     assert not bar.filter(record("training step 3/3: right 30%"))
     assert bar.bar is None  # complete, so that the next stage begins its own
+
+
+def test_bytes_are_told_in_tenths_where_no_terminal_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "flows.progress"), bytes_progress("export") as on_progress:
+        for done in range(1, 1001):
+            on_progress(done * 1_000_000, 1_000_000_000)
+    assert caplog.messages == [f"export: {each}00.0 MB of 1.0 GB" for each in range(1, 10)] + [
+        "export: 1.0 GB of 1.0 GB"
+    ]
+
+
+def test_slow_bytes_are_told_by_the_clock(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "TELL_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, "flows.progress"), bytes_progress("merge") as on_progress:
+        on_progress(1, 1000)
+    assert caplog.messages == ["merge: 1 byte of 1.0 kB"]
 
 
 def test_a_failure_closes_the_bar() -> None:
