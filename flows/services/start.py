@@ -6,6 +6,7 @@ down:  flow runs -> worker -> states of what died with it -> server
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import logging
 import os
@@ -67,10 +68,11 @@ def bring_up(services: Services, project: Path, wishes: Wishes) -> State:
             logger.info("server: runs")
         else:
             server = _start_server(services, state, wishes)
-            logger.info("server: starting as pid %d on %s", server.pid, state.api_url)
-        environment = use_server(services, state)
+        use_server(services, state)
         import flows.services.registration  # noqa: F401 - takes seconds, in which the server starts
 
+        server = _wait_until_listening(services, state, wishes, server)
+        environment = use_server(services, state)
         wait_until_healthy(state.api_url, lambda: server.is_running, server.tail)
         logger.info("server: healthy")
         _populate(services, state, project, environment, project_digest(project, state.database))
@@ -79,6 +81,8 @@ def bring_up(services: Services, project: Path, wishes: Wishes) -> State:
 
 def take_down(services: Services, cancel: bool) -> list[str]:
     """End worker and server and return what was ended, in words; refuses while flow runs are active."""
+    if not services.folder.is_dir():
+        return []
     with services.changing() as state:
         use_server(services, state)
         server = state.running(SERVER)
@@ -97,6 +101,10 @@ def use_server(services: Services, state: State) -> dict[str, str]:
     for name in FOREIGN_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environment)
+    if "prefect" in sys.modules:  # which has read its settings
+        from prefect.context import refresh_global_settings_context
+
+        refresh_global_settings_context()
     return environment
 
 
@@ -162,9 +170,8 @@ def without_password(url: str) -> tuple[str, bool]:
 
 
 def _choose_port(host: str, remembered: int) -> int:
-    return next(
-        (port for port in (remembered, DEFAULT_PORT) if port and _is_free(host, port)), free_ports(host)[0]
-    )
+    free = (port for port in (remembered, DEFAULT_PORT) if port and _is_free(host, port))
+    return next(free, None) or free_ports(host)[0]
 
 
 def _is_free(host: str, port: int) -> bool:
@@ -172,8 +179,13 @@ def _is_free(host: str, port: int) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed server's last connections linger
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise ConfigError(
+                f"a server cannot listen at port {port} of {host}: {error.strerror}; --host takes an address of "
+                "this machine, --port one above 1023 unless you are root"
+            ) from None
     return True
 
 
