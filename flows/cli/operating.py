@@ -33,7 +33,9 @@ def up(
             show_envvar=True,
         ),
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the server; default: 4200 if free, else any.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the server; default: 4200 if free, else any.", min=1, max=65535)
+    ] = None,
     host: Annotated[
         str | None,
         typer.Option(help="Address it listens on; default: 127.0.0.1. Prefect asks nobody for a password."),

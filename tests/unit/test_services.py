@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from dapo_core.errors import ConfigError, ServeError
-from flows.services.daemons import WORKER, Services, api_url
-from flows.services.start import without_password
+from dapo_core.errors import ConfigError, ServeError, StoreError
+from flows.cli import app
+from flows.services.daemons import WORKER, Services, State, api_url
+from flows.services.start import Wishes, _start_server, bring_up, take_down, without_password
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -57,3 +61,38 @@ def test_a_service_that_is_not_remembered_still_keeps_a_second_one_out(tmp_path:
 def test_two_commands_do_not_change_services_at_once(tmp_path: Path) -> None:
     with Services(tmp_path).changing(), pytest.raises(ServeError, match="at work"), Services(tmp_path).changing():
         pass
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("192.0.2.1", 4555), ("192.0.2.1", None), ("no-such-host.invalid", 4555)]
+)
+def test_a_host_that_is_not_this_machine_is_refused_as_such(tmp_path: Path, host: str, port: int | None) -> None:
+    with (
+        Services(tmp_path).changing() as state,
+        pytest.raises(ConfigError, match="address of this machine") as refusal,
+    ):
+        _start_server(Services(tmp_path), state, Wishes(host=host, port=port))
+    assert "taken" not in str(refusal.value)
+    assert "serve.host" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("port", ["70000", "-5", "0"])
+def test_a_port_that_cannot_be_is_refused_by_the_command_line(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.services.start.bring_up", lambda *_: pytest.fail("went on"))
+    result = CliRunner().invoke(app, ["up", "--port", port])
+    assert result.exit_code == 2
+    assert "--port" in result.output
+
+
+def test_a_store_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    store = tmp_path / "file"
+    store.touch()
+    with pytest.raises(StoreError, match="--store"):
+        bring_up(Services(store), ROOT, Wishes())
+    assert take_down(Services(store), cancel=False) == []
+    assert Services(store).read() == State()
+
+
+def test_down_leaves_nothing_in_a_folder_without_services(tmp_path: Path) -> None:
+    assert take_down(Services(tmp_path / "typo"), cancel=False) == []
+    assert list(tmp_path.iterdir()) == []
