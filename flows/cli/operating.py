@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,11 +52,13 @@ def up(
     services = Services(store)
     state = bring_up(services, Path.cwd(), Wishes(database, host, port))
     _print_services(services, state)
+    is_default = services.folder == Services(DEFAULT_STORE).folder  # the one that the plugin asks
     typer.echo(
         f"Prefect's page: {state.page_url}\n"
+        f"{'Elsewhere than in this directory first' if is_default else 'First'}: "
+        f"export PREFECT_API_URL={state.api_url}\n"
         "Run the chain:  prefect deployment run dapo-full\n"
-        f"Elsewhere than in this directory first: export PREFECT_API_URL={state.api_url}\n"
-        f"End it all:     dapo down{'' if store == DEFAULT_STORE else f' --store {store}'}"
+        f"End it all:     dapo down{'' if is_default else f' --store {shlex.quote(str(store))}'}"
     )
 
 

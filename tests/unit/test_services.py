@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError, ServeError, StoreError
 from flows.cli import app
-from flows.services.daemons import WORKER, Services, State, api_url
+from flows.services.daemons import SERVER, WORKER, Daemon, Services, State, api_url
 from flows.services.start import Wishes, _start_server, bring_up, take_down, without_password
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,3 +96,18 @@ def test_a_store_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_down_leaves_nothing_in_a_folder_without_services(tmp_path: Path) -> None:
     assert take_down(Services(tmp_path / "typo"), cancel=False) == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("store", "first"), [(".dapo", "Elsewhere than in this directory first"), ("a b", "First")]
+)
+def test_up_says_what_prefect_needs_to_find_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str, first: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    daemons = dict.fromkeys((SERVER, WORKER), Daemon(1, "", [], ""))
+    monkeypatch.setattr("flows.services.start.bring_up", lambda *_: State(port=4321, daemons=daemons))
+    lines = CliRunner().invoke(app, ["up", "--store", store]).output.splitlines()
+    export = lines.index(f"{first}: export PREFECT_API_URL=http://127.0.0.1:4321/api")
+    assert lines[export + 1].endswith("prefect deployment run dapo-full")
+    assert lines[-1].endswith("dapo down" if store == ".dapo" else "dapo down --store 'a b'")
