@@ -15,7 +15,7 @@ from pathlib import Path
 
 from prefect.automations import AutomationCore, ChangeFlowRunState, EventTrigger, Posture, ResourceSpecification
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterName,
@@ -147,6 +147,19 @@ def active_runs(client: SyncPrefectClient) -> list[FlowRun]:
         flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=ACTIVE))),
         work_pool_filter=OUR_POOL,
     )
+
+
+@contextlib.contextmanager
+def paused_pool(client: SyncPrefectClient) -> Iterator[None]:
+    """No flow run of our pool is handed to a worker meanwhile; a pool that was paused already stays so."""
+    pools = [pool for pool in client.read_work_pools(work_pool_filter=OUR_POOL) if not pool.is_paused]
+    for pool in pools:
+        client.update_work_pool(pool.name, WorkPoolUpdate(is_paused=True))
+    try:
+        yield
+    finally:
+        for pool in pools:
+            client.update_work_pool(pool.name, WorkPoolUpdate(is_paused=False))
 
 
 def describe_runs(runs: list[FlowRun]) -> str:

@@ -261,6 +261,10 @@ def _populate(services: Services, state: State, project: Path, env: dict[str, st
     with server_client() as client:
         ensure_objects(client)
         worker = state.running(WORKER)
+        if worker and not _is_told(worker, state.api_url):
+            logger.info("worker: pid %d asks at another address than the server's; starting anew", worker.pid)
+            worker.stop(STOP_SECONDS)
+            worker = None
         if not worker:
             command = [sys.executable, "-m", "prefect", "--no-prompt", "worker", "start"]
             command += ["--pool", WORK_POOL, "--type", "process", "--name", f"dapo-{socket.gethostname()}"]
@@ -277,6 +281,11 @@ def _populate(services: Services, state: State, project: Path, env: dict[str, st
         logger.info("worker: online")
 
 
+def _is_told(worker: Daemon, api_url: str) -> bool:
+    """Whether the worker was started for the server at this address; a new server may have got another port."""
+    return psutil.Process(worker.pid).environ().get("PREFECT_API_URL") == api_url
+
+
 def _wait_for(is_there: Callable[[], object], daemon: Daemon, problem: str) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not is_there():
@@ -288,9 +297,9 @@ def _wait_for(is_there: Callable[[], object], daemon: Daemon, problem: str) -> N
 
 def _end_work(services: Services, state: State, cancel: bool) -> list[str]:
     """End the worker once no flow run needs it, and set right what says otherwise in the server."""
-    from flows.services.registration import server_client
+    from flows.services.registration import paused_pool, server_client
 
-    with server_client() as client:
+    with server_client() as client, paused_pool(client):
         cancelled = _clear_runs(client, cancel, bool(state.running(WORKER)))
         return _stop(services, state, WORKER) + _settle_runs(client, cancelled)
 
@@ -302,11 +311,11 @@ def _clear_runs(client: SyncPrefectClient, cancel: bool, has_worker: bool) -> se
     runs = active_runs(client)
     if runs and not cancel:
         raise ServeError(
-            f"{len(runs)} flow runs are active and would die with the worker:\n{describe_runs(runs)}\n"
+            f"flow runs are active and would die with the worker:\n{describe_runs(runs)}\n"
             "wait for them, or type `dapo down --cancel`: training then writes a checkpoint to resume from"
         )
     if runs:
-        logger.info("cancelling %d flow runs:\n%s", len(runs), describe_runs(runs))
+        logger.info("cancelling:\n%s", describe_runs(runs))
         left = cancel_runs(client, runs, CANCEL_SECONDS if has_worker else 0.0)
         if left and has_worker:
             logger.warning("not cancelled after %.0f s:\n%s", CANCEL_SECONDS, describe_runs(left))

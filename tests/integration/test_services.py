@@ -152,7 +152,7 @@ def wait_until_running(api: str, flow_run_id: str) -> None:
 
 
 @contextlib.contextmanager
-def stranger() -> Iterator[int]:
+def stranger(port: int = 0) -> Iterator[int]:
     """The port of a web server that answers everything, as a Prefect server that is not ours would."""
 
     class Healthy(http.server.BaseHTTPRequestHandler):
@@ -162,7 +162,7 @@ def stranger() -> Iterator[int]:
 
         def log_message(self, *_: Any) -> None: ...
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Healthy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_port
         server.shutdown()
@@ -183,11 +183,16 @@ def test_services_on_sqlite(project: Project) -> None:
     assert project.python("-c", PROVIDE_API, str(project.folder / ".dapo")).split()[-1] == api
     check_doctor(project)
 
-    psutil.Process(first[WORKER]).kill()
-    project.dapo("up")
+    # The next server gets another port, and the worker that is left must not go on asking at the old one.
+    server = psutil.Process(first[SERVER])
+    server.kill()
+    server.wait(20)
+    with stranger(project.state()["port"]):
+        project.dapo("up")
     second = project.pids()
-    assert second[SERVER] == first[SERVER]
-    assert second[WORKER] != first[WORKER]
+    assert not psutil.pid_exists(first[WORKER])
+    assert project.api() != api
+    api = project.api()
 
     parameters = {"overrides": LONG_STAGE}
     with httpx.Client(base_url=api, trust_env=False, timeout=30) as client:
@@ -197,12 +202,14 @@ def test_services_on_sqlite(project: Project) -> None:
     wait_until_running(api, flow_run_id)
     assert flow_run_id in project.dapo("down", status=2)
     assert project.pids() == second
+    assert httpx.get(f"{api}/work_pools/dapo", trust_env=False).json()["is_paused"] is False
     assert f"ended worker, pid {second[WORKER]}" in project.dapo("down", "--cancel")
     assert own_processes(project) == []
     assert "no service" in project.dapo("down")
     with contextlib.closing(sqlite3.connect(project.services / "prefect" / "prefect.db")) as database:
         query = "select state_type from flow_run where id = ?"
         assert database.execute(query, [flow_run_id]).fetchall() == [("CANCELLED",)]
+        assert database.execute("select is_paused from work_pool").fetchall() == [(0,)]
 
 
 def test_services_on_postgresql(project: Project) -> None:

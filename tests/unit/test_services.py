@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from prefect.client.schemas.actions import WorkPoolUpdate
 from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError, ServeError, StoreError
 from flows.cli import app
 from flows.services.daemons import SERVER, WORKER, Daemon, Services, State, api_url
-from flows.services.start import Wishes, _start_server, bring_up, take_down, without_password
+from flows.services.start import Wishes, _end_work, _start_server, bring_up, take_down, without_password
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,3 +115,40 @@ def test_up_says_what_prefect_needs_to_find_the_server(
     export = lines.index(f"{first}: export PREFECT_API_URL=http://127.0.0.1:4321/api")
     assert lines[export + 1].endswith("prefect deployment run dapo-full")
     assert lines[-1].endswith("dapo down" if store == ".dapo" else "dapo down --store 'a b'")
+
+
+class PoolClient:
+    """Knows one work pool and the active flow runs in it; notes whether the pool was paused when it was asked."""
+
+    def __init__(self, is_paused: bool, runs: list[SimpleNamespace]) -> None:
+        self.is_paused, self.runs = is_paused, runs
+        self.was_paused: list[bool] = []
+
+    def read_work_pools(self, work_pool_filter: Any) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name, is_paused=self.is_paused) for name in work_pool_filter.name.any_]
+
+    def update_work_pool(self, work_pool_name: str, work_pool: WorkPoolUpdate) -> None:
+        self.is_paused = bool(work_pool.is_paused)
+
+    def read_flow_runs(self, **_: Any) -> list[SimpleNamespace]:
+        self.was_paused.append(self.is_paused)
+        return self.runs
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+@pytest.mark.parametrize("is_active", [False, True])
+def test_no_flow_run_is_taken_up_while_down_looks_and_ends_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_paused: bool, is_active: bool
+) -> None:
+    run = SimpleNamespace(id="1", name="proud-owl", state_name="Running", start_time=None)
+    client = PoolClient(is_paused, [run] if is_active else [])
+    monkeypatch.setattr("flows.services.registration.server_client", lambda: contextlib.nullcontext(client))
+    with Services(tmp_path).changing() as state:
+        if is_active:
+            with pytest.raises(ServeError, match="proud-owl"):
+                _end_work(Services(tmp_path), state, cancel=False)
+        else:
+            assert _end_work(Services(tmp_path), state, cancel=False) == []
+    assert client.was_paused
+    assert all(client.was_paused)
+    assert client.is_paused == is_paused
