@@ -84,6 +84,9 @@ def take_down(services: Services, cancel: bool) -> list[str]:
     if not services.folder.is_dir():
         return []
     with services.changing() as state:
+        is_here = state.machine == socket.gethostname() or any(map(state.running, state.daemons))
+        if state.daemons and not is_here:
+            raise ServeError(f"the services of {services.folder} were started on {state.machine}: type this there")
         use_server(services, state)
         server = state.running(SERVER)
         if server and is_healthy(state.api_url):

@@ -152,3 +152,13 @@ def test_no_flow_run_is_taken_up_while_down_looks_and_ends_the_worker(
     assert client.was_paused
     assert all(client.was_paused)
     assert client.is_paused == is_paused
+
+
+def test_down_on_another_machine_does_not_forget_what_runs(tmp_path: Path) -> None:
+    services = Services(tmp_path)
+    there = State(machine="far-away", daemons={WORKER: Daemon(1, "their boot/1", [], "")})
+    with services.changing():
+        services.write(there)
+    with pytest.raises(ServeError, match="far-away"):
+        take_down(services, cancel=False)
+    assert services.read() == there
