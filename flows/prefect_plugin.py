@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect.plugins import SetupResult, register_hook
 
+from dapo_core.errors import ServeError
 from flows.prefect_settings import project_settings
 from flows.services.daemons import api_url
 
@@ -36,8 +37,14 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
     if not COMMANDS.isdisjoint(sys.argv[1:]):
         take_names_without_slash()
     missing = {name: value for name, value in project_settings().items() if name not in os.environ}
-    if not ctx.api_url and (url := api_url()):
-        missing["PREFECT_API_URL"] = url
+    if not ctx.api_url:
+        try:
+            url = api_url()
+        except ServeError as error:  # the settings hold all the same
+            ctx.logger_factory(__name__).warning("the server of `dapo up` is not known: %s", error)
+            url = None
+        if url:
+            missing["PREFECT_API_URL"] = url
     return SetupResult(env=missing)
 
 

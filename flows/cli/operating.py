@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,7 +31,9 @@ def up(
             show_envvar=True,
         ),
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the server; default: 4200 if free, else any.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the server; default: 4200 if free, else any.", min=1, max=65535)
+    ] = None,
     host: Annotated[
         str | None,
         typer.Option(help="Address it listens on; default: 127.0.0.1. Prefect asks nobody for a password."),
@@ -46,11 +49,13 @@ def up(
     services = Services(store)
     state = bring_up(services, Path.cwd(), Wishes(database, host, port))
     _print_services(services, state)
+    is_default = services.folder == Services(DEFAULT_STORE).folder  # the one that the plugin asks
     typer.echo(
         f"Prefect's page: {state.page_url}\n"
+        f"{'Elsewhere than in this directory first' if is_default else 'First'}: "
+        f"export PREFECT_API_URL={state.api_url}\n"
         "Run the chain:  prefect deployment run dapo-full\n"
-        f"Elsewhere than in this directory first: export PREFECT_API_URL={state.api_url}\n"
-        f"End it all:     dapo down{'' if store == DEFAULT_STORE else f' --store {store}'}"
+        f"End it all:     dapo down{'' if is_default else f' --store {shlex.quote(str(store))}'}"
     )
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dapo_core.errors import ServeError
+from dapo_core.errors import ServeError, StoreError
 
 DEFAULT_STORE = Path(".dapo")
 FOLDER = ".services"
@@ -125,7 +125,7 @@ class Services:
             content: dict[str, Any] = json.loads(self.state_path.read_text(encoding="utf-8"))
             daemons = {name: Daemon(**daemon) for name, daemon in content.pop("daemons").items()}
             return State(**content, daemons=daemons)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return State()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ServeError(
@@ -142,8 +142,14 @@ class Services:
     @contextlib.contextmanager
     def changing(self) -> Iterator[State]:
         """Yields the state while no other command of ours changes these services."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "lock", "wb") as lock:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = open(self.folder / "lock", "wb")  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise StoreError(
+                f"{error.filename} cannot be written: {error.strerror}; give --store a folder you may write"
+            ) from None
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,15 +86,21 @@ def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[
         return
     os.environ["PREFECT_API_URL"] = url
     refresh_global_settings_context()
-    from flows.services.registration import server_client
+    from flows.services.registration import registered_deployments, server_client
 
     with server_client() as client:
         yield check_server_version(client, url)
         yield check_worker(client)
         yield check_limit(client)
         yield check_crash_automation(client)
-        yield check_deployments(client, project)
-        yield check_schedules(client, wait_seconds)
+        if not (project / PREFECT_FILE).is_file():
+            found = f"no {PREFECT_FILE} in {project} to compare with"
+            yield Finding("deployments", WARN, found, "type this in the project directory")
+            return
+        wanted = {deployment["name"] for deployment in read_deployments(project)}
+        registered = registered_deployments(client, wanted)
+        yield check_deployments(registered, wanted)
+        yield check_schedules(client, registered, wait_seconds)
 
 
 def check_python() -> Finding:
@@ -168,7 +174,7 @@ def check_store(store: Path) -> Finding:
     try:
         ArtifactStore(store).check_writable()
     except StoreError as error:
-        return Finding("store", FAIL, str(error), "set store.path to a folder you may write")
+        return Finding("store", FAIL, str(error))  # which says what to do
     return Finding("store", OK, f"{store.absolute()} is writable")
 
 
@@ -207,21 +213,24 @@ def check_server_version(client: SyncPrefectClient, url: str) -> Finding:
 
 def check_worker(client: SyncPrefectClient) -> Finding:
     """Whether somebody takes up flow runs."""
+    from prefect.client.schemas.objects import WorkerStatus
     from prefect.exceptions import ObjectNotFound
 
-    from flows.services.registration import WORK_POOL, online_workers
+    from flows.services.registration import WORK_POOL
 
     advice = f"`dapo up`, or `prefect worker start --pool {WORK_POOL} --type process`"
     try:
         is_paused = client.read_work_pool(WORK_POOL).is_paused
-        workers = online_workers(client)
+        workers = client.read_workers_for_work_pool(WORK_POOL)
     except ObjectNotFound:
         return Finding("worker", FAIL, f"no work pool {WORK_POOL}", advice)
-    if not workers:
-        return Finding("worker", FAIL, f"none is online in work pool {WORK_POOL}", advice)
+    online = [worker.name for worker in workers if worker.status == WorkerStatus.ONLINE]
+    if not online:
+        offline = f", offline: {', '.join(worker.name for worker in workers)}" if workers else ""
+        return Finding("worker", FAIL, f"none is online in work pool {WORK_POOL}{offline}", advice)
     if is_paused:
         return Finding("worker", FAIL, f"work pool {WORK_POOL} is paused", f"prefect work-pool resume {WORK_POOL}")
-    return Finding("worker", OK, f"{', '.join(workers)} in work pool {WORK_POOL}")
+    return Finding("worker", OK, f"{', '.join(online)} in work pool {WORK_POOL}")
 
 
 def check_limit(client: SyncPrefectClient) -> Finding:
@@ -242,29 +251,30 @@ def check_crash_automation(client: SyncPrefectClient) -> Finding:
     """The automation that marks a flow run whose process is gone."""
     from flows.services.registration import CRASH_AUTOMATION
 
-    if any(automation.enabled for automation in client.read_automations_by_name(CRASH_AUTOMATION)):
+    found = client.read_automations_by_name(CRASH_AUTOMATION)
+    if any(automation.enabled for automation in found):
         return Finding("crash detection", OK, f"automation {CRASH_AUTOMATION!r}")
-    return Finding("crash detection", WARN, f"no enabled automation {CRASH_AUTOMATION!r}", "`dapo up`")
+    if found:
+        advice = "enable it on Prefect's page, under Automations"
+        return Finding("crash detection", WARN, f"automation {CRASH_AUTOMATION!r} is disabled", advice)
+    return Finding("crash detection", WARN, f"no automation {CRASH_AUTOMATION!r}", "`dapo up`")
 
 
-def check_deployments(client: SyncPrefectClient, project: Path) -> Finding:
-    """Deployments in the server against those of prefect.yaml."""
-    registered = {deployment.name for deployment in client.read_deployments()}
-    if not (project / PREFECT_FILE).is_file():
-        found = f"{len(registered)} registered; no {PREFECT_FILE} in {project} to compare with"
-        return Finding("deployments", WARN, found, "type this in the project directory")
-    wanted = {deployment["name"] for deployment in read_deployments(project)}
-    if missing := sorted(wanted - registered):
+def check_deployments(registered: Sequence[DeploymentResponse], wanted: set[str]) -> Finding:
+    """Deployments in the server against the names in prefect.yaml."""
+    if missing := sorted(wanted - {deployment.name for deployment in registered}):
         advice = "`dapo up`, or `prefect --no-prompt deploy --all`"
         return Finding("deployments", FAIL, f"not registered: {', '.join(missing)}", advice)
     return Finding("deployments", OK, ", ".join(sorted(wanted)))
 
 
-def check_schedules(client: SyncPrefectClient, wait_seconds: float) -> Finding:
-    """Whether every deployment with an active schedule has a run to come, waiting for Prefect's scheduler."""
+def check_schedules(
+    client: SyncPrefectClient, registered: Sequence[DeploymentResponse], wait_seconds: float
+) -> Finding:
+    """Whether each one with an active schedule has a run to come, waiting for Prefect's scheduler."""
     expected = [
         deployment
-        for deployment in client.read_deployments()
+        for deployment in registered
         if not deployment.paused and any(schedule.active for schedule in deployment.schedules)
     ]
     if not expected:

@@ -9,14 +9,16 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
 
 from prefect.automations import AutomationCore, ChangeFlowRunState, EventTrigger, Posture, ResourceSpecification
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterName,
     FlowRunFilter,
     FlowRunFilterState,
     FlowRunFilterStateType,
@@ -24,6 +26,7 @@ from prefect.client.schemas.filters import (
     WorkPoolFilterName,
 )
 from prefect.client.schemas.objects import FlowRun, StateType, WorkerStatus
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.states import Cancelling
 from prefect.workers.process import ProcessWorker
@@ -34,6 +37,7 @@ from flows.services.project import read_deployments
 from tasks.training_limit import LIMIT as TRAINING_LIMIT
 
 WORK_POOL = "dapo"
+OUR_POOL = WorkPoolFilter(name=WorkPoolFilterName(any_=[WORK_POOL]))
 CRASH_AUTOMATION = "dapo: crashed without a heartbeat"
 # Heartbeats come every 30 s: two may get lost, as when the server is away for 40 s.
 HEARTBEAT_PATIENCE_SECONDS = 90
@@ -50,7 +54,7 @@ def server_client() -> Iterator[SyncPrefectClient]:
 
 
 def ensure_objects(client: SyncPrefectClient) -> None:
-    """Have work pool, concurrency limit and automation be there; what a user changed in the pool stays."""
+    """Have work pool, limit and automation be there; what a user changed in the pool, or disabled, stays."""
     with contextlib.suppress(ObjectAlreadyExists):
         template = ProcessWorker.get_default_base_job_template()
         client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template))
@@ -61,7 +65,7 @@ def ensure_objects(client: SyncPrefectClient) -> None:
         client.create_automation(wanted)
     for known in found:
         if known.trigger.model_dump(exclude={"id"}) != wanted.trigger.model_dump(exclude={"id"}):
-            client.update_automation(known.id, wanted)
+            client.update_automation(known.id, wanted.model_copy(update={"enabled": known.enabled}))
 
 
 def crash_automation() -> AutomationCore:
@@ -90,10 +94,18 @@ def crash_automation() -> AutomationCore:
     )
 
 
+def registered_deployments(client: SyncPrefectClient, names: Iterable[str]) -> list[DeploymentResponse]:
+    """Deployments of these names in our work pool; a server may have others, of strangers."""
+    return client.read_deployments(
+        deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=list(names))),
+        work_pool_filter=OUR_POOL,
+    )
+
+
 def are_registered(client: SyncPrefectClient, project: Path) -> bool:
-    """Whether the server has a deployment of each name in prefect.yaml."""
+    """Whether our work pool has a deployment of each name in prefect.yaml."""
     wanted = {deployment["name"] for deployment in read_deployments(project)}
-    return wanted <= {deployment.name for deployment in client.read_deployments()}
+    return wanted == {deployment.name for deployment in registered_deployments(client, wanted)}
 
 
 def start_deploying(project: Path, log_path: Path, env: Mapping[str, str]) -> Callable[[float], None]:
@@ -133,8 +145,21 @@ def active_runs(client: SyncPrefectClient) -> list[FlowRun]:
     """Flow runs of our pool that a worker has taken up and that have not ended."""
     return client.read_flow_runs(
         flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=ACTIVE))),
-        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[WORK_POOL])),
+        work_pool_filter=OUR_POOL,
     )
+
+
+@contextlib.contextmanager
+def paused_pool(client: SyncPrefectClient) -> Iterator[None]:
+    """No flow run of our pool is handed to a worker meanwhile; a pool that was paused already stays so."""
+    pools = [pool for pool in client.read_work_pools(work_pool_filter=OUR_POOL) if not pool.is_paused]
+    for pool in pools:
+        client.update_work_pool(pool.name, WorkPoolUpdate(is_paused=True))
+    try:
+        yield
+    finally:
+        for pool in pools:
+            client.update_work_pool(pool.name, WorkPoolUpdate(is_paused=False))
 
 
 def describe_runs(runs: list[FlowRun]) -> str:

@@ -6,6 +6,7 @@ down:  flow runs -> worker -> states of what died with it -> server
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import logging
 import os
@@ -67,10 +68,11 @@ def bring_up(services: Services, project: Path, wishes: Wishes) -> State:
             logger.info("server: runs")
         else:
             server = _start_server(services, state, wishes)
-            logger.info("server: starting as pid %d on %s", server.pid, state.api_url)
-        environment = use_server(services, state)
+        use_server(services, state)
         import flows.services.registration  # noqa: F401 - takes seconds, in which the server starts
 
+        server = _wait_until_listening(services, state, wishes, server)
+        environment = use_server(services, state)
         wait_until_healthy(state.api_url, lambda: server.is_running, server.tail)
         logger.info("server: healthy")
         _populate(services, state, project, environment, project_digest(project, state.database))
@@ -79,7 +81,12 @@ def bring_up(services: Services, project: Path, wishes: Wishes) -> State:
 
 def take_down(services: Services, cancel: bool) -> list[str]:
     """End worker and server and return what was ended, in words; refuses while flow runs are active."""
+    if not services.folder.is_dir():
+        return []
     with services.changing() as state:
+        is_here = state.machine == socket.gethostname() or any(map(state.running, state.daemons))
+        if state.daemons and not is_here:
+            raise ServeError(f"the services of {services.folder} were started on {state.machine}: type this there")
         use_server(services, state)
         server = state.running(SERVER)
         if server and is_healthy(state.api_url):
@@ -97,6 +104,10 @@ def use_server(services: Services, state: State) -> dict[str, str]:
     for name in FOREIGN_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environment)
+    if "prefect" in sys.modules:  # which has read its settings
+        from prefect.context import refresh_global_settings_context
+
+        refresh_global_settings_context()
     return environment
 
 
@@ -162,9 +173,8 @@ def without_password(url: str) -> tuple[str, bool]:
 
 
 def _choose_port(host: str, remembered: int) -> int:
-    return next(
-        (port for port in (remembered, DEFAULT_PORT) if port and _is_free(host, port)), free_ports(host)[0]
-    )
+    free = (port for port in (remembered, DEFAULT_PORT) if port and _is_free(host, port))
+    return next(free, None) or free_ports(host)[0]
 
 
 def _is_free(host: str, port: int) -> bool:
@@ -172,8 +182,13 @@ def _is_free(host: str, port: int) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed server's last connections linger
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise ConfigError(
+                f"a server cannot listen at port {port} of {host}: {error.strerror}; --host takes an address of "
+                "this machine, --port one above 1023 unless you are root"
+            ) from None
     return True
 
 
@@ -249,6 +264,10 @@ def _populate(services: Services, state: State, project: Path, env: dict[str, st
     with server_client() as client:
         ensure_objects(client)
         worker = state.running(WORKER)
+        if worker and not _is_told(worker, state.api_url):
+            logger.info("worker: pid %d asks at another address than the server's; starting anew", worker.pid)
+            worker.stop(STOP_SECONDS)
+            worker = None
         if not worker:
             command = [sys.executable, "-m", "prefect", "--no-prompt", "worker", "start"]
             command += ["--pool", WORK_POOL, "--type", "process", "--name", f"dapo-{socket.gethostname()}"]
@@ -265,6 +284,11 @@ def _populate(services: Services, state: State, project: Path, env: dict[str, st
         logger.info("worker: online")
 
 
+def _is_told(worker: Daemon, api_url: str) -> bool:
+    """Whether the worker was started for the server at this address; a new server may have got another port."""
+    return psutil.Process(worker.pid).environ().get("PREFECT_API_URL") == api_url
+
+
 def _wait_for(is_there: Callable[[], object], daemon: Daemon, problem: str) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not is_there():
@@ -276,9 +300,9 @@ def _wait_for(is_there: Callable[[], object], daemon: Daemon, problem: str) -> N
 
 def _end_work(services: Services, state: State, cancel: bool) -> list[str]:
     """End the worker once no flow run needs it, and set right what says otherwise in the server."""
-    from flows.services.registration import server_client
+    from flows.services.registration import paused_pool, server_client
 
-    with server_client() as client:
+    with server_client() as client, paused_pool(client):
         cancelled = _clear_runs(client, cancel, bool(state.running(WORKER)))
         return _stop(services, state, WORKER) + _settle_runs(client, cancelled)
 
@@ -290,11 +314,11 @@ def _clear_runs(client: SyncPrefectClient, cancel: bool, has_worker: bool) -> se
     runs = active_runs(client)
     if runs and not cancel:
         raise ServeError(
-            f"{len(runs)} flow runs are active and would die with the worker:\n{describe_runs(runs)}\n"
+            f"flow runs are active and would die with the worker:\n{describe_runs(runs)}\n"
             "wait for them, or type `dapo down --cancel`: training then writes a checkpoint to resume from"
         )
     if runs:
-        logger.info("cancelling %d flow runs:\n%s", len(runs), describe_runs(runs))
+        logger.info("cancelling:\n%s", describe_runs(runs))
         left = cancel_runs(client, runs, CANCEL_SECONDS if has_worker else 0.0)
         if left and has_worker:
             logger.warning("not cancelled after %.0f s:\n%s", CANCEL_SECONDS, describe_runs(left))

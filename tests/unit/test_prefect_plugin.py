@@ -68,6 +68,20 @@ def test_prefect_reaches_the_services_unless_the_user_names_a_server(
     assert (set_up(monkeypatch, "prefect", "version", api_url=theirs) or {}).get("PREFECT_API_URL") == expected
 
 
+def test_a_broken_state_file_takes_no_setting_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PREFECT_SERVER_ANALYTICS_ENABLED", raising=False)
+    services = Services(Path(".dapo"))
+    services.folder.mkdir(parents=True)
+    services.state_path.write_text("{")
+    added = set_up(monkeypatch, "prefect", "version") or {}
+    assert added["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
+    assert "PREFECT_API_URL" not in added
+    assert str(services.state_path) in caplog.text
+
+
 @pytest.mark.parametrize("method", [renamed, with_more, no_coroutine, None])
 def test_a_method_of_another_shape_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], method: Any

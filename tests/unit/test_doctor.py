@@ -1,0 +1,260 @@
+"""What `dapo doctor` says when something is not as it must be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+from uuid import uuid4
+
+import prefect
+import psutil
+import pytest
+from prefect.client.schemas.objects import WorkerStatus
+from prefect.context import refresh_global_settings_context
+from prefect.exceptions import ObjectNotFound
+from typer.testing import CliRunner
+
+from dapo_core.errors import ConfigError
+from flows.cli import app
+from flows.services import doctor
+from flows.services.doctor import FAIL, GIB, OK, WARN, Finding
+
+ROOT = Path(__file__).resolve().parents[2]
+URL = "http://127.0.0.1:9/api"  # where nothing listens
+ONLINE, OFFLINE = WorkerStatus.ONLINE, WorkerStatus.OFFLINE
+
+
+def deployment(
+    name: str = "dapo-nightly",
+    pool: str = "dapo",
+    *,
+    paused: bool = False,
+    active: bool = True,
+    has_run: bool = True,
+) -> SimpleNamespace:
+    """A deployment with one schedule, and whether a run of it is scheduled."""
+    schedules = [SimpleNamespace(active=active)]
+    return SimpleNamespace(id=uuid4(), name=name, pool=pool, paused=paused, schedules=schedules, has_run=has_run)
+
+
+@dataclass
+class Server:
+    """Answers like a Prefect server of which these things are known."""
+
+    version: str = prefect.__version__
+    has_pool: bool = True
+    is_paused: bool = False
+    workers: dict[str, WorkerStatus] = field(default_factory=lambda: {"dapo-here": ONLINE})
+    has_limit: bool = True
+    automations: list[bool] = field(default_factory=lambda: [True])  # enabled or not
+    deployments: list[SimpleNamespace] = field(default_factory=lambda: [deployment()])
+    asked_until_scheduled: int = 0
+
+    def api_version(self) -> str:
+        return self.version
+
+    def read_work_pool(self, name: str) -> SimpleNamespace:
+        if not self.has_pool:
+            raise ObjectNotFound(Exception(name))
+        return SimpleNamespace(name=name, is_paused=self.is_paused)
+
+    def read_workers_for_work_pool(self, name: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=worker, status=status) for worker, status in self.workers.items()]
+
+    def read_global_concurrency_limit_by_name(self, name: str) -> SimpleNamespace:
+        if not self.has_limit:
+            raise ObjectNotFound(Exception(name))
+        return SimpleNamespace(active_slots=0, limit=1)
+
+    def read_automations_by_name(self, name: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(enabled=enabled) for enabled in self.automations]
+
+    def read_deployments(self, *, deployment_filter: Any, work_pool_filter: Any) -> list[SimpleNamespace]:
+        names, pools = deployment_filter.name.any_, work_pool_filter.name.any_
+        return [each for each in self.deployments if each.name in names and each.pool in pools]
+
+    def read_flow_runs(self, *, deployment_filter: Any, **_: Any) -> list[SimpleNamespace]:
+        self.asked_until_scheduled -= 1
+        (asked,) = deployment_filter.id.any_
+        has_run = any(each.has_run for each in self.deployments if each.id == asked)
+        run = SimpleNamespace(expected_start_time=datetime(2026, 11, 22, 2))
+        return [run] if has_run and self.asked_until_scheduled < 0 else []
+
+
+@pytest.fixture(autouse=True)
+def _settings_name_a_server() -> Iterator[None]:
+    with mock.patch.dict(os.environ, PREFECT_API_URL=URL):
+        refresh_global_settings_context()
+        yield
+    refresh_global_settings_context()
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project directory with one deployment."""
+    (tmp_path / "prefect.yaml").write_text("deployments: [{name: dapo-nightly, entrypoint: flows/a.py:a}]")
+    return tmp_path
+
+
+def examined(monkeypatch: pytest.MonkeyPatch, server: Server, project: Path, wait: float = 0) -> list[Finding]:
+    """What is found about the server."""
+
+    @contextlib.contextmanager
+    def server_client() -> Iterator[Server]:
+        yield server
+
+    monkeypatch.setattr("flows.services.registration.server_client", server_client)
+    monkeypatch.setattr(doctor, "is_healthy", lambda url: url == URL)
+    monkeypatch.setattr(doctor, "POLL_SECONDS", 0.01)
+    return list(doctor.examine_server(project / "store", project, wait))
+
+
+def test_a_server_in_order_has_no_finding(monkeypatch: pytest.MonkeyPatch, project: Path) -> None:
+    findings = examined(monkeypatch, Server(), project)
+    assert {finding.status for finding in findings} == {OK}
+    assert findings[-1] == Finding("schedules", OK, "dapo-nightly: 2026-11-22 02:00 UTC")
+
+
+@pytest.mark.parametrize(
+    ("server", "check", "status", "said"),
+    [
+        (
+            Server(version="3.0.0"),
+            "Prefect server",
+            FAIL,
+            f"version 3.0.0, this environment {prefect.__version__}",
+        ),
+        (Server(has_pool=False), "worker", FAIL, "no work pool dapo"),
+        (Server(workers={}), "worker", FAIL, "none is online in work pool dapo"),
+        (Server(workers={"dapo-a": OFFLINE}), "worker", FAIL, "none is online in work pool dapo, offline: dapo-a"),
+        (Server(is_paused=True), "worker", FAIL, "work pool dapo is paused"),
+        (Server(has_limit=False), "concurrency limit", WARN, "dapo-training is not there"),
+        (Server(automations=[]), "crash detection", WARN, "`dapo up`"),
+        (Server(automations=[False]), "crash detection", WARN, "enable it on Prefect's page"),
+        (Server(deployments=[]), "deployments", FAIL, "not registered: dapo-nightly"),
+        (Server(deployments=[deployment(pool="b")]), "deployments", FAIL, "not registered"),
+        (
+            Server(deployments=[deployment(has_run=False)]),
+            "schedules",
+            FAIL,
+            "after 0 s no run is scheduled of dapo-nightly",
+        ),
+    ],
+)
+def test_what_is_wrong_is_the_only_finding(
+    monkeypatch: pytest.MonkeyPatch, project: Path, server: Server, check: str, status: str, said: str
+) -> None:
+    (finding,) = [each for each in examined(monkeypatch, server, project) if each.status != OK]
+    assert (finding.check, finding.status) == (check, status)
+    assert said in f"{finding.found} {finding.advice}"
+    assert finding.advice
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        deployment("stranger", has_run=False),
+        deployment(pool="theirs", has_run=False),
+        deployment(paused=True, has_run=False),
+        deployment(active=False, has_run=False),
+    ],
+)
+def test_a_deployment_that_needs_no_run_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, project: Path, other: SimpleNamespace
+) -> None:
+    server = Server(deployments=[deployment(), other])
+    assert examined(monkeypatch, server, project, wait=60)[-1].found == "dapo-nightly: 2026-11-22 02:00 UTC"
+
+
+def test_a_run_that_is_scheduled_in_time_is_waited_for(monkeypatch: pytest.MonkeyPatch, project: Path) -> None:
+    assert examined(monkeypatch, Server(asked_until_scheduled=3), project, wait=60)[-1].status == OK
+
+
+def test_outside_the_project_deployments_are_not_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    finding = examined(monkeypatch, Server(), tmp_path)[-1]
+    assert (finding.check, finding.status) == ("deployments", WARN)
+    assert "project directory" in finding.advice
+
+
+def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
+    (finding,) = doctor.examine_server(tmp_path, ROOT, 0)
+    assert (finding.status, finding.advice) == (FAIL, "correct PREFECT_API_URL")
+
+
+@pytest.mark.parametrize(("free", "status"), [(20 * GIB, OK), (20 * GIB - 1, WARN), (GIB, WARN), (GIB - 1, FAIL)])
+def test_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, status: str) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert doctor.check_space(tmp_path).status == status
+
+
+@pytest.mark.parametrize(("lock_command", "found"), [("pass", "keeps nobody out"), ("exit(1)", "refused")])
+def test_a_file_system_without_locks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lock_command: str, found: str
+) -> None:
+    monkeypatch.setattr(doctor, "TRY_LOCK", lock_command)
+    finding = doctor.check_locks(tmp_path)
+    assert finding.status == FAIL
+    assert found in finding.found
+
+
+def test_packages_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"sqlalchemy": "2.1.0", "torch": "2.9.0+cpu", "torchvision": "0.24.0"}
+    installed = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name.lower()) or installed(name))
+    finding = doctor.check_packages()
+    assert finding.status == FAIL
+    assert "2.1.0, wanted" in finding.found
+    finding = doctor.check_torch()
+    assert (finding.status, finding.advice) == (FAIL, "pip uninstall torchvision")
+
+
+def test_a_python_that_the_project_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.8.20")
+    assert doctor.check_python().status == FAIL
+
+
+def test_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * GIB - 1, total=8 * GIB))
+        assert doctor.check_hardware().status == WARN
+
+    def broken(kind: str) -> None:
+        raise ConfigError(f"no {kind}")
+
+    monkeypatch.setattr(doctor, "device_for", broken)
+    assert doctor.check_hardware().status == FAIL
+
+
+def test_a_store_that_cannot_be_written_ends_with_status_1_and_one_advice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = tmp_path / "file"
+    store.touch()
+    monkeypatch.setattr(doctor, "examine_server", lambda *_: ())
+    monkeypatch.setenv("COLUMNS", "2000")
+    result = CliRunner().invoke(app, ["doctor", "--store", str(store)])
+    assert result.exit_code == 1
+    assert result.output.count("set store.path") == 1
+    assert "free space" not in result.output
+
+
+def test_a_schedule_without_a_run_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, project: Path) -> None:
+    """All else may be in order on this machine or not: the same server with the run decides."""
+    monkeypatch.chdir(project)
+    for name in ("check_packages", "check_torch", "check_space", "check_hardware"):
+        monkeypatch.setattr(doctor, name, lambda *_: Finding("of this machine", OK, ""))
+    for has_run, status in ((True, 0), (False, 1)):
+        examined(
+            monkeypatch, Server(deployments=[deployment(has_run=has_run)]), project
+        )  # leaves its server in place
+        result = CliRunner().invoke(app, ["doctor", "--wait-seconds", "0", "--store", "store"])
+        assert result.exit_code == status, result.output
+        assert ("no run is scheduled of dapo-nightly" in result.output) == bool(status)
