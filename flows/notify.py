@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # its line for each request holds the whole URL
 
 PROJECT = Path(__file__).resolve().parents[1]  # where a worker that runs elsewhere finds recipes
+DEFAULT_CONFIG = "configs/arith_cpu.yaml"  # of a run whose parameters name none
 MOST_REASON_CHARS = 1000
 FIGURES = ("before", "after", "difference", "ci95", "p", "n")
 
@@ -54,7 +55,7 @@ def tell_report(run: Run, report: Mapping[str, Any]) -> None:
 def tell_failure(flow: Any, flow_run: Any, state: Any) -> None:
     """Have the webhook of the run's recipe told that the run failed, crashed or was cancelled, and why."""
     parameters = flow_run.parameters
-    recipe = Path(parameters["config"])
+    recipe = Path(parameters.get("config", DEFAULT_CONFIG))
     try:
         config = load_config(recipe if recipe.exists() else PROJECT / recipe, parameters.get("overrides") or ())
     except ConfigError as error:

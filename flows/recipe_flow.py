@@ -13,13 +13,13 @@ from prefect.runtime import flow_run
 from pydantic import Field
 
 from dapo_core.config import Config
+from flows.notify import DEFAULT_CONFIG as DEFAULT_CONFIG
 from flows.notify import tell_failure
 from tasks.poster import poster
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DEFAULT_CONFIG = "configs/arith_cpu.yaml"
 DESCRIPTIONS = {
     "config": "The recipe, a YAML file; a relative path begins in the project's folder.",
     "overrides": "Changes to it, each section.key=value, such as run.seed=2.",
@@ -68,7 +68,8 @@ def send_page(flow: Any, flow_run: Any, state: Any) -> None:
 def name_run() -> str:
     """The flow run's name in Prefect's lists: recipe, what is changed in it, and the night of a scheduled run."""
     given = flow_run.parameters
-    words = [Path(given["config"]).stem, *given["overrides"]]
+    shown = [change for change in given["overrides"] if not change.startswith("flow.webhook.")]  # may be a secret
+    words = [Path(given["config"]).stem, *shown]
     if "fresh_seed" in given:
         words.append(f"{flow_run.scheduled_start_time:%Y-%m-%d}")
     words += [str(given["side"])] if "side" in given else []

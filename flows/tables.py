@@ -101,7 +101,7 @@ def print_run(
 def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[str, str]) -> None:
     """What a collection removed or would remove, what it left and why, and the bytes in all."""
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("artifact", overflow="fold", min_width=SHORT_KEY)
+    table.add_column("artifact", overflow="fold", min_width=SHORT_KEY_LENGTH)
     table.add_column("stage", no_wrap=True)
     table.add_column("frees\n(bytes)", justify="right", no_wrap=True)
     table.add_column("last\nused by", no_wrap=True)

@@ -32,8 +32,9 @@ def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = Fa
 
     A failed or killed attempt is continued from its last checkpoint by the next one with the same key; a training
     that outlived those who started it is attached to. While another training holds the cluster's lock, waits; or
-    raises RunSkipped when it `gives_way`.
+    raises RunSkipped when it `gives_way`, which only its first attempt does: a later one has hours to lose.
     """
+    attempt = task_run.run_count or 1
     key = TRAIN_POLICY.key(run.config, train_policy_inputs(run.config, data, model))
 
     def build(folder: Path) -> Mapping[str, Any]:
@@ -41,13 +42,13 @@ def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = Fa
         words += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
         if run.config.validation.every:
             words += ["--held-out", eval_file(data)]
-        words += resume_words(run.config.checkpoint.resume, task_run.run_count or 1)
+        words += resume_words(run.config.checkpoint.resume, attempt)
         with contextlib.ExitStack() as stack, shown_as_training():
             outlive = Outlive(
                 unwatched_seconds=60 * run.config.flow.unwatched_minutes,
                 stop_seconds=run.config.flow.stop_seconds,
                 is_left=is_worker_restart,
-                held=lambda: [stack.enter_context(hold_for_training(run, key, gives_way))],
+                held=lambda: [stack.enter_context(hold_for_training(run, key, gives_way and attempt == 1))],
             )
             run_dapo(words, run, key, outlive=outlive, on_line=StageProgress(run, "train_policy", folder).on_line)
         return last_metrics(folder)

@@ -32,7 +32,6 @@ POLL_SECONDS = 0.5
 PATIENCE_SECONDS = 1.0  # of one that does not wait: somebody's look at the lock holds it for an instant
 REMIND_SECONDS = 600.0
 TRAINING_LOCK = "training.lock"
-NIGHT_LOCK = "nightly.lock"
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,9 @@ def training_lock_path(config: Config) -> Path:
 
 
 def night_lock_path(config: Config) -> Path:
-    """What one nightly run holds for its whole length: a file beside the training's."""
-    return training_lock_path(config).with_name(NIGHT_LOCK)
+    """What one nightly run holds for its whole length: a file beside the training's, whose name is in its own."""
+    path = training_lock_path(config)
+    return path.with_name(f"nightly-{path.name}")
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -108,22 +107,6 @@ def model_files(source: Path) -> list[Path]:
         and not path.name.endswith(".index.json")
         and path.name not in MANIFESTS
     ]
-
-
-def sync_tree(folder: Path) -> None:
-    """Have every file and folder below on the disk, and the folder itself."""
-    for path in folder.rglob("*"):
-        sync(path)
-    sync(folder)
-
-
-def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _accuracies(folder: Path) -> dict[Path, float | None]:

@@ -29,11 +29,10 @@ from dapo_core.checkpoint.folder import (
     model_files,
     step_folder,
     step_folders,
-    sync,
-    sync_tree,
 )
 from dapo_core.checkpoint.state import TrainerState, read_step_metrics, state_files
 from dapo_core.config import dump_config
+from dapo_core.durable import sync, sync_tree
 from dapo_core.errors import CheckpointError
 from dapo_core.model_folder import weight_names
 

@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dapo_core.durable import sync, sync_tree
 from dapo_core.errors import StoreError
 from tasks.artifacts import lock
 from tasks.artifacts.artifact import (
     MANIFEST_NAME,
     Artifact,
-    FileEntry,
     artifact_at,
     content_digest,
     content_files,
@@ -86,7 +86,7 @@ class ArtifactStore:
             probe = self.root / ".work" / f".probe-{platform.node()}-{os.getpid()}"
             try:
                 probe.write_bytes(bytes(PROBE_BYTES))
-                _sync(probe)
+                sync(probe)
             finally:
                 probe.unlink(missing_ok=True)
 
@@ -172,7 +172,7 @@ class ArtifactStore:
                 if is_used(artifact):
                     return False
                 undo.pop_all()
-            _sync(directory.parent)
+            sync(directory.parent)
             if not self.directory(stage, key).exists():
                 self._stamp_path(stage, key).unlink(missing_ok=True)
             self._tidy(stage, key)
@@ -292,7 +292,7 @@ class ArtifactStore:
             **outcome,
         }
         (work / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, default=_number) + "\n")
-        _sync_tree(work, entries)
+        sync_tree(work)
         if old is not None and replace is not None:
             if old.digest == digest:
                 logger.info("built again, with the same bytes: %s stays", old.path)
@@ -302,8 +302,8 @@ class ArtifactStore:
         final = self.directory(parts.stage, parts.key)
         final.parent.mkdir(parents=True, exist_ok=True)
         os.rename(work, final)
-        _sync(final.parent)
-        _sync(self.root)
+        sync(final.parent)
+        sync(self.root)
         if (other := self.working_directory(parts.stage, parts.key)).exists():
             self._move_aside(other, other.name, "its key was built by force meanwhile, so that nothing resumes it")
         write_stamp(self._stamp_path(parts.stage, parts.key), identities, entries)
@@ -393,19 +393,3 @@ def _number(value: Any) -> Any:
     if callable(item := getattr(value, "item", None)):
         return item()
     raise TypeError(f"a metric of type {type(value).__name__} cannot be written to {MANIFEST_NAME}")
-
-
-def _sync_tree(directory: Path, entries: list[FileEntry]) -> None:
-    """Has every file and folder on the disk before the rename that declares them finished."""
-    for relative in (MANIFEST_NAME, *(entry.path for entry in entries)):
-        _sync(directory / relative)
-    for folder, _, _ in os.walk(directory, topdown=False):
-        _sync(Path(folder))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dapo_core.checkpoint.folder import sync, sync_tree
 from dapo_core.config import Config, dump_config, load_config
 from dapo_core.config.derived import derive
 from dapo_core.config.operation import FlowConfig
 from dapo_core.config.sections import StoreConfig
+from dapo_core.durable import sync, sync_tree
 from dapo_core.errors import StoreError
 from eval.pages import render
 from tasks.artifacts import MANIFEST_NAME, Artifact, ArtifactStore

@@ -51,7 +51,7 @@ class RecordedRun:
     flow: str
     host: str
     pid: int
-    state: str  # running, completed, failed, cancelled, skipped; interrupted: its process is gone without a word
+    state: str  # running, completed, failed, cancelled, skipped; interrupted: gone silently, or with its worker
     started_at: float  # seconds since the epoch
     seconds: float  # up to its end, or as far as is known
     stages: Mapping[str, RecordedStage]
@@ -277,7 +277,10 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Replace run.json in one step."""
     partial = folder / f"{RECORD_FILE}.partial"
-    partial.write_text(json.dumps(record, indent=2), encoding="utf-8")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(json.dumps(record, indent=2))
+        file.flush()
+        os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
     partial.rename(folder / RECORD_FILE)
 
 

@@ -46,8 +46,8 @@ class StageRecord:
 class Run:
     """A folder of links to artifacts, the resolved configuration, and run.json, kept current as stages finish.
 
-    As a context it records how the run ended: completed, skipped, failed with the error, or cancelled. From its
-    start to then it holds a lock, so that others see whether it still goes on.
+    As a context it records how the run ended: completed, skipped, failed with the error, cancelled, or interrupted
+    by a worker that ends. From its start to then it holds a lock, so that others see whether it still goes on.
     """
 
     config: Config
@@ -82,15 +82,14 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self.lock:
-            if error is None:
-                self.record(state="completed")
-            elif isinstance(error, RunSkipped):
-                self.record(state="skipped", reason=str(error))
-            elif isinstance(error, Exception):
-                self.record(state="failed", error=f"{type(error).__name__}: {error}")
-            else:  # an interrupt, or Prefect's TerminationSignal
-                self.record(state="cancelled", error=type(error).__name__)
-        run_lock_path(self.folder).unlink(missing_ok=True)
+            try:
+                self.record(**_end(error))
+            except OSError as problem:
+                if error is None:
+                    raise
+                logger.error("%s is not told how it ended: %s", self.folder, problem)  # `error` goes on
+        with contextlib.suppress(OSError):  # of a store that went away: a lock file left there is nobody's
+            run_lock_path(self.folder).unlink()
 
     @property
     def config_path(self) -> Path:
@@ -200,6 +199,20 @@ def _require(store: ArtifactStore, label: str, key: StageKey) -> Artifact:
             "or all of the chain with dapo run CONFIG; dapo plan CONFIG shows what is there"
         )
     return artifact
+
+
+def _end(error: BaseException | None) -> dict[str, str]:
+    """What the record says of a run that this error ended."""
+    if error is None:
+        return {"state": "completed"}
+    if isinstance(error, RunSkipped):
+        return {"state": "skipped", "reason": str(error)}
+    if isinstance(error, Exception):
+        return {"state": "failed", "error": f"{type(error).__name__}: {error}"}
+    from tasks.processes.cancellation import is_worker_restart  # brings Prefect, which `dapo plan` does without
+
+    state = "interrupted" if is_worker_restart(error) else "cancelled"
+    return {"state": state, "error": type(error).__name__}
 
 
 def check_inputs(config: Config) -> None:

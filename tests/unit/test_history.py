@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from prefect.exceptions import TerminationSignal
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dapo_core.errors import DataError, StoreError
+from dapo_core.errors import DataError, RunSkipped, StoreError
 from eval.errors import ResultsError
 from flows import tables
 from flows.cli import app
@@ -32,6 +35,7 @@ from tasks.runs.history import (
     run_before,
     run_lock_path,
     short_ids,
+    write_record,
 )
 from tasks.runs.run import Run, require_outputs
 from tasks.stages import LINKS
@@ -344,6 +348,37 @@ def test_a_failure_ends_the_lock(tmp_path: Path) -> None:
     assert not run_lock_path(run.folder).exists()
     [recorded] = read_runs(run.store.root)
     assert recorded.state == "failed"
+
+
+@pytest.mark.parametrize("error", [DataError("no rows"), RunSkipped("another trains"), KeyboardInterrupt()])
+def test_a_full_disk_at_the_end_does_not_hide_why_a_run_ended(
+    tmp_path: Path, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run.start(small_config(tmp_path / "store"))
+    (run.folder / "run.json.partial").symlink_to("/dev/full")
+    with pytest.raises(type(error)), run:
+        raise error
+    assert "No space left on device" in caplog.text
+    with pytest.raises(OSError, match="No space left"), Run.start(run.config) as run:
+        (run.folder / "run.json.partial").symlink_to("/dev/full")
+
+
+def test_a_record_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
+    write_record(tmp_path, {"state": "running"})
+    assert (tmp_path / "run.json").stat().st_ino in synced
+
+
+@pytest.mark.parametrize(("is_restart", "state"), [(True, "interrupted"), (False, "cancelled")])
+def test_a_worker_that_ends_interrupts_a_run_and_cancels_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_restart: bool, state: str
+) -> None:
+    monkeypatch.setattr("tasks.processes.cancellation.is_worker_restart", lambda error: is_restart)
+    with pytest.raises(TerminationSignal), Run.start(small_config(tmp_path / "store")) as run:
+        raise TerminationSignal(signal.SIGTERM)
+    [recorded] = read_runs(run.store.root)
+    assert (recorded.state, recorded.error) == (state, "TerminationSignal")
 
 
 def test_changed_keys_of_equal_runs_are_none(store: Path) -> None:

@@ -17,6 +17,7 @@ from dapo_core.config import WebhookConfig, load_config
 from dapo_core.errors import ConfigError
 from flows.dapo_full import dapo_full
 from flows.notify import send, tell_failure, tell_report
+from flows.recipe_flow import name_run
 from tasks.runs.run import Run
 from tests.webhooks import Receiver, started_receiver
 
@@ -110,6 +111,18 @@ def test_a_recipe_that_cannot_be_read_is_a_warning(caplog: pytest.LogCaptureFixt
     flow_run = SimpleNamespace(name="sly-fox", parameters={"config": "no/such.yaml", "overrides": None})
     tell_failure(dapo_full, flow_run, Failed())
     assert "nobody is told that sly-fox ended as Failed" in caplog.text
+
+
+def test_a_run_without_parameters_is_one_of_the_default_recipe(caplog: pytest.LogCaptureFixture) -> None:
+    tell_failure(dapo_full, SimpleNamespace(id=None, name="sly-fox", parameters={}), Failed())
+    assert caplog.text == ""  # which has no webhook
+
+
+def test_an_address_does_not_become_part_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["run.seed=2", "flow.webhook.url=https://hooks.example/secret"]
+    given = {"config": CONFIG, "overrides": overrides}
+    monkeypatch.setattr("flows.recipe_flow.flow_run", SimpleNamespace(parameters=given))
+    assert name_run() == "arith_cpu run.seed=2"
 
 
 def test_the_address_comes_from_the_environment_of_the_call(

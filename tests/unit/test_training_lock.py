@@ -96,7 +96,9 @@ def test_the_locks_are_in_the_store_or_where_the_configuration_says(config: Conf
     assert training_lock_path(config) == tmp_path / "store" / ".locks" / "training.lock"
     shared = make_config(flow={"lock_path": str(tmp_path / "shared" / "npu.lock")})
     assert training_lock_path(shared) == tmp_path / "shared" / "npu.lock"
-    assert night_lock_path(shared) == tmp_path / "shared" / "nightly.lock"
+    assert night_lock_path(shared) == tmp_path / "shared" / "nightly-npu.lock"
+    other = make_config(flow={"lock_path": str(tmp_path / "shared" / "gpu.lock")})
+    assert night_lock_path(other) != night_lock_path(shared)  # nights of two clusters run side by side
 
 
 def test_only_a_lock_that_is_held_has_a_holder(tmp_path: Path) -> None:
