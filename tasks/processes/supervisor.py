@@ -91,15 +91,16 @@ class Watch:
     """The files beside a log by which its command is found, watched and stopped from anywhere that shares them.
 
     STEM.watch: touched by those who watch; holds a request, "stop ID" or "kill ID"; locked while we live.
-    STEM.json: who we are, why the command is being stopped, and how it ended.
+    STEM.json: who we are, what the command works on, why the command is being stopped, and how it ended.
     """
 
-    def __init__(self, stem: str, run_id: str, unwatched_seconds: float, stop_seconds: float) -> None:
+    def __init__(self, stem: str, run_id: str, unwatched_seconds: float, stop_seconds: float, work: str) -> None:
         self.path = stem + WATCH_SUFFIX
         self.record_path = stem + RECORD_SUFFIX
         self.run_id = run_id
         self.unwatched_seconds = unwatched_seconds
         self.stop_seconds = stop_seconds
+        self.work = work
         self.lock = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)  # the command does not inherit it
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         self.record: dict[str, Any] = {}
@@ -175,6 +176,7 @@ class Supervisor:
                 started_at=time.time(),
                 log_offset=os.fstat(2).st_size,
                 unwatched_seconds=self.watch.unwatched_seconds,
+                work=self.watch.work,
             )
 
     def _exec_command(self) -> NoReturn:

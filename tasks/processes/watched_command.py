@@ -2,7 +2,7 @@
 
     STEM.log     its output; locked until its whole tree is gone
     STEM.watch   touched by those who watch it, and holds their request to stop; locked while its supervisor lives
-    STEM.json    what its supervisor says of it: who it is, why it is being stopped, how it ended
+    STEM.json    what its supervisor says of it: who it is, on what it works, why it is being stopped, how it ended
 
 All three may lie on a file system that hosts share: no pid is needed to watch or stop a command from another one.
 """
@@ -45,7 +45,7 @@ STOP_WAIT_SECONDS = 20.0  # Prefect kills a cancelled flow process after 30
 
 @dataclass(frozen=True)
 class Outlive:
-    """How long a command goes on without us, and how it is stopped."""
+    """What a command works on, how long it goes on without us, and how it is stopped."""
 
     unwatched_seconds: float  # 0: it ends with the process that started it
     stop_seconds: float  # for the command alone to end in order, before all below it is told to
@@ -54,6 +54,7 @@ class Outlive:
         tuple  # at its start: descriptors, as of a lock, to keep open while it lives
     )
     grace_seconds: float = GRACE_SECONDS
+    work: str = ""  # as a folder: of the commands that share a log, only one with the same work is attached to
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Record:
     started_at: float
     log_offset: int  # where its lines begin in the log
     unwatched_seconds: float
+    work: str
     stopping: str | None = None  # why, from the moment it is being stopped
     exit_code: int | None = None  # minus the signal that killed it; None while it runs
 
@@ -188,8 +190,9 @@ def watch_command(
     outlive: Outlive,
     on_line: Callable[[str], None] | None = None,
 ) -> None:
-    """Runs a command to its end, or attaches to the one that writes to the log already; hands on each line.
+    """Runs a command to its end, or attaches to the one that does its work already; hands on each line.
 
+    One that writes to the same log but works on something else is waited for.
     What interrupts us stops the command, unless `outlive.is_left` says that it goes on; then another attaches.
     Raises ChildProcessFailed when the command does not end with exit code 0.
     """
@@ -226,9 +229,22 @@ def _start_or_attach(command: Sequence[str], path: Path, label: str, outlive: Ou
         with open(path, "ab") as log:
             if lock_log(log, label, patience_seconds, is_of_use=lambda: find_running(path) is not None):
                 return _start(command, path, log, label, outlive)
-        if (record := find_running(path)) is not None:
+        if (record := find_running(path)) is None:
+            continue
+        if record.work == outlive.work:
             logger.info("%s runs already: attached to %s; its output is in %s", label, record, path)
             return WatchedCommand(label, path, outlive, record)
+        logger.info(
+            "%s waits for %s, which works on %s, not on %s; watched by nobody, it is stopped after "
+            "flow.unwatched_minutes=%g",
+            label,
+            record,
+            record.work,
+            outlive.work,
+            record.unwatched_seconds / 60,
+        )
+        while find_running(path) == record:
+            time.sleep(POLL_SECONDS)
 
 
 def _start(command: Sequence[str], path: Path, log: BinaryIO, label: str, outlive: Outlive) -> WatchedCommand:
@@ -241,6 +257,7 @@ def _start(command: Sequence[str], path: Path, log: BinaryIO, label: str, outliv
         "run_id": run_id,
         "unwatched_seconds": outlive.unwatched_seconds,
         "stop_seconds": outlive.stop_seconds,
+        "work": outlive.work,
     }
     supervisor = start_supervisor(command, log, outlive.grace_seconds, held=outlive.held(), watch=watch)
     logger.info("%s runs under pid %d, its output is in %s", label, supervisor.pid, path)
@@ -251,5 +268,6 @@ def _start(command: Sequence[str], path: Path, log: BinaryIO, label: str, outliv
         started_at=time.time(),
         log_offset=log_offset,
         unwatched_seconds=outlive.unwatched_seconds,
+        work=outlive.work,
     )
     return WatchedCommand(label, path, outlive, record, supervisor)

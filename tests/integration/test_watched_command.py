@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def stem(tmp_path: Path) -> Iterator[Path]:
         pytest.fail(f"{record} still runs")
 
 
-def start_parent(stem: Path, command: list[str], **limits: float) -> subprocess.Popen[bytes]:
+def start_parent(stem: Path, command: list[str], **limits: Any) -> subprocess.Popen[bytes]:
     """Starts a process that watches the command, and waits for its first line."""
     limits = {"unwatched_seconds": 60.0, "stop_seconds": 10.0, "grace_seconds": 0.5, **limits}
     arguments = [str(stem), json.dumps(limits), json.dumps(command)]
@@ -152,6 +153,23 @@ def test_the_next_attaches_to_what_outlived_its_parent(
     assert not is_held(stem.with_suffix(".log"))
     assert not is_held(stem.with_suffix(".cluster"))
     assert start_time_of(first.pid) is None
+
+
+def test_one_that_works_on_something_else_is_waited_for(stem: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="tasks.processes.watched_command")
+    go = stem.with_suffix(".go")
+    end(start_parent(stem, python(TICKER, go, "0"), work="0123"), signal.SIGKILL)
+    first = record_of(stem)
+    assert first.work == "0123"
+    timer = threading.Timer(1.0, go.touch)
+    timer.start()
+    lines: list[str] = []
+    watch(stem, STARTED_AGAIN, dataclasses.replace(SOON, work="0123.forced"), on_line=lines.append)
+    timer.join()
+    assert lines == ["started again"]
+    assert f"train waits for {first}, which works on 0123, not on 0123.forced" in caplog.text
+    log = stem.with_suffix(".log").read_text()
+    assert log.index("last words") < log.index("started again")
 
 
 def test_one_that_ended_before_is_not_attached_to(stem: Path) -> None:
