@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from dapo_core.stopping import ECHO_SECONDS
 from tasks.artifacts import is_held
 from tasks.processes.child import (
     GRACE_SECONDS,
@@ -103,9 +104,9 @@ class WatchedCommand:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or self.has_ended():
+        if error is None:
             return
-        if self.outlive.unwatched_seconds > 0 and self.outlive.is_left(error):
+        if self.outlive.unwatched_seconds > 0 and self.outlive.is_left(error) and not self.has_ended():
             logger.warning(
                 "%s goes on without us (%s): the next run with its key attaches to it; watched by nobody, it is "
                 "stopped after flow.unwatched_minutes=%g",
@@ -144,18 +145,19 @@ class WatchedCommand:
     def stop(self) -> None:
         """Asks the supervisor to stop the command, and waits; one that takes long is left to its supervisor.
 
-        A second interrupt while we wait has it killed.
+        A second interrupt while we wait has it killed, unless it comes so soon that it is the first once more.
         """
-        is_hurried = True
-        self._request(STOP)
-        try:
-            deadline = time.monotonic() + STOP_WAIT_SECONDS
-            while not (has_ended := self.has_ended()) and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-            is_hurried = False
-        finally:
-            if is_hurried:
-                self._request(KILL)
+        began = time.monotonic()
+        has_ended = None
+        while has_ended is None:
+            try:
+                has_ended = self._stop_until(began + STOP_WAIT_SECONDS)
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    raise
+                if time.monotonic() >= began + ECHO_SECONDS:
+                    self._request(KILL)
+                    raise
         if not has_ended:
             logger.warning(
                 "%s (%s) is still ending, for at most flow.stop_seconds=%g; its supervisor sees to that, and the "
@@ -164,6 +166,14 @@ class WatchedCommand:
                 self.record,
                 self.outlive.stop_seconds,
             )
+
+    def _stop_until(self, deadline: float) -> bool:
+        """Asks for the end and waits for it; returns whether it came."""
+        if not self.has_ended():
+            self._request(STOP)
+        while not (has_ended := self.has_ended()) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return has_ended
 
     def _read_record(self) -> Record | None:
         """Returns the record, unless it is of a command after this one."""

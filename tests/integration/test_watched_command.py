@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from dapo_core.errors import ChildProcessFailed
+from dapo_core.stopping import ECHO_SECONDS
 from tasks.artifacts import is_held
 from tasks.processes import supervisor, watched_command
 from tasks.processes.watched_command import Outlive, Record, read_record, watch_command
@@ -225,9 +227,21 @@ def test_one_that_does_not_stop_in_time_is_killed(stem: Path) -> None:
 def test_a_second_interrupt_does_not_wait(stem: Path) -> None:
     parent = start_parent(stem, python(STUBBORN), stop_seconds=300.0, grace_seconds=300.0)
     parent.send_signal(signal.SIGINT)
+    later = time.monotonic() + ECHO_SECONDS + 0.2
     wait_until(lambda: "told to end" in stem.with_suffix(".log").read_text(), "the request to arrive")
+    wait_until(lambda: time.monotonic() > later, "a second interrupt to be one")
     assert "KeyboardInterrupt" in end(parent, signal.SIGINT)
     assert outcome_of(stem).exit_code == -signal.SIGKILL
+
+
+def test_an_interrupt_that_comes_twice_at_once_is_one(stem: Path) -> None:
+    parent = start_parent(stem, python(SAVER))
+    parent.send_signal(signal.SIGINT)
+    watch_file = stem.with_suffix(".watch")
+    wait_until(lambda: watch_file.read_text().startswith(supervisor.STOP), "the request")
+    assert "KeyboardInterrupt" in end(parent, signal.SIGINT)
+    assert outcome_of(stem).exit_code == 143
+    assert "helper there" in stem.with_suffix(".log").read_text()
 
 
 def test_one_that_takes_long_to_stop_is_left_to_its_supervisor(
