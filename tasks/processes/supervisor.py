@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_MAY_BE_DEAD = signal.SIGUSR1  # also sent when only the thread that started us ends
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 WATCHED_SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD, PARENT_MAY_BE_DEAD)
 PARENT_POLL_SECONDS = 1.0
 WATCH_POLL_SECONDS = 0.5
@@ -36,6 +36,7 @@ CANNOT_START_EXIT_CODE = 127  # as a shell has it
 WATCH_SUFFIX = ".watch"
 RECORD_SUFFIX = ".json"
 STOP, KILL = "stop", "kill"  # requests; the second is for those who cannot wait for the first
+REQUEST_SIGNALS = {STOP: signal.SIGTERM, KILL: signal.SIGQUIT}  # the same where no request can be written
 UNWATCHED, ASKED, ORPHANED = "unwatched", "asked", "orphaned"  # why a command is stopped
 
 
@@ -218,9 +219,10 @@ class Supervisor:
         received = signal.sigtimedwait(WATCHED_SIGNALS, seconds)
         if received is not None and received.si_signo in STOP_SIGNALS:
             self.stop_reason = self.stop_reason or ASKED
+            self.is_hurried |= received.si_signo == REQUEST_SIGNALS[KILL]
         if self.watch is not None and (request := self.watch.look()):
             self.stop_reason = self.stop_reason or ASKED
-            self.is_hurried = request == KILL
+            self.is_hurried |= request == KILL
         with contextlib.suppress(ChildProcessError):
             while (reaped := os.waitpid(-1, os.WNOHANG))[0] != 0:
                 if reaped[0] == self.command_pid:

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import signal
 import subprocess
 import time
 import uuid
@@ -36,7 +37,7 @@ from tasks.processes.child import (
     open_place,
     start_supervisor,
 )
-from tasks.processes.supervisor import KILL, RECORD_SUFFIX, STOP, UNWATCHED, WATCH_SUFFIX
+from tasks.processes.supervisor import KILL, RECORD_SUFFIX, REQUEST_SIGNALS, STOP, UNWATCHED, WATCH_SUFFIX
 
 logger = logging.getLogger(__name__)
 
@@ -148,17 +149,17 @@ class WatchedCommand:
         A second interrupt while we wait has it killed, unless it comes so soon that it is the first once more.
         """
         began = time.monotonic()
-        has_ended = None
-        while has_ended is None:
+        is_ending = None
+        while is_ending is None:
             try:
-                has_ended = self._stop_until(began + STOP_WAIT_SECONDS)
+                is_ending = self._stop_until(began + STOP_WAIT_SECONDS)
             except BaseException as error:
                 if isinstance(error, Exception):
                     raise
                 if time.monotonic() >= began + ECHO_SECONDS:
                     self._request(KILL)
                     raise
-        if not has_ended:
+        if is_ending:
             logger.warning(
                 "%s (%s) is still ending, for at most flow.stop_seconds=%g; its supervisor sees to that, and the "
                 "next run with its key waits for it",
@@ -168,12 +169,12 @@ class WatchedCommand:
             )
 
     def _stop_until(self, deadline: float) -> bool:
-        """Asks for the end and waits for it; returns whether it came."""
-        if not self.has_ended():
-            self._request(STOP)
-        while not (has_ended := self.has_ended()) and time.monotonic() < deadline:
+        """Asks for the end and waits for it; returns whether it is still ending then."""
+        if self.has_ended() or not self._request(STOP):
+            return False
+        while (is_ending := not self.has_ended()) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        return has_ended
+        return is_ending
 
     def _read_record(self) -> Record | None:
         """Returns the record, unless it is of a command after this one."""
@@ -188,8 +189,24 @@ class WatchedCommand:
             self._watch_path.touch()
             self._touched_at = time.monotonic()
 
-    def _request(self, word: str) -> None:
-        self._watch_path.write_text(f"{word} {self.record.run_id}\n", encoding="utf-8")
+    def _request(self, word: str) -> bool:
+        """Writes the request; where that fails, as on a full disk, a supervisor on our host gets a signal."""
+        try:
+            self._watch_path.write_text(f"{word} {self.record.run_id}\n", encoding="utf-8")
+        except OSError as error:
+            if not _signal_supervisor(self.record, REQUEST_SIGNALS[word]):
+                logger.error(
+                    "%s (%s) cannot be told to %s: %s; watched by nobody, it is stopped after "
+                    "flow.unwatched_minutes=%g",
+                    self.label,
+                    self.record,
+                    word,
+                    error,
+                    self.record.unwatched_seconds / 60,
+                )
+                return False
+            logger.warning("%s (%s) is told to %s by a signal: %s", self.label, self.record, word, error)
+        return True
 
 
 def watch_command(
@@ -231,6 +248,20 @@ def read_record(log_path: Path) -> Record | None:
     with contextlib.suppress(FileNotFoundError):
         return Record(**json.loads(log_path.with_suffix(RECORD_SUFFIX).read_text(encoding="utf-8")))
     return None
+
+
+def _signal_supervisor(record: Record, number: signal.Signals) -> bool:
+    """Returns False when the supervisor is on another host, gone, or not ours to signal."""
+    if record.host != platform.node():
+        return False
+    try:
+        # The pid may have been given to a stranger: a supervisor has the run's id among its arguments.
+        if record.run_id not in Path(f"/proc/{record.pid}/cmdline").read_text(errors="replace"):
+            return False
+        os.kill(record.pid, number)
+    except OSError:
+        return False
+    return True
 
 
 def _start_or_attach(command: Sequence[str], path: Path, label: str, outlive: Outlive) -> WatchedCommand:
