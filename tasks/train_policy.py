@@ -49,6 +49,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = Fa
                 stop_seconds=run.config.flow.stop_seconds,
                 is_left=is_worker_restart,
                 held=lambda: [stack.enter_context(hold_for_training(run, key, gives_way and attempt == 1))],
+                work=folder.name,
             )
             run_dapo(words, run, key, outlive=outlive, on_line=StageProgress(run, "train_policy", folder).on_line)
         return last_metrics(folder)

@@ -60,7 +60,10 @@ class FlowConfig(Section):
         120.0, "How long a training that is told to stop may take to write its last checkpoint.", ge=0
     )
     log_lines_per_minute: int = volatile(
-        120, "Most lines of a stage's output that go to Prefect's page in a minute; its log file has all.", ge=1
+        120,
+        "Most lines of a stage's output that go to Prefect's page in a minute, and as many again that warn; its "
+        "log file has all.",
+        ge=1,
     )
     time_limits: TimeLimitsConfig = Field(default_factory=TimeLimitsConfig)
     webhook: WebhookConfig = Field(default_factory=WebhookConfig)

@@ -37,7 +37,7 @@ def run_dapo(
 ) -> None:
     """Run `dapo WORDS` to its end, its lines into the stage's log file, a link to which is in the run's folder.
 
-    Lines go to our log as well, but for metrics, and of these at most flow.log_lines_per_minute to Prefect's page;
+    Lines go to our log as well, but for metrics, and of these so many to Prefect's page as `PageLines` says;
     `on_line` gets all. With `outlive` the command may outlive us, and is attached to when it runs already.
     Raises ChildProcessFailed with the exit code, the last lines and the log's path.
     """
@@ -69,22 +69,24 @@ def link_log(run: Run, log_path: Path) -> None:
 
 
 class PageLines:
-    """Which lines of a command go to Prefect's page: so many in a minute, and all that warn."""
+    """Which lines of a command go to Prefect's page: so many in a minute, and as many again that warn."""
 
     def __init__(self, lines_per_minute: int, log_path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.lines_per_minute = lines_per_minute
         self.log_path = log_path
         self._clock = clock
         self._minute_began = clock()
-        self._num_admitted = self._num_left_out = 0
+        self._num_admitted = {False: 0, True: 0}  # of lines that warn: True
+        self._num_left_out = 0
 
     def admits(self, line: str) -> bool:
         """Whether the line goes to the page; says there, once a minute is over, how many did not."""
         if self._clock() - self._minute_began >= 60.0:
             self.close_minute()
             self._minute_began = self._clock()
-        is_admitted = self._num_admitted < self.lines_per_minute or NOTEWORTHY.search(line) is not None
-        self._num_admitted += is_admitted
+        is_noteworthy = NOTEWORTHY.search(line) is not None
+        is_admitted = self._num_admitted[is_noteworthy] < self.lines_per_minute
+        self._num_admitted[is_noteworthy] += is_admitted
         self._num_left_out += not is_admitted
         return is_admitted
 
@@ -93,4 +95,4 @@ class PageLines:
         if self._num_left_out:
             words = "... %d lines left out in this minute; all are in %s"
             page_logger.info(words, self._num_left_out, self.log_path)
-        self._num_admitted = self._num_left_out = 0
+        self._num_admitted, self._num_left_out = {False: 0, True: 0}, 0

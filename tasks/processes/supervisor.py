@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_MAY_BE_DEAD = signal.SIGUSR1  # also sent when only the thread that started us ends
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 WATCHED_SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD, PARENT_MAY_BE_DEAD)
 PARENT_POLL_SECONDS = 1.0
 WATCH_POLL_SECONDS = 0.5
@@ -36,6 +36,7 @@ CANNOT_START_EXIT_CODE = 127  # as a shell has it
 WATCH_SUFFIX = ".watch"
 RECORD_SUFFIX = ".json"
 STOP, KILL = "stop", "kill"  # requests; the second is for those who cannot wait for the first
+REQUEST_SIGNALS = {STOP: signal.SIGTERM, KILL: signal.SIGQUIT}  # the same where no request can be written
 UNWATCHED, ASKED, ORPHANED = "unwatched", "asked", "orphaned"  # why a command is stopped
 
 
@@ -91,15 +92,16 @@ class Watch:
     """The files beside a log by which its command is found, watched and stopped from anywhere that shares them.
 
     STEM.watch: touched by those who watch; holds a request, "stop ID" or "kill ID"; locked while we live.
-    STEM.json: who we are, why the command is being stopped, and how it ended.
+    STEM.json: who we are, what the command works on, why the command is being stopped, and how it ended.
     """
 
-    def __init__(self, stem: str, run_id: str, unwatched_seconds: float, stop_seconds: float) -> None:
+    def __init__(self, stem: str, run_id: str, unwatched_seconds: float, stop_seconds: float, work: str) -> None:
         self.path = stem + WATCH_SUFFIX
         self.record_path = stem + RECORD_SUFFIX
         self.run_id = run_id
         self.unwatched_seconds = unwatched_seconds
         self.stop_seconds = stop_seconds
+        self.work = work
         self.lock = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)  # the command does not inherit it
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         self.record: dict[str, Any] = {}
@@ -175,6 +177,7 @@ class Supervisor:
                 started_at=time.time(),
                 log_offset=os.fstat(2).st_size,
                 unwatched_seconds=self.watch.unwatched_seconds,
+                work=self.watch.work,
             )
 
     def _exec_command(self) -> NoReturn:
@@ -216,9 +219,10 @@ class Supervisor:
         received = signal.sigtimedwait(WATCHED_SIGNALS, seconds)
         if received is not None and received.si_signo in STOP_SIGNALS:
             self.stop_reason = self.stop_reason or ASKED
+            self.is_hurried |= received.si_signo == REQUEST_SIGNALS[KILL]
         if self.watch is not None and (request := self.watch.look()):
             self.stop_reason = self.stop_reason or ASKED
-            self.is_hurried = request == KILL
+            self.is_hurried |= request == KILL
         with contextlib.suppress(ChildProcessError):
             while (reaped := os.waitpid(-1, os.WNOHANG))[0] != 0:
                 if reaped[0] == self.command_pid:

@@ -2,7 +2,7 @@
 
     STEM.log     its output; locked until its whole tree is gone
     STEM.watch   touched by those who watch it, and holds their request to stop; locked while its supervisor lives
-    STEM.json    what its supervisor says of it: who it is, why it is being stopped, how it ended
+    STEM.json    what its supervisor says of it: who it is, on what it works, why it is being stopped, how it ended
 
 All three may lie on a file system that hosts share: no pid is needed to watch or stop a command from another one.
 """
@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import signal
 import subprocess
 import time
 import uuid
@@ -24,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from dapo_core.stopping import ECHO_SECONDS
 from tasks.artifacts import is_held
 from tasks.processes.child import (
     GRACE_SECONDS,
@@ -35,7 +37,7 @@ from tasks.processes.child import (
     open_place,
     start_supervisor,
 )
-from tasks.processes.supervisor import KILL, RECORD_SUFFIX, STOP, UNWATCHED, WATCH_SUFFIX
+from tasks.processes.supervisor import KILL, RECORD_SUFFIX, REQUEST_SIGNALS, STOP, UNWATCHED, WATCH_SUFFIX
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ STOP_WAIT_SECONDS = 20.0  # Prefect kills a cancelled flow process after 30
 
 @dataclass(frozen=True)
 class Outlive:
-    """How long a command goes on without us, and how it is stopped."""
+    """What a command works on, how long it goes on without us, and how it is stopped."""
 
     unwatched_seconds: float  # 0: it ends with the process that started it
     stop_seconds: float  # for the command alone to end in order, before all below it is told to
@@ -54,6 +56,7 @@ class Outlive:
         tuple  # at its start: descriptors, as of a lock, to keep open while it lives
     )
     grace_seconds: float = GRACE_SECONDS
+    work: str = ""  # as a folder: of the commands that share a log, only one with the same work is attached to
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Record:
     started_at: float
     log_offset: int  # where its lines begin in the log
     unwatched_seconds: float
+    work: str
     stopping: str | None = None  # why, from the moment it is being stopped
     exit_code: int | None = None  # minus the signal that killed it; None while it runs
 
@@ -101,9 +105,9 @@ class WatchedCommand:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or self.has_ended():
+        if error is None:
             return
-        if self.outlive.unwatched_seconds > 0 and self.outlive.is_left(error):
+        if self.outlive.unwatched_seconds > 0 and self.outlive.is_left(error) and not self.has_ended():
             logger.warning(
                 "%s goes on without us (%s): the next run with its key attaches to it; watched by nobody, it is "
                 "stopped after flow.unwatched_minutes=%g",
@@ -142,19 +146,20 @@ class WatchedCommand:
     def stop(self) -> None:
         """Asks the supervisor to stop the command, and waits; one that takes long is left to its supervisor.
 
-        A second interrupt while we wait has it killed.
+        A second interrupt while we wait has it killed, unless it comes so soon that it is the first once more.
         """
-        is_hurried = True
-        self._request(STOP)
-        try:
-            deadline = time.monotonic() + STOP_WAIT_SECONDS
-            while not (has_ended := self.has_ended()) and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-            is_hurried = False
-        finally:
-            if is_hurried:
-                self._request(KILL)
-        if not has_ended:
+        began = time.monotonic()
+        is_ending = None
+        while is_ending is None:
+            try:
+                is_ending = self._stop_until(began + STOP_WAIT_SECONDS)
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    raise
+                if time.monotonic() >= began + ECHO_SECONDS:
+                    self._request(KILL)
+                    raise
+        if is_ending:
             logger.warning(
                 "%s (%s) is still ending, for at most flow.stop_seconds=%g; its supervisor sees to that, and the "
                 "next run with its key waits for it",
@@ -162,6 +167,14 @@ class WatchedCommand:
                 self.record,
                 self.outlive.stop_seconds,
             )
+
+    def _stop_until(self, deadline: float) -> bool:
+        """Asks for the end and waits for it; returns whether it is still ending then."""
+        if self.has_ended() or not self._request(STOP):
+            return False
+        while (is_ending := not self.has_ended()) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return is_ending
 
     def _read_record(self) -> Record | None:
         """Returns the record, unless it is of a command after this one."""
@@ -176,8 +189,24 @@ class WatchedCommand:
             self._watch_path.touch()
             self._touched_at = time.monotonic()
 
-    def _request(self, word: str) -> None:
-        self._watch_path.write_text(f"{word} {self.record.run_id}\n", encoding="utf-8")
+    def _request(self, word: str) -> bool:
+        """Writes the request; where that fails, as on a full disk, a supervisor on our host gets a signal."""
+        try:
+            self._watch_path.write_text(f"{word} {self.record.run_id}\n", encoding="utf-8")
+        except OSError as error:
+            if not _signal_supervisor(self.record, REQUEST_SIGNALS[word]):
+                logger.error(
+                    "%s (%s) cannot be told to %s: %s; watched by nobody, it is stopped after "
+                    "flow.unwatched_minutes=%g",
+                    self.label,
+                    self.record,
+                    word,
+                    error,
+                    self.record.unwatched_seconds / 60,
+                )
+                return False
+            logger.warning("%s (%s) is told to %s by a signal: %s", self.label, self.record, word, error)
+        return True
 
 
 def watch_command(
@@ -188,8 +217,9 @@ def watch_command(
     outlive: Outlive,
     on_line: Callable[[str], None] | None = None,
 ) -> None:
-    """Runs a command to its end, or attaches to the one that writes to the log already; hands on each line.
+    """Runs a command to its end, or attaches to the one that does its work already; hands on each line.
 
+    One that writes to the same log but works on something else is waited for.
     What interrupts us stops the command, unless `outlive.is_left` says that it goes on; then another attaches.
     Raises ChildProcessFailed when the command does not end with exit code 0.
     """
@@ -220,15 +250,42 @@ def read_record(log_path: Path) -> Record | None:
     return None
 
 
+def _signal_supervisor(record: Record, number: signal.Signals) -> bool:
+    """Returns False when the supervisor is on another host, gone, or not ours to signal."""
+    if record.host != platform.node():
+        return False
+    try:
+        # The pid may have been given to a stranger: a supervisor has the run's id among its arguments.
+        if record.run_id not in Path(f"/proc/{record.pid}/cmdline").read_text(errors="replace"):
+            return False
+        os.kill(record.pid, number)
+    except OSError:
+        return False
+    return True
+
+
 def _start_or_attach(command: Sequence[str], path: Path, label: str, outlive: Outlive) -> WatchedCommand:
     patience_seconds = outlive.stop_seconds + outlive.grace_seconds + STOP_MARGIN_SECONDS
     while True:
         with open(path, "ab") as log:
             if lock_log(log, label, patience_seconds, is_of_use=lambda: find_running(path) is not None):
                 return _start(command, path, log, label, outlive)
-        if (record := find_running(path)) is not None:
+        if (record := find_running(path)) is None:
+            continue
+        if record.work == outlive.work:
             logger.info("%s runs already: attached to %s; its output is in %s", label, record, path)
             return WatchedCommand(label, path, outlive, record)
+        logger.info(
+            "%s waits for %s, which works on %s, not on %s; watched by nobody, it is stopped after "
+            "flow.unwatched_minutes=%g",
+            label,
+            record,
+            record.work,
+            outlive.work,
+            record.unwatched_seconds / 60,
+        )
+        while find_running(path) == record:
+            time.sleep(POLL_SECONDS)
 
 
 def _start(command: Sequence[str], path: Path, log: BinaryIO, label: str, outlive: Outlive) -> WatchedCommand:
@@ -241,6 +298,7 @@ def _start(command: Sequence[str], path: Path, log: BinaryIO, label: str, outliv
         "run_id": run_id,
         "unwatched_seconds": outlive.unwatched_seconds,
         "stop_seconds": outlive.stop_seconds,
+        "work": outlive.work,
     }
     supervisor = start_supervisor(command, log, outlive.grace_seconds, held=outlive.held(), watch=watch)
     logger.info("%s runs under pid %d, its output is in %s", label, supervisor.pid, path)
@@ -251,5 +309,6 @@ def _start(command: Sequence[str], path: Path, log: BinaryIO, label: str, outliv
         started_at=time.time(),
         log_offset=log_offset,
         unwatched_seconds=outlive.unwatched_seconds,
+        work=outlive.work,
     )
     return WatchedCommand(label, path, outlive, record, supervisor)

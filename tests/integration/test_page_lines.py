@@ -98,3 +98,13 @@ def test_each_minute_has_its_own_lines(caplog: pytest.LogCaptureFixture) -> None
     page.close_minute()
     page.close_minute()
     assert caplog.messages == [f"... {n} lines left out in this minute; all are in x.log" for n in (3, 1)]
+
+
+def test_lines_that_warn_have_a_limit_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="tasks")
+    page = PageLines(2, Path("x.log"), clock=lambda: 0.0)
+    assert [page.admits("WARNING: hot") for _ in range(5)] == [True, True, False, False, False]
+    assert [page.admits("a") for _ in range(3)] == [True, True, False]
+    page.close_minute()
+    assert page.admits("ValueError: x")
+    assert caplog.messages == ["... 4 lines left out in this minute; all are in x.log"]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,17 @@ from typing import Any
 import pytest
 
 from dapo_core.errors import ChildProcessFailed
+from dapo_core.stopping import ECHO_SECONDS
 from tasks.artifacts import is_held
 from tasks.processes import supervisor, watched_command
-from tasks.processes.watched_command import Outlive, Record, read_record, watch_command
+from tasks.processes.watched_command import (
+    Outlive,
+    Record,
+    WatchedCommand,
+    find_running,
+    read_record,
+    watch_command,
+)
 from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
 
 SOON = Outlive(unwatched_seconds=60.0, stop_seconds=10.0, grace_seconds=0.5)
@@ -90,7 +102,7 @@ def stem(tmp_path: Path) -> Iterator[Path]:
         pytest.fail(f"{record} still runs")
 
 
-def start_parent(stem: Path, command: list[str], **limits: float) -> subprocess.Popen[bytes]:
+def start_parent(stem: Path, command: list[str], **limits: Any) -> subprocess.Popen[bytes]:
     """Starts a process that watches the command, and waits for its first line."""
     limits = {"unwatched_seconds": 60.0, "stop_seconds": 10.0, "grace_seconds": 0.5, **limits}
     arguments = [str(stem), json.dumps(limits), json.dumps(command)]
@@ -154,6 +166,23 @@ def test_the_next_attaches_to_what_outlived_its_parent(
     assert start_time_of(first.pid) is None
 
 
+def test_one_that_works_on_something_else_is_waited_for(stem: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="tasks.processes.watched_command")
+    go = stem.with_suffix(".go")
+    end(start_parent(stem, python(TICKER, go, "0"), work="0123"), signal.SIGKILL)
+    first = record_of(stem)
+    assert first.work == "0123"
+    timer = threading.Timer(1.0, go.touch)
+    timer.start()
+    lines: list[str] = []
+    watch(stem, STARTED_AGAIN, dataclasses.replace(SOON, work="0123.forced"), on_line=lines.append)
+    timer.join()
+    assert lines == ["started again"]
+    assert f"train waits for {first}, which works on 0123, not on 0123.forced" in caplog.text
+    log = stem.with_suffix(".log").read_text()
+    assert log.index("last words") < log.index("started again")
+
+
 def test_one_that_ended_before_is_not_attached_to(stem: Path) -> None:
     lines: list[str] = []
     for _ in range(2):
@@ -207,9 +236,71 @@ def test_one_that_does_not_stop_in_time_is_killed(stem: Path) -> None:
 def test_a_second_interrupt_does_not_wait(stem: Path) -> None:
     parent = start_parent(stem, python(STUBBORN), stop_seconds=300.0, grace_seconds=300.0)
     parent.send_signal(signal.SIGINT)
+    later = time.monotonic() + ECHO_SECONDS + 0.2
     wait_until(lambda: "told to end" in stem.with_suffix(".log").read_text(), "the request to arrive")
+    wait_until(lambda: time.monotonic() > later, "a second interrupt to be one")
     assert "KeyboardInterrupt" in end(parent, signal.SIGINT)
     assert outcome_of(stem).exit_code == -signal.SIGKILL
+
+
+def test_an_interrupt_that_comes_twice_at_once_is_one(stem: Path) -> None:
+    parent = start_parent(stem, python(SAVER))
+    parent.send_signal(signal.SIGINT)
+    watch_file = stem.with_suffix(".watch")
+    wait_until(lambda: watch_file.read_text().startswith(supervisor.STOP), "the request")
+    assert "KeyboardInterrupt" in end(parent, signal.SIGINT)
+    assert outcome_of(stem).exit_code == 143
+    assert "helper there" in stem.with_suffix(".log").read_text()
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """We cannot write a byte to any file inside."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_on_a_full_disk_a_signal_stops_it(stem: Path, is_attached: bool, caplog: pytest.LogCaptureFixture) -> None:
+    if is_attached:
+        end(start_parent(stem, python(SAVER)), signal.SIGKILL)
+    stack = contextlib.ExitStack()
+
+    def cancel_on_full_disk(line: str) -> None:
+        stack.enter_context(full_disk())
+        cancel(line)
+
+    with stack, pytest.raises(Cancelled):
+        watch(stem, STARTED_AGAIN if is_attached else python(SAVER), on_line=cancel_on_full_disk)
+    outcome = outcome_of(stem)
+    assert (outcome.stopping, outcome.exit_code) == (supervisor.ASKED, 143)
+    assert "helper there" in stem.with_suffix(".log").read_text()
+    assert "is told to stop by a signal: [Errno 27]" in caplog.text
+
+
+def test_on_a_full_disk_a_signal_kills_it(stem: Path) -> None:
+    end(start_parent(stem, python(STUBBORN), stop_seconds=300.0, grace_seconds=300.0), signal.SIGKILL)
+    with full_disk():
+        WatchedCommand("train", stem.with_suffix(".log"), SOON, record_of(stem))._request(supervisor.KILL)
+    assert outcome_of(stem).exit_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("other", [{"host": "another"}, {"pid": os.getpid()}], ids=["host", "process"])
+def test_on_a_full_disk_only_its_own_supervisor_is_signalled(
+    stem: Path, other: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    end(start_parent(stem, python(SAVER)), signal.SIGKILL)
+    elsewhere = dataclasses.replace(record_of(stem), **other)
+    with full_disk():
+        WatchedCommand("train", stem.with_suffix(".log"), SOON, elsewhere).stop()
+    assert f"train ({elsewhere}) cannot be told to stop: [Errno 27]" in caplog.text
+    assert find_running(stem.with_suffix(".log")) == record_of(stem)
+    WatchedCommand("train", stem.with_suffix(".log"), SOON, record_of(stem)).stop()
+    assert outcome_of(stem).stopping == supervisor.ASKED
 
 
 def test_one_that_takes_long_to_stop_is_left_to_its_supervisor(

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import signal
 import socket
+import sys
+import threading
 import time
+import uuid
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from prefect.exceptions import TerminationSignal
+from prefect.runner._control_channel import ControlChannel
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.processes.cancellation import ANSWER_SECONDS, WORKER_VARIABLE, is_worker_restart
+from tasks.processes import cancellation
+from tasks.processes.cancellation import WORKER_VARIABLE, is_worker_restart
+from tests.processes import DEADLINE_SECONDS
 
+FLOW_RUN = "00000000-0000-0000-0000-000000000001"
 SIGTERM = TerminationSignal(signal.SIGTERM)
 
 
@@ -22,7 +33,7 @@ def test_without_a_worker_a_signal_is_meant(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug"), TimeoutError()])
 def test_what_is_no_signal_is_no_restart(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(WORKER_VARIABLE, "00000000-0000-0000-0000-000000000000")
+    monkeypatch.setenv(WORKER_VARIABLE, FLOW_RUN)
     assert not is_worker_restart(error)
 
 
@@ -30,14 +41,89 @@ def test_what_is_no_signal_is_no_restart(error: BaseException, monkeypatch: pyte
 def test_a_server_that_does_not_answer_leaves_it_running(
     answers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(WORKER_VARIABLE, "00000000-0000-0000-0000-000000000000")
+    monkeypatch.setenv(WORKER_VARIABLE, FLOW_RUN)
+    monkeypatch.setattr(cancellation, "ANSWER_SECONDS", 1.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         if answers == "nothing":
             silent.listen()
-        api = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
         began = time.monotonic()
-        with temporary_settings({PREFECT_API_URL: api}):
+        with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{silent.getsockname()[1]}/api"}):
             assert is_worker_restart(SIGTERM)
-    assert time.monotonic() - began < ANSWER_SECONDS + 1
+    assert 0.5 < time.monotonic() - began < 3.0
     assert "Prefect does not say whether flow run" in caplog.text
+
+
+class SlowServer(BaseHTTPRequestHandler):
+    """Says that it is busy, and a moment later in which state the flow run is."""
+
+    state = "RUNNING"
+    busy_until = 0.0
+
+    def do_GET(self) -> None:
+        is_busy = time.monotonic() < self.busy_until
+        run = {"id": FLOW_RUN, "flow_id": FLOW_RUN, "name": "slow", "state": {"type": self.state}}
+        body = json.dumps({"detail": "database is locked"} if is_busy else run).encode()
+        self.send_response(503 if is_busy else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.mark.parametrize(("state", "is_restart"), [("CANCELLING", False), ("CANCELLED", False), ("RUNNING", True)])
+def test_a_busy_server_is_asked_until_it_answers(
+    state: str, is_restart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WORKER_VARIABLE, FLOW_RUN)
+    monkeypatch.setattr(SlowServer, "state", state)
+    with HTTPServer(("127.0.0.1", 0), SlowServer) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            monkeypatch.setattr(SlowServer, "busy_until", time.monotonic() + 0.7)
+            with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{server.server_port}/api"}):
+                assert is_worker_restart(SIGTERM) is is_restart
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+CANCELLED_FLOW = """
+import signal
+from prefect.utilities.engine import capture_sigterm
+from tasks.processes.cancellation import is_worker_restart
+try:
+    with capture_sigterm():
+        print("up", flush=True)
+        signal.pause()
+except BaseException as error:
+    print(is_worker_restart(error), flush=True)
+"""
+
+
+def test_a_worker_that_cancels_says_so_without_the_server() -> None:
+    async def cancel() -> str:
+        async with ControlChannel(ack_timeout=DEADLINE_SECONDS) as channel:
+            flow_run = uuid.uuid4()
+            port, token = channel.register(flow_run)
+            env = {
+                "PREFECT__CONTROL_PORT": str(port),
+                "PREFECT__CONTROL_TOKEN": token,
+                "PREFECT_API_URL": "http://127.0.0.1:1/api",
+                WORKER_VARIABLE: str(flow_run),
+            }
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", CANCELLED_FLOW, env=os.environ | env, stdout=asyncio.subprocess.PIPE
+            )
+            assert child.stdout is not None
+            try:
+                assert await child.stdout.readline() == b"up\n"
+                while not await channel.signal(flow_run, "cancel"):  # connected, but not yet noticed
+                    await asyncio.sleep(0.02)
+                child.terminate()
+                return (await child.communicate())[0].decode().strip()
+            finally:
+                if child.returncode is None:
+                    child.kill()
+
+    assert asyncio.run(asyncio.wait_for(cancel(), DEADLINE_SECONDS)) == "False"
