@@ -51,9 +51,7 @@ class RecordedRun:
     flow: str
     host: str
     pid: int
-    state: (
-        str  # running, completed, failed, cancelled, skipped; interrupted: gone silently, or with its worker
-    )
+    state: str  # running, completed, failed, cancelled, skipped; interrupted: gone silently, or with its worker
     started_at: float  # seconds since the epoch
     seconds: float  # up to its end, or as far as is known
     stages: Mapping[str, RecordedStage]
