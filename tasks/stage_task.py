@@ -87,7 +87,7 @@ def stage_task(
     return decorate
 
 
-def _state(run: Run, label: str, artifact: Artifact) -> State[Artifact]:
+def _state(run: Run, label: str, artifact: Artifact) -> State[Artifact | RunSkipped]:
     manifest, record = artifact.manifest(), run.stages[label]
     what = f"built in {manifest['seconds']:.1f} s on {manifest['ended_at'][:10]}, key {artifact.key[:16]}"
     return Completed(name="Cached" if record.cached else "Completed", message=what, data=artifact)
