@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
 from dapo_core.config import TimeLimitsConfig
-from dapo_core.errors import ChildProcessFailed, ServeError
+from dapo_core.errors import ChildProcessFailed, RunSkipped, ServeError
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact
 from tasks.page import show_stage
 from tasks.processes.time_limit import time_limit
@@ -41,12 +41,18 @@ def retried_task(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
     return lambda function: Task(function, name=name, **RETRIED)
 
 
-class StageTask(Task[Concatenate[Run, P], State[Artifact]]):
-    """A task that ends in a state which says what happened; calling it gives the artifact that the state holds."""
+class StageTask(Task[Concatenate[Run, P], State[Artifact | RunSkipped]]):
+    """A task that ends in a state which says what happened; calling it gives the artifact that the state holds.
+
+    Raises RunSkipped when its stage did, although the task counts as completed.
+    """
 
     def __call__(self, run: Run, *args: P.args, **kwargs: P.kwargs) -> Artifact:  # type: ignore[override]
-        state: State[Artifact] = super().__call__(run, *args, **kwargs)
-        return state.result()
+        state: State[Artifact | RunSkipped] = super().__call__(run, *args, **kwargs)
+        outcome = state.result()
+        if isinstance(outcome, RunSkipped):
+            raise outcome
+        return outcome
 
 
 def stage_task(
@@ -66,10 +72,13 @@ def stage_task(
         key = f"flow.time_limits.{function.__name__}_hours"
 
         @functools.wraps(function)
-        def run_stage(run: Run, *args: P.args, **kwargs: P.kwargs) -> State[Artifact]:
+        def run_stage(run: Run, *args: P.args, **kwargs: P.kwargs) -> State[Artifact | RunSkipped]:
             label = signature.bind(run, *args, **kwargs).arguments.get("label", function.__name__)
-            with _short_errors(), time_limit(hours(run.config.flow.time_limits), key, afterwards):
-                artifact = function(run, *args, **kwargs)
+            try:
+                with _short_errors(), time_limit(hours(run.config.flow.time_limits), key, afterwards):
+                    artifact = function(run, *args, **kwargs)
+            except RunSkipped as reason:  # no failure on the page; `__call__` raises it for the flow
+                return Completed(name="Skipped", message=str(reason), data=reason)
             show_stage(run, label, artifact)
             return _state(run, label, artifact)
 
@@ -78,7 +87,7 @@ def stage_task(
     return decorate
 
 
-def _state(run: Run, label: str, artifact: Artifact) -> State[Artifact]:
+def _state(run: Run, label: str, artifact: Artifact) -> State[Artifact | RunSkipped]:
     manifest, record = artifact.manifest(), run.stages[label]
     key = artifact.key[:SHORT_KEY_LENGTH]
     what = f"built in {manifest['seconds']:.1f} s on {manifest['ended_at'][:10]}, key {key}"

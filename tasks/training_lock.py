@@ -23,6 +23,7 @@ from typing import BinaryIO
 from dapo_core.config import Config
 from dapo_core.errors import RunSkipped
 from tasks.artifacts import SHORT_KEY_LENGTH, StageKey
+from tasks.processes.time_limit import clock_stopped
 from tasks.runs.plan import plan_chain
 from tasks.runs.run import Run
 
@@ -69,7 +70,8 @@ def hold(path: Path, run: str, key: str = "", gives_way: bool = False) -> Iterat
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as lock:
-        _acquire(lock, path, gives_way)
+        with clock_stopped():
+            _acquire(lock, path, gives_way)
         since = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         holder = Holder(run, platform.node(), os.getpid(), since, key)
         lock.truncate(0)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tasks.processes.time_limit import clock_stopped
+
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
@@ -23,12 +25,14 @@ def held(path: Path) -> Iterator[None]:
     """Holds the lock on `path` for the block; while another process has it, waits and says for whom."""
     told_at = -REMIND_SECONDS
     waiting_since = time.monotonic()
-    while (descriptor := _try_lock(path)) is None:
-        waited = time.monotonic() - waiting_since
-        if waited - told_at >= REMIND_SECONDS:
-            told_at = waited
-            logger.info("waiting for %s, which builds %s (%.0f s so far)", read_holder(path), path.stem, waited)
-        time.sleep(POLL_SECONDS)
+    with clock_stopped():
+        while (descriptor := _try_lock(path)) is None:
+            waited = time.monotonic() - waiting_since
+            if waited - told_at >= REMIND_SECONDS:
+                told_at = waited
+                holder = read_holder(path)
+                logger.info("waiting for %s, which builds %s (%.0f s so far)", holder, path.stem, waited)
+            time.sleep(POLL_SECONDS)
     with _named(descriptor):
         yield
 

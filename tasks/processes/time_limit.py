@@ -49,6 +49,19 @@ def time_limit(hours: float | None, key: str, afterwards: str) -> Iterator[None]
         ) from None
 
 
+@contextlib.contextmanager
+def clock_stopped() -> Iterator[None]:
+    """Have the block, which only waits for its turn, not count for the limit around it, if there is one."""
+    if signal.getsignal(signal.SIGALRM) is not _raise_limit_reached:
+        yield
+        return
+    left = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *left)
+
+
 def _raise_limit_reached(number: int, frame: FrameType | None) -> None:
     raise _LimitReached
 

@@ -242,7 +242,7 @@ def test_a_narrow_table_cuts_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
         ),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flows.tables._width", lambda: 80)
+        patch.setattr("flows.tables.WIDTH", 80)
         print_garbage(found, True, {"20260301T020000.000Z-12345": "12345"})
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
