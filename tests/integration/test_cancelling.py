@@ -1,22 +1,92 @@
-"""Ctrl-C while a run trains: a last checkpoint, no process left, and the same command continues from it."""
+"""Signals that cancel an evaluation or a training: what they leave, and that the same command continues from it."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import pytest
+
+from eval.client import Endpoint, Sampling
+from eval.dispatch import Limits
+from eval.results import Row, RowKey, read_rows
+from eval.run import evaluate
+from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 from tests.operated import CONFIG, ROOT, SMALL, Site, describe
 
+FAR = 20.0
+SAMPLING = Sampling(max_tokens=64)
 NUM_STEPS = 12
 START_SECONDS = 180.0
 GONE_SECONDS = 40.0
 # Only the last step is due to be saved.
 CHANGES = (f"train.total_steps={NUM_STEPS}", "checkpoint.save_every=100", "validation.every=0")
+
+
+@pytest.fixture
+def server() -> Iterator[ArithmeticServer]:
+    with running() as server:
+        yield server
+
+
+class Terminated(BaseException):
+    """What a signal handler raises, as Prefect's does: no KeyboardInterrupt, which asyncio would let through."""
+
+
+@pytest.fixture
+def sigterm_raises() -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_ends_an_evaluation_whenever_it_comes(
+    sigterm_raises: None, server: ArithmeticServer, tmp_path: Path
+) -> None:
+    """Each evaluation goes on from the one before, gets a signal at some request, and would not end without it."""
+    evaluation_set, release, draw = make_set(3000), threading.Event(), random.Random(7)
+    num_signals, limits = 40, Limits(concurrency=8, timeout_seconds=2 * FAR)
+    stop_at, due = 0, threading.Semaphore(0)
+
+    def kill_or_hold(handler: Handler, prompt: str, attempt: int) -> bool:
+        if len(server.requests) >= stop_at and due.acquire(blocking=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return prompt == "2999 + 1 = ?" and release.wait(FAR)
+
+    def evaluate_and_kill() -> None:
+        due.release()
+        evaluate(evaluation_set, [Endpoint(server.url, "m")], SAMPLING, tmp_path, limits=limits)
+
+    server.behave = kill_or_hold
+    kept: dict[RowKey, Row] = {}
+    for _ in range(num_signals):
+        stop_at = len(server.requests) + draw.randint(1, 40)
+        began = time.monotonic()
+        with pytest.raises(Terminated):
+            evaluate_and_kill()
+        assert time.monotonic() - began < FAR / 2
+        before, kept = kept, read_rows(tmp_path)
+        assert before.items() <= kept.items()
+    release.set()
+    assert all(row.is_answered for row in kept.values())
+    # Those in flight are lost at each signal, answers that were read are not.
+    assert len(server.requests) <= len(kept) + num_signals * limits.concurrency
+    with running() as another:
+        summary = evaluate(evaluation_set, [Endpoint(another.url, "m")], SAMPLING, tmp_path, limits=limits)
+        assert (summary.accuracy, len(another.requests)) == (1.0, len(evaluation_set.items) - len(kept))
 
 
 def metrics_lines(folder: Path) -> list[bytes]:

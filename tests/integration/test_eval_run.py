@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
@@ -24,13 +21,12 @@ from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
 from eval.errors import EvaluationError
 from eval.regrade import regrade
-from eval.results import Row, RowKey, exclusive, load_results, read_rows
+from eval.results import exclusive, load_results, read_rows
 from eval.run import evaluate
 from tasks.evaluation_settings import served_model_identity
 from tasks.serve_model import Server
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
-FAR = 20.0
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = Sampling(max_tokens=64, temperature=0.0, top_p=0.9, seed=7)
 LIMITS = Limits(concurrency=8, timeout_seconds=5.0, max_attempts=4, backoff_seconds=0.01, outage_seconds=0.1)
@@ -295,56 +291,6 @@ def test_an_evaluation_that_is_ended_continues_without_asking_again(
     asked_again = {prompt for prompt, count in server.asked.items() if count > 1}
     assert len(asked_again) <= 4  # at most those in flight when the process ended
     assert not asked_again & {f"{identity.removeprefix('row-')} + 1 = ?" for identity in finished}
-
-
-class Terminated(BaseException):
-    """What a signal handler raises, as Prefect's does: no KeyboardInterrupt, which asyncio would let through."""
-
-
-@pytest.fixture
-def sigterm_raises() -> Iterator[None]:
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, handle)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_a_signal_ends_an_evaluation_whenever_it_comes(
-    sigterm_raises: None, server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
-) -> None:
-    """Each evaluation goes on from the one before, gets a signal at some request, and would not end without it."""
-    evaluation_set, release, draw = make_set(3000), threading.Event(), random.Random(7)
-    num_signals, limits = 40, replace(LIMITS, timeout_seconds=2 * FAR)
-    stop_at, due = 0, threading.Semaphore(0)
-
-    def kill_or_hold(handler: Handler, prompt: str, attempt: int) -> bool:
-        if len(server.requests) >= stop_at and due.acquire(blocking=False):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return prompt == "2999 + 1 = ?" and release.wait(FAR)
-
-    def evaluate_and_kill() -> None:
-        due.release()
-        evaluate(evaluation_set, endpoints, SAMPLING, tmp_path, limits=limits)
-
-    server.behave = kill_or_hold
-    kept: dict[RowKey, Row] = {}
-    for _ in range(num_signals):
-        stop_at = len(server.requests) + draw.randint(1, 40)
-        began = time.monotonic()
-        with pytest.raises(Terminated):
-            evaluate_and_kill()
-        assert time.monotonic() - began < FAR / 2
-        before, kept = kept, read_rows(tmp_path)
-        assert before.items() <= kept.items()
-    release.set()
-    assert all(row.is_answered for row in kept.values())
-    # Those in flight are lost at each signal, answers that were read are not.
-    assert len(server.requests) <= len(kept) + num_signals * limits.concurrency
-    with running() as another:
-        summary = evaluate(evaluation_set, [Endpoint(another.url, "m")], SAMPLING, tmp_path, limits=limits)
-        assert (summary.accuracy, len(another.requests)) == (1.0, len(evaluation_set.items) - len(kept))
 
 
 def test_one_request_that_never_returns_ends_with_its_time_out_and_a_status(
