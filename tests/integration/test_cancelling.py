@@ -1,4 +1,4 @@
-"""Signals that cancel an evaluation or a training: what they leave, and that the same command continues from it."""
+"""Signals that cancel an evaluation or a training: what they leave, and that it is continued from there."""
 
 from __future__ import annotations
 
