@@ -1,0 +1,151 @@
+"""Signals that cancel an evaluation or a training: what they leave, and that it is continued from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from eval.client import Endpoint, Sampling
+from eval.dispatch import Limits
+from eval.results import Row, RowKey, read_rows
+from eval.run import evaluate
+from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
+from tests.operated import CONFIG, ROOT, SMALL, Site, describe
+
+FAR = 20.0
+SAMPLING = Sampling(max_tokens=64)
+NUM_STEPS = 12
+START_SECONDS = 180.0
+GONE_SECONDS = 40.0
+# Only the last step is due to be saved.
+CHANGES = (f"train.total_steps={NUM_STEPS}", "checkpoint.save_every=100", "validation.every=0")
+
+
+@pytest.fixture
+def server() -> Iterator[ArithmeticServer]:
+    with running() as server:
+        yield server
+
+
+class Terminated(BaseException):
+    """What a signal handler raises, as Prefect's does: no KeyboardInterrupt, which asyncio would let through."""
+
+
+@pytest.fixture
+def sigterm_raises() -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_ends_an_evaluation_whenever_it_comes(
+    sigterm_raises: None, server: ArithmeticServer, tmp_path: Path
+) -> None:
+    """Each evaluation goes on from the one before, gets a signal at some request, and would not end without it."""
+    evaluation_set, release, draw = make_set(3000), threading.Event(), random.Random(7)
+    num_signals, limits = 40, Limits(concurrency=8, timeout_seconds=2 * FAR)
+    stop_at, due = 0, threading.Semaphore(0)
+
+    def kill_or_hold(handler: Handler, prompt: str, attempt: int) -> bool:
+        if len(server.requests) >= stop_at and due.acquire(blocking=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return prompt == "2999 + 1 = ?" and release.wait(FAR)
+
+    def evaluate_and_kill() -> None:
+        due.release()
+        evaluate(evaluation_set, [Endpoint(server.url, "m")], SAMPLING, tmp_path, limits=limits)
+
+    server.behave = kill_or_hold
+    kept: dict[RowKey, Row] = {}
+    for _ in range(num_signals):
+        stop_at = len(server.requests) + draw.randint(1, 40)
+        began = time.monotonic()
+        with pytest.raises(Terminated):
+            evaluate_and_kill()
+        assert time.monotonic() - began < FAR / 2
+        before, kept = kept, read_rows(tmp_path)
+        assert before.items() <= kept.items()
+    release.set()
+    assert all(row.is_answered for row in kept.values())
+    # Those in flight are lost at each signal, answers that were read are not.
+    assert len(server.requests) <= len(kept) + num_signals * limits.concurrency
+    with running() as another:
+        summary = evaluate(evaluation_set, [Endpoint(another.url, "m")], SAMPLING, tmp_path, limits=limits)
+        assert (summary.accuracy, len(another.requests)) == (1.0, len(evaluation_set.items) - len(kept))
+
+
+def metrics_lines(folder: Path) -> list[bytes]:
+    return [line for path in folder.glob("metrics.jsonl") for line in path.read_bytes().splitlines()]
+
+
+def records(site: Site) -> list[dict[str, Any]]:
+    found = [json.loads(path.read_text()) for path in site.store.glob("runs/*/run.json")]
+    return sorted(found, key=lambda record: record["started_at"])
+
+
+def test_a_training_that_ctrl_c_cancels_continues_from_its_last_step(tmp_path: Path) -> None:
+    site = Site(tmp_path, (*SMALL, *CHANGES))
+    for stage in ("prepare-data", "fetch-model"):
+        done = site.dapo_chain("stage", stage)
+        assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, "-m", "flows.cli", "stage", "train-policy", CONFIG]
+    command += [word for change in site.changes() for word in ("--set", change)]
+    log = tmp_path / "run.log"
+    with log.open("wb") as output:
+        run = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **site.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        site.wait_for(
+            "two steps",
+            lambda: (
+                run.poll() is not None
+                or any(len(metrics_lines(folder)) >= 2 for folder in site.store.glob(".work/train_policy-*"))
+            ),
+            START_SECONDS,
+        )
+        assert run.poll() is None, log.read_text()
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+        run.wait(GONE_SECONDS)
+        assert describe(site.processes()) == []
+    finally:
+        site.end_everything()
+        run.wait(GONE_SECONDS)
+    said = log.read_text()
+    assert run.returncode == 130, said
+    assert "Traceback" not in said
+    assert records(site)[-1]["state"] == "cancelled"
+    [folder] = site.store.glob(".work/train_policy-*")
+    before = metrics_lines(folder)
+    assert 2 <= len(before) < NUM_STEPS
+    assert (folder / "checkpoints/latest").read_text().strip() == f"step_{len(before):06d}"
+
+    again = site.dapo_chain("stage", "train-policy")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert describe(site.processes()) == []
+    [folder] = site.store.glob("train_policy/*")
+    lines = metrics_lines(folder)
+    assert lines[: len(before)] == before
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    assert records(site)[-1]["state"] == "completed"
