@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 from prefect import Flow, flow
+from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.runtime import flow_run
 from pydantic import Field
 
@@ -38,6 +40,19 @@ for package in ("flows", "tasks", "dapo_core", "eval"):
     logger.setLevel(logging.INFO)  # a worker's root logger passes warnings only
     for handler in logging.getLogger("prefect.extra").handlers:
         logger.addHandler(handler)  # as PREFECT_LOGGING_EXTRA_LOGGERS does, which not every worker has set
+
+
+def outlive_reader() -> None:
+    """Have lines dropped that nobody reads: rich ends a process at the first one after its worker was killed."""
+    for name in ("", *logging.root.manager.loggerDict):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, PrefectConsoleHandler):
+                handler.console.on_broken_pipe = functools.partial(  # type: ignore[method-assign]
+                    setattr, handler.console, "quiet", True
+                )
+
+
+outlive_reader()
 
 
 def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
