@@ -90,6 +90,9 @@ def main() -> None:
                 "all cached",
                 min((deployed.deploy() for _ in range(num_cached)), key=total),
             )
+            show(
+                "dapo run, services up", "all cached", min((deployed.run() for _ in range(num_cached)), key=total)
+            )
 
 
 class Measured:

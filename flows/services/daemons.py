@@ -182,6 +182,7 @@ class Services:
                     env=dict(env),
                     pass_fds=[lock.fileno()],  # its own children do not inherit it
                     start_new_session=True,
+                    preexec_fn=_listen_to_signals,
                 )
         start = start_of(popen.pid)
         # Not ours to wait for: without this, Popen warns that it is left running.
@@ -220,6 +221,12 @@ def tail_of(path: Path, num_lines: int) -> str:
         log.seek(max(0, log.seek(0, os.SEEK_END) - MAX_TAIL_BYTES))
         lines = log.read().decode("utf-8", errors="replace").splitlines()
     return "\n".join(f"  | {line}" for line in lines[-num_lines:] if line.strip()) or "  | (it wrote nothing)"
+
+
+def _listen_to_signals() -> None:
+    """Undo what a shell that started us in the background ignores: a worker could not be stopped otherwise."""
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _has_ended(handle: int, patience_seconds: float) -> bool:
