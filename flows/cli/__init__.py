@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from flows.cli import chain, evaluation, history, operating, stages
 
+ORDER = (
+    *("run", "stage", "plan", "runs", "compare", "export", "gc", "config", "up", "down", "doctor"),
+    *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "grade", "report"),
+)
+
+
+class Commands(TyperGroup):
+    """The chain and its runs first, then the services, then the stages on plain paths."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(self.commands, key=ORDER.index)
+
+
 app = typer.Typer(
     name="dapo",
+    cls=Commands,
     help="Train a language model with DAPO and know whether it got better.",
     epilog="Example: dapo run configs/arith_cpu.yaml --set run.seed=2",
     no_args_is_help=True,

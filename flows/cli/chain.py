@@ -39,7 +39,10 @@ config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True, r
 app.add_typer(config_app, name="config")
 
 
-@app.command(epilog="Example: dapo run configs/arith_cpu.yaml --set run.seed=2")
+@app.command(
+    epilog="Example: dapo run configs/arith_cpu.yaml --set run.seed=2",
+    short_help="Run the whole chain and print the report.",
+)
 def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     """Run the whole chain as the Prefect flow dapo-full and print the report."""
     wait_for_api = start_prefect(config, overrides)
@@ -52,7 +55,10 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     print_report(Path(result["run"]) / "report")
 
 
-@app.command(epilog="Example: dapo stage evaluate-model configs/arith_cpu.yaml --side before --force")
+@app.command(
+    epilog="Example: dapo stage evaluate-model configs/arith_cpu.yaml --side before --force",
+    short_help="Run one stage with its inputs from the store.",
+)
 def stage(
     name: Annotated[StageName, typer.Argument(metavar="NAME", help=f"One of: {', '.join(StageName)}.")],
     config: ConfigArgument,
@@ -131,7 +137,10 @@ def print_report(folder: Path) -> None:
     typer.secho(f"\n{verdict}\nReport with plots: {folder / 'report.html'}", bold=True)
 
 
-@app.command(epilog="Example: dapo plan configs/arith_cpu.yaml --set algorithm.clip_ratio_high=0.3")
+@app.command(
+    epilog="Example: dapo plan configs/arith_cpu.yaml --set algorithm.clip_ratio_high=0.3",
+    short_help="Show what a run would do, and why; run nothing.",
+)
 def plan(
     config: ConfigArgument,
     overrides: SetOption = None,

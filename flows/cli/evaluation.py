@@ -26,6 +26,7 @@ DATASETS = ("math500", "aime24", "aime25", "amc23", "gsm8k", "olympiadbench", "m
     "--data d/eval.parquet --output before --set evaluate.num_samples=4 --set evaluate.temperature=0.6. "
     "As AISBench's guide: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before "
     "--set evaluate.api=completions",
+    short_help="Ask a served model every held-out item.",
 )
 def evaluate(
     base_url: Annotated[
@@ -74,7 +75,9 @@ def evaluate(
     )
 
 
-@app.command(epilog="Example: dapo grade before/results.jsonl")
+@app.command(
+    epilog="Example: dapo grade before/results.jsonl", short_help="Grade the responses of an evaluation again."
+)
 def grade(
     results: Annotated[Path, typer.Argument(help="Results folder of dapo eval, or its results.jsonl.")],
 ) -> None:
@@ -84,7 +87,10 @@ def grade(
     typer.echo(describe(regrade(results)))
 
 
-@app.command(epilog="Example: dapo report --before before --after after --metrics t/metrics.jsonl --output report")
+@app.command(
+    epilog="Example: dapo report --before before --after after --metrics t/metrics.jsonl --output report",
+    short_help="Compare two evaluations and write the report.",
+)
 def report(
     before: Annotated[Path, typer.Option(help="Results folder of dapo eval.")],
     after: Annotated[Path, typer.Option(help="Results folder of dapo eval.")],
@@ -101,7 +107,10 @@ def report(
     typer.secho(f"\nReport with plots: {output / REPORT_PAGE}\n{content['verdict']}", bold=True)
 
 
-@app.command(epilog="Example: dapo compare before after; dapo compare latest~1 latest; dapo compare --history")
+@app.command(
+    epilog="Example: dapo compare before after; dapo compare latest~1 latest; dapo compare --history",
+    short_help="Compare evaluations or runs of the same items.",
+)
 def compare(
     sides: Annotated[
         list[str] | None,

@@ -12,7 +12,7 @@ from flows.cli.options import DEFAULT_STORE, JsonOption, StoreOption
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 NUM_LISTED = 20
 runs_app = typer.Typer(rich_markup_mode=None)
-app.add_typer(runs_app, name="runs")
+app.add_typer(runs_app, name="runs", short_help="List the runs of a store and what they showed.")
 
 RunArgument = Annotated[
     str,
@@ -72,7 +72,9 @@ def show(run: RunArgument, store: StoreOption = DEFAULT_STORE, is_json: JsonOpti
     print_run(found, before, changes, report)
 
 
-@app.command(epilog="Example: dapo gc --keep-runs 10 --dry-run")
+@app.command(
+    epilog="Example: dapo gc --keep-runs 10 --dry-run", short_help="Remove artifacts that no kept run uses."
+)
 def gc(
     keep_runs: Annotated[int, typer.Option(min=1, help="How many of the newest runs with a report stay whole.")],
     store: StoreOption = DEFAULT_STORE,
@@ -99,7 +101,10 @@ def gc(
     print_garbage(found, is_dry_run, short_ids(store))
 
 
-@app.command(epilog="Example: dapo export latest trained-model")
+@app.command(
+    epilog="Example: dapo export latest trained-model",
+    short_help="Copy a run's model, report and manifests, with a model card.",
+)
 def export(
     run: RunArgument,
     destination: Annotated[Path, typer.Argument(metavar="DEST", help="New folder.")],

@@ -20,7 +20,10 @@ STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 StoreOption = Annotated[Path, typer.Option(help="Artifact store whose services are meant.")]
 
 
-@app.command(epilog="Example: dapo up --database postgresql+asyncpg://dapo@/dapo?host=/var/run/postgresql")
+@app.command(
+    epilog="Example: dapo up --database postgresql+asyncpg://dapo@/dapo?host=/var/run/postgresql",
+    short_help="Start a Prefect server and worker in the background.",
+)
 def up(
     database: Annotated[
         str | None,
@@ -59,7 +62,7 @@ def up(
     )
 
 
-@app.command(epilog="Example: dapo down --cancel")
+@app.command(epilog="Example: dapo down --cancel", short_help="End what `dapo up` started, and nothing else.")
 def down(
     cancel: Annotated[
         bool, typer.Option("--cancel", help="Cancel flow runs that are active instead of refusing.")
@@ -76,7 +79,7 @@ def down(
         typer.echo(f"no service of {store} is running")
 
 
-@app.command(epilog="Example: dapo doctor --store .dapo")
+@app.command(epilog="Example: dapo doctor --store .dapo", short_help="Check packages, store, devices and Prefect.")
 def doctor(
     store: StoreOption = DEFAULT_STORE,
     wait_seconds: Annotated[

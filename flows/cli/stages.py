@@ -16,7 +16,11 @@ CheckpointChoice = Literal["latest", "best"]
 MergeDtype = Literal["keep", "float32", "bfloat16", "float16"]
 
 
-@app.command("prepare-data", epilog="Example: dapo prepare-data configs/arith_cpu.yaml --output data")
+@app.command(
+    "prepare-data",
+    epilog="Example: dapo prepare-data configs/arith_cpu.yaml --output data",
+    short_help="Write the training and the held-out set of a recipe.",
+)
 def prepare_data(
     config: ConfigArgument,
     output: Annotated[Path, typer.Option(help="Folder to write to; must not hold files.")],
@@ -80,7 +84,10 @@ def train(
     typer.echo(f"{result.checkpoint}: {result.steps} training steps, {result.policy_version} optimizer steps")
 
 
-@app.command(epilog="Example: dapo merge t/checkpoints/step_000040 merged --dtype bfloat16")
+@app.command(
+    epilog="Example: dapo merge t/checkpoints/step_000040 merged --dtype bfloat16",
+    short_help="Merge FSDP shards, ours or verl's, into a model folder.",
+)
 def merge(
     sources: Annotated[
         list[Path],
@@ -117,7 +124,8 @@ def merge(
 
 
 @app.command(
-    epilog="Example: VLLM_API_KEY=secret dapo serve merged --config configs/arith_cpu.yaml --set serve.port=8000"
+    epilog="Example: VLLM_API_KEY=secret dapo serve merged --config configs/arith_cpu.yaml --set serve.port=8000",
+    short_help="Serve a model with vLLM as the evaluation does.",
 )
 def serve(
     model: Annotated[Path, typer.Argument(help="Hugging Face model folder.")],
