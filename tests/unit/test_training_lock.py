@@ -118,7 +118,7 @@ def test_one_waits_and_is_told_for_whom(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "training.lock"
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="tasks.training_lock")
     monkeypatch.setattr(training_lock, "POLL_SECONDS", 0.05)
     with process(path, HOLD, "1.5") as other, hold(path, "run-8"):
         assert other.wait(DEADLINE_SECONDS) == 0
