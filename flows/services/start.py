@@ -214,8 +214,9 @@ def _wait_until_listening(services: Services, state: State, wishes: Wishes, serv
     """
     try:
         _wait_for(lambda: _is_listening(server, state.port), server, "the server does not listen")
-    except ServeError as error:
-        if wishes.port or PORT_IS_TAKEN not in str(error):
+    except ServeError:
+        said = Path(server.log).read_text(encoding="utf-8", errors="replace")  # a traceback follows what matters
+        if wishes.port or PORT_IS_TAKEN not in said:
             raise
         state.port = free_ports(state.host)[0]
         server = _start_server(services, state, wishes)

@@ -23,6 +23,7 @@ from tasks.stage_task import RETRIED, stage_task
 from tasks.stages import TRAIN_POLICY, train_policy_inputs
 from tasks.write_report import write_report
 from tests.evaluations import write_results
+from tests.tiny_models import build_tiny_qwen3
 
 RETRIED["retry_delay_seconds"][:] = [0.2, 0.3, 0.4]
 DIES_ONCE = """
@@ -70,16 +71,9 @@ def seen(config: str, overrides: tuple[str, ...], code: str) -> None:
     tell_report(run, report)
 
 
-def make_model_folder(folder: Path) -> None:
-    """What fetch_model takes for a model."""
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (folder / name).write_text("{}")
-
-
 if __name__ == "__main__":
     recipe, folder, webhook = "configs/arith_cpu.yaml", Path(sys.argv[1]), sys.argv[2]
-    make_model_folder(folder / "model")
+    build_tiny_qwen3(folder / "model")
     changes: tuple[str, ...] = (f"store.path={folder / 'store'}", f"flow.webhook.url={webhook}")
     changes += ("model.source=path", f"model.path={folder / 'model'}")
     changes += ("data.arithmetic.num_train=128", "data.arithmetic.num_eval=24")

@@ -86,7 +86,8 @@ def test_a_signal_ends_an_evaluation_whenever_it_comes(
     assert len(server.requests) <= len(kept) + num_signals * limits.concurrency
     with running() as another:
         summary = evaluate(evaluation_set, [Endpoint(another.url, "m")], SAMPLING, tmp_path, limits=limits)
-        assert (summary.accuracy, len(another.requests)) == (1.0, len(evaluation_set.items) - len(kept))
+        assert summary.accuracy == 1.0
+        assert len(another.requests) <= len(evaluation_set.items) - len(kept)
 
 
 def metrics_lines(folder: Path) -> list[bytes]:
