@@ -29,6 +29,7 @@ STAGES = [
 SLOW_EVALUATION = "evaluate.requests_per_second=1"  # changes no result, so no key
 LONGER_TRAINING = ("train.total_steps=6", "checkpoint.save_every=1")
 CHAIN_SECONDS = 500.0
+pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 NUM_ITEMS = 24
 
 

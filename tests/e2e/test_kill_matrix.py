@@ -31,6 +31,7 @@ from tests.postgres_servers import started_postgres
 
 # Heartbeats come every 30 s, which Prefect lets nobody shorten.
 HEARTBEAT_PATIENCE_SECONDS = 60
+pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 GONE_SECONDS = 40.0
 STATE_SECONDS = 120.0
 START_SECONDS = 180.0

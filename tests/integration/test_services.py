@@ -29,6 +29,7 @@ from tests.prefect_servers import free_port
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT_FILES = ("pyproject.toml", "prefect.yaml", "flows", "tasks", "dapo_core", "eval", "configs")
 COMMAND_SECONDS = 240.0
+pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 LONG_STAGE = ["data.arithmetic.num_train=128", "data.arithmetic.num_eval=24", "model.recipe.num_steps=100000"]
 # As `dapo run` finds a server for the configuration's store.
 PROVIDE_API = """
