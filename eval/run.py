@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import json
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -139,22 +138,18 @@ def _run_in_thread(work: Coroutine[Any, Any, None], stop: Callable[[], None]) ->
     asyncio forgets what a signal handler raises in one of its callbacks, Prefect's TerminationSignal for one. In
     the main thread, where handlers run, there are none.
     """
-    begun: Future[asyncio.AbstractEventLoop] = Future()
-
-    async def begin() -> None:
-        begun.set_result(asyncio.get_running_loop())
-        await work
-
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    loop = runner.get_loop()
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(contextvars.copy_context().run, asyncio.run, begin())
         try:
+            running = thread.submit(runner.run, work, context=contextvars.copy_context())
             # A handler runs once this thread does: the system may have given the signal to another one.
             while not running.done():
                 wait([running], _NOTICE_SECONDS)
             running.result()
         finally:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the work is over
-                begun.result().call_soon_threadsafe(stop)
+            loop.call_soon_threadsafe(stop)
+            thread.submit(runner.close)
 
 
 def _move_aside(output_dir: Path, reasons: Sequence[str]) -> None:

@@ -83,8 +83,6 @@ def test_a_signal_ends_an_evaluation_whenever_it_comes(
         assert before.items() <= kept.items()
     release.set()
     assert all(row.is_answered for row in kept.values())
-    # Those in flight are lost at each signal, answers that were read are not.
-    assert len(server.requests) <= len(kept) + num_signals * limits.concurrency
     with running() as another:
         summary = evaluate(evaluation_set, [Endpoint(another.url, "m")], SAMPLING, tmp_path, limits=limits)
         assert summary.accuracy == 1.0
