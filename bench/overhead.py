@@ -47,8 +47,8 @@ SMALL = (
 )
 # What `dapo run` does until a line of its output matches.
 PHASES = (
-    ("interpreter, configuration, checks", re.compile(r".* starting Prefect$")),
-    ("Prefect's server, imports", re.compile(r".* run \S+ of \S+ in ")),
+    ("interpreter, configuration, checks", re.compile(r".* (starting Prefect|every output is in the store: .*)$")),
+    ("Prefect, its server where there is none", re.compile(r".* run \S+ of \S+ in ")),
     ("stages, less their own work", re.compile(r".*evaluate_after +(cached, )?built in ")),
     ("report, end of the flow", re.compile(r"# ")),
 )

@@ -27,6 +27,15 @@ TAIL_LINES = 20
 SERVER_ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 
 
+def has_prefect_api(store: Path) -> bool:
+    """Whether a setting or the store's services name a server, so that none needs to be started."""
+    if os.environ.get("PREFECT_API_URL") or Services(store).read().running(SERVER):
+        return True
+    from prefect.settings import get_current_settings
+
+    return bool(get_current_settings().api.url)
+
+
 def provide_prefect_api(store: Path) -> Callable[[], None]:
     """Set PREFECT_API_URL where no setting names a server; returns what waits until that answers.
 

@@ -19,9 +19,9 @@ from tasks.artifacts import Artifact
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.dataset import build_dataset
 from tasks.runs.history import REPORT_FOLDER
+from tasks.runs.report import headline
 from tasks.runs.run import Run
 from tasks.stages import LINKS
-from tasks.write_report import headline
 from tests.evaluations import write_results
 from tests.tiny_models import build_tiny_qwen3
 
