@@ -55,12 +55,14 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     from tasks.runs.plan import is_built
 
     settings = begin(config, overrides)
-    if is_built(settings) and not has_prefect_api(Path(settings.store.path)):
+    has_all = is_built(settings)
+    if has_all and not has_prefect_api(Path(settings.store.path)):
         logger.info("every output is in the store: a report is all there is to do, which needs no Prefect server")
         print_report(report_again(settings))
         return
     wait_for_api = start_prefect(settings)
-    import matplotlib.backends.backend_agg  # noqa: F401 - for the report, while the server starts
+    if not has_all:
+        import matplotlib.backends.backend_agg  # noqa: F401 - for the report, while the server starts
 
     from flows.dapo_full import dapo_full
 
