@@ -37,7 +37,7 @@ def report_run(run: Run, before: Artifact, after: Artifact, training: Artifact) 
 
     def draw(comparison: Comparison, steps: Steps) -> Plots:
         plots = _find_plots(run, key) or draw_plots(comparison, steps)
-        write_atomically(run.folder / REPORT_FOLDER / PLOTS_FILE, json.dumps({"key": key, "plots": plots}))
+        write_atomically(run.folder / PLOTS_FILE, json.dumps({"key": key, "plots": plots}))
         return plots
 
     report = write_report(
@@ -75,7 +75,7 @@ def _find_plots(run: Run, key: str) -> Plots | None:
     """The plots of this key in the newest run with the same outputs that has them; None where none has."""
     digests = {label: stage.digest for label, stage in run.stages.items()}
     for other in read_runs(run.store.root):
-        path = other.folder / REPORT_FOLDER / PLOTS_FILE
+        path = other.folder / PLOTS_FILE
         used = {label: other.stages[label].digest for label in digests if label in other.stages}
         if used != digests:
             continue
