@@ -91,8 +91,8 @@ class SupervisedProcess:
     def stop(self) -> None:
         """Ends the command and everything below it: SIGTERM, `grace_seconds` to clean up, SIGKILL.
 
-        An interrupt meanwhile ends our patience; one that comes so soon that it may be the first once more does not,
-        and is raised in the end.
+        An interrupt meanwhile ends our patience; one that comes so soon that it may be the first once more does
+        not, and is raised in the end.
         """
         began, echo = time.monotonic(), None
         deadline = began + self.grace_seconds + STOP_MARGIN_SECONDS

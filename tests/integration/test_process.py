@@ -154,17 +154,14 @@ def test_an_interrupt_early_in_the_end_does_not_hurry_it_and_is_not_lost(
     """It may be the first once more; or, in a block that ends anyway, the first."""
     log = tmp_path / "log"
     words = [str(log), json.dumps(python(TIDY)), *(["block"] if ends_anyway else [])]
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(INTERRUPTED), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(INTERRUPTED), *words]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     wait_until(lambda: log.exists() and "up" in log.read_text(), "the command to be up")
     if not ends_anyway:
         parent.send_signal(signal.SIGINT)
     wait_until(lambda: "told to end" in log.read_text(), "the command to be told")
     parent.send_signal(signal.SIGINT)
-    said, _ = parent.communicate(timeout=DEADLINE_SECONDS)
+    said = parent.communicate(timeout=DEADLINE_SECONDS)[0]
     assert said.decode().split() == ["interrupted"]
     assert "in order" in log.read_text()
 
