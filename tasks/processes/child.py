@@ -240,6 +240,10 @@ def describe_failure(label: str, exit_code: int, log_path: Path, log_offset: int
 
 def describe_exit(exit_code: int) -> str:
     """Returns "ended with exit code 3" or "was killed by SIGKILL ...", from a Popen return code."""
+    if exit_code - 128 in (signal.SIGINT, signal.SIGTERM):
+        return (
+            f"ended with exit code {exit_code}: told to stop by {signal.Signals(exit_code - 128).name}, not by us"
+        )
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:
