@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dapo_core.errors import ChildProcessFailed
+from dapo_core.stopping import ECHO_SECONDS
 from tasks.processes import supervisor
 
 logger = logging.getLogger(__name__)
@@ -88,17 +89,30 @@ class SupervisedProcess:
         return describe_failure(self.label, self._popen.wait(), self.log_path, self.log_offset)
 
     def stop(self) -> None:
-        """Ends the command and everything below it: SIGTERM, `grace_seconds` to clean up, SIGKILL."""
-        if self._popen.poll() is not None:
-            return
+        """Ends the command and everything below it: SIGTERM, `grace_seconds` to clean up, SIGKILL.
+
+        An interrupt meanwhile ends our patience; one that comes so soon that it may be the first once more does
+        not, and is raised in the end.
+        """
+        began, echo = time.monotonic(), None
+        deadline = began + self.grace_seconds + STOP_MARGIN_SECONDS
         try:
-            self._popen.send_signal(signal.SIGTERM)
-            self._popen.wait(self.grace_seconds + STOP_MARGIN_SECONDS)
-        except subprocess.TimeoutExpired:
-            logger.warning("%s: its supervisor %d did not end, killing the tree", self.label, self.pid)
+            while self._popen.poll() is None:
+                try:
+                    self._popen.send_signal(signal.SIGTERM)  # a second one is the first to a supervisor
+                    self._popen.wait(deadline - time.monotonic())
+                except subprocess.TimeoutExpired:
+                    logger.warning("%s: its supervisor %d did not end, killing the tree", self.label, self.pid)
+                    break
+                except BaseException as error:
+                    if isinstance(error, Exception) or time.monotonic() >= began + ECHO_SECONDS:
+                        raise
+                    echo = error
         finally:
             # Reached alive only when stuck, or when a second interrupt asks for no more patience.
             self._kill()
+        if echo is not None:
+            raise echo
 
     def _kill(self) -> None:
         deadline = time.monotonic() + supervisor.KILL_SECONDS
@@ -226,6 +240,10 @@ def describe_failure(label: str, exit_code: int, log_path: Path, log_offset: int
 
 def describe_exit(exit_code: int) -> str:
     """Returns "ended with exit code 3" or "was killed by SIGKILL ...", from a Popen return code."""
+    if exit_code - 128 in (signal.SIGINT, signal.SIGTERM):
+        return (
+            f"ended with exit code {exit_code}: told to stop by {signal.Signals(exit_code - 128).name}, not by us"
+        )
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:

@@ -218,15 +218,21 @@ class Supervisor:
         """Sleeps until a watched signal comes or `seconds` are over; notes requests, reaps dead children."""
         received = signal.sigtimedwait(WATCHED_SIGNALS, seconds)
         if received is not None and received.si_signo in STOP_SIGNALS:
-            self.stop_reason = self.stop_reason or ASKED
+            self._note_request(f"{signal.Signals(received.si_signo).name} of process {received.si_pid}")
             self.is_hurried |= received.si_signo == REQUEST_SIGNALS[KILL]
         if self.watch is not None and (request := self.watch.look()):
-            self.stop_reason = self.stop_reason or ASKED
+            self._note_request(f"a run that watched it and was stopped itself, in {self.watch.path}")
             self.is_hurried |= request == KILL
         with contextlib.suppress(ChildProcessError):
             while (reaped := os.waitpid(-1, os.WNOHANG))[0] != 0:
                 if reaped[0] == self.command_pid:
                     self.wait_status = reaped[1]
+
+    def _note_request(self, by: str) -> None:
+        if not self.stop_reason:
+            self.stop_reason = ASKED
+            if self.watch is not None:  # whose other watchers must learn why it ends
+                _say(f"asked to stop by {by}")
 
     def _end_everything(self) -> None:
         """Ends all descendants: SIGTERM, `grace_seconds` to clean up, SIGKILL."""

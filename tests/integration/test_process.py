@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from dapo_core.errors import ChildProcessFailed
+from dapo_core.stopping import ECHO_SECONDS
 from tasks.processes import supervisor
 from tasks.processes.child import background_command, run_command
 from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
@@ -109,10 +111,59 @@ def test_a_second_interrupt_does_not_wait_for_the_grace_period(tmp_path: Path) -
     begin = time.monotonic()
     parent.send_signal(signal.SIGINT)
     wait_until(lambda: living(read_roster(tmp_path / "roster")) == {"stubborn"}, "all but the stubborn to end")
+    wait_until(lambda: time.monotonic() > begin + ECHO_SECONDS + 0.2, "a second interrupt to be one")
     parent.send_signal(signal.SIGINT)
     parent.communicate(timeout=DEADLINE_SECONDS)
     wait_until(lambda: not any(start_time_of(pid) == start for pid, start in below.items()), "all to end")
     assert time.monotonic() - begin < DEADLINE_SECONDS
+
+
+# At SIGTERM, which it tells, takes a moment to end in order.
+TIDY = """
+    import os, signal, time
+    def tidy(*_):
+        print("told to end", flush=True)
+        time.sleep(0.5)
+        print("in order", flush=True)
+        os._exit(143)
+    signal.signal(signal.SIGTERM, tidy)
+    print("up", flush=True)
+    time.sleep(600)
+"""
+INTERRUPTED = """
+    import json, sys
+    from tasks.processes.child import background_command, run_command
+    log, command = sys.argv[1], json.loads(sys.argv[2])
+    try:
+        if len(sys.argv) > 3:
+            with background_command(command, log_path=log, label="tidy"):
+                while "up" not in open(log).read():
+                    pass
+        else:
+            run_command(command, log_path=log, label="tidy")
+        print("went on")
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("ends_anyway", [False, True])
+def test_an_interrupt_early_in_the_end_does_not_hurry_it_and_is_not_lost(
+    tmp_path: Path, ends_anyway: bool
+) -> None:
+    """It may be the first once more; or, in a block that ends anyway, the first."""
+    log = tmp_path / "log"
+    words = [str(log), json.dumps(python(TIDY)), *(["block"] if ends_anyway else [])]
+    command = [sys.executable, "-c", textwrap.dedent(INTERRUPTED), *words]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    wait_until(lambda: log.exists() and "up" in log.read_text(), "the command to be up")
+    if not ends_anyway:
+        parent.send_signal(signal.SIGINT)
+    wait_until(lambda: "told to end" in log.read_text(), "the command to be told")
+    parent.send_signal(signal.SIGINT)
+    said = parent.communicate(timeout=DEADLINE_SECONDS)[0]
+    assert said.decode().split() == ["interrupted"]
+    assert "in order" in log.read_text()
 
 
 def test_a_cancel_exception_ends_the_command_and_is_raised_again(tmp_path: Path) -> None:
