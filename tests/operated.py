@@ -18,25 +18,13 @@ import httpx
 import psutil
 import pytest
 
+from bench.small_chain import CONFIG, SMALL
 from flows.services.daemons import SERVER, WORKER, Services, State
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = "configs/arith_cpu.yaml"
 MARK = "DAPO_TEST_SITE"  # each child inherits it, daemons in sessions of their own too
 API_SECONDS = 120.0  # SQLite on a busy machine: a writer may wait for another for 60
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
-SMALL = (
-    "data.arithmetic.num_train=128",
-    "data.arithmetic.num_eval=24",
-    "model.recipe.num_steps=20",
-    "sampler.dynamic=false",
-    "sampler.gen_prompts=4",
-    "rollout.engine=hf",
-    "rollout.group_size=4",
-    "train.total_steps=2",
-    "train.train_prompts=4",
-    "train.mini_prompts=4",
-)
 
 
 @dataclass(frozen=True)
