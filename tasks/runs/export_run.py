@@ -209,6 +209,12 @@ def _published(destination: Path) -> Iterator[Path]:
         sync_tree(partial)
         partial.rename(destination)
         sync(destination.parent)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            f"the export to {destination} failed: {error}; make room there, or name another folder"
+        ) from None
     finally:
         if partial.exists():
             shutil.rmtree(partial)

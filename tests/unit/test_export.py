@@ -196,6 +196,17 @@ def test_what_is_there_already_is_refused_and_stays(run: RecordedRun, tmp_path: 
     assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
 
 
+def test_what_appears_under_its_name_meanwhile_stays(run: RecordedRun, tmp_path: Path) -> None:
+    def take_the_name(done: int, total: int) -> None:
+        (tmp_path / "model" / "mine").mkdir(parents=True, exist_ok=True)
+
+    with pytest.raises(
+        StoreError, match=r"the export to .*model failed: .*not empty.*; make room there, or name an"
+    ):
+        export_run(run, tmp_path / "model", take_the_name)
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine"]
+
+
 def test_an_export_that_fails_leaves_nothing(run: RecordedRun, tmp_path: Path) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
