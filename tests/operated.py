@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 
 from bench.small_chain import CONFIG, SMALL
 from flows.services.daemons import SERVER, WORKER, Services, State
+from tasks.serve_model.command import SOCKETS_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "DAPO_TEST_SITE"  # each child inherits it, daemons in sessions of their own too
@@ -159,15 +161,18 @@ class Site:
 
     def end_everything(self) -> list[str]:
         """SIGKILL every process at once, as a power cut would; returns the commands that ran."""
-        ended = []
+        ended, sockets = [], set()
         while processes := self.processes():
             ended += describe(processes)
             for process in processes:
                 try:
+                    sockets.add(process.environ().get(SOCKETS_VARIABLE))
                     process.send_signal(signal.SIGKILL)
                 except psutil.NoSuchProcess:
                     continue
             psutil.wait_procs(processes, timeout=5)
+        for folder in filter(None, sockets):  # who would remove it was killed too
+            shutil.rmtree(folder, ignore_errors=True)
         return ended
 
     def _run(self, command: list[str], seconds: float, **env: str) -> subprocess.CompletedProcess[str]:
