@@ -20,6 +20,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ GRACE_SECONDS = 10.0
 POLL_SECONDS = 0.1
 NUM_ERROR_LINES = 20
 MAX_LINE_BYTES = 64 * 1024
+MAX_SOCKET_PLACE = 50  # characters; the path of a socket in a folder below has less than 108
 STOP_MARGIN_SECONDS = supervisor.KILL_SECONDS + 5.0
 
 
@@ -164,24 +166,34 @@ def background_command(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    folder_variable: str | None = None,
 ) -> Iterator[SupervisedProcess]:
     """Yields a running command that is ended, with everything below it, when the block is left in any way.
 
     Our own death, SIGKILL included, ends it as well. `env` is added to our own environment; output is
-    appended to `log_path`, without a pipe. Raises ChildProcessFailed when a command of an earlier attempt
-    still writes to the same log.
+    appended to `log_path`, without a pipe. The variable of its environment that `folder_variable` names says a
+    folder for its sockets, which is removed after it. Raises ChildProcessFailed when a command of an earlier
+    attempt still writes to the same log.
     """
     path = open_place(log_path, label)
-    with open(path, "ab") as log:
-        lock_log(log, label, grace_seconds + STOP_MARGIN_SECONDS)
-        log_offset = log.seek(0, os.SEEK_END)
-        popen = start_supervisor(command, log, grace_seconds, env=env, cwd=cwd)
-        process = SupervisedProcess(label, popen, path, log_offset, grace_seconds)
-    try:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_socket_folder()) if folder_variable else None
+        with open(path, "ab") as log:
+            lock_log(log, label, grace_seconds + STOP_MARGIN_SECONDS)
+            log_offset = log.seek(0, os.SEEK_END)
+            own = {**(env or {}), **({folder_variable: folder} if folder_variable and folder else {})}
+            popen = start_supervisor(command, log, grace_seconds, env=own, cwd=cwd, folder=folder)
+            process = SupervisedProcess(label, popen, path, log_offset, grace_seconds)
+        stack.callback(process.stop)
         logger.info("%s runs under pid %d, its output is in %s", label, process.pid, path)
         yield process
-    finally:
-        process.stop()
+
+
+def _socket_folder() -> tempfile.TemporaryDirectory[str]:
+    place = tempfile.gettempdir()
+    return tempfile.TemporaryDirectory(
+        prefix="dapo-", dir=place if len(place) <= MAX_SOCKET_PLACE else "/tmp", ignore_cleanup_errors=True
+    )
 
 
 def open_place(log_path: str | os.PathLike[str], label: str) -> Path:
@@ -202,9 +214,13 @@ def start_supervisor(
     cwd: str | os.PathLike[str] | None = None,
     held: Sequence[int] = (),
     watch: Mapping[str, Any] | None = None,
+    folder: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts the command under its supervisor, which inherits the locked log and the descriptors `held`."""
-    settings = {"parent_pid": os.getpid(), "grace_seconds": grace_seconds, "watch": watch}
+    """Starts the command under its supervisor, which inherits the locked log and the descriptors `held`.
+
+    After the command it removes `folder`, also when we are dead.
+    """
+    settings = {"parent_pid": os.getpid(), "grace_seconds": grace_seconds, "watch": watch, "folder": folder}
     supervise = [sys.executable, "-I", "-S", supervisor.__file__, json.dumps(settings)]
     return subprocess.Popen(
         [*supervise, *map(os.fspath, command)],

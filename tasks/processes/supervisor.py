@@ -1,7 +1,8 @@
 """A small process between ours and a command, so that nothing the command started outlives us. Linux only.
 
 Run by path, never imported by the command's side:  python -I -S supervisor.py SETTINGS COMMAND...
-where SETTINGS is JSON: parent_pid, grace_seconds, and `watch`, null or the arguments of `Watch`.
+where SETTINGS is JSON: parent_pid, grace_seconds, `watch`, null or the arguments of `Watch`, and `folder`, null or
+what is removed when the command and all below it are gone.
 
 As child subreaper it stays the ancestor of everything below the command, daemons in other sessions included.
 It ends all of that when its parent dies (parent-death signal), when it gets SIGTERM, and when the command ends;
@@ -142,10 +143,13 @@ class Watch:
 class Supervisor:
     """Runs one command and ends with it; `run` does not return."""
 
-    def __init__(self, parent_pid: int, grace_seconds: float, watch: Watch | None, command: list[str]) -> None:
+    def __init__(
+        self, parent_pid: int, grace_seconds: float, watch: Watch | None, folder: str | None, command: list[str]
+    ) -> None:
         self.parent_pid = parent_pid
         self.grace_seconds = grace_seconds
         self.watch = watch
+        self.folder = folder
         self.command = command
         self.command_pid = 0
         self.wait_status: int | None = None
@@ -166,6 +170,10 @@ class Supervisor:
                 self._exec_command()
             self._watch()
         self._end_everything()
+        if self.folder is not None:
+            import shutil  # as long to import as all else here
+
+            shutil.rmtree(self.folder, ignore_errors=True)
         self._exit_as_command()
 
     def _introduce(self) -> None:
@@ -304,7 +312,7 @@ def main(settings: str, command: list[str]) -> NoReturn:
     """Supervises the command as SETTINGS say."""
     chosen = json.loads(settings)
     watch = Watch(**chosen["watch"]) if chosen["watch"] else None
-    Supervisor(chosen["parent_pid"], chosen["grace_seconds"], watch, command).run()
+    Supervisor(chosen["parent_pid"], chosen["grace_seconds"], watch, chosen["folder"], command).run()
 
 
 if __name__ == "__main__":

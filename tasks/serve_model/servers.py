@@ -24,6 +24,7 @@ from tasks.serve_model.checks import require_servable
 from tasks.serve_model.command import (
     API_KEY_VARIABLE,
     SERVED_NAME,
+    SOCKETS_VARIABLE,
     base_url,
     choose_ports,
     free_ports,
@@ -49,7 +50,7 @@ class Server:
     base_url: str
     model: str  # the served name
     api_key: str
-    command: str = ""  # as one would type it; "" for a server that others started
+    command: str = ""  # as one would type it, MODEL being the folder; "" for a server that others started
 
 
 @contextlib.contextmanager
@@ -126,13 +127,20 @@ class _Launch:
         """Start it; the stack ends it."""
         self._port = port
         command = serve_command(self._model_path, self._settings, port)
-        line = shell_line(command, self._environment)
-        logger.info("%s: %s", self._label, line)
+        logger.info("%s: %s", self._label, shell_line(command, self._environment))
         process = self._stack.enter_context(
-            background_command(command, log_path=self._log_path, label=self._label, env=self._environment)
+            background_command(
+                command,
+                log_path=self._log_path,
+                label=self._label,
+                env=self._environment,
+                folder_variable=SOCKETS_VARIABLE,
+            )
         )
         self._processes.append(process)
         url = base_url(self._settings.host, port)
+        portable = ["python", *("MODEL" if word == str(self._model_path) else word for word in command[1:])]
+        line = shell_line(portable, self._environment)
         self.server = Server(url, SERVED_NAME, self._environment[API_KEY_VARIABLE], line)
 
     @property

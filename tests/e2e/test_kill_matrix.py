@@ -26,8 +26,9 @@ from typing import Any
 import psutil
 import pytest
 
+from bench.small_chain import CONFIG, SMALL
 from flows.services.daemons import SERVER, WORKER
-from tests.operated import CONFIG, ROOT, SMALL, Site, describe
+from tests.operated import ROOT, Site, describe
 from tests.postgres_servers import started_postgres
 from tests.webhooks import started_receiver
 
@@ -248,6 +249,7 @@ def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path, stop_signal: signal.
             START_SECONDS,
         )
         assert run.poll() is None, log.read_text()
+        assert "Traceback" not in (site.folder / "prefect" / "servers" / f"{run.pid}.log").read_text()
         processes = site.processes()
         run.send_signal(stop_signal)
         run.wait(GONE_SECONDS)

@@ -7,11 +7,14 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -71,12 +74,14 @@ def living(roster: dict[str, tuple[int, str]]) -> set[str]:
 
 
 def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes]:
-    """Starts a process that runs TREE through run_command, and waits until the whole tree stands."""
+    """Starts a process that runs TREE with a folder of its own, and waits until the whole tree stands."""
     code = f"""
-        import sys
-        from tasks.processes.child import run_command
-        run_command([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], log_path=sys.argv[3],
-                    label="tree", grace_seconds={grace_seconds})
+        import sys, time
+        from tasks.processes.child import background_command
+        with background_command([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], log_path=sys.argv[3],
+                                label="tree", grace_seconds={grace_seconds}, folder_variable="PLACE") as tree:
+            while tree.poll() is None:
+                time.sleep(0.1)
     """
     roster = tmp_path / "roster"
     parent = subprocess.Popen(
@@ -87,6 +92,13 @@ def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes
     return parent
 
 
+def folder_of(pid: int, variable: str = "PLACE") -> Path:
+    """What the variable says in the environment of a process."""
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    [value] = [entry.partition("=")[2] for entry in entries if entry.startswith(f"{variable}=")]
+    return Path(value)
+
+
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_a_dead_parent_leaves_no_orphan(tmp_path: Path, ending: signal.Signals) -> None:
     parent = start_parent(tmp_path, grace_seconds=1.0)
@@ -95,9 +107,13 @@ def test_a_dead_parent_leaves_no_orphan(tmp_path: Path, ending: signal.Signals) 
     # supervisor, command, child, stubborn, daemon, and the sleeper in a session of its own
     assert len(below) == 6
     assert living(roster) == TREE_NAMES
+    place = folder_of(roster["command"][0])
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place / str(uuid.uuid4())))  # as vLLM names them
     parent.send_signal(ending)
     _, stderr = parent.communicate(timeout=DEADLINE_SECONDS)
     wait_until(lambda: not any(start_time_of(pid) == start for pid, start in below.items()), "all to end")
+    assert not place.exists()
     if ending == signal.SIGKILL:
         assert parent.returncode == -signal.SIGKILL
         assert f"parent process {parent.pid} is gone" in (tmp_path / "log").read_text()
@@ -364,9 +380,32 @@ def test_a_new_attempt_waits_for_the_processes_of_a_killed_one(tmp_path: Path) -
 
 def test_a_supervisor_that_is_killed_takes_the_command_with_it(tmp_path: Path) -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    with background_command(python(code), log_path=tmp_path / "log", label="server") as server:
+    with background_command(
+        python(code), log_path=tmp_path / "log", label="server", folder_variable="PLACE"
+    ) as server:
         wait_until(lambda: len(server.tail(1)) == 1, "the command to start")
         command_pid = int(server.tail(1)[0])
+        place = folder_of(command_pid)
+        assert place.is_dir()
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: start_time_of(command_pid) is None, "the command to end")
         assert server.poll() == -signal.SIGKILL
+    assert not place.exists()
+
+
+def test_the_path_of_a_socket_fits_however_long_that_of_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    log_path = tmp_path / "log"
+    run = background_command(
+        python("import os, time; print(os.environ['PLACE'], flush=True); time.sleep(600)"),
+        log_path=log_path,
+        label="server",
+        folder_variable="PLACE",
+    )
+    with run as server, socket.socket(socket.AF_UNIX) as listener:
+        wait_until(lambda: len(server.tail(1)) == 1, "the command to start")
+        listener.bind(f"{server.tail(1)[0]}/{uuid.uuid4()}")

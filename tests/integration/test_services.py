@@ -183,6 +183,8 @@ def test_services_on_sqlite(project: Project) -> None:
     run_later = ("prefect", "deployment", "run", "dapo-full", "--start-in", "2 hours")
     assert "Created flow run" in project.python("-m", *run_later)
     assert project.python("-c", PROVIDE_API, str(project.folder / ".dapo")).split()[-1] == api
+    for name in (SERVER, WORKER):
+        assert "plugin" not in (project.services / f"{name}.log").read_text()
     check_doctor(project)
 
     # The next server gets another port, and the worker that is left must not go on asking at the old one.
