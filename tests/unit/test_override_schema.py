@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 from pydantic.fields import FieldInfo
@@ -19,8 +18,26 @@ from flows.dapo_full import dapo_full
 from flows.override_schema import override_schema
 
 FIELDS = dict(known_fields())
-SERVER = Draft202012Validator(override_schema())
-WORDS = ["abc", "off", "on", "no", "yes", "t", "null", "none", "inf", "nan", "auto", "cpu", "kl+", "group-mean"]
+WRONG = [re.compile(rule["if"]["pattern"]) for rule in override_schema()["allOf"]]
+WORDS = [
+    "abc",
+    "off",
+    "on",
+    "no",
+    "yes",
+    "t",
+    "f",
+    "y",
+    "n",
+    "null",
+    "none",
+    "inf",
+    "nan",
+    "auto",
+    "cpu",
+    "kl+",
+    "group-mean",
+]
 ODD_TEXTS = [
     *(
         "",
@@ -98,6 +115,11 @@ REFUSED = [
 ]
 
 
+def is_refused_by_server(override: str) -> bool:
+    """Whether a rule finds something wrong; jsonschema itself takes seconds for them all."""
+    return any(pattern.search(override) for pattern in WRONG)
+
+
 def texts_for(field: FieldInfo) -> Iterator[str]:
     """Values to try: words, what YAML makes of odd texts, and numbers around each bound."""
     yield from (*WORDS, *ODD_TEXTS)
@@ -127,7 +149,7 @@ def test_it_agrees_with_the_configuration(section: str) -> None:
     disagreements = []
     for key, field in FIELDS.items():
         for text in texts_for(field) if key.startswith(f"{section}.") else ():
-            is_refused = not SERVER.is_valid(f"{key}={text}")
+            is_refused = is_refused_by_server(f"{key}={text}")
             is_compared = is_refused or is_checked_fully(field, text)
             if is_compared and is_refused != is_refused_by_its_field(key, text):
                 disagreements.append((key, text, is_refused))
@@ -148,4 +170,4 @@ def test_every_key_and_every_section_within_a_section_can_be_set() -> None:
     sections = {key.rpartition(".")[0] for key in FIELDS if key.count(".") > 1}
     assert {"reward.overlong", "flow.webhook"} <= sections
     overrides = [f"{space}{name}{space}={{}}" for name in (*FIELDS, *sections) for space in ("", " ")]
-    assert [override for override in overrides if not SERVER.is_valid(override)] == []
+    assert [override for override in overrides if is_refused_by_server(override)] == []
