@@ -10,9 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
-import threading
 import time
 import uuid
 from pathlib import Path
@@ -23,7 +21,7 @@ from dapo_core.errors import ChildProcessFailed
 from dapo_core.stopping import ECHO_SECONDS
 from tasks.processes import supervisor
 from tasks.processes.child import background_command, run_command
-from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
+from tests.processes import DEADLINE_SECONDS, folder_of, python, start_time_of, wait_until
 
 # A tree with everything that escapes a plain killpg: each process writes "name pid start_time" into `roster`.
 TREE = textwrap.dedent(
@@ -90,13 +88,6 @@ def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes
     )
     wait_until(lambda: set(read_roster(roster)) == TREE_NAMES, "the tree to start")
     return parent
-
-
-def folder_of(pid: int, variable: str = "PLACE") -> Path:
-    """What the variable says in the environment of a process."""
-    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    [value] = [entry.partition("=")[2] for entry in entries if entry.startswith(f"{variable}=")]
-    return Path(value)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
@@ -324,44 +315,6 @@ def test_a_server_lives_for_the_block_and_is_torn_down_after_it(tmp_path: Path) 
     assert living(read_roster(tmp_path / "roster")) == set()
 
 
-def test_a_server_that_dies_says_so(tmp_path: Path) -> None:
-    code = "import sys; print('address in use'); sys.exit(9)"
-    with background_command(python(code), log_path=tmp_path / "log", label="server") as server:
-        wait_until(lambda: server.poll() is not None, "the server to die")
-        assert server.poll() == 9
-        assert "server ended with exit code 9" in str(server.failure())
-        assert "  | address in use" in str(server.failure())
-
-
-def test_a_server_is_torn_down_when_the_block_fails(tmp_path: Path) -> None:
-    before = set(supervisor.descendants(os.getpid()))
-    with (
-        pytest.raises(ZeroDivisionError),
-        background_command(
-            python("import time; time.sleep(600)"), log_path=tmp_path / "log", label="server"
-        ) as server,
-    ):
-        raise ZeroDivisionError
-    # ended by our SIGTERM, which a sleeping command does not handle
-    assert server.poll() == -signal.SIGTERM
-    assert supervisor.descendants(os.getpid()).keys() <= before
-
-
-def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
-    # The parent-death signal also comes when only the starting thread ends; that must not end the server.
-    context = background_command(python("import time; time.sleep(600)"), log_path=tmp_path / "log", label="server")
-    servers = []
-    starter = threading.Thread(target=lambda: servers.append(context.__enter__()))
-    starter.start()
-    starter.join()
-    try:
-        time.sleep(2 * supervisor.PARENT_POLL_SECONDS)
-        assert servers[0].poll() is None
-    finally:
-        context.__exit__(None, None, None)
-    assert servers[0].poll() == -signal.SIGTERM
-
-
 def test_a_new_attempt_waits_for_the_processes_of_a_killed_one(tmp_path: Path) -> None:
     parent = start_parent(tmp_path, grace_seconds=1.0)
     roster = read_roster(tmp_path / "roster")
@@ -376,36 +329,3 @@ def test_a_new_attempt_waits_for_the_processes_of_a_killed_one(tmp_path: Path) -
         on_line=lambda line: alive_at_start.append(living(roster)),
     )
     assert alive_at_start == [set()]
-
-
-def test_a_supervisor_that_is_killed_takes_the_command_with_it(tmp_path: Path) -> None:
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    with background_command(
-        python(code), log_path=tmp_path / "log", label="server", folder_variable="PLACE"
-    ) as server:
-        wait_until(lambda: len(server.tail(1)) == 1, "the command to start")
-        command_pid = int(server.tail(1)[0])
-        place = folder_of(command_pid)
-        assert place.is_dir()
-        os.kill(server.pid, signal.SIGKILL)
-        wait_until(lambda: start_time_of(command_pid) is None, "the command to end")
-        assert server.poll() == -signal.SIGKILL
-    assert not place.exists()
-
-
-def test_the_path_of_a_socket_fits_however_long_that_of_temporary_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    log_path = tmp_path / "log"
-    run = background_command(
-        python("import os, time; print(os.environ['PLACE'], flush=True); time.sleep(600)"),
-        log_path=log_path,
-        label="server",
-        folder_variable="PLACE",
-    )
-    with run as server, socket.socket(socket.AF_UNIX) as listener:
-        wait_until(lambda: len(server.tail(1)) == 1, "the command to start")
-        listener.bind(f"{server.tail(1)[0]}/{uuid.uuid4()}")

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from dapo_core.config import load_config
 from dapo_core.errors import ConfigError, StoreError
 from eval.compare import compare
+from eval.plots import draw_plots
 from eval.report import render_html
 from flows.cli import app
 from tasks.artifacts import hash_file, held
@@ -60,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     evaluations = [run.stages[label].path for label in ("evaluate_before", "evaluate_after")]
     report = read_report(run)
     assert report is not None
-    (run.folder / "report" / "report.html").write_text(render_html(report, compare(*evaluations), []))
+    (run.folder / "report" / "report.html").write_text(render_html(report, draw_plots(compare(*evaluations), [])))
     return run
 
 
