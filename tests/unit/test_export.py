@@ -264,7 +264,7 @@ def test_an_export_waits_for_a_build_and_looks_again(tmp_path: Path, caplog: pyt
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
     merged = run.stages["merge_checkpoint"]
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="tasks")
     with (
         concurrent.futures.ThreadPoolExecutor() as pool,
         held(tmp_path / "store" / ".locks" / f"merge_checkpoint-{merged.key[:16]}.lock"),
