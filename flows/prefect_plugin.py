@@ -1,9 +1,10 @@
 """Prefect start-up plugin for `prefect` typed in the project's folder.
 
-It reaches the server of `dapo up` without an export, with the project's settings, unless the user has others; and
+It reaches the server of `dapo up` without an export, with the project's settings, unless the user has others;
 `prefect deployment run dapo-full` finds the only deployment of that name, where Prefect itself wants
-FLOW/DEPLOYMENT. The plugin is loaded by each `import prefect` in that folder, so it does nothing for any other
-program, and nothing where Prefect's method is not the one it knows.
+FLOW/DEPLOYMENT, and refuses a wrong recipe or override of a deployment of that folder in our own words. The plugin
+is loaded by each `import prefect` there, so it does nothing for any other program, and nothing where a method of
+Prefect's is not the one it knows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect.plugins import SetupResult, register_hook
 
-from dapo_core.errors import ServeError
+from dapo_core.errors import ConfigError, ServeError
 from flows.prefect_settings import project_settings
 from flows.services.daemons import api_url
 
@@ -31,11 +32,12 @@ COMMANDS = {"deployment", "deployments"}
 
 @register_hook
 def setup_environment(*, ctx: HookContext) -> SetupResult | None:
-    """Complete the environment of `prefect`; let its commands about deployments take a name without a slash."""
+    """Complete the environment of `prefect`; have its commands about deployments know ours."""
     if Path(sys.argv[0]).name not in PROGRAMS:
         return None
     if not COMMANDS.isdisjoint(sys.argv[1:]):
         take_names_without_slash()
+        refuse_wrong_parameters()
     missing = {name: value for name, value in project_settings().items() if name not in os.environ}
     if not ctx.api_url:
         try:
@@ -61,6 +63,46 @@ def take_names_without_slash() -> None:
         return await method(self, name if "/" in name else await resolve_name(self, name))
 
     PrefectClient.read_deployment_by_name = read_deployment_by_name  # type: ignore[assignment]
+
+
+def refuse_wrong_parameters() -> None:
+    """Have the client's method load the recipe first, unless the method is not the one we know."""
+    from prefect.client.orchestration import PrefectClient
+
+    method = getattr(PrefectClient, "create_flow_run_from_deployment", None)
+    begin = ["self", "deployment_id", "parameters"]
+    if not inspect.iscoroutinefunction(method) or list(inspect.signature(method).parameters)[:3] != begin:
+        return
+
+    @functools.wraps(method)
+    async def create_flow_run_from_deployment(
+        self: PrefectClient, deployment_id: Any, *, parameters: dict[str, Any] | None = None, **options: Any
+    ) -> Any:
+        check_parameters(await self.read_deployment(deployment_id), parameters or {})
+        return await method(self, deployment_id, parameters=parameters, **options)
+
+    PrefectClient.create_flow_run_from_deployment = create_flow_run_from_deployment  # type: ignore[assignment]
+
+
+def check_parameters(deployment: Any, parameters: dict[str, Any]) -> None:
+    """End the command with what is wrong in the configuration, where the worker is to load it in this same folder.
+
+    Parameters of another type are the server's to refuse.
+    """
+    from dapo_core.config import load_config
+
+    steps = [step for each in deployment.pull_steps or () for step in each.values()]
+    if not any(step.get("directory") == str(Path.cwd()) for step in steps):
+        return
+    given = {**deployment.parameters, **parameters}
+    config, overrides = given.get("config"), given.get("overrides", [])
+    if not isinstance(config, str) or not isinstance(overrides, list):
+        return
+    if all(isinstance(override, str) for override in overrides):
+        try:
+            load_config(config, overrides)
+        except ConfigError as error:
+            raise SystemExit(str(error)) from None
 
 
 async def resolve_name(client: PrefectClient, name: str) -> str:

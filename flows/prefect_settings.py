@@ -23,7 +23,8 @@ def project_settings() -> dict[str, str]:
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         # leases in memory are never given back once the server has restarted
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-        # a run begins within seconds of being asked for; Prefect's default is 10
+        # a run begins within seconds of being asked for; Prefect's default is 10. Not less: a worker ends when its
+        # server has been away for 44 of these
         "PREFECT_WORKER_QUERY_SECONDS": "5",
         "PREFECT_RUNNER_POLL_FREQUENCY": "5",
     }

@@ -14,9 +14,9 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from dapo_core.config import Config
 from flows.notify import DEFAULT_CONFIG as DEFAULT_CONFIG
 from flows.notify import tell_failure
+from flows.override_schema import override_schema
 from tasks.poster import poster
 
 P = ParamSpec("P")
@@ -32,7 +32,7 @@ DESCRIPTIONS = {
 }
 
 ConfigPath = Annotated[str, Field(pattern=r"\.ya?ml$")]
-Override = Annotated[str, Field(pattern=rf"^({'|'.join(Config.model_fields)})\.[a-z0-9_.]+=")]
+Override = Annotated[str, Field(json_schema_extra=override_schema())]
 Overrides = tuple[Override, ...]
 
 for package in ("flows", "tasks", "dapo_core", "eval"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,25 +19,14 @@ import httpx
 import psutil
 import pytest
 
+from bench.small_chain import CONFIG, SMALL
 from flows.services.daemons import SERVER, WORKER, Services, State
+from tasks.serve_model.command import SOCKETS_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = "configs/arith_cpu.yaml"
 MARK = "DAPO_TEST_SITE"  # each child inherits it, daemons in sessions of their own too
 API_SECONDS = 120.0  # SQLite on a busy machine: a writer may wait for another for 60
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
-SMALL = (
-    "data.arithmetic.num_train=128",
-    "data.arithmetic.num_eval=24",
-    "model.recipe.num_steps=20",
-    "sampler.dynamic=false",
-    "sampler.gen_prompts=4",
-    "rollout.engine=hf",
-    "rollout.group_size=4",
-    "train.total_steps=2",
-    "train.train_prompts=4",
-    "train.mini_prompts=4",
-)
 
 
 @dataclass(frozen=True)
@@ -171,15 +161,18 @@ class Site:
 
     def end_everything(self) -> list[str]:
         """SIGKILL every process at once, as a power cut would; returns the commands that ran."""
-        ended = []
+        ended, sockets = [], set()
         while processes := self.processes():
             ended += describe(processes)
             for process in processes:
                 try:
+                    sockets.add(process.environ().get(SOCKETS_VARIABLE))
                     process.send_signal(signal.SIGKILL)
                 except psutil.NoSuchProcess:
                     continue
             psutil.wait_procs(processes, timeout=5)
+        for folder in filter(None, sockets):  # who would remove it was killed too
+            shutil.rmtree(folder, ignore_errors=True)
         return ended
 
     def _run(self, command: list[str], seconds: float, **env: str) -> subprocess.CompletedProcess[str]:

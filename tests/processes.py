@@ -27,3 +27,10 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 def python(code: str, *arguments: str | Path) -> list[str]:
     return [sys.executable, "-S", "-c", textwrap.dedent(code), *map(str, arguments)]
+
+
+def folder_of(pid: int, variable: str = "PLACE") -> Path:
+    """What the variable says in the environment of a process."""
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    [value] = [entry.partition("=")[2] for entry in entries if entry.startswith(f"{variable}=")]
+    return Path(value)

@@ -64,7 +64,8 @@ def write_report(run: Run, artifacts: Mapping[str, Artifact]) -> None:
     """The run's report but for the page, whose plots take a second."""
     comparison = compare(artifacts["evaluate_before"].path, artifacts["evaluate_after"].path)
     steps = read_training_metrics(Path(artifacts["train_policy"].path) / METRICS_FILE)
-    report = make_report(comparison, steps, {}, {}, run.config.run.name)
+    places = {label: stage.artifact for label, stage in run.stages.items()}
+    report = make_report(comparison, steps, {}, places, run.config.run.name)
     folder = run.folder / REPORT_FOLDER
     folder.mkdir()
     (folder / REPORT_JSON).write_text(json.dumps(report))

@@ -1,7 +1,14 @@
 """The configuration of a run: one frozen tree, defaults < file < `--set`."""
 
 from dapo_core.config.fields import is_volatile, result_values
-from dapo_core.config.loading import dump_config, known_keys, load_config, load_config_or_defaults, resolve_config
+from dapo_core.config.loading import (
+    dump_config,
+    known_fields,
+    known_keys,
+    load_config,
+    load_config_or_defaults,
+    resolve_config,
+)
 from dapo_core.config.operation import TimeLimitsConfig, WebhookConfig, is_http_address
 from dapo_core.config.sections import (
     Config,
@@ -52,6 +59,7 @@ __all__ = [
     "dump_config",
     "is_http_address",
     "is_volatile",
+    "known_fields",
     "known_keys",
     "load_config",
     "load_config_or_defaults",

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from dapo_core.config.sections import Config
 from dapo_core.errors import ConfigError
@@ -19,7 +20,7 @@ _PLACEHOLDER = re.compile(r"\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with 1e-6 as a number, and a key written twice refused."""
+    """YAML with 1e-6 as a number, off as a word, and a key written twice refused."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = []
@@ -41,6 +42,10 @@ class _Dumper(yaml.SafeDumper):
 _FLOAT = re.compile(r"^[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.\d+(?:[eE][-+]?\d+)?)$")
 for _yaml in (_Loader, _Dumper):
     _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+for _first in "yYnNoO":  # yes, no, on, off: pydantic makes switches of them
+    _Loader.yaml_implicit_resolvers[_first] = [
+        (tag, words) for tag, words in _Loader.yaml_implicit_resolvers[_first] if tag != "tag:yaml.org,2002:bool"
+    ]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -119,13 +124,18 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from None
 
 
-def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Every key of the tree as `section.key`."""
+def known_fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of the tree as `section.key`, with its declaration."""
     for name, field in section.model_fields.items():
         if _is_section(field.annotation):
-            yield from known_keys(field.annotation, f"{prefix}{name}.")
+            yield from known_fields(field.annotation, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", field
+
+
+def known_keys() -> Iterator[str]:
+    """Every key of the tree as `section.key`."""
+    return (key for key, _ in known_fields())
 
 
 def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:

@@ -146,14 +146,15 @@ class Run:
 
     def _replace(self, old: Artifact) -> None:
         """Point the runs that used the artifact to where it stands; raise StoreError when one of them goes on."""
-        for run in read_runs(self.store.root):
+        runs = list(read_runs(self.store.root))  # one that begins to use it after this sees that it has moved
+        for run in runs:
             if run.uses(old) and run.state == "running" and run.folder != self.folder:
                 raise StoreError(
                     f"the run {run.id} of {run.name} ({run.flow}, pid {run.pid} on {run.host}) goes on and uses "
                     f"{self.store.directory(old.stage, old.key)}, which --force would replace under it; try again "
                     "when it has ended, or end it"
                 )
-        for run in read_runs(self.store.root):
+        for run in runs:
             point_at(run, old)
 
     def _tell(self, artifact: Artifact, cached: bool, seconds: float) -> None:

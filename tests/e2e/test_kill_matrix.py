@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,9 +26,11 @@ from typing import Any
 import psutil
 import pytest
 
+from bench.small_chain import CONFIG, SMALL
 from flows.services.daemons import SERVER, WORKER
-from tests.operated import CONFIG, ROOT, SMALL, Site, describe
+from tests.operated import ROOT, Site, describe
 from tests.postgres_servers import started_postgres
+from tests.webhooks import started_receiver
 
 # Heartbeats come every 30 s, which Prefect lets nobody shorten.
 HEARTBEAT_PATIENCE_SECONDS = 60
@@ -144,7 +147,28 @@ def test_a_run_goes_on_without_worker_and_server(model: None) -> None:
     """What the fixture asserts."""
 
 
-def test_a_training_outlives_its_worker_and_the_next_run_attaches_to_it(site: Site, model: None) -> None:
+@pytest.fixture
+def told_of_crashes(site: Site, tmp_path: Path) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """What a webhook gets by the automation of docs/notifications.md, made as it says there."""
+    words = (ROOT / "docs/notifications.md").read_text().split("## Runs that end unseen")[1].split("\n## ")[0]
+    code, automation = re.findall(r"```(?:python|yaml)\n(.*?)```", words, re.DOTALL)
+    environment = {**os.environ, **site.environment, "PREFECT_API_URL": site.state().api_url}
+
+    def run(*command: str) -> str:
+        return subprocess.run(
+            [sys.executable, *command], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    with started_receiver() as receiver:
+        block = run("-c", code.replace("https://hooks.example.org/...", receiver.url()))
+        (tmp_path / "unseen-crashes.yaml").write_text(automation.replace("BLOCK_ID", block.strip()))
+        run("-m", "prefect", "automation", "create", "--from-file", "unseen-crashes.yaml")
+        yield receiver.received
+
+
+def test_a_training_outlives_its_worker_and_the_next_run_attaches_to_it(
+    site: Site, model: None, told_of_crashes: list[tuple[str, dict[str, Any]]]
+) -> None:
     flow_run = site.run_deployment("train-policy", *STEPS)
     site.wait_for("training steps", lambda: len(steps(site)) >= 2, START_SECONDS)
     flow_process = site.flow_process(flow_run)
@@ -166,6 +190,11 @@ def test_a_training_outlives_its_worker_and_the_next_run_attaches_to_it(site: Si
     for run, end in ((again, "COMPLETED"), (flow_run, "CRASHED")):
         state = site.wait_until_final(run, STATE_SECONDS)
         assert state["type"] == end, state
+    site.wait_for("the webhook is told", lambda: told_of_crashes, STATE_SECONDS)
+    [(_, told)] = told_of_crashes
+    assert told["event"] == "crashed"
+    assert told["reason"] == state["message"]
+    assert told["flow_run"]["url"].endswith(flow_run)
     [folder] = site.store.glob("train_policy/*")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
@@ -220,6 +249,7 @@ def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path, stop_signal: signal.
             START_SECONDS,
         )
         assert run.poll() is None, log.read_text()
+        assert "Traceback" not in (site.folder / "prefect" / "servers" / f"{run.pid}.log").read_text()
         processes = site.processes()
         run.send_signal(stop_signal)
         run.wait(GONE_SECONDS)

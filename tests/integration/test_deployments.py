@@ -19,6 +19,7 @@ from prefect.automations import Automation
 from dapo_core.config import load_config
 from flows.services.registration import CRASH_AUTOMATION, crash_automation
 from tasks.training_lock import hold, night_lock_path
+from tests.integration.browser import Browser
 from tests.prefect_servers import ROOT, PrefectServer, started_server, wait_for
 
 NAMES = [
@@ -37,9 +38,15 @@ WRONG = [
     ("config", "configs/arith_cpu.json"),
     ("overrides", ["seed=2"]),
     ("overrides", ["trian.total_steps=2"]),
+    ("overrides", ["train.totl_steps=2"]),
+    ("overrides", ["run.seed=2", "train.total_steps=-1"]),
     ("overrides", "run.seed=2"),
     ("side", "both"),
     ("force", "perhaps"),
+]
+REFUSED_HERE = [
+    (["train.totl_steps=2"], "unknown key train.totl_steps = 2 (did you mean train.total_steps?)"),
+    (["train.total_steps=-1"], "train.total_steps = -1 is refused: input should be greater than or equal to 1"),
 ]
 STATES = """
 import datetime, json, sys, time
@@ -190,15 +197,34 @@ def test_a_deployment_runs_by_its_name_alone(server: PrefectServer, deployed: li
 def test_wrong_parameters_are_refused_before_a_run_exists(
     server: PrefectServer, deployed: list[dict[str, Any]]
 ) -> None:
-    done = server.prefect("deployment", "run", "compare", "--param", 'overrides=["sampler=5"]')
-    assert done.returncode != 0
-    assert "does not match" in " ".join((done.stdout + done.stderr).split())
+    for overrides, refusal in REFUSED_HERE:
+        done = server.prefect("deployment", "run", "compare", "--param", f"overrides={json.dumps(overrides)}")
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert done.stderr == refusal + "\n"
     [evaluation] = [each for each in deployed if each["name"] == "evaluate-model"]
     for name, value in WRONG:
         answer = ask(server, f"/deployments/{evaluation['id']}/create_flow_run", parameters={name: value})
         assert answer.status_code == 409, (name, value)
         assert name in answer.json()["detail"]
     assert flow_runs(server, "compare") == flow_runs(server, "evaluate-model") == []
+
+
+def test_the_form_says_beside_a_field_what_is_wrong(server: PrefectServer, deployed: list[dict[str, Any]]) -> None:
+    [full] = [each for each in deployed if each["name"] == "dapo-full"]
+    before = [run["id"] for run in flow_runs(server, "dapo-full")]
+    given = json.dumps({"overrides": ["run.seed=2", "train.totl_steps=2"]})
+    with Browser() as browser:
+        browser.open(
+            f"{server.api.removesuffix('/api')}/deployments/deployment/{full['id']}/run?parameters={given}"
+        )
+        submit = "[...document.querySelectorAll('button')].find(button => button.innerText.trim() === 'Submit')"
+        browser.wait_for(f"{submit} !== undefined && document.querySelectorAll('textarea').length === 3")
+        for description in ("The recipe, a YAML file", "Changes to it, each section.key=value"):
+            assert description in browser.evaluate("document.body.innerText")
+        browser.evaluate(f"{submit}.click()")
+        refusal = "'train.totl_steps=2' is not one of ['train.key=value, key: device, num_ranks, "
+        browser.wait_for(f"document.body.innerText.includes({json.dumps(refusal)})")
+    assert [run["id"] for run in flow_runs(server, "dapo-full")] == before
 
 
 def test_a_name_that_says_too_little_is_answered_with_the_names_there_are(

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 
 from dapo_core.errors import ChildProcessFailed
+from dapo_core.stopping import ECHO_SECONDS
 from tasks.processes import supervisor
 from tasks.processes.child import background_command, run_command
-from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
+from tests.processes import DEADLINE_SECONDS, folder_of, python, start_time_of, wait_until
 
 # A tree with everything that escapes a plain killpg: each process writes "name pid start_time" into `roster`.
 TREE = textwrap.dedent(
@@ -69,12 +72,14 @@ def living(roster: dict[str, tuple[int, str]]) -> set[str]:
 
 
 def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes]:
-    """Starts a process that runs TREE through run_command, and waits until the whole tree stands."""
+    """Starts a process that runs TREE with a folder of its own, and waits until the whole tree stands."""
     code = f"""
-        import sys
-        from tasks.processes.child import run_command
-        run_command([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], log_path=sys.argv[3],
-                    label="tree", grace_seconds={grace_seconds})
+        import sys, time
+        from tasks.processes.child import background_command
+        with background_command([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], log_path=sys.argv[3],
+                                label="tree", grace_seconds={grace_seconds}, folder_variable="PLACE") as tree:
+            while tree.poll() is None:
+                time.sleep(0.1)
     """
     roster = tmp_path / "roster"
     parent = subprocess.Popen(
@@ -93,9 +98,13 @@ def test_a_dead_parent_leaves_no_orphan(tmp_path: Path, ending: signal.Signals) 
     # supervisor, command, child, stubborn, daemon, and the sleeper in a session of its own
     assert len(below) == 6
     assert living(roster) == TREE_NAMES
+    place = folder_of(roster["command"][0])
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place / str(uuid.uuid4())))  # as vLLM names them
     parent.send_signal(ending)
     _, stderr = parent.communicate(timeout=DEADLINE_SECONDS)
     wait_until(lambda: not any(start_time_of(pid) == start for pid, start in below.items()), "all to end")
+    assert not place.exists()
     if ending == signal.SIGKILL:
         assert parent.returncode == -signal.SIGKILL
         assert f"parent process {parent.pid} is gone" in (tmp_path / "log").read_text()
@@ -109,10 +118,59 @@ def test_a_second_interrupt_does_not_wait_for_the_grace_period(tmp_path: Path) -
     begin = time.monotonic()
     parent.send_signal(signal.SIGINT)
     wait_until(lambda: living(read_roster(tmp_path / "roster")) == {"stubborn"}, "all but the stubborn to end")
+    wait_until(lambda: time.monotonic() > begin + ECHO_SECONDS + 0.2, "a second interrupt to be one")
     parent.send_signal(signal.SIGINT)
     parent.communicate(timeout=DEADLINE_SECONDS)
     wait_until(lambda: not any(start_time_of(pid) == start for pid, start in below.items()), "all to end")
     assert time.monotonic() - begin < DEADLINE_SECONDS
+
+
+# At SIGTERM, which it tells, takes a moment to end in order.
+TIDY = """
+    import os, signal, time
+    def tidy(*_):
+        print("told to end", flush=True)
+        time.sleep(0.5)
+        print("in order", flush=True)
+        os._exit(143)
+    signal.signal(signal.SIGTERM, tidy)
+    print("up", flush=True)
+    time.sleep(600)
+"""
+INTERRUPTED = """
+    import json, sys
+    from tasks.processes.child import background_command, run_command
+    log, command = sys.argv[1], json.loads(sys.argv[2])
+    try:
+        if len(sys.argv) > 3:
+            with background_command(command, log_path=log, label="tidy"):
+                while "up" not in open(log).read():
+                    pass
+        else:
+            run_command(command, log_path=log, label="tidy")
+        print("went on")
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("ends_anyway", [False, True])
+def test_an_interrupt_early_in_the_end_does_not_hurry_it_and_is_not_lost(
+    tmp_path: Path, ends_anyway: bool
+) -> None:
+    """It may be the first once more; or, in a block that ends anyway, the first."""
+    log = tmp_path / "log"
+    words = [str(log), json.dumps(python(TIDY)), *(["block"] if ends_anyway else [])]
+    command = [sys.executable, "-c", textwrap.dedent(INTERRUPTED), *words]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    wait_until(lambda: log.exists() and "up" in log.read_text(), "the command to be up")
+    if not ends_anyway:
+        parent.send_signal(signal.SIGINT)
+    wait_until(lambda: "told to end" in log.read_text(), "the command to be told")
+    parent.send_signal(signal.SIGINT)
+    said = parent.communicate(timeout=DEADLINE_SECONDS)[0]
+    assert said.decode().split() == ["interrupted"]
+    assert "in order" in log.read_text()
 
 
 def test_a_cancel_exception_ends_the_command_and_is_raised_again(tmp_path: Path) -> None:
@@ -257,44 +315,6 @@ def test_a_server_lives_for_the_block_and_is_torn_down_after_it(tmp_path: Path) 
     assert living(read_roster(tmp_path / "roster")) == set()
 
 
-def test_a_server_that_dies_says_so(tmp_path: Path) -> None:
-    code = "import sys; print('address in use'); sys.exit(9)"
-    with background_command(python(code), log_path=tmp_path / "log", label="server") as server:
-        wait_until(lambda: server.poll() is not None, "the server to die")
-        assert server.poll() == 9
-        assert "server ended with exit code 9" in str(server.failure())
-        assert "  | address in use" in str(server.failure())
-
-
-def test_a_server_is_torn_down_when_the_block_fails(tmp_path: Path) -> None:
-    before = set(supervisor.descendants(os.getpid()))
-    with (
-        pytest.raises(ZeroDivisionError),
-        background_command(
-            python("import time; time.sleep(600)"), log_path=tmp_path / "log", label="server"
-        ) as server,
-    ):
-        raise ZeroDivisionError
-    # ended by our SIGTERM, which a sleeping command does not handle
-    assert server.poll() == -signal.SIGTERM
-    assert supervisor.descendants(os.getpid()).keys() <= before
-
-
-def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
-    # The parent-death signal also comes when only the starting thread ends; that must not end the server.
-    context = background_command(python("import time; time.sleep(600)"), log_path=tmp_path / "log", label="server")
-    servers = []
-    starter = threading.Thread(target=lambda: servers.append(context.__enter__()))
-    starter.start()
-    starter.join()
-    try:
-        time.sleep(2 * supervisor.PARENT_POLL_SECONDS)
-        assert servers[0].poll() is None
-    finally:
-        context.__exit__(None, None, None)
-    assert servers[0].poll() == -signal.SIGTERM
-
-
 def test_a_new_attempt_waits_for_the_processes_of_a_killed_one(tmp_path: Path) -> None:
     parent = start_parent(tmp_path, grace_seconds=1.0)
     roster = read_roster(tmp_path / "roster")
@@ -309,13 +329,3 @@ def test_a_new_attempt_waits_for_the_processes_of_a_killed_one(tmp_path: Path) -
         on_line=lambda line: alive_at_start.append(living(roster)),
     )
     assert alive_at_start == [set()]
-
-
-def test_a_supervisor_that_is_killed_takes_the_command_with_it(tmp_path: Path) -> None:
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    with background_command(python(code), log_path=tmp_path / "log", label="server") as server:
-        wait_until(lambda: len(server.tail(1)) == 1, "the command to start")
-        command_pid = int(server.tail(1)[0])
-        os.kill(server.pid, signal.SIGKILL)
-        wait_until(lambda: start_time_of(command_pid) is None, "the command to end")
-        assert server.poll() == -signal.SIGKILL

@@ -76,12 +76,11 @@ def test_defaults_are_the_papers_recipe() -> None:
 
 
 def test_overrides_are_read_as_yaml(recipe: Path) -> None:
-    overrides = ["serve.extra_args=[--enable-prefix-caching]", "data.shuffle=false", "train.learning_rate=2e-6"]
-    config = load_config(
-        recipe, [*overrides, "train.ray_address=null", "run.name=a=b", "reward.overlong={enabled: no}"]
-    )
+    overrides = ["serve.extra_args=[--enable-prefix-caching]", "data.shuffle=off", "algorithm.kl.place=off"]
+    overrides += ["train.learning_rate=2e-6", "train.ray_address=null", "run.name=a=b"]
+    config = load_config(recipe, [*overrides, "reward.overlong={enabled: no}"])
     assert config.serve.extra_args == ("--enable-prefix-caching",)
-    assert config.data.shuffle is False
+    assert (config.data.shuffle, config.algorithm.kl.place) == (False, "off")
     assert config.train.learning_rate == 2e-6
     assert config.train.ray_address is None
     assert config.run.name == "a=b"

@@ -5,6 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import Flow
+
+from dapo_core.errors import ConfigError
+from flows.dapo_full import dapo_full
+from flows.dapo_nightly import dapo_nightly
+from flows.single_stages import STAGE_FLOWS
 
 ROOT = Path(__file__).resolve().parents[2]
 # As a flow run's process, whose lines its worker reads through a pipe.
@@ -18,6 +27,15 @@ for number in range(3):
     logging.getLogger("tasks").warning("line %d", number)
 print("goes on", file=open(sys.argv[1], "w"))
 """
+
+
+@pytest.mark.parametrize("flow", [dapo_full, dapo_nightly, *STAGE_FLOWS.values()], ids=lambda flow: flow.name)
+def test_a_wrong_value_ends_the_flow_before_it_leaves_anything(flow: Flow[..., Any], tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    refused = r"^train\.total_steps = '-1' is refused: input should be greater than or equal to 1$"
+    with pytest.raises(ConfigError, match=refused):
+        flow.fn(str(ROOT / "configs/arith_cpu.yaml"), (f"store.path={store}", "train.total_steps='-1'"))
+    assert not store.exists()
 
 
 def test_a_flow_whose_worker_is_killed_goes_on_talking(tmp_path: Path) -> None:
