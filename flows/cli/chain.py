@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,7 +68,8 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     from flows.dapo_full import dapo_full
 
     wait_for_api()
-    result = dapo_full(str(config), tuple(overrides or ()))
+    with said_when_stopped():
+        result = dapo_full(str(config), tuple(overrides or ()))
     print_report(Path(result["run"]) / "report")
 
 
@@ -96,7 +98,8 @@ def stage(
     from flows.single_stages import STAGE_FLOWS
 
     wait_for_api()
-    output = STAGE_FLOWS[name.value](str(config), tuple(overrides or ()), **options)
+    with said_when_stopped():
+        output = STAGE_FLOWS[name.value](str(config), tuple(overrides or ()), **options)
     if name is StageName.COMPARE:
         print_report(Path(output))
     else:
@@ -158,6 +161,17 @@ def start_prefect(settings: Config) -> Callable[[], None]:
         wait_for_api()
 
     return wait
+
+
+@contextlib.contextmanager
+def said_when_stopped() -> Iterator[None]:
+    """Say, when a signal ends the block, that nothing done is lost."""
+    try:
+        yield
+    except BaseException as end:
+        if not isinstance(end, Exception):  # Ctrl-C, or SIGTERM as Prefect raises it
+            typer.secho("stopped; the same command continues from what is done", err=True, fg="yellow")
+        raise
 
 
 def print_report(folder: Path) -> None:

@@ -257,6 +257,8 @@ def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path, stop_signal: signal.
         assert describe(site.processes()) == []
         assert run.returncode != 0
         assert "Traceback" not in log.read_text()
+        is_said = "stopped; the same command continues from what is done" in log.read_text()
+        assert is_said == (stop_signal == signal.SIGINT)
     finally:
         site.end_everything()
         run.wait(GONE_SECONDS)
