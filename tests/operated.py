@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -103,6 +104,16 @@ class Site:
         assert found, done.stdout + done.stderr
         return found[1]
 
+    def create_run(self, name: str, *changes: str, **parameters: Any) -> str:
+        """The same by Prefect's REST interface, as its page does."""
+        deployment = self.ask("GET", f"/deployments/name/{name}/{name}")
+        parameters = {"config": CONFIG, "overrides": self.changes(*changes), **parameters}
+        return self.ask("POST", f"/deployments/{deployment['id']}/create_flow_run", parameters=parameters)["id"]
+
+    def cancel(self, flow_run: str) -> None:
+        """What Cancel on Prefect's page does."""
+        self.ask("POST", f"/flow_runs/{flow_run}/set_state", state={"type": "CANCELLING"})
+
     def ask(self, method: str, path: str, **json: Any) -> Any:
         """The answer of Prefect's REST interface, None when it has no content."""
         with httpx.Client(base_url=self.state().api_url, timeout=API_SECONDS, trust_env=False) as client:
@@ -151,8 +162,8 @@ class Site:
         found = []
         for process in psutil.process_iter():
             try:
-                is_ours = process.environ().get(MARK) == str(self.folder)
-                if is_ours and process.pid != os.getpid() and set(words) <= set(process.cmdline()):
+                has_words = not words or set(words) <= set(process.cmdline())  # cheaper to read
+                if has_words and process.environ().get(MARK) == str(self.folder) and process.pid != os.getpid():
                     found.append(process)
             except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue
@@ -160,13 +171,10 @@ class Site:
 
     def flow_process(self, flow_run: str) -> psutil.Process | None:
         """The process that executes a flow run."""
-        for process in self.processes():
-            try:
-                environment, command = process.environ(), process.cmdline()
-            except (psutil.NoSuchProcess, psutil.ZombieProcess):
-                continue
-            if environment.get("PREFECT__FLOW_RUN_ID") == flow_run and "prefect.engine" in command:
-                return process
+        for process in self.processes("prefect.engine"):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run:
+                    return process
         return None
 
     def end_everything(self) -> list[str]:
