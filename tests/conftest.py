@@ -1,4 +1,4 @@
-"""Settings that hold for every test."""
+"""Settings that hold for every test, and the order of their files."""
 
 from __future__ import annotations
 
