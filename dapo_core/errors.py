@@ -22,7 +22,7 @@ class NotEnoughSignal(DapoError, RuntimeError):
 
 
 class RewardError(DapoError, RuntimeError):
-    """A scorer gave no word on any response of a step."""
+    """A scorer cannot be loaded, or gave no word on any response of a step."""
 
 
 class RolloutError(DapoError, RuntimeError):

@@ -20,6 +20,7 @@ from dapo_core.checkpoint import (
     CheckpointKeeper,
     CheckpointWriter,
     TrainerState,
+    end_again,
     find_start,
     latest_checkpoint,
     locked,
@@ -27,6 +28,7 @@ from dapo_core.checkpoint import (
     read_step,
     require_resume,
     require_same_training,
+    resume_metrics,
 )
 from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.config.derived import derive
@@ -92,6 +94,8 @@ def train(
             start = find_start(folder, config.checkpoint.resume)
             if start is not None:
                 require_same_training(config, start, folder, identity)
+                if (end := end_again(config, start, output_dir)) is not None:
+                    return TrainResult(start, end.step, end.policy_version)
 
             def attempt(start: Path | None) -> Trainer:
                 with start_cluster(config, model_path) as cluster:
@@ -222,10 +226,7 @@ class Trainer:
         self.cluster.policy.load(str(checkpoint))
         publish_weights(self.cluster, self.policy_version)
         is_own = checkpoint.parent == self.checkpoints.folder  # else lines there are of another training
-        self.log = measure.MetricsLog(self.output_dir, self.step if is_own else 0)
-        told = measure.read_metrics(self.log.path)
-        if not told or told[-1]["step"] < self.step:
-            self.log.append(self.step, self.policy_version, state.metrics)
+        self.log = resume_metrics(self.output_dir, state, is_own)
         logger.info("continuing after step %d from %s", self.step, checkpoint.name)
 
     def run(self, on_step: OnStep | None = None, stop: StopRequest | None = None) -> None:

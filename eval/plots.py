@@ -23,6 +23,7 @@ _PAGE_COLOURS = {
 }  # fmt: skip
 _COLOUR = {name.removeprefix("--"): code for code, name in _PAGE_COLOURS.items()}
 _LINE_COLOURS = tuple(_COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth"))
+Plots = dict[str, list[str]]
 _MARKED_BELOW = 12  # points of a curve: few are marked one by one
 
 
@@ -81,6 +82,17 @@ CURVE_PLOTS = (
         has_zero=True,
     ),
 )
+
+
+def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
+    """All plots of a report: SVGs under "accuracy", "gain", "transition", "length" and "training"."""
+    return {
+        "accuracy": accuracy_plots(comparison.before, comparison.after),
+        "gain": [gain_plot(comparison)],
+        "transition": [transition_plot(comparison)],
+        "length": [length_plot(comparison)],
+        "training": training_plots(steps),
+    }
 
 
 def training_plots(steps: Steps) -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from eval.compare import SIGNIFICANCE, Comparison, compare
 from eval.pages import field_of, inline_script, render
+from eval.plots import Plots, draw_plots
 from eval.results import make_folder, write_atomically
 from eval.training import Steps, read_training_metrics, training_totals
 from eval.wording import notes, verdict
@@ -26,11 +27,13 @@ def write_report(
     stages: Mapping[str, Mapping[str, Any]],
     artifacts: Mapping[str, str | Path],
     title: str = "Before/after report",
+    draw: Callable[[Comparison, Steps], Plots] = draw_plots,
 ) -> dict[str, Any]:
     """The content of report.json, written to `output_dir` together with report.md and report.html.
 
     `train_metrics` is the training run's metrics.jsonl, None when nothing was trained; `stages` maps a stage
-    to {cached, seconds}, `artifacts` a name to its path. Raises what `compare` raises.
+    to {cached, seconds}, `artifacts` a name to its path; `draw` gives what `draw_plots` does. Raises what
+    `compare` raises.
     """
     comparison = compare(before_dir, after_dir)
     steps = read_training_metrics(train_metrics) if train_metrics is not None else []
@@ -39,7 +42,7 @@ def write_report(
     files = {
         REPORT_JSON: json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         REPORT_MARKDOWN: render_markdown(report),
-        REPORT_PAGE: render_html(report, comparison, steps),
+        REPORT_PAGE: render_html(report, draw(comparison, steps)),
     }
     for name, text in files.items():
         # A response may hold half of a surrogate pair, which no file can.
@@ -86,23 +89,17 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     return render("report.md.j2", report=report)
 
 
-def render_html(report: Mapping[str, Any], comparison: Comparison, steps: Steps) -> str:
+def render_html(report: Mapping[str, Any], plots: Plots) -> str:
     """report.html: one self-contained page; whatever a model wrote is escaped, and no script but ours may run."""
     from markupsafe import Markup
 
-    from eval import plots
-
     script, script_hash = inline_script("flips.js")
-    # Markup only around SVG that we drew, whose texts come from levels and subjects: escaped by matplotlib.
     return render(
         "report.html.j2",
         report=report,
         field=field_of(report),
         script=script,
         script_hash=script_hash,
-        accuracy_plots=[Markup(plot) for plot in plots.accuracy_plots(comparison.before, comparison.after)],
-        gain_plot=Markup(plots.gain_plot(comparison)),
-        transition_plot=Markup(plots.transition_plot(comparison)),
-        length_plot=Markup(plots.length_plot(comparison)),
-        training_plots=[Markup(plot) for plot in plots.training_plots(steps)],
+        # Markup only around SVG that we drew, whose texts come from levels and subjects: escaped by matplotlib.
+        plots={name: [Markup(plot) for plot in drawn] for name, drawn in plots.items()},
     )

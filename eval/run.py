@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,6 +15,7 @@ from eval.benchmark import EvaluationSet, Item
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Dispatcher, Limits, Outcome, Request
 from eval.errors import EvaluationError
+from eval.event_loop import run_in_thread
 from eval.judging import Judge, grader_name, open_judge
 from eval.progress import EvaluationProgress
 from eval.results import (
@@ -40,7 +40,6 @@ from eval.summary import Summary, summarise
 logger = logging.getLogger(__name__)
 
 _NUM_GRADING_THREADS = 4
-_NOTICE_SECONDS = 0.1
 
 
 def evaluate(
@@ -85,7 +84,7 @@ def evaluate(
             if missing:
                 dispatcher = Dispatcher(endpoints, sampling, limits or Limits())
                 recorder = _Recorder(output_dir, judge, dispatcher, max_failed, on_progress)
-                _run_in_thread(recorder.record(missing), dispatcher.stop)
+                run_in_thread(recorder.record(missing), dispatcher.stop)
                 rows = read_rows(output_dir)
                 _refuse_failures(rows, dispatcher, endpoints, max_failed, len(wanted), output_dir)
             # Rows are appended as they finish; a finished file has the items' order.
@@ -130,26 +129,6 @@ def _resume(output_dir: Path, settings: dict[str, Any], items: Sequence[Item], j
         num_rows = settings["num_items"] * settings["sampling"]["num_samples"]
         logger.info("%s: continuing, %d of %d items are answered", output_dir, len(rows), num_rows)
     return rows
-
-
-def _run_in_thread(work: Coroutine[Any, Any, None], stop: Callable[[], None]) -> None:
-    """Run a coroutine to its end in a thread; whatever is raised meanwhile comes out of here, after `stop`.
-
-    asyncio forgets what a signal handler raises in one of its callbacks, Prefect's TerminationSignal for one. In
-    the main thread, where handlers run, there are none.
-    """
-    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-    loop = runner.get_loop()
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            running = thread.submit(runner.run, work, context=contextvars.copy_context())
-            # A handler runs once this thread does: the system may have given the signal to another one.
-            while not running.done():
-                wait([running], _NOTICE_SECONDS)
-            running.result()
-        finally:
-            loop.call_soon_threadsafe(stop)
-            thread.submit(runner.close)
 
 
 def _move_aside(output_dir: Path, reasons: Sequence[str]) -> None:

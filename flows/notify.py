@@ -22,8 +22,8 @@ from dapo_core.errors import ConfigError
 from eval.client import LOOPBACK
 from eval.report import REPORT_PAGE
 from eval.wording import points
+from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.run import Run
-from tasks.write_report import REPORT_FOLDER
 
 logger = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # its line for each request holds the whole URL

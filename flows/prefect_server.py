@@ -23,8 +23,23 @@ HOST = "127.0.0.1"
 STARTUP_SECONDS = 180.0
 POLL_SECONDS = 0.1
 TAIL_LINES = 20
-# As Prefect starts its own temporary server.
-SERVER_ENVIRONMENT = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+SERVER_ENVIRONMENT = {
+    # as Prefect starts its own temporary server
+    "PREFECT_UI_ENABLED": "0",
+    "PREFECT__SERVER_EPHEMERAL": "1",
+    "PREFECT__SERVER_FINAL": "1",
+    # Prefect cannot run their hooks where uvicorn imports it, within an event loop
+    "PREFECT_PLUGINS_ENABLED": "false",
+}
+
+
+def has_prefect_api(store: Path) -> bool:
+    """Whether a setting or the store's services name a server, so that none needs to be started."""
+    if os.environ.get("PREFECT_API_URL") or Services(store).read().running(SERVER):
+        return True
+    from prefect.settings import get_current_settings
+
+    return bool(get_current_settings().api.url)
 
 
 def provide_prefect_api(store: Path) -> Callable[[], None]:

@@ -11,9 +11,10 @@ from tasks.evaluate_model import evaluate_model
 from tasks.fetch_model import fetch_model
 from tasks.merge_checkpoint import merge_checkpoint
 from tasks.prepare_data import prepare_data
+from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.run import Run
 from tasks.train_policy import train_policy
-from tasks.write_report import REPORT_FOLDER, write_report
+from tasks.write_report import write_report
 
 
 @recipe_flow("prepare-data")

@@ -65,9 +65,15 @@ def print_runs(runs: Sequence[RecordedRun], short_ids: Mapping[str, str]) -> Non
 
 
 def print_run(
-    run: RecordedRun, before: RecordedRun | None, changes: Sequence[Difference], report: Mapping[str, Any] | None
+    run: RecordedRun,
+    before: RecordedRun | None,
+    changes: Sequence[Difference] | None,
+    report: Mapping[str, Any] | None,
 ) -> None:
-    """One run: how it ended, its stages and where their output is, its result, what its configuration changed."""
+    """One run: how it ended, its stages and where their output is, its result, what its configuration changed.
+
+    `changes` is None where that cannot be told.
+    """
     from tasks.runs.history import artifact_of
 
     console = Console(highlight=False, soft_wrap=True)
@@ -90,6 +96,10 @@ def print_run(
         console.print(Text(report["verdict"]))
     if before is None:
         console.print(Text(f"No earlier run of {run.name} to compare its configuration with."))
+    elif changes is None:
+        console.print(
+            Text(f"Configuration against the run before it, {before.id}: one of the two cannot be read.")
+        )
     elif not changes:
         console.print(Text(f"Configuration as in the run before it, {before.id}."))
     else:

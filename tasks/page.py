@@ -21,7 +21,7 @@ from prefect.runtime import flow_run, task_run
 
 from dapo_core.metrics import METRICS_FILE
 from eval.report import REPORT_MARKDOWN, REPORT_PAGE
-from tasks.artifacts import Artifact
+from tasks.artifacts import SHORT_KEY_LENGTH, Artifact
 from tasks.poster import poster
 from tasks.runs.run import Run
 from tasks.stages import LINKS
@@ -62,10 +62,10 @@ def show_stage(run: Run, label: str, artifact: Artifact) -> None:
     manifest, record = artifact.manifest(), run.stages[label]
     built = f"built in {manifest['seconds']:.1f} s on {manifest['ended_at'][:10]}"
     how = f"cached, {built}" if record.cached else built
-    facts = {"output": _code(artifact.path), "state": how, "key": _code(artifact.key[:16])}
-    facts |= {"content": _code(artifact.digest[:16]), "host": manifest["host"], "run": _code(str(run.folder))}
+    facts = {"output": _code(artifact.path), "state": how, "key": _short(artifact.key)}
+    facts |= {"content": _short(artifact.digest), "host": manifest["host"], "run": _code(str(run.folder))}
     metrics = {name: _number(value) for name, value in manifest["metrics"].items() if not isinstance(value, list)}
-    inputs = [f"- {_link(run, need)}: {_code(run.stages[need].digest[:16])}" for need in _needs(run, label)]
+    inputs = [f"- {_link(run, need)}: {_short(run.stages[need].digest)}" for need in _needs(run, label)]
     text = [f"# {label}", _table(("", ""), facts)]
     text += ["## Numbers", _table(("", ""), metrics)] if metrics else []
     text += ["## Made from", "\n".join(inputs)] if inputs else []
@@ -180,6 +180,10 @@ def _number(value: Any) -> Any:
         return value
     short = round(value) if abs(value) >= 1000 else float(f"{value:.4g}")
     return int(short) if short == int(short) else short
+
+
+def _short(digest: str) -> str:
+    return _code(digest[:SHORT_KEY_LENGTH])
 
 
 def _code(text: str) -> str:

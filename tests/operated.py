@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,25 +20,15 @@ import httpx
 import psutil
 import pytest
 
+from bench.small_chain import CONFIG, SMALL
 from flows.services.daemons import SERVER, WORKER, Services, State
+from tasks.serve_model.command import SOCKETS_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = "configs/arith_cpu.yaml"
 MARK = "DAPO_TEST_SITE"  # each child inherits it, daemons in sessions of their own too
 API_SECONDS = 120.0  # SQLite on a busy machine: a writer may wait for another for 60
+GONE_SECONDS = 60.0
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
-SMALL = (
-    "data.arithmetic.num_train=128",
-    "data.arithmetic.num_eval=24",
-    "model.recipe.num_steps=20",
-    "sampler.dynamic=false",
-    "sampler.gen_prompts=4",
-    "rollout.engine=hf",
-    "rollout.group_size=4",
-    "train.total_steps=2",
-    "train.train_prompts=4",
-    "train.mini_prompts=4",
-)
 
 
 @dataclass(frozen=True)
@@ -177,17 +168,32 @@ class Site:
                     return process
         return None
 
+    def tree(self, flow_run: str) -> list[psutil.Process]:
+        """The process that executes a flow run, and all below it."""
+        process = self.flow_process(flow_run)
+        assert process is not None
+        return [process, *process.children(recursive=True)]
+
+    def service(self, name: str) -> psutil.Process:
+        """The server or the worker."""
+        daemon = self.state().running(name)
+        assert daemon is not None
+        return psutil.Process(daemon.pid)
+
     def end_everything(self) -> list[str]:
         """SIGKILL every process at once, as a power cut would; returns the commands that ran."""
-        ended = []
+        ended, sockets = [], set()
         while processes := self.processes():
             ended += describe(processes)
             for process in processes:
                 try:
+                    sockets.add(process.environ().get(SOCKETS_VARIABLE))
                     process.send_signal(signal.SIGKILL)
                 except psutil.NoSuchProcess:
                     continue
             psutil.wait_procs(processes, timeout=5)
+        for folder in filter(None, sockets):  # who would remove it was killed too
+            shutil.rmtree(folder, ignore_errors=True)
         return ended
 
     def _run(self, command: list[str], seconds: float, **env: str) -> subprocess.CompletedProcess[str]:
@@ -212,3 +218,22 @@ def describe(processes: list[psutil.Process]) -> list[str]:
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
     return lines
+
+
+def find_command(
+    ancestor: psutil.Process, word: str, but_for: psutil.Process | None = None
+) -> psutil.Process | None:
+    """`dapo WORD` below a process."""
+    for child in ancestor.children(recursive=True):
+        try:
+            if child.cmdline()[1:4] == ["-m", "flows.cli", word] and child != but_for:
+                return child
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return None
+
+
+def assert_all_gone(processes: list[psutil.Process]) -> None:
+    """They end within a minute."""
+    _, alive = psutil.wait_procs(processes, timeout=GONE_SECONDS)
+    assert describe(alive) == []  # which leaves zombies out

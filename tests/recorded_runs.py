@@ -19,9 +19,9 @@ from tasks.artifacts import Artifact
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.dataset import build_dataset
 from tasks.runs.history import REPORT_FOLDER
+from tasks.runs.report import headline
 from tasks.runs.run import Run
 from tasks.stages import LINKS
-from tasks.write_report import headline
 from tests.evaluations import write_results
 from tests.tiny_models import build_tiny_qwen3
 
@@ -64,7 +64,8 @@ def write_report(run: Run, artifacts: Mapping[str, Artifact]) -> None:
     """The run's report but for the page, whose plots take a second."""
     comparison = compare(artifacts["evaluate_before"].path, artifacts["evaluate_after"].path)
     steps = read_training_metrics(Path(artifacts["train_policy"].path) / METRICS_FILE)
-    report = make_report(comparison, steps, {}, {}, run.config.run.name)
+    places = {label: stage.artifact for label, stage in run.stages.items()}
+    report = make_report(comparison, steps, {}, places, run.config.run.name)
     folder = run.folder / REPORT_FOLDER
     folder.mkdir()
     (folder / REPORT_JSON).write_text(json.dumps(report))

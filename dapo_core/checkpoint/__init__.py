@@ -14,7 +14,15 @@ from dapo_core.checkpoint.folder import (
     latest_checkpoint,
 )
 from dapo_core.checkpoint.keeper import CheckpointKeeper
-from dapo_core.checkpoint.resume import find_start, locked, require_resume, require_same_training, resume_digest
+from dapo_core.checkpoint.resume import (
+    end_again,
+    find_start,
+    locked,
+    require_resume,
+    require_same_training,
+    resume_digest,
+    resume_metrics,
+)
 from dapo_core.checkpoint.state import (
     STATE_FILE,
     TrainerState,
@@ -42,6 +50,7 @@ __all__ = [
     "best_checkpoint",
     "checkpoint_folders",
     "copy_model_files",
+    "end_again",
     "find_start",
     "latest_checkpoint",
     "locked",
@@ -51,5 +60,6 @@ __all__ = [
     "require_resume",
     "require_same_training",
     "resume_digest",
+    "resume_metrics",
     "state_files",
 ]

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.checkpoint.folder import CHECKPOINTS, LATEST_FILE, PARTIAL, latest_checkpoint, step_folders
-from dapo_core.checkpoint.state import STATE_FILE, read_state
+from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state
+from dapo_core.checkpoint.writer import tidy
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.identity import refuse_other_training
-from dapo_core.metrics import METRICS_FILE
+from dapo_core.metrics import METRICS_FILE, MetricsLog, read_metrics
 
 if TYPE_CHECKING:
     from dapo_core.config import Config
@@ -105,6 +106,32 @@ def require_same_training(config: Config, start: Path, folder: Path, identity: M
             f"{start} is of training step {state.step}, so that train.total_steps={total_steps} leaves no step to "
             f"train: raise it above {state.step}, or name another checkpoint or --output"
         )
+
+
+def resume_metrics(output: Path, state: TrainerState, is_own: bool = True) -> MetricsLog:
+    """The log of a training that goes on from the state: the state's step is the last one told.
+
+    Unless the state `is_own`, of a checkpoint of this output, the lines there are of another training.
+    """
+    log = MetricsLog(output, state.step if is_own else 0)
+    told = read_metrics(log.path)
+    if not told or told[-1]["step"] < state.step:
+        log.append(state.step, state.policy_version, state.metrics)
+    return log
+
+
+def end_again(config: Config, start: Path, output: Path) -> TrainerState | None:
+    """The state of the output's training if it has done its last step, and is left as one that ended; else None.
+
+    It may have been killed in its end; or it ended well, and nobody was there to see that.
+    """
+    state = read_state(start)
+    if state.step < config.train.total_steps:
+        return None
+    resume_metrics(output, state)
+    tidy(start.parent, 1, config.checkpoint.keep_best)
+    logger.info("training has done its %d steps: there is nothing left to train", state.step)
+    return state
 
 
 def _checkpoint_at(path: Path) -> Path:

@@ -138,7 +138,7 @@ class CheckpointWriter:
 
         Also when this attempt wrote none: one that was killed here left more.
         """
-        self._tidy(keep_last=1)
+        tidy(self.folder, 1, self.config.checkpoint.keep_best)
 
     def is_among_best(self, accuracy: float) -> bool:
         """Whether a checkpoint of this validation/accuracy would now be kept as one of the best."""
@@ -152,7 +152,7 @@ class CheckpointWriter:
         """Everything of a checkpoint but the shards, for which there is room as well."""
         self.folder.mkdir(parents=True, exist_ok=True)
         sync(self.folder.parent)
-        self._tidy(self.config.checkpoint.keep_last)
+        tidy(self.folder, self.config.checkpoint.keep_last, self.config.checkpoint.keep_best)
         if write.target.exists():
             raise CheckpointError("there is one already, from which this training should have gone on")
         texts = {**state_files(state), **self._texts}
@@ -207,21 +207,8 @@ class CheckpointWriter:
             published.write_seconds,
             published.waited_seconds,
         )
-        self._tidy(self.config.checkpoint.keep_last)
+        tidy(self.folder, self.config.checkpoint.keep_last, self.config.checkpoint.keep_best)
         return published
-
-    def _tidy(self, keep_last: int) -> None:
-        """Remove what killed attempts left, and all checkpoints but the newest and the best."""
-        for leftover in self.folder.glob(f"*{PARTIAL}"):
-            _remove(leftover)
-        kept = {
-            *checkpoint_folders(self.folder)[-keep_last:],
-            *best_checkpoints(self.folder, self.config.checkpoint.keep_best),
-        }
-        for path in step_folders(self.folder):
-            if path not in kept:
-                logger.info("checkpoint %s is removed", path.name)
-                _remove(path)
 
     @contextmanager
     def _writing(self, write: _Write) -> Iterator[None]:
@@ -247,6 +234,17 @@ class CheckpointWriter:
             f"lower checkpoint.keep_last={settings.keep_last} or checkpoint.keep_best={settings.keep_best}, "
             "beside which one more must fit, or take an --output or a store.path on a larger disk"
         )
+
+
+def tidy(folder: Path, keep_last: int, keep_best: int) -> None:
+    """Remove what killed attempts left, and all checkpoints but the newest and the best."""
+    for leftover in folder.glob(f"*{PARTIAL}"):
+        _remove(leftover)
+    kept = {*checkpoint_folders(folder)[-keep_last:], *best_checkpoints(folder, keep_best)}
+    for path in step_folders(folder):
+        if path not in kept:
+            logger.info("checkpoint %s is removed", path.name)
+            _remove(path)
 
 
 def _partial(path: Path) -> Path:

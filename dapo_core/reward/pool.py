@@ -128,7 +128,8 @@ class RewardPool:
     ) -> None:
         """Start the processes when there is a user's file, otherwise only once a rule needs them.
 
-        Raises ConfigError as require_scorers does, and RolloutError when the user's file cannot be loaded.
+        Raises ConfigError as require_scorers does, RewardError when the user's file cannot be loaded, and
+        RolloutError when a process cannot be started for another reason.
         """
         require_scorers((), reward, custom)
         self.reward = reward
@@ -164,8 +165,8 @@ class RewardPool:
     def finished(self, max_seconds: float = 0.0) -> list[tuple[str, Score]]:
         """Scores that are ready as (key, score), waiting up to `max_seconds` until there is one.
 
-        Raises RolloutError when a process that is to replace an ended one does not start, and RewardError when
-        they keep ending though they score nothing.
+        Raises as the start does when a process that is to replace an ended one does not start, and RewardError
+        when they keep ending though they score nothing.
         """
         deadline = time.monotonic() + max_seconds
         scores = self._done + self._collect(0.0)
@@ -190,7 +191,7 @@ class RewardPool:
         try:
             while not all(worker.is_ready for worker in self._workers):
                 self._collect(START_SECONDS)
-        except RolloutError:
+        except (RewardError, RolloutError):
             self.close()
             raise
 
@@ -247,10 +248,7 @@ class RewardPool:
         worker.kill()
         scores = self._read(worker)  # what it wrote between our last look and its end
         if not worker.is_ready:
-            raise RolloutError(
-                f"a scoring process ended (exit code {worker.popen.returncode}) or was not ready within "
-                f"{START_SECONDS:g} s; its output is in the log{self._file_hint()}"
-            )
+            raise self._no_start(worker.popen.returncode if verdict == "error" else None)
         if not num_before:
             self._note_idle_end(worker)
         if worker.in_hand and (verdict == "error" or len(worker.in_hand) == num_before):
@@ -275,8 +273,22 @@ class RewardPool:
     def _welcome(self, worker: _Worker, line: bytes) -> None:
         failure = json.loads(line).get("failed")
         if failure is not None:
-            raise RolloutError(f"the scorer cannot be loaded{self._file_hint()}:\n{failure}")
+            raise RewardError(f"the scorer cannot be loaded{self._file_hint()}:\n{failure}")
         worker.is_ready = True
+
+    def _no_start(self, exit_code: int | None) -> RewardError | RolloutError:
+        """What to raise for a process that ended before it was ready, or (None) took too long for that."""
+        what = (
+            f"was not ready within {START_SECONDS:g} s" if exit_code is None else f"ended (exit code {exit_code})"
+        )
+        if self.custom.path is not None and exit_code != -signal.SIGKILL:
+            return RewardError(
+                f"a scoring process {what} while it loaded the scorer; its output is in the log{self._file_hint()}"
+            )
+        return RolloutError(
+            f"a scoring process {what} before it could score; its output is in the log. The kernel kills "
+            f"processes when memory runs out: lower reward.num_processes={self.reward.num_processes}"
+        )
 
     def _late(self, key: str, call: Call) -> Score:
         self._log_failure(key, call, f"took longer than reward.timeout_seconds={self.reward.timeout_seconds:g}")

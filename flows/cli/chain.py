@@ -7,11 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flows.cli.options import ConfigArgument, JsonOption, SetOption
+
+if TYPE_CHECKING:
+    from dapo_core.config import Config
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +47,22 @@ app.add_typer(config_app, name="config")
     short_help="Run the whole chain and print the report.",
 )
 def run(config: ConfigArgument, overrides: SetOption = None) -> None:
-    """Run the whole chain as the Prefect flow dapo-full and print the report."""
-    wait_for_api = start_prefect(config, overrides)
-    import matplotlib.backends.backend_agg  # noqa: F401 - for the report, while the server starts
+    """Run the whole chain as the Prefect flow dapo-full and print the report.
+
+    Where the store has every output and no Prefect server runs, none is started: only the report is written.
+    """
+    from flows.prefect_server import has_prefect_api
+    from tasks.runs.plan import is_built
+
+    settings = begin(config, overrides)
+    has_all = is_built(settings)
+    if has_all and not has_prefect_api(Path(settings.store.path)):
+        logger.info("every output is in the store: a report is all there is to do, which needs no Prefect server")
+        print_report(report_again(settings))
+        return
+    wait_for_api = start_prefect(settings)
+    if not has_all:
+        import matplotlib.backends.backend_agg  # noqa: F401 - for the report, while the server starts
 
     from flows.dapo_full import dapo_full
 
@@ -76,7 +92,7 @@ def stage(
         if name is not StageName.EVALUATE_MODEL:
             raise typer.BadParameter(f"{name.value} has no sides; evaluate-model has", param_hint="--side")
         options["side"] = side.value
-    wait_for_api = start_prefect(config, overrides, _needs(name, side))
+    wait_for_api = start_prefect(begin(config, overrides, _needs(name, side)))
     from flows.single_stages import STAGE_FLOWS
 
     wait_for_api()
@@ -98,26 +114,42 @@ def _needs(name: StageName, side: Side | None) -> tuple[str, ...]:
     return LINKS[name.value.replace("-", "_")].needs
 
 
-def start_prefect(config: Path, overrides: list[str] | None, needs: Sequence[str] = ()) -> Callable[[], None]:
-    """Have Prefect's API start while the caller imports flows; returns what waits for it.
+def begin(config: Path, overrides: list[str] | None, needs: Sequence[str] = ()) -> Config:
+    """The configuration of a run that may start; from here lines begin with time and stage.
 
-    Raises, before any of that, what would end the run of this configuration, which begins from the outputs of the
-    stages that it `needs`.
+    Raises what would end the run, which begins from the outputs of the stages that it `needs`.
     """
     from dapo_core.config import load_config
     from flows.console import print_chain
     from flows.prefect_settings import apply_prefect_settings
     from tasks.runs.run import check_start, require_outputs
-    from tasks.stages import CHAIN
 
     settings = load_config(config, overrides or ())
     check_start(settings)
     require_outputs(settings, needs)
     apply_prefect_settings()
     print_chain()
-    logger.info("starting Prefect")
-    from flows.prefect_server import provide_prefect_api
+    return settings
 
+
+def report_again(settings: Config) -> Path:
+    """The folder of a new report on a chain that is built."""
+    from flows.notify import tell_report
+    from tasks.runs.history import REPORT_FOLDER
+    from tasks.runs.report import repeat_chain
+    from tasks.runs.run import Run
+
+    with Run.start(settings) as run:
+        tell_report(run, repeat_chain(run))
+    return run.folder / REPORT_FOLDER
+
+
+def start_prefect(settings: Config) -> Callable[[], None]:
+    """Have Prefect's API start while the caller imports flows; returns what waits for it."""
+    from flows.prefect_server import provide_prefect_api
+    from tasks.stages import CHAIN
+
+    logger.info("starting Prefect")
     wait_for_api = provide_prefect_api(Path(settings.store.path))
 
     def wait() -> None:

@@ -52,12 +52,17 @@ def runs(
 @runs_app.command("show", epilog="Example: dapo runs show latest; dapo runs show 20260301T0200 --json")
 def show(run: RunArgument, store: StoreOption = DEFAULT_STORE, is_json: JsonOption = False) -> None:
     """Show everything about one run: stages, outputs, result, and what its configuration changed."""
+    from dapo_core.errors import StoreError
     from flows.tables import print_json, print_run
     from tasks.runs.history import changed_keys, describe_run, find_run, read_report, run_before
 
     found = find_run(store, run)
     before = run_before(found)
-    changes = changed_keys(before, found) if before else []
+    try:
+        changes = changed_keys(before, found) if before else []
+    except StoreError as error:
+        typer.echo(f"left out: {error}", err=True)
+        changes = None
     report = read_report(found)
     if is_json:
         print_json(
@@ -65,7 +70,7 @@ def show(run: RunArgument, store: StoreOption = DEFAULT_STORE, is_json: JsonOpti
                 **describe_run(found),
                 "verdict": report and report["verdict"],
                 "run_before": before and before.id,
-                "changes": [vars(change) for change in changes],
+                "changes": changes if changes is None else [vars(change) for change in changes],
             }
         )
         return

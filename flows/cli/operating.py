@@ -69,7 +69,7 @@ def down(
     ] = False,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """End the worker and the server that `dapo up` started, and nothing else."""
+    """End the worker and the server that `dapo up` started, with --cancel their flow runs, and nothing else."""
     from flows.services.start import take_down
 
     ended = take_down(Services(store), cancel)

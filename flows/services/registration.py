@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
+from uuid import UUID
 
 from prefect.automations import AutomationCore, ChangeFlowRunState, EventTrigger, Posture, ResourceSpecification
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -20,6 +21,7 @@ from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterName,
     FlowRunFilter,
+    FlowRunFilterId,
     FlowRunFilterState,
     FlowRunFilterStateType,
     WorkPoolFilter,
@@ -141,12 +143,13 @@ def online_workers(client: SyncPrefectClient, since: float = 0.0) -> list[str]:
     ]
 
 
-def active_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Flow runs of our pool that a worker has taken up and that have not ended."""
-    return client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=ACTIVE))),
-        work_pool_filter=OUR_POOL,
-    )
+def active_runs(client: SyncPrefectClient, living: Iterable[str] = ()) -> list[FlowRun]:
+    """Flow runs of our pool that a worker has taken up and that have not ended, and the `living`, by id."""
+    filters = [FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=ACTIVE)))]
+    if ids := [UUID(flow_run) for flow_run in living]:
+        filters.append(FlowRunFilter(id=FlowRunFilterId(any_=ids)))
+    found = [client.read_flow_runs(flow_run_filter=each, work_pool_filter=OUR_POOL) for each in filters]
+    return list({run.id: run for runs in found for run in runs}.values())
 
 
 @contextlib.contextmanager
@@ -174,7 +177,8 @@ def describe_runs(runs: list[FlowRun]) -> str:
 def cancel_runs(client: SyncPrefectClient, runs: list[FlowRun], patience_seconds: float) -> list[FlowRun]:
     """Cancel flow runs as Prefect's page does and wait until they ended; returns those that did not in time."""
     for run in runs:
-        client.set_flow_run_state(run.id, Cancelling(message="dapo down --cancel"))
+        is_active = run.state_type in ACTIVE  # else it goes on although it is marked as ended
+        client.set_flow_run_state(run.id, Cancelling(message="dapo down --cancel"), force=not is_active)
     deadline = time.monotonic() + patience_seconds
     asked = {run.id for run in runs}
     while left := [run for run in active_runs(client) if run.id in asked]:

@@ -6,15 +6,15 @@ down:  flow runs -> worker -> states of what died with it -> server
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import logging
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,7 +94,12 @@ def take_down(services: Services, cancel: bool) -> list[str]:
         else:
             if server:
                 logger.warning("server: pid %d does not answer; states of flow runs stay as they are", server.pid)
-            ended = _stop(services, state, WORKER)
+            if (processes := _flow_run_processes(services)) and not cancel:
+                raise ServeError(
+                    f"{', '.join(_described(processes))} goes on without a server; wait for its end, or type "
+                    "`dapo down --cancel`"
+                )
+            ended = _stop(services, state, WORKER) + _end_flow_runs(_flow_run_processes(services))
         return ended + _stop(services, state, SERVER)
 
 
@@ -304,15 +309,15 @@ def _end_work(services: Services, state: State, cancel: bool) -> list[str]:
     from flows.services.registration import paused_pool, server_client
 
     with server_client() as client, paused_pool(client):
-        cancelled = _clear_runs(client, cancel, bool(state.running(WORKER)))
-        return _stop(services, state, WORKER) + _settle_runs(client, cancelled)
+        cancelled = _clear_runs(services, client, cancel, bool(state.running(WORKER)))
+        return _stop(services, state, WORKER) + _settle_runs(services, client, cancelled)
 
 
-def _clear_runs(client: SyncPrefectClient, cancel: bool, has_worker: bool) -> set[str]:
+def _clear_runs(services: Services, client: SyncPrefectClient, cancel: bool, has_worker: bool) -> set[str]:
     """Make sure that stopping the worker ends nothing unasked; returns ids of flow runs that were cancelled."""
     from flows.services.registration import active_runs, cancel_runs, describe_runs
 
-    runs = active_runs(client)
+    runs = active_runs(client, _flow_run_processes(services))
     if runs and not cancel:
         raise ServeError(
             f"flow runs are active and would die with the worker:\n{describe_runs(runs)}\n"
@@ -326,33 +331,54 @@ def _clear_runs(client: SyncPrefectClient, cancel: bool, has_worker: bool) -> se
     return {str(run.id) for run in runs}
 
 
-def _settle_runs(client: SyncPrefectClient, cancelled: set[str]) -> list[str]:
-    """With no worker left to do it: end processes of flow runs that still count as active, and their state."""
+def _settle_runs(services: Services, client: SyncPrefectClient, cancelled: set[str]) -> list[str]:
+    """With no worker left to do it: end processes of flow runs, and the state of those that count as active."""
     from prefect.states import Cancelled, Crashed
 
     from flows.services.registration import active_runs
 
-    ended = []
-    for run in active_runs(client):
-        for process in _flow_run_processes(str(run.id)):
-            process.send_signal(signal.SIGTERM)
-            _, stuck = psutil.wait_procs([process], timeout=STOP_SECONDS)
-            for survivor in stuck:
-                survivor.kill()
-            ended.append(f"flow run {run.name}, pid {process.pid}")
+    runs = active_runs(client)
+    ended = _end_flow_runs(_flow_run_processes(services, {str(run.id) for run in runs}))
+    for run in runs:
         kind = Cancelled if str(run.id) in cancelled else Crashed
         client.set_flow_run_state(run.id, kind(message="dapo down: no process of it is left"), force=True)
     return ended
 
 
-def _flow_run_processes(flow_run_id: str) -> Iterator[psutil.Process]:
-    """The process that executes a flow run on this machine, told by its environment."""
+def _flow_run_processes(services: Services, flow_runs: Collection[str] = ()) -> dict[str, psutil.Process]:
+    """The processes on this machine that execute these flow runs, or any that our worker started; by flow run.
+
+    Told by the environment that a worker hands on, whatever state the server has: a run may be marked as Crashed
+    for want of heartbeats, and go on.
+    """
+    found = {}
     for process in psutil.process_iter():
         try:
-            if "prefect.engine" in process.cmdline() and process.environ().get(FLOW_RUN_VARIABLE) == flow_run_id:
-                yield process
+            if "prefect.engine" not in process.cmdline():
+                continue
+            environment = process.environ()
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
+        flow_run, home = environment.get(FLOW_RUN_VARIABLE), environment.get("PREFECT_HOME")
+        if flow_run and (flow_run in flow_runs or (home and Path(home).resolve() == services.home.resolve())):
+            found[flow_run] = process
+    return found
+
+
+def _end_flow_runs(processes: Mapping[str, psutil.Process]) -> list[str]:
+    """End processes of flow runs, which end what they started; psutil signals none whose pid was given anew."""
+    for process in processes.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, stuck = psutil.wait_procs(processes.values(), timeout=STOP_SECONDS)
+    for survivor in stuck:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            survivor.kill()
+    return _described(processes)
+
+
+def _described(processes: Mapping[str, psutil.Process]) -> list[str]:
+    return [f"flow run {flow_run}, pid {process.pid}" for flow_run, process in processes.items()]
 
 
 def _stop(services: Services, state: State, name: str) -> list[str]:

@@ -23,24 +23,24 @@ REMIND_SECONDS = 60.0
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
     """Holds the lock on `path` for the block; while another process has it, waits and says for whom."""
-    told_at = -REMIND_SECONDS
-    waiting_since = time.monotonic()
-    with clock_stopped():
-        while (descriptor := _try_lock(path)) is None:
-            waited = time.monotonic() - waiting_since
-            if waited - told_at >= REMIND_SECONDS:
-                told_at = waited
-                holder = read_holder(path)
-                logger.info("waiting for %s, which builds %s (%.0f s so far)", holder, path.stem, waited)
-            time.sleep(POLL_SECONDS)
-    with _named(descriptor):
+    with _named(_wait_for_lock(path, fcntl.LOCK_EX)):
         yield
+
+
+@contextlib.contextmanager
+def shared(path: Path) -> Iterator[None]:
+    """Holds the lock on `path` for the block, as others may at once; while one has it for itself, waits."""
+    descriptor = _wait_for_lock(path, fcntl.LOCK_SH)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
 def held_if_free(path: Path) -> Iterator[bool]:
     """Yields True with the lock held for the block, or False at once when another process has it."""
-    descriptor = _try_lock(path)
+    descriptor = _try_lock(path, fcntl.LOCK_EX)
     if descriptor is None:
         yield False
         return
@@ -49,7 +49,7 @@ def held_if_free(path: Path) -> Iterator[bool]:
 
 
 def is_held(path: Path) -> bool:
-    """Returns whether a process has the lock; a file that is not there nobody has locked."""
+    """Returns whether a process has the lock for itself; a file that is not there nobody has locked."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -84,11 +84,27 @@ def _named(descriptor: int) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _try_lock(path: Path) -> int | None:
+def _wait_for_lock(path: Path, kind: int) -> int:
+    told_at = -REMIND_SECONDS
+    waiting_since = time.monotonic()
+    with clock_stopped():
+        while (descriptor := _try_lock(path, kind)) is None:
+            waited = time.monotonic() - waiting_since
+            if waited - told_at >= REMIND_SECONDS:
+                told_at = waited
+                holder = read_holder(path)
+                logger.info(
+                    "waiting for %s, which builds or exports %s (%.0f s so far)", holder, path.stem, waited
+                )
+            time.sleep(POLL_SECONDS)
+    return descriptor
+
+
+def _try_lock(path: Path, kind: int) -> int | None:
     """Returns a descriptor of the file with its lock, or None while another process has it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         is_ours = os.fstat(descriptor).st_nlink > 0  # else its holder removed it: the next locks a new one
     except BlockingIOError:
         is_ours = False

@@ -219,10 +219,15 @@ class ArtifactStore:
 
     @contextlib.contextmanager
     def kept_in_place(self, artifact: Artifact) -> Iterator[None]:
-        """Has `remove` leave the artifact alone for the block."""
-        lock_path = self._lock_path(artifact.stage, artifact.key)
-        lock_path.parent.mkdir(exist_ok=True)
-        with lock.held_if_free(lock_path):  # whoever else holds it keeps `remove` away too
+        """Has the artifact neither removed nor replaced for the block; waits while its key is being built.
+
+        Several may keep one at once. It may be elsewhere or gone by the time the block begins: look again then.
+        """
+        with contextlib.ExitStack() as stack:
+            with self._disk_errors():
+                lock_path = self._lock_path(artifact.stage, artifact.key)
+                lock_path.parent.mkdir(exist_ok=True)
+                stack.enter_context(lock.shared(lock_path))
             yield
 
     @contextlib.contextmanager

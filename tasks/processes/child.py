@@ -20,12 +20,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from dapo_core.errors import ChildProcessFailed
+from dapo_core.stopping import ECHO_SECONDS
 from tasks.processes import supervisor
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ GRACE_SECONDS = 10.0
 POLL_SECONDS = 0.1
 NUM_ERROR_LINES = 20
 MAX_LINE_BYTES = 64 * 1024
+MAX_SOCKET_PLACE = 50  # characters; the path of a socket in a folder below has less than 108
 STOP_MARGIN_SECONDS = supervisor.KILL_SECONDS + 5.0
 
 
@@ -88,17 +91,30 @@ class SupervisedProcess:
         return describe_failure(self.label, self._popen.wait(), self.log_path, self.log_offset)
 
     def stop(self) -> None:
-        """Ends the command and everything below it: SIGTERM, `grace_seconds` to clean up, SIGKILL."""
-        if self._popen.poll() is not None:
-            return
+        """Ends the command and everything below it: SIGTERM, `grace_seconds` to clean up, SIGKILL.
+
+        An interrupt meanwhile ends our patience; one that comes so soon that it may be the first once more does
+        not, and is raised in the end.
+        """
+        began, echo = time.monotonic(), None
+        deadline = began + self.grace_seconds + STOP_MARGIN_SECONDS
         try:
-            self._popen.send_signal(signal.SIGTERM)
-            self._popen.wait(self.grace_seconds + STOP_MARGIN_SECONDS)
-        except subprocess.TimeoutExpired:
-            logger.warning("%s: its supervisor %d did not end, killing the tree", self.label, self.pid)
+            while self._popen.poll() is None:
+                try:
+                    self._popen.send_signal(signal.SIGTERM)  # a second one is the first to a supervisor
+                    self._popen.wait(deadline - time.monotonic())
+                except subprocess.TimeoutExpired:
+                    logger.warning("%s: its supervisor %d did not end, killing the tree", self.label, self.pid)
+                    break
+                except BaseException as error:
+                    if isinstance(error, Exception) or time.monotonic() >= began + ECHO_SECONDS:
+                        raise
+                    echo = error
         finally:
             # Reached alive only when stuck, or when a second interrupt asks for no more patience.
             self._kill()
+        if echo is not None:
+            raise echo
 
     def _kill(self) -> None:
         deadline = time.monotonic() + supervisor.KILL_SECONDS
@@ -150,24 +166,34 @@ def background_command(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    folder_variable: str | None = None,
 ) -> Iterator[SupervisedProcess]:
     """Yields a running command that is ended, with everything below it, when the block is left in any way.
 
     Our own death, SIGKILL included, ends it as well. `env` is added to our own environment; output is
-    appended to `log_path`, without a pipe. Raises ChildProcessFailed when a command of an earlier attempt
-    still writes to the same log.
+    appended to `log_path`, without a pipe. The variable of its environment that `folder_variable` names says a
+    folder for its sockets, which is removed after it. Raises ChildProcessFailed when a command of an earlier
+    attempt still writes to the same log.
     """
     path = open_place(log_path, label)
-    with open(path, "ab") as log:
-        lock_log(log, label, grace_seconds + STOP_MARGIN_SECONDS)
-        log_offset = log.seek(0, os.SEEK_END)
-        popen = start_supervisor(command, log, grace_seconds, env=env, cwd=cwd)
-        process = SupervisedProcess(label, popen, path, log_offset, grace_seconds)
-    try:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_socket_folder()) if folder_variable else None
+        with open(path, "ab") as log:
+            lock_log(log, label, grace_seconds + STOP_MARGIN_SECONDS)
+            log_offset = log.seek(0, os.SEEK_END)
+            own = {**(env or {}), **({folder_variable: folder} if folder_variable and folder else {})}
+            popen = start_supervisor(command, log, grace_seconds, env=own, cwd=cwd, folder=folder)
+            process = SupervisedProcess(label, popen, path, log_offset, grace_seconds)
+        stack.callback(process.stop)
         logger.info("%s runs under pid %d, its output is in %s", label, process.pid, path)
         yield process
-    finally:
-        process.stop()
+
+
+def _socket_folder() -> tempfile.TemporaryDirectory[str]:
+    place = tempfile.gettempdir()
+    return tempfile.TemporaryDirectory(
+        prefix="dapo-", dir=place if len(place) <= MAX_SOCKET_PLACE else "/tmp", ignore_cleanup_errors=True
+    )
 
 
 def open_place(log_path: str | os.PathLike[str], label: str) -> Path:
@@ -188,9 +214,13 @@ def start_supervisor(
     cwd: str | os.PathLike[str] | None = None,
     held: Sequence[int] = (),
     watch: Mapping[str, Any] | None = None,
+    folder: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts the command under its supervisor, which inherits the locked log and the descriptors `held`."""
-    settings = {"parent_pid": os.getpid(), "grace_seconds": grace_seconds, "watch": watch}
+    """Starts the command under its supervisor, which inherits the locked log and the descriptors `held`.
+
+    After the command it removes `folder`, also when we are dead.
+    """
+    settings = {"parent_pid": os.getpid(), "grace_seconds": grace_seconds, "watch": watch, "folder": folder}
     supervise = [sys.executable, "-I", "-S", supervisor.__file__, json.dumps(settings)]
     return subprocess.Popen(
         [*supervise, *map(os.fspath, command)],
@@ -226,6 +256,10 @@ def describe_failure(label: str, exit_code: int, log_path: Path, log_offset: int
 
 def describe_exit(exit_code: int) -> str:
     """Returns "ended with exit code 3" or "was killed by SIGKILL ...", from a Popen return code."""
+    if exit_code - 128 in (signal.SIGINT, signal.SIGTERM):
+        return (
+            f"ended with exit code {exit_code}: told to stop by {signal.Signals(exit_code - 128).name}, not by us"
+        )
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:

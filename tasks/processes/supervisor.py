@@ -1,7 +1,8 @@
 """A small process between ours and a command, so that nothing the command started outlives us. Linux only.
 
 Run by path, never imported by the command's side:  python -I -S supervisor.py SETTINGS COMMAND...
-where SETTINGS is JSON: parent_pid, grace_seconds, and `watch`, null or the arguments of `Watch`.
+where SETTINGS is JSON: parent_pid, grace_seconds, `watch`, null or the arguments of `Watch`, and `folder`, null or
+what is removed when the command and all below it are gone.
 
 As child subreaper it stays the ancestor of everything below the command, daemons in other sessions included.
 It ends all of that when its parent dies (parent-death signal), when it gets SIGTERM, and when the command ends;
@@ -142,10 +143,13 @@ class Watch:
 class Supervisor:
     """Runs one command and ends with it; `run` does not return."""
 
-    def __init__(self, parent_pid: int, grace_seconds: float, watch: Watch | None, command: list[str]) -> None:
+    def __init__(
+        self, parent_pid: int, grace_seconds: float, watch: Watch | None, folder: str | None, command: list[str]
+    ) -> None:
         self.parent_pid = parent_pid
         self.grace_seconds = grace_seconds
         self.watch = watch
+        self.folder = folder
         self.command = command
         self.command_pid = 0
         self.wait_status: int | None = None
@@ -166,6 +170,10 @@ class Supervisor:
                 self._exec_command()
             self._watch()
         self._end_everything()
+        if self.folder is not None:
+            import shutil  # as long to import as all else here
+
+            shutil.rmtree(self.folder, ignore_errors=True)
         self._exit_as_command()
 
     def _introduce(self) -> None:
@@ -218,15 +226,21 @@ class Supervisor:
         """Sleeps until a watched signal comes or `seconds` are over; notes requests, reaps dead children."""
         received = signal.sigtimedwait(WATCHED_SIGNALS, seconds)
         if received is not None and received.si_signo in STOP_SIGNALS:
-            self.stop_reason = self.stop_reason or ASKED
+            self._note_request(f"{signal.Signals(received.si_signo).name} of process {received.si_pid}")
             self.is_hurried |= received.si_signo == REQUEST_SIGNALS[KILL]
         if self.watch is not None and (request := self.watch.look()):
-            self.stop_reason = self.stop_reason or ASKED
+            self._note_request(f"a run that watched it and was stopped itself, in {self.watch.path}")
             self.is_hurried |= request == KILL
         with contextlib.suppress(ChildProcessError):
             while (reaped := os.waitpid(-1, os.WNOHANG))[0] != 0:
                 if reaped[0] == self.command_pid:
                     self.wait_status = reaped[1]
+
+    def _note_request(self, by: str) -> None:
+        if not self.stop_reason:
+            self.stop_reason = ASKED
+            if self.watch is not None:  # whose other watchers must learn why it ends
+                _say(f"asked to stop by {by}")
 
     def _end_everything(self) -> None:
         """Ends all descendants: SIGTERM, `grace_seconds` to clean up, SIGKILL."""
@@ -298,7 +312,7 @@ def main(settings: str, command: list[str]) -> NoReturn:
     """Supervises the command as SETTINGS say."""
     chosen = json.loads(settings)
     watch = Watch(**chosen["watch"]) if chosen["watch"] else None
-    Supervisor(chosen["parent_pid"], chosen["grace_seconds"], watch, command).run()
+    Supervisor(chosen["parent_pid"], chosen["grace_seconds"], watch, chosen["folder"], command).run()
 
 
 if __name__ == "__main__":

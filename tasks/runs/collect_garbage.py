@@ -52,7 +52,9 @@ def collect_garbage(
     another collection goes on.
     """
     if not (root / "runs").is_dir():  # elsewhere every folder would look unused
-        raise StoreError(f"there is no store {root}: it has no folder runs; name the store with --store")
+        raise StoreError(
+            f"there is no store {root}: it has no folder runs, which a run makes; name the store with --store"
+        )
     store = ArtifactStore(root)
     with contextlib.nullcontext() if is_dry_run else _alone(store):
         runs = [read_run(folder) for folder in run_folders(root)]

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from markupsafe import escape
+
 from dapo_core.config import Config, dump_config, load_config
 from dapo_core.config.derived import derive
 from dapo_core.config.operation import FlowConfig
@@ -19,6 +21,7 @@ from dapo_core.config.sections import StoreConfig
 from dapo_core.durable import sync, sync_tree
 from dapo_core.errors import StoreError
 from eval.pages import render
+from eval.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts import MANIFEST_NAME, Artifact, ArtifactStore
 from tasks.artifacts.artifact import BLOCK_BYTES
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
@@ -37,9 +40,10 @@ OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
 def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> int:
     """The bytes of the model that now lies in the new folder `destination`, beside what tells where it is from.
 
-    Everything is copied, so that what is edited there changes no artifact. The folder appears complete or not at
-    all. Raises StoreError when it is there already, when the run has no model or report, when its model is no
-    longer in the store, and when a file is not what its manifest says.
+    Everything is copied, so that what is edited there changes no artifact; beside the model, ${STORE} and ${HOME}
+    stand for folders of this machine. The folder appears complete or not at all. Raises StoreError when it is
+    there already, when the run has no model or report, when its model is no longer in the store, and when a file
+    is not what its manifest says.
     """
     report = read_report(run)
     model = require_artifact(run, MODEL_LABEL)
@@ -47,22 +51,26 @@ def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> 
         raise StoreError(f"the run {run.id} ({run.flow}, {run.state}) has no report; export a completed dapo run")
     if destination.exists() or destination.is_symlink():
         raise StoreError(f"{destination} is there already; name a new folder")
-    manifests = {label: artifact.manifest() for label, artifact in _artifacts(run).items()}
     # How and where it was operated here is nobody else's concern, and may hold an address with a secret.
     here = {"flow": FlowConfig(), "store": StoreConfig()}
     config = load_config(run.folder / CONFIG_FILE).model_copy(update=here)
-    with _published(destination) as folder, ArtifactStore(run.folder.parent.parent).kept_in_place(model):
+    portable = _Portable(run)
+    with ArtifactStore(run.folder.parent.parent).kept_in_place(model), _published(destination) as folder:
+        model = require_artifact(run, MODEL_LABEL)  # a build or collection may have had its turn first
+        manifests = {label: artifact.manifest() for label, artifact in _artifacts(run).items()}
         num_bytes = _copy_model(model, folder, on_progress)
-        shutil.copytree(run.folder / REPORT_FOLDER, folder / REPORT_FOLDER)
-        (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+        _write_report(run.folder / REPORT_FOLDER, folder / REPORT_FOLDER, portable)
+        recipe = Config.model_validate(portable.value(config.model_dump(mode="json")))
+        (folder / CONFIG_FILE).write_text(dump_config(recipe), encoding="utf-8")
         (folder / MANIFESTS_FOLDER).mkdir()
         for label, manifest in manifests.items():
             told = {name: value for name, value in manifest.items() if name != "host"}
-            text = json.dumps(told, indent=2) + "\n"
+            text = json.dumps(portable.value(told), indent=2) + "\n"
             (folder / MANIFESTS_FOLDER / f"{label}.json").write_text(text, encoding="utf-8")
         if (folder / CARD_FILE).exists():
             (folder / CARD_FILE).rename(folder / BASE_CARD_FILE)
-        (folder / CARD_FILE).write_text(model_card(run, config, report, manifests), encoding="utf-8")
+        card = portable.text(model_card(run, config, report, manifests))
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
     return num_bytes
 
 
@@ -81,6 +89,7 @@ def model_card(
         report=report,
         manifests=manifests,
         base_model=base_model,
+        own_paths=_own_paths(config),
         derived=derive(config),
         versions={name: version for name, version in sorted(versions.items()) if version != "absent"},
     )
@@ -98,6 +107,55 @@ def base_model_of(config: Config) -> str | None:
     except (FileNotFoundError, ValueError):  # moved since the training
         return None
     return name if isinstance(name, str) and _HUB_NAME.fullmatch(name) else None
+
+
+class _Portable:
+    """Text of a run without places of this machine: ${STORE} for its store, ${HOME} for our home folder.
+
+    `dapo run` refuses a configuration that holds them, naming the key.
+    """
+
+    def __init__(self, run: RecordedRun) -> None:
+        store = run.folder.parent.parent
+        recorded = (Path(stage.path).parents[1] for stage in run.stages.values())  # perhaps under another mount
+        names = {str(folder): "${HOME}" for folder in (Path.home(), Path.home().resolve()) if folder != Path("/")}
+        names |= {str(folder): "${STORE}" for folder in (store, store.resolve(), *recorded)}
+        self._names = names | {str(escape(path)): name for path, name in names.items()}
+        paths = "|".join(map(re.escape, sorted(self._names, key=len, reverse=True)))
+        self._pattern = re.compile(rf"(?<![\w.-])(?:{paths})(?![\w-]|\.\w)")  # whole names of folders
+
+    def text(self, text: str) -> str:
+        return self._pattern.sub(lambda match: self._names[match[0]], text)
+
+    def value(self, value: Any) -> Any:
+        """A tree of JSON values."""
+        if isinstance(value, dict):
+            return {self.text(key): self.value(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.value(item) for item in value]
+        return self.text(value) if isinstance(value, str) else value
+
+
+def _write_report(source: Path, target: Path, portable: _Portable) -> None:
+    target.mkdir()
+    for path in sorted(source.iterdir()):
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            text = json.dumps(portable.value(json.loads(text)), indent=2, ensure_ascii=False) + "\n"
+        (target / path.name).write_text(portable.text(text), encoding="utf-8")
+
+
+def _own_paths(config: Config) -> list[str]:
+    """The keys that name files of the user's own."""
+    data, model, scorer, prompt = config.data, config.model, config.custom_reward, config.evaluate.prompt
+    paths = {
+        "data.train_path": data.train_path,
+        "data.eval_path": data.eval_path,
+        "model.path": model.path,
+        "custom_reward.path": scorer.path,
+        "evaluate.prompt": None if prompt in (DEFAULT, *TEMPLATES) else prompt,
+    }
+    return [f"`{key}`" for key, path in paths.items() if path is not None]
 
 
 def _benchmark(config: Config, report: Mapping[str, Any]) -> str:
@@ -151,6 +209,12 @@ def _published(destination: Path) -> Iterator[Path]:
         sync_tree(partial)
         partial.rename(destination)
         sync(destination.parent)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            f"the export to {destination} failed: {error}; make room there, or name another folder"
+        ) from None
     finally:
         if partial.exists():
             shutil.rmtree(partial)

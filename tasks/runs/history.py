@@ -124,14 +124,19 @@ def read_run(folder: Path) -> RecordedRun:
             pid=record["pid"],
             state="interrupted" if record["state"] == "running" and not is_going_on else record["state"],
             started_at=record["started_at"],
-            seconds=time.time() - record["started_at"] if is_going_on else record["seconds"],
+            seconds=max(0.0, time.time() - record["started_at"]) if is_going_on else record["seconds"],
             stages=stages,
             error=record.get("error"),
             report=record.get("report"),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
         raise StoreError(
-            f"{path} is not the record of a run ({error!r}); a run of another version wrote it"
+            f"{path} cannot be read: {error.strerror}; mend that, or move the run's folder away"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(
+            f"{path} is not the record of a run ({error!r}): a run of another version wrote it, or it was edited; "
+            "move the run's folder away to do without it and what only it used"
         ) from None
 
 
@@ -240,16 +245,19 @@ def run_before(run: RecordedRun) -> RecordedRun | None:
 
 
 def changed_keys(before: RecordedRun, after: RecordedRun) -> list[Difference]:
-    """Configuration keys whose value is another one in `after`. Raises StoreError when one's file is gone."""
+    """Configuration keys whose value is another one in `after`. Raises StoreError when one cannot be read."""
     return differences_of(_read_config(before), _read_config(after))
 
 
 def _read_config(run: RecordedRun) -> dict[str, Any]:
     path = run.folder / CONFIG_FILE
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise StoreError(f"the configuration of the run {run.id} cannot be read: {error}") from None
+    if not isinstance(tree, dict):  # a power cut may leave an empty file
+        raise StoreError(f"the configuration of the run {run.id} cannot be read: {path} holds no sections")
+    return tree
 
 
 def read_report(run: RecordedRun) -> dict[str, Any] | None:

@@ -71,6 +71,11 @@ def plan_chain(config: Config) -> list[PlannedStage]:
     return stages
 
 
+def is_built(config: Config) -> bool:
+    """Whether the store has the output of every stage."""
+    return all(stage.state == "cached" for stage in plan_chain(config))
+
+
 def _plan_waiting(config: Config, link: Link, upstream: str, before: Mapping[str, Any] | None) -> PlannedStage:
     note = f"waits for {upstream}"
     if before is None:

@@ -8,7 +8,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,8 +109,7 @@ class Run:
         goes on uses what the store has.
         """
         started = time.monotonic()
-        token = current_stage.set(label)
-        try:
+        with _speaking_of(label):
             while True:
                 is_forced = label in self.forced and label not in self.stages
                 artifact, cached = self.store.produce(
@@ -120,8 +119,6 @@ class Run:
                 if self._keep(label, artifact, cached, seconds):
                     break
             self._tell(artifact, cached, seconds)
-        finally:
-            current_stage.reset(token)
         return artifact
 
     def take(self, label: str) -> Artifact:
@@ -129,8 +126,11 @@ class Run:
         link = LINKS[label]
         key = link.key(self.config, {need: self.take(need) for need in link.needs})
         artifact = _require(self.store, label, key)
-        if not (label in self.stages or self._keep(label, artifact, True, 0.0)):
-            raise StoreError(f"{artifact.path}, the output of {label}, was removed a moment ago; try again")
+        if label not in self.stages:
+            if not self._keep(label, artifact, True, 0.0):
+                raise StoreError(f"{artifact.path}, the output of {label}, was removed a moment ago; try again")
+            with _speaking_of(label):
+                self._tell(artifact, True, 0.0)
         return artifact
 
     def _keep(self, label: str, artifact: Artifact, cached: bool, seconds: float) -> bool:
@@ -146,14 +146,15 @@ class Run:
 
     def _replace(self, old: Artifact) -> None:
         """Point the runs that used the artifact to where it stands; raise StoreError when one of them goes on."""
-        for run in read_runs(self.store.root):
+        runs = list(read_runs(self.store.root))  # one that begins to use it after this sees that it has moved
+        for run in runs:
             if run.uses(old) and run.state == "running" and run.folder != self.folder:
                 raise StoreError(
                     f"the run {run.id} of {run.name} ({run.flow}, pid {run.pid} on {run.host}) goes on and uses "
                     f"{self.store.directory(old.stage, old.key)}, which --force would replace under it; try again "
                     "when it has ended, or end it"
                 )
-        for run in read_runs(self.store.root):
+        for run in runs:
             point_at(run, old)
 
     def _tell(self, artifact: Artifact, cached: bool, seconds: float) -> None:
@@ -178,6 +179,15 @@ class Run:
             **self.outcome,
         }
         write_record(self.folder, record)
+
+
+@contextlib.contextmanager
+def _speaking_of(label: str) -> Iterator[None]:
+    token = current_stage.set(label)
+    try:
+        yield
+    finally:
+        current_stage.reset(token)
 
 
 def require_outputs(config: Config, labels: Iterable[str]) -> dict[str, Artifact]:

@@ -18,11 +18,13 @@ import httpx
 from dapo_core.config import ServeConfig
 from dapo_core.errors import ServeError, ServerDied
 from eval.errors import EvaluationError
+from eval.event_loop import run_in_thread
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.serve_model.checks import require_servable
 from tasks.serve_model.command import (
     API_KEY_VARIABLE,
     SERVED_NAME,
+    SOCKETS_VARIABLE,
     base_url,
     choose_ports,
     free_ports,
@@ -48,7 +50,7 @@ class Server:
     base_url: str
     model: str  # the served name
     api_key: str
-    command: str = ""  # as one would type it; "" for a server that others started
+    command: str = ""  # as one would type it, MODEL being the folder; "" for a server that others started
 
 
 @contextlib.contextmanager
@@ -125,13 +127,20 @@ class _Launch:
         """Start it; the stack ends it."""
         self._port = port
         command = serve_command(self._model_path, self._settings, port)
-        line = shell_line(command, self._environment)
-        logger.info("%s: %s", self._label, line)
+        logger.info("%s: %s", self._label, shell_line(command, self._environment))
         process = self._stack.enter_context(
-            background_command(command, log_path=self._log_path, label=self._label, env=self._environment)
+            background_command(
+                command,
+                log_path=self._log_path,
+                label=self._label,
+                env=self._environment,
+                folder_variable=SOCKETS_VARIABLE,
+            )
         )
         self._processes.append(process)
         url = base_url(self._settings.host, port)
+        portable = ["python", *("MODEL" if word == str(self._model_path) else word for word in command[1:])]
+        line = shell_line(portable, self._environment)
         self.server = Server(url, SERVED_NAME, self._environment[API_KEY_VARIABLE], line)
 
     @property
@@ -239,7 +248,8 @@ def _run_servers(
         try:
             for launch, port in zip(launches, ports, strict=True):
                 launch.start(port)
-            asyncio.run(_become_healthy(launches, deadline, settings.startup_seconds))
+            stop = asyncio.Event()
+            run_in_thread(_become_healthy(launches, deadline, settings.startup_seconds, stop), stop.set)
             yield launches
         finally:
             # All at once; the stack then waits for each.
@@ -247,20 +257,22 @@ def _run_servers(
                 launch.ask_to_end()
 
 
-async def _become_healthy(launches: Sequence[_Launch], deadline: float, startup_seconds: float) -> None:
-    """Return once all are healthy; raises ServeError when one ended, or when the deadline has passed."""
+async def _become_healthy(
+    launches: Sequence[_Launch], deadline: float, startup_seconds: float, stop: asyncio.Event
+) -> None:
+    """Return once all are healthy, or told to stop; raises ServeError when one ended, or at the deadline."""
     waits = {asyncio.create_task(launch.become_healthy()): launch for launch in launches}
-    left = max(0.0, deadline - time.monotonic())
-    done, pending = await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
-    for error in [task.exception() for task in waits if task in done]:
-        if error is not None:
-            raise error
-    if pending:
-        tails = "\n".join(launch.tail() for task, launch in waits.items() if task in pending)
-        raise ServeError(
-            f"{len(pending)} of {len(launches)} servers not healthy after serve.startup_seconds="
-            f"{startup_seconds:g}; raise it, or see their last lines:\n{tails}"
-        )
+    pending = set(waits)
+    while pending and not stop.is_set():
+        if time.monotonic() >= deadline:
+            tails = "\n".join(launch.tail() for task, launch in waits.items() if task in pending)
+            raise ServeError(
+                f"{len(pending)} of {len(launches)} servers not healthy after serve.startup_seconds="
+                f"{startup_seconds:g}; raise it, or see their last lines:\n{tails}"
+            )
+        done, pending = await asyncio.wait(pending, timeout=POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
 
 
 def _label(number: int, settings: ServeConfig) -> str:

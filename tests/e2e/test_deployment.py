@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.integration.browser import Browser
-from tests.operated import Site, describe
+from tests.operated import ROOT, Site, describe
 
 STAGES = [
     "prepare_data",
@@ -241,6 +242,17 @@ def test_the_report_alone_is_written_again_from_the_store(site: Site, chain: Fin
     assert record["report"] == chain.record["report"]
     assert {stage["artifact"] for stage in record["stages"].values()} == set(chain.report["artifacts"].values())
     assert f"Report with plots: {run / 'report' / 'report.html'}" in done.stdout.replace("\n", "")
+
+
+def test_an_export_names_no_place_of_this_machine(site: Site, chain: Finished, tmp_path: Path) -> None:
+    done = site.dapo("export", chain.folder.name, str(tmp_path / "model"), "--store", str(site.store))
+    assert done.returncode == 0, done.stdout + done.stderr
+    places = [f"{place}/".encode() for place in (site.store, ROOT, sys.prefix, Path.home())]
+    files = [path for path in (tmp_path / "model").rglob("*") if path.is_file()]
+    assert [path.name for path in files if any(place in path.read_bytes() for place in places)] == []
+    manifest = json.loads((tmp_path / "model" / "manifests" / "evaluate_after.json").read_text())
+    [command] = manifest["metrics"]["serve_commands"]
+    assert " python -m dapo_core.engines.vllm_command serve MODEL --served-model-name " in command
 
 
 def test_an_error_that_a_retry_cannot_mend_is_told_once(site: Site, chain: Finished) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,16 +34,17 @@ from typing import Any
 import psutil
 import pytest
 
+from bench.small_chain import CONFIG, SMALL
 from flows.services.daemons import SERVER, WORKER
 from tasks.processes.supervisor import ASKED, UNWATCHED
 from tasks.processes.watched_command import read_record
 from tasks.training_lock import TRAINING_LOCK, read_holder
-from tests.operated import CONFIG, ROOT, SMALL, Site, describe
+from tests.operated import GONE_SECONDS, ROOT, Site, assert_all_gone, find_command
 from tests.postgres_servers import started_postgres
+from tests.webhooks import started_receiver
 
 pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 AWAY_SECONDS = 40.0
-GONE_SECONDS = 60.0
 PATIENCE_SECONDS = 240.0
 NUM_ITEMS, NUM_STEPS = 24, 12
 SLOW_EVALUATION = "evaluate.requests_per_second=0.3"  # changes no result, so no key; not done in a minute
@@ -104,7 +106,27 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def builds(site: Site) -> Builds:
+def told(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """What a webhook gets by the automation of docs/notifications.md, made as it says there."""
+    words = (ROOT / "docs/notifications.md").read_text().split("## Runs that end unseen")[1].split("\n## ")[0]
+    code, automation = re.findall(r"```(?:python|yaml)\n(.*?)```", words, re.DOTALL)
+    environment = {**os.environ, **site.environment, "PREFECT_API_URL": site.state().api_url}
+    folder = tmp_path_factory.mktemp("automation")
+
+    def run(*command: str) -> str:
+        return subprocess.run(
+            [sys.executable, *command], env=environment, cwd=folder, check=True, capture_output=True, text=True
+        ).stdout
+
+    with started_receiver() as receiver:
+        block = run("-c", code.replace("https://hooks.example.org/...", receiver.url()))
+        (folder / "unseen-crashes.yaml").write_text(automation.replace("BLOCK_ID", block.strip()))
+        run("-m", "prefect", "automation", "create", "--from-file", "unseen-crashes.yaml")
+        yield receiver.received
+
+
+@pytest.fixture(scope="module")
+def builds(site: Site, told: list[tuple[str, dict[str, Any]]]) -> Builds:
     """Each gets its fate as soon as it builds the model, which the others wait for."""
     waiting = {site.create_run("dapo-full", SLOW_EVALUATION) for _ in range(3)}
 
@@ -118,7 +140,7 @@ def builds(site: Site) -> Builds:
     for stop in (kill_flow, Site.cancel):
         flow_run, _ = site.wait_for("one builds the model", find_builder, PATIENCE_SECONDS)
         waiting.remove(flow_run)
-        processes = tree_of(site, flow_run)
+        processes = site.tree(flow_run)
         assert len(processes) >= 3  # flow, supervisor, command
         stop(site, flow_run)
         assert_all_gone(processes)
@@ -141,7 +163,7 @@ def evaluation(site: Site, builds: Builds, training: Paused) -> Stopped:
     """The run whose command was killed, cancelled while it evaluates."""
     flow_run = builds.command_killed
     site.wait_for("answers", lambda: len(answers(site)) >= 2, PATIENCE_SECONDS)
-    processes = tree_of(site, flow_run)
+    processes = site.tree(flow_run)
     assert any("serve" in process.cmdline() for process in processes)
     site.cancel(flow_run)
     assert_all_gone(processes)
@@ -152,7 +174,7 @@ def evaluation(site: Site, builds: Builds, training: Paused) -> Stopped:
 @pytest.fixture(scope="module")
 def attached(site: Site, training: Paused, evaluation: Stopped) -> Stopped:
     """A run that attached to the training after its worker had ended, cancelled."""
-    worker, flow_process = service(site, WORKER), site.flow_process(training.flow_run)
+    worker, flow_process = site.service(WORKER), site.flow_process(training.flow_run)
     assert flow_process is not None
     os.kill(worker.pid, signal.SIGTERM)
     assert_all_gone([worker, flow_process])
@@ -160,7 +182,7 @@ def attached(site: Site, training: Paused, evaluation: Stopped) -> Stopped:
     site.up()
     flow_run = site.create_run("train-policy", *TRAINING)
     wait_for_log(site, flow_run, "attached to")
-    processes = tree_of(site, flow_run)
+    processes = site.tree(flow_run)
     site.cancel(flow_run)
     lines = training.end(ASKED)
     assert_all_gone(processes)
@@ -196,7 +218,7 @@ def waited(site: Site, unwatched: Paused) -> None:
     holder = read_holder(path)
     waiting = site.create_run("train-policy", "train.total_steps=1")
     wait_for_log(site, waiting, "waiting for the lock")
-    processes = tree_of(site, waiting)
+    processes = site.tree(waiting)
     site.cancel(waiting)
     assert_all_gone(processes)
     assert_state(site, waiting, "CANCELLED")
@@ -207,10 +229,10 @@ def waited(site: Site, unwatched: Paused) -> None:
 def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Paused, waited: None) -> Away:
     """Worker and server are killed, and the flow of that training; 40 s later they are there again."""
     site.wait_for("more answers", lambda: len(answers(site)) > len(evaluation.lines), PATIENCE_SECONDS)
-    processes, port = tree_of(site, resumed_evaluation), site.state().port
-    kill(service(site, WORKER))
+    processes, port = site.tree(resumed_evaluation), site.state().port
+    kill(site.service(WORKER))
     kill_flow(site, unwatched.flow_run)
-    kill(service(site, SERVER))
+    kill(site.service(SERVER))
     back_at = time.monotonic() + AWAY_SECONDS
     lines = unwatched.end(UNWATCHED)
     assert read_holder(site.store / ".locks" / TRAINING_LOCK) is None
@@ -278,22 +300,29 @@ def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path) -> None:
         for stop_signal in (signal.SIGKILL, signal.SIGINT):
             run = site.wait_for("one builds the model", find_builder, PATIENCE_SECONDS)
             folder = runs.pop(run)
-            process = psutil.Process(run.pid)
-            processes = process.children(recursive=True)
+            processes = psutil.Process(run.pid).children(recursive=True)
+            assert "Traceback" not in (folder / "prefect" / "servers" / f"{run.pid}.log").read_text()
             run.send_signal(stop_signal)
             assert run.wait(GONE_SECONDS) != 0
             assert_all_gone(processes)
             assert "Traceback" not in (folder / "run.log").read_text()
-        assert describe(site.processes()) == []
+        assert_all_gone(site.processes())
     finally:
         site.end_everything()
 
 
-def test_runs_that_lost_their_process_and_worker_become_crashed(
-    site: Site, training: Paused, unwatched: Paused, away: Away
+def test_runs_that_lost_their_process_and_worker_become_crashed_and_a_webhook_is_told(
+    site: Site, training: Paused, unwatched: Paused, away: Away, told: list[tuple[str, dict[str, Any]]]
 ) -> None:
     for flow_run in (training.flow_run, unwatched.flow_run):
-        assert "No heartbeat" in assert_state(site, flow_run, "CRASHED")["message"]
+        reason = assert_state(site, flow_run, "CRASHED")["message"]
+        assert "No heartbeat" in reason
+
+        def words(flow_run: str = flow_run) -> list[dict[str, Any]]:
+            return [message for _, message in told if message["flow_run"]["url"].endswith(flow_run)]
+
+        [message] = site.wait_for("the webhook is told", words, PATIENCE_SECONDS)
+        assert (message["event"], message["reason"]) == ("crashed", reason)
 
 
 def started_run(site: Site, folder: Path) -> subprocess.Popen[bytes]:
@@ -345,25 +374,6 @@ def command_of(
     return find_command(process, word, but_for) if process else None
 
 
-def find_command(
-    ancestor: psutil.Process, word: str, but_for: psutil.Process | None = None
-) -> psutil.Process | None:
-    """`dapo WORD` below a process."""
-    for child in ancestor.children(recursive=True):
-        try:
-            if child.cmdline()[1:4] == ["-m", "flows.cli", word] and child != but_for:
-                return child
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return None
-
-
-def tree_of(site: Site, flow_run: str) -> list[psutil.Process]:
-    process = site.flow_process(flow_run)
-    assert process is not None
-    return [process, *process.children(recursive=True)]
-
-
 def kill_flow(site: Site, flow_run: str) -> None:
     process = site.flow_process(flow_run)
     assert process is not None
@@ -373,17 +383,6 @@ def kill_flow(site: Site, flow_run: str) -> None:
 def kill(process: psutil.Process) -> None:
     process.kill()
     assert_all_gone([process])
-
-
-def service(site: Site, name: str) -> psutil.Process:
-    daemon = site.state().running(name)
-    assert daemon is not None
-    return psutil.Process(daemon.pid)
-
-
-def assert_all_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=GONE_SECONDS)
-    assert describe(alive) == []  # which leaves zombies out
 
 
 def wait_for_log(site: Site, flow_run: str, words: str) -> None:

@@ -14,6 +14,7 @@ from dapo_core.metrics import METRICS_FILE, read_metrics
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs" / "arith_cpu.yaml"
 NUM_STEPS = 24
+pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 FATES = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
 
 

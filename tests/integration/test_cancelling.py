@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
+from bench.small_chain import CONFIG, SMALL
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
 from eval.results import Row, RowKey, read_rows
 from eval.run import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
-from tests.operated import CONFIG, ROOT, SMALL, Site, describe
+from tests.operated import ROOT, Site, describe
 
 FAR = 20.0
 SAMPLING = Sampling(max_tokens=64)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 
 from dapo_core.errors import ChildProcessFailed
+from dapo_core.stopping import ECHO_SECONDS
 from tasks.processes import supervisor
 from tasks.processes.child import background_command, run_command
 from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
@@ -69,12 +74,14 @@ def living(roster: dict[str, tuple[int, str]]) -> set[str]:
 
 
 def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes]:
-    """Starts a process that runs TREE through run_command, and waits until the whole tree stands."""
+    """Starts a process that runs TREE with a folder of its own, and waits until the whole tree stands."""
     code = f"""
-        import sys
-        from tasks.processes.child import run_command
-        run_command([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], log_path=sys.argv[3],
-                    label="tree", grace_seconds={grace_seconds})
+        import sys, time
+        from tasks.processes.child import background_command
+        with background_command([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], log_path=sys.argv[3],
+                                label="tree", grace_seconds={grace_seconds}, folder_variable="PLACE") as tree:
+            while tree.poll() is None:
+                time.sleep(0.1)
     """
     roster = tmp_path / "roster"
     parent = subprocess.Popen(
@@ -85,6 +92,13 @@ def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes
     return parent
 
 
+def folder_of(pid: int, variable: str = "PLACE") -> Path:
+    """What the variable says in the environment of a process."""
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    [value] = [entry.partition("=")[2] for entry in entries if entry.startswith(f"{variable}=")]
+    return Path(value)
+
+
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_a_dead_parent_leaves_no_orphan(tmp_path: Path, ending: signal.Signals) -> None:
     parent = start_parent(tmp_path, grace_seconds=1.0)
@@ -93,9 +107,13 @@ def test_a_dead_parent_leaves_no_orphan(tmp_path: Path, ending: signal.Signals) 
     # supervisor, command, child, stubborn, daemon, and the sleeper in a session of its own
     assert len(below) == 6
     assert living(roster) == TREE_NAMES
+    place = folder_of(roster["command"][0])
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place / str(uuid.uuid4())))  # as vLLM names them
     parent.send_signal(ending)
     _, stderr = parent.communicate(timeout=DEADLINE_SECONDS)
     wait_until(lambda: not any(start_time_of(pid) == start for pid, start in below.items()), "all to end")
+    assert not place.exists()
     if ending == signal.SIGKILL:
         assert parent.returncode == -signal.SIGKILL
         assert f"parent process {parent.pid} is gone" in (tmp_path / "log").read_text()
@@ -109,10 +127,59 @@ def test_a_second_interrupt_does_not_wait_for_the_grace_period(tmp_path: Path) -
     begin = time.monotonic()
     parent.send_signal(signal.SIGINT)
     wait_until(lambda: living(read_roster(tmp_path / "roster")) == {"stubborn"}, "all but the stubborn to end")
+    wait_until(lambda: time.monotonic() > begin + ECHO_SECONDS + 0.2, "a second interrupt to be one")
     parent.send_signal(signal.SIGINT)
     parent.communicate(timeout=DEADLINE_SECONDS)
     wait_until(lambda: not any(start_time_of(pid) == start for pid, start in below.items()), "all to end")
     assert time.monotonic() - begin < DEADLINE_SECONDS
+
+
+# At SIGTERM, which it tells, takes a moment to end in order.
+TIDY = """
+    import os, signal, time
+    def tidy(*_):
+        print("told to end", flush=True)
+        time.sleep(0.5)
+        print("in order", flush=True)
+        os._exit(143)
+    signal.signal(signal.SIGTERM, tidy)
+    print("up", flush=True)
+    time.sleep(600)
+"""
+INTERRUPTED = """
+    import json, sys
+    from tasks.processes.child import background_command, run_command
+    log, command = sys.argv[1], json.loads(sys.argv[2])
+    try:
+        if len(sys.argv) > 3:
+            with background_command(command, log_path=log, label="tidy"):
+                while "up" not in open(log).read():
+                    pass
+        else:
+            run_command(command, log_path=log, label="tidy")
+        print("went on")
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("ends_anyway", [False, True])
+def test_an_interrupt_early_in_the_end_does_not_hurry_it_and_is_not_lost(
+    tmp_path: Path, ends_anyway: bool
+) -> None:
+    """It may be the first once more; or, in a block that ends anyway, the first."""
+    log = tmp_path / "log"
+    words = [str(log), json.dumps(python(TIDY)), *(["block"] if ends_anyway else [])]
+    command = [sys.executable, "-c", textwrap.dedent(INTERRUPTED), *words]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    wait_until(lambda: log.exists() and "up" in log.read_text(), "the command to be up")
+    if not ends_anyway:
+        parent.send_signal(signal.SIGINT)
+    wait_until(lambda: "told to end" in log.read_text(), "the command to be told")
+    parent.send_signal(signal.SIGINT)
+    said = parent.communicate(timeout=DEADLINE_SECONDS)[0]
+    assert said.decode().split() == ["interrupted"]
+    assert "in order" in log.read_text()
 
 
 def test_a_cancel_exception_ends_the_command_and_is_raised_again(tmp_path: Path) -> None:
@@ -313,9 +380,32 @@ def test_a_new_attempt_waits_for_the_processes_of_a_killed_one(tmp_path: Path) -
 
 def test_a_supervisor_that_is_killed_takes_the_command_with_it(tmp_path: Path) -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    with background_command(python(code), log_path=tmp_path / "log", label="server") as server:
+    with background_command(
+        python(code), log_path=tmp_path / "log", label="server", folder_variable="PLACE"
+    ) as server:
         wait_until(lambda: len(server.tail(1)) == 1, "the command to start")
         command_pid = int(server.tail(1)[0])
+        place = folder_of(command_pid)
+        assert place.is_dir()
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: start_time_of(command_pid) is None, "the command to end")
         assert server.poll() == -signal.SIGKILL
+    assert not place.exists()
+
+
+def test_the_path_of_a_socket_fits_however_long_that_of_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    log_path = tmp_path / "log"
+    run = background_command(
+        python("import os, time; print(os.environ['PLACE'], flush=True); time.sleep(600)"),
+        log_path=log_path,
+        label="server",
+        folder_variable="PLACE",
+    )
+    with run as server, socket.socket(socket.AF_UNIX) as listener:
+        wait_until(lambda: len(server.tail(1)) == 1, "the command to start")
+        listener.bind(f"{server.tail(1)[0]}/{uuid.uuid4()}")

@@ -19,6 +19,7 @@ from dapo_core.config import CustomRewardConfig, RewardConfig
 from dapo_core.errors import ConfigError, DataError, RewardError, RolloutError
 from dapo_core.reward import RewardPool, Score, ScoreRequest
 from dapo_core.reward import pool as reward_pool
+from tasks.retries import is_lasting
 from tests.tiny_models import tiny_tokenizer
 
 Make = Callable[..., RewardPool]
@@ -220,13 +221,24 @@ def test_what_the_users_code_prints_is_in_the_log(make: Make, capfd: pytest.Capt
     [
         ("import nothing_of_this_name\ndef compute_score(**_): ...", "No module named 'nothing_of_this_name'"),
         ("import os\nos._exit(7)\ndef compute_score(**_): ...", r"ended \(exit code 7\)"),
+        ("import time\ntime.sleep(600)\ndef compute_score(**_): ...", r"was not ready within 3 s"),
     ],
 )
-def test_a_file_that_cannot_be_loaded_is_said_at_the_start(make: Make, source: str, said: str) -> None:
+def test_a_file_that_cannot_be_loaded_is_said_at_the_start(
+    make: Make, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    monkeypatch.setattr(reward_pool, "START_SECONDS", 3.0 if "sleep" in source else reward_pool.START_SECONDS)
     with pytest.raises(
-        RolloutError, match=rf"(?s)custom_reward\.path=.*mine\.py.*{said}|{said}.*custom_reward\.path="
-    ):
+        RewardError, match=rf"(?s)custom_reward\.path=.*mine\.py.*{said}|{said}.*custom_reward\.path="
+    ) as caught:
         make(source)
+    assert is_lasting(caught.value)
+
+
+def test_a_process_that_the_kernel_kills_as_it_starts_may_start_next_time(make: Make) -> None:
+    with pytest.raises(RolloutError, match=r"ended \(exit code -9\).* lower reward\.num_processes=2") as caught:
+        make("import os\nos.kill(os.getpid(), 9)\ndef compute_score(**_): ...", num_processes=2)
+    assert not is_lasting(caught.value)
 
 
 def test_rules_of_ours_need_no_process_unless_they_could_hang(make: Make) -> None:

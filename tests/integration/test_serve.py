@@ -21,6 +21,7 @@ from eval.run import evaluate
 from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of
 from tasks.processes import supervisor
 from tasks.serve_model import Server, serve_model
+from tasks.serve_model.command import SOCKETS_VARIABLE
 from tests.tiny_models import build_tiny_qwen3
 
 SETTINGS = ServeConfig(
@@ -39,6 +40,7 @@ class Serving:
     model_path: Path
     log_path: Path
     processes: dict[int, str]
+    folders: set[Path]  # for sockets
 
     @property
     def server(self) -> Server:
@@ -50,6 +52,14 @@ def new_descendants(before: dict[int, str]) -> dict[int, str]:
     return {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
 
 
+def socket_folder(pid: int) -> Path | None:
+    """Where a process of vLLM makes its sockets; None for others."""
+    environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next(
+        (Path(entry.partition("=")[2]) for entry in environment if entry.startswith(SOCKETS_VARIABLE)), None
+    )
+
+
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("serve")
@@ -58,9 +68,11 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     settings = SETTINGS.model_copy(update={"num_servers": NUM_SERVERS})
     with serve_model(model_path, settings, folder / "serve.log") as servers:
         processes = new_descendants(before)
-        yield Serving(servers, model_path, folder / "serve.log", processes)
+        folders = set(filter(None, map(socket_folder, processes)))
+        yield Serving(servers, model_path, folder / "serve.log", processes, folders)
     assert len(processes) >= 3 * NUM_SERVERS  # our supervisor, the API server, its engine
     assert new_descendants(before) == {}
+    assert not any(place.exists() for place in folders)
     for server in servers:
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.base_url}/health", trust_env=False)
@@ -78,6 +90,12 @@ def test_it_is_healthy_under_our_name(serving: Serving) -> None:
     assert [model["id"] for model in models] == [serving.server.model] == ["policy"]
     assert models[0]["max_model_len"] == SETTINGS.max_model_len
     assert serving.server.base_url.startswith("http://127.0.0.1:")
+
+
+def test_each_makes_its_sockets_in_a_folder_of_its_own(serving: Serving) -> None:
+    assert len(serving.folders) == NUM_SERVERS
+    for folder in serving.folders:
+        assert any(path.is_socket() for path in folder.iterdir())
 
 
 def test_a_wrong_key_is_refused_and_the_right_one_is_nowhere_to_be_read(serving: Serving) -> None:

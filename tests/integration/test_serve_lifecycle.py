@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import httpx
 import pytest
@@ -20,6 +25,7 @@ from tasks.evaluation_settings import served_model_identity
 from tasks.processes import supervisor
 from tasks.retries import is_lasting
 from tasks.serve_model import Server, serve_model, serve_until_interrupted, servers
+from tests.processes import DEADLINE_SECONDS, start_time_of, wait_until
 from tests.tiny_models import build_tiny_qwen3
 
 # Arguments: behaviour, port. It says what vLLM says.
@@ -207,6 +213,74 @@ def test_the_deadline_holds_while_a_health_request_hangs(
     assert "vllm serve 1 of 3, " in str(caught.value)
     assert "vllm serve 2 of 3, " not in str(caught.value)
     assert "vllm serve 3 of 3, " in str(caught.value)
+
+
+class Terminated(BaseException):
+    """What a signal handler raises, as Prefect's does: no KeyboardInterrupt, which asyncio would let through."""
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'connect_tcp:RuntimeWarning")  # of anyio, cancelled as it begins one
+def test_a_signal_ends_the_wait_for_servers_whenever_it_comes(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+) -> None:
+    """Whatever the wait does at that moment: with no pause between requests, it is nearly always in a callback."""
+    stand_in(monkeypatch, "other")
+    monkeypatch.setattr(servers, "POLL_SECONDS", 0.0)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    def start_and_kill(seconds: float) -> None:
+        killer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+        killer.start()
+        with serve_model(model_path, settings(num_servers=1, startup_seconds=20), tmp_path / "s.log"):
+            pytest.fail("it was healthy")
+
+    draw, before = random.Random(7), signal.signal(signal.SIGTERM, handle)
+    try:
+        for _ in range(8):
+            with pytest.raises(Terminated):
+                start_and_kill(draw.uniform(0.5, 1.0))
+            assert supervisor.descendants(os.getpid()) == {}
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+FLOW_PROCESS = """
+import sys
+from pathlib import Path
+from prefect.utilities.engine import capture_sigterm
+from dapo_core.config import ServeConfig
+from tasks.serve_model import serve_model, servers
+model, log, stand_in = sys.argv[1:]
+servers.serve_command = lambda model_path, settings, port: [sys.executable, "-c", stand_in, "other", str(port)]
+settings = ServeConfig(num_servers=2, max_model_len=128, startup_seconds=600)
+with capture_sigterm():
+    try:
+        with serve_model(model, settings, Path(log)):
+            print("healthy")
+    except BaseException as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "raised"), [(signal.SIGTERM, "TerminationSignal"), (signal.SIGINT, "KeyboardInterrupt")]
+)
+def test_cancelled_while_servers_start_a_process_ends_with_all_of_them(
+    model_path: Path, tmp_path: Path, ending: signal.Signals, raised: str
+) -> None:
+    words = [str(model_path), str(tmp_path / "s.log"), STAND_IN]
+    process = subprocess.Popen([sys.executable, "-c", FLOW_PROCESS, *words], stdout=subprocess.PIPE)
+    try:
+        wait_until(lambda: len(supervisor.descendants(process.pid)) == 4, "two servers under their supervisors")
+        below = supervisor.descendants(process.pid)
+        process.send_signal(ending)
+        said, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    finally:
+        process.kill()
+    assert said.decode().split() == [raised]
+    assert not any(start_time_of(pid) == start for pid, start in below.items())
 
 
 def test_a_port_taken_between_choosing_and_binding_is_replaced_once(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,10 +143,10 @@ def check_doctor(project: Project) -> None:
     assert set(rows["deployments"][1].split(", ")) == deployments()
 
 
-def wait_until_running(api: str, flow_run_id: str) -> None:
+def wait_until_running(client: httpx.Client, flow_run_id: str) -> None:
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
-        run = httpx.get(f"{api}/flow_runs/{flow_run_id}", trust_env=False).raise_for_status().json()
+        run = client.get(f"/flow_runs/{flow_run_id}").raise_for_status().json()
         if run["state_type"] == "RUNNING":
             return
         time.sleep(0.2)
@@ -182,6 +183,8 @@ def test_services_on_sqlite(project: Project) -> None:
     run_later = ("prefect", "deployment", "run", "dapo-full", "--start-in", "2 hours")
     assert "Created flow run" in project.python("-m", *run_later)
     assert project.python("-c", PROVIDE_API, str(project.folder / ".dapo")).split()[-1] == api
+    for name in (SERVER, WORKER):
+        assert "plugin" not in (project.services / f"{name}.log").read_text()
     check_doctor(project)
 
     # The next server gets another port, and the worker that is left must not go on asking at the old one.
@@ -196,11 +199,15 @@ def test_services_on_sqlite(project: Project) -> None:
     api = project.api()
 
     parameters = {"overrides": LONG_STAGE}
-    with httpx.Client(base_url=api, trust_env=False, timeout=30) as client:
+    with httpx.Client(base_url=api, trust_env=False, timeout=60) as client:
         deployment = client.get("/deployments/name/dapo-full/dapo-full").raise_for_status().json()["id"]
         created = client.post(f"/deployments/{deployment}/create_flow_run", json={"parameters": parameters})
-    flow_run_id = created.raise_for_status().json()["id"]
-    wait_until_running(api, flow_run_id)
+        flow_run_id = created.raise_for_status().json()["id"]
+        wait_until_running(client, flow_run_id)
+        assert flow_run_id in project.dapo("down", status=2)
+        # As for want of heartbeats, while the server was away.
+        crashed = {"state": {"type": "CRASHED"}, "force": True}
+        client.post(f"/flow_runs/{flow_run_id}/set_state", json=crashed).raise_for_status()
     assert flow_run_id in project.dapo("down", status=2)
     assert project.pids() == second
     assert httpx.get(f"{api}/work_pools/dapo", trust_env=False).json()["is_paused"] is False
@@ -249,6 +256,28 @@ def test_down_ends_only_the_process_that_started_when_ours_did(
             assert (process.poll() is not None) == is_ours
         finally:
             process.kill()
+
+
+def test_down_ends_the_flow_processes_of_its_worker_and_no_others(project: Project, tmp_path: Path) -> None:
+    """As they are left when worker and server were killed; a service's own processes are no flow processes."""
+    home = project.services / "prefect"
+    home.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(home)
+    engine = [sys.executable, "-c", "import time; time.sleep(600)", "prefect.engine"]
+    runs = {name: str(uuid.uuid4()) for name in ("ours", "linked", "another's", "none")}
+    homes = {"ours": home, "linked": tmp_path / "link", "another's": tmp_path / "home", "none": home}
+    with contextlib.ExitStack() as stack:
+        processes = {}
+        for name, flow_run in runs.items():
+            env = {"PREFECT_HOME": str(homes[name]), "PREFECT__FLOW_RUN_ID": flow_run}
+            command = engine[:-1] if name == "none" else engine
+            processes[name] = stack.enter_context(subprocess.Popen(command, env=env))
+            stack.callback(processes[name].kill)
+        refused = project.dapo("down", status=2)
+        assert [name for name, flow_run in runs.items() if flow_run in refused] == ["ours", "linked"]
+        told = project.dapo("down", "--cancel")
+        assert [name for name, flow_run in runs.items() if flow_run in told] == ["ours", "linked"]
+        assert [name for name, process in processes.items() if process.poll() is None] == ["another's", "none"]
 
 
 def test_up_needs_a_project(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dapo_core import trainer
 from dapo_core.checkpoint import (
     best_checkpoint,
     checkpoint_folders,
@@ -114,6 +116,24 @@ def test_validation_is_told_and_decides_which_checkpoint_is_kept(begun: Begun) -
     kept = best_checkpoint(folder)
     assert kept == folder / f"step_{best:06d}"
     assert read_step_metrics(kept)["validation/accuracy"] == begun.validated[best]
+
+
+def test_a_training_that_had_ended_starts_nothing(
+    begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that ended unseen, or was killed in its end, with the last step untold and a checkpoint too many."""
+    monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
+    output = tmp_path / "ended"
+    shutil.copytree(begun.output, output)
+    metrics, checkpoints = output / METRICS_FILE, output / "checkpoints"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    (checkpoints / "step_000003.0123.partial").mkdir()
+    monkeypatch.setattr(trainer, "start_cluster", lambda *_: pytest.fail("it was started again"))
+    result = train(begun.config(None), world.data, world.model, output, held_out_path=world.data)
+    assert (result.checkpoint, result.steps) == (checkpoints / "step_000004", 4)
+    assert result.policy_version == read_state(result.checkpoint).policy_version
+    assert importlib.import_module("crash").differences(begun.output, output) == []
+    assert not list(checkpoints.glob("*.partial"))
 
 
 def test_another_begins_from_its_checkpoint_with_what_is_allowed(

@@ -32,6 +32,7 @@ from tasks.processes.watched_command import (
     read_record,
     watch_command,
 )
+from tasks.retries import is_lasting, shortened
 from tests.processes import DEADLINE_SECONDS, python, start_time_of, wait_until
 
 SOON = Outlive(unwatched_seconds=60.0, stop_seconds=10.0, grace_seconds=0.5)
@@ -224,6 +225,45 @@ def test_stopped_it_ends_in_order_before_those_below_it_are_told(stem: Path, is_
     outcome = outcome_of(stem)
     assert (outcome.stopping, outcome.exit_code) == (supervisor.ASKED, 143)
     assert "helper there" in stem.with_suffix(".log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "said"),
+    [
+        ("a signal to the command", ""),
+        ("a signal to its supervisor", "[supervisor] asked to stop by SIGTERM of process {pid}\n"),
+        (
+            "another run",
+            "[supervisor] asked to stop by a run that watched it and was stopped itself, in",
+        ),
+    ],
+)
+def test_stopped_by_others_it_has_failed_and_says_so(stem: Path, stopped_by: str, said: str) -> None:
+    parent = start_parent(stem, python(SAVER))
+    if stopped_by != "another run":
+        end(parent, signal.SIGKILL)
+    supervisor_pid, told = record_of(stem).pid, []
+
+    def stop_once(line: str) -> None:
+        if told:
+            return
+        told.append(line)
+        if stopped_by == "another run":
+            parent.send_signal(signal.SIGINT)
+        else:
+            pids = [supervisor_pid, *supervisor.descendants(supervisor_pid)]  # parents before children
+            os.kill(pids[stopped_by == "a signal to the command"], signal.SIGTERM)
+
+    with pytest.raises(ChildProcessFailed) as caught:
+        watch(stem, STARTED_AGAIN, on_line=stop_once)
+    parent.communicate(timeout=DEADLINE_SECONDS)
+    assert str(shortened(caught.value)).startswith(
+        "train ended with exit code 143: told to stop by SIGTERM, not by us; its log is"
+    )
+    assert is_lasting(caught.value)  # no attempt of ours undoes it
+    log = stem.with_suffix(".log").read_text()
+    assert said.format(pid=os.getpid(), stem=stem) in log
+    assert ("asked to stop" in log) == bool(said)
 
 
 def test_one_that_does_not_stop_in_time_is_killed(stem: Path) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import html
 import json
+import logging
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,24 +20,48 @@ from typer.testing import CliRunner
 
 from dapo_core.config import load_config
 from dapo_core.errors import ConfigError, StoreError
+from eval.compare import compare
+from eval.report import render_html
 from flows.cli import app
-from tasks.artifacts import hash_file
+from tasks.artifacts import hash_file, held
 from tasks.runs.collect_garbage import collect_garbage
 from tasks.runs.export_run import base_model_of, export_run, model_card
 from tasks.runs.history import RecordedRun, find_run, read_report
 from tests.configs import make_config
+from tests.processes import wait_until
 from tests.recorded_runs import Outcome, record_run, small_config
 from tests.tiny_models import build_tiny_qwen3
 
 SECRET = "https://hooks.example.org/secret"
+# Exports argv[2] from the store argv[1] to argv[3]: says so at its first bytes, then waits for the file argv[4].
+EXPORTER = """
+import sys, time
+from pathlib import Path
+from tasks.runs.export_run import export_run
+from tasks.runs.history import find_run
+
+def wait(done, total):
+    print("copying", flush=True)
+    while not Path(sys.argv[4]).exists():
+        time.sleep(0.02)
+
+export_run(find_run(Path(sys.argv[1]), sys.argv[2]), Path(sys.argv[3]), wait)
+"""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """A run with a model, and a difference that 4 items do not prove."""
-    config = small_config(tmp_path_factory.mktemp("export") / "store", f"flow.webhook.url={SECRET}")
+    """A run with a model, a difference that 4 items do not prove, and places of this machine all over."""
+    folder = tmp_path_factory.mktemp("a & b") / "store"
+    files = ("--chat-template", f"{Path.home()}/t.jinja", "--config", f"{Path.home()}.yaml")
+    config = small_config(folder, f"flow.webhook.url={SECRET}", f"serve.extra_args={json.dumps(files)}")
     recorded = record_run(config, Outcome(is_model=True))
-    return find_run(recorded.store.root, recorded.folder.name)
+    run = find_run(recorded.store.root, recorded.folder.name)
+    evaluations = [run.stages[label].path for label in ("evaluate_before", "evaluate_after")]
+    report = read_report(run)
+    assert report is not None
+    (run.folder / "report" / "report.html").write_text(render_html(report, compare(*evaluations), []))
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +92,53 @@ def test_the_files_are_copies_beside_report_manifests_and_configuration(run: Rec
     assert not os.path.samefile(weights, original)
     assert (weights.stat().st_nlink, hash_file(weights)) == (1, hash_file(original))
     assert not (exported / "manifest.json").exists()  # it is no artifact
-    assert {path.name for path in (exported / "report").iterdir()} == {"report.json", "report.md"}
+    assert {path.name for path in (exported / "report").iterdir()} == {"report.json", "report.md", "report.html"}
     assert {path.stem for path in (exported / "manifests").iterdir()} == set(run.stages)
     manifest = json.loads((exported / "manifests" / "train_policy.json").read_text())
     assert manifest["digest"] == run.stages["train_policy"].digest
-    config = load_config(exported / "config.yaml")
-    assert config.train.total_steps == 60
-    assert config.store.path == ".dapo"  # not where it was made
+    config = yaml.safe_load((exported / "config.yaml").read_text())
+    assert config["train"]["total_steps"] == 60
+    assert config["store"]["path"] == ".dapo"  # not where it was made
     assert "host" not in manifest
     assert all(SECRET not in path.read_text(errors="replace") for path in exported.rglob("*") if path.is_file())
     assert [path.name for path in exported.parent.iterdir()] == ["model"]
+
+
+def test_no_file_tells_where_it_was_made(run: RecordedRun, exported: Path) -> None:
+    store = run.folder.parent.parent
+    texts = {
+        path.name: path.read_text() for path in exported.rglob("*") if path.suffix not in (".safetensors", "")
+    }
+    assert {"config.yaml", "README.md", "report.html", "report.json", "report.md", "train_policy.json"} <= set(
+        texts
+    )
+    places = {str(store), html.escape(str(store)), f"{Path.home()}/"}
+    assert {name for name, text in texts.items() if any(place in text for place in places)} == set()
+    stage = run.stages["merge_checkpoint"]
+    place = f"${{STORE}}/{stage.stage}/{stage.key[:16]}"
+    assert json.loads(texts["report.json"])["artifacts"]["merge_checkpoint"] == place
+    assert place in texts["report.md"]
+    assert place in texts["report.html"]
+    words = ["--chat-template", "${HOME}/t.jinja", "--config", f"{Path.home()}.yaml"]  # a name that only begins so
+    assert json.loads(texts["evaluate_after.json"])["config"]["serve"]["extra_args"] == words
+    assert yaml.safe_load(texts["config.yaml"])["serve"]["extra_args"] == words
+    assert "`${STORE}` and `${HOME}` stand for" in texts["README.md"]
+    with pytest.raises(ConfigError, match=r"serve\.extra_args\.1 = .*still holds a placeholder"):
+        load_config(exported / "config.yaml")
+
+
+def test_the_card_names_the_keys_of_files_that_the_recipe_needs(run: RecordedRun) -> None:
+    report = read_report(run)
+    assert report is not None
+    model = build_tiny_qwen3(run.folder.parent / "model")
+    for config, said in (
+        (load_config(run.folder / "config.yaml"), "`dapo run config.yaml` takes as it is;"),
+        (
+            make_config(model, custom_reward={"path": "mine.py"}),
+            "takes once `model.path`, `custom_reward.path` name your copies of those files;",
+        ),
+    ):
+        assert said in " ".join(model_card(run, config, report, {}).split())
 
 
 def test_the_card_says_what_was_measured(run: RecordedRun, exported: Path) -> None:
@@ -130,6 +196,17 @@ def test_what_is_there_already_is_refused_and_stays(run: RecordedRun, tmp_path: 
     assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
 
 
+def test_what_appears_under_its_name_meanwhile_stays(run: RecordedRun, tmp_path: Path) -> None:
+    def take_the_name(done: int, total: int) -> None:
+        (tmp_path / "model" / "mine").mkdir(parents=True, exist_ok=True)
+
+    with pytest.raises(
+        StoreError, match=r"the export to .*model failed: .*not empty.*; make room there, or name an"
+    ):
+        export_run(run, tmp_path / "model", take_the_name)
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine"]
+
+
 def test_an_export_that_fails_leaves_nothing(run: RecordedRun, tmp_path: Path) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -156,6 +233,46 @@ def test_a_collection_meanwhile_leaves_the_model(tmp_path: Path) -> None:
     assert (num_bytes, (tmp_path / "model" / "weights").read_text()) == (3, "old")
     collect(0, 0)
     assert outcomes[run.stages["merge_checkpoint"].path] == ""
+
+
+def test_an_export_that_ends_leaves_the_model_to_another(tmp_path: Path) -> None:
+    old = record_run(small_config(tmp_path / "store"), Outcome(weights="old"))
+    record_run(small_config(tmp_path / "store", "run.seed=5"), Outcome(weights="new"))
+    run = find_run(old.store.root, old.folder.name)
+    words = [str(old.store.root), run.id, str(tmp_path / "first"), str(tmp_path / "go")]
+    left: list[str] = []
+
+    def see_the_first_end(done: int, total: int) -> None:
+        (tmp_path / "go").touch()
+        assert first.wait(60) == 0
+        found = collect_garbage(old.store.root, 1, margin_seconds=0.0)
+        left.extend(item.left for item in found if item.stage == "merge_checkpoint")
+
+    with subprocess.Popen([sys.executable, "-c", EXPORTER, *words], stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout is not None
+            assert first.stdout.readline() == "copying\n"
+            export_run(run, tmp_path / "second", see_the_first_end)
+        finally:
+            first.kill()
+    assert left == ["in use, or being built"]
+    assert [(tmp_path / name / "weights").read_text() for name in ("first", "second")] == ["old", "old"]
+
+
+def test_an_export_waits_for_a_build_and_looks_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorded = record_run(small_config(tmp_path / "store"))
+    run = find_run(recorded.store.root, "latest")
+    merged = run.stages["merge_checkpoint"]
+    caplog.set_level(logging.INFO)
+    with (
+        concurrent.futures.ThreadPoolExecutor() as pool,
+        held(tmp_path / "store" / ".locks" / f"merge_checkpoint-{merged.key[:16]}.lock"),
+    ):
+        export = pool.submit(export_run, run, tmp_path / "model", ignore)
+        wait_until(lambda: "waiting for pid" in caplog.text, "the export to wait")
+        Path(merged.path).rename(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match=r"merge_checkpoint of the run .* is no longer in the store"):
+        export.result()
 
 
 def test_progress_counts_to_the_bytes_of_the_model(run: RecordedRun, tmp_path: Path) -> None:

@@ -163,8 +163,11 @@ def test_a_killed_run_is_interrupted_and_a_living_one_runs(tmp_path: Path) -> No
 def test_a_record_that_cannot_be_read_is_named_and_left_out(three: Path, caplog: pytest.LogCaptureFixture) -> None:
     (three / "runs" / IDS[1] / "run.json").write_text('{"id": 1}')
     (three / "runs" / "20260105T000000.000Z-1").mkdir()  # killed before it wrote one
+    (broken := three / "runs" / "20260106T000000.000Z-1").mkdir()
+    (broken / "run.json").symlink_to("/proc/self/mem")  # of which nobody can read the beginning
     assert [run.id for run in read_runs(three)] == [IDS[2], IDS[0]]
     assert f"left out: {three}/runs/{IDS[1]}/run.json is not the record of a run" in caplog.text
+    assert f"left out: {broken}/run.json cannot be read: Input/output error" in caplog.text
 
 
 def test_runs_are_listed_in_a_hundred_columns(tmp_path: Path) -> None:
@@ -326,6 +329,12 @@ def test_a_spoilt_run_is_refused_with_the_file(store: Path, own: Path) -> None:
     (oldest.folder / "config.yaml").unlink()
     with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .*config.yaml"):
         changed_keys(oldest, newest)
+    (oldest.folder / "config.yaml").touch()
+    with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .* holds no sections"):
+        changed_keys(oldest, newest)
+    shown = dapo("runs", "show", "latest", "--store", own)  # of which the one before is not the subject
+    assert f"Configuration against the run before it, {oldest.id}: one of the two cannot be read" in shown
+    assert json.loads(dapo("runs", "show", "latest", "--store", own, "--json"))["changes"] is None
     (newest.folder / "report" / "report.json").write_text("{")
     with pytest.raises(StoreError, match=r"report\.json is not JSON .*dapo stage compare"):
         read_report(newest)

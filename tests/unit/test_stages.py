@@ -40,10 +40,10 @@ from tasks.stages import (
     prepare_data_inputs,
     train_policy_inputs,
 )
+from tests.recorded_runs import small_config
 from tests.tiny_models import build_tiny_qwen3
 
 CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
-SMALL = ("data.arithmetic.num_train=32", "data.arithmetic.num_eval=8")
 STAGES = (PREPARE_DATA, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, MERGE_CHECKPOINT)
 # Who must be built again when a key of the section changes; sections without a reader are not listed.
 READERS: dict[str, set[str]] = {
@@ -152,7 +152,7 @@ def test_the_code_of_a_stage_is_what_makes_its_bytes(stage: Stage) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return load_config(CONFIG, [*SMALL, f"store.path={tmp_path / 'store'}"])
+    return small_config(tmp_path / "store")
 
 
 def prepared(config: Config) -> Artifact:
@@ -237,7 +237,7 @@ def test_own_data_that_cannot_be_used_is_refused_and_named(tmp_path: Path) -> No
 def test_a_changed_scorer_of_the_user_trains_again(tmp_path: Path) -> None:
     scorer = tmp_path / "mine.py"
     scorer.write_text("def compute_score(**_):\n    return 1\n")
-    own = load_config(CONFIG, [*SMALL, f"store.path={tmp_path / 'store'}", f"custom_reward.path={scorer}"])
+    own = small_config(tmp_path / "store", f"custom_reward.path={scorer}")
     data = prepared(own)
     model = replace(data, digest="m")
     first = train_policy_inputs(own, data, model)

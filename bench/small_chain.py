@@ -1,0 +1,17 @@
+"""The default recipe cut so that no stage takes more than seconds, where it is the rest that is looked at."""
+
+from __future__ import annotations
+
+CONFIG = "configs/arith_cpu.yaml"
+SMALL = (
+    "data.arithmetic.num_train=128",
+    "data.arithmetic.num_eval=24",
+    "model.recipe.num_steps=20",
+    "sampler.dynamic=false",
+    "sampler.gen_prompts=4",
+    "rollout.engine=hf",
+    "rollout.group_size=4",
+    "train.total_steps=2",
+    "train.train_prompts=4",
+    "train.mini_prompts=4",
+)

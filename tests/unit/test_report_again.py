@@ -1,0 +1,88 @@
+"""A chain that is built: its report is written anew, without a Prefect server and without drawing its plots."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.plots import draw_plots
+from tasks.artifacts import ArtifactStore
+from tasks.artifacts.code import PROJECT_ROOT
+from tasks.runs import report as report_module
+from tasks.runs.history import read_runs
+from tasks.runs.plan import is_built
+from tasks.runs.report import PLOTS_FILE, repeat_chain
+from tasks.runs.run import Run
+from tests.recorded_runs import Outcome, record_run, small_config
+from tests.webhooks import started_receiver
+
+
+def test_plots_of_equal_contents_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(report_module, "draw_plots", lambda *what: drawn.append(what) or draw_plots(*what))
+    config = small_config(tmp_path / "store")
+    record_run(config)
+    pages = []
+    for _ in range(2):
+        with Run.start(config) as run:
+            repeat_chain(run)
+        pages.append((run.folder / "report" / "report.html").read_text())
+    assert len(drawn) == 1
+    assert [page.count("<svg") for page in pages] == [5, 5]
+    (run.folder / PLOTS_FILE).write_text("{")  # damaged: those of the run before it are taken
+    with Run.start(config) as run:
+        repeat_chain(run)
+    assert len(drawn) == 1
+    other = small_config(tmp_path / "store", "run.seed=9")
+    record_run(other, Outcome(weights="other", after="rrrr"))
+    with Run.start(other) as run:
+        repeat_chain(run)
+    assert len(drawn) == 2
+
+
+def test_a_chain_counts_as_built_with_every_output_in_its_place(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "store")
+    assert not is_built(config)
+    run = record_run(config)
+    assert is_built(config)
+    (merged,) = (stage for label, stage in run.stages.items() if label == "merge_checkpoint")
+    artifact = ArtifactStore(config.store.path).find("merge_checkpoint", merged.key, merged.digest)
+    assert artifact is not None
+    (Path(artifact.path) / "weights").write_text("something else")
+    assert not is_built(config)  # damaged
+
+
+def test_dapo_run_of_a_built_chain_starts_no_server(tmp_path: Path) -> None:
+    with started_receiver() as receiver:
+        changes = [f"flow.webhook.url={receiver.url()}"]
+        config = small_config(tmp_path / "store", *changes)
+        record_run(config)
+        resolved = tmp_path / "recipe.yaml"
+        resolved.write_text(next(read_runs(tmp_path / "store")).folder.joinpath("config.yaml").read_text())
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.cli", "run", resolved],
+            cwd=PROJECT_ROOT,
+            env={**environment, "PREFECT_HOME": str(tmp_path / "prefect")},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    newest = next(read_runs(tmp_path / "store"))
+    assert (newest.state, newest.num_built, newest.num_cached) == ("completed", 0, 6)
+    assert newest.report is not None
+    assert len(re.findall(r" cached, built in ", done.stdout)) == 6
+    assert "needs no Prefect server" in done.stdout
+    assert str(newest.folder / "report" / "report.html") in done.stdout
+    assert not (tmp_path / "prefect" / "prefect.db").exists()
+    [(_, told)] = receiver.received
+    assert (told["event"], told["run"]) == ("report", newest.id)
+    record = json.loads((newest.folder / "report" / "report.json").read_text())
+    assert all(stage["cached"] for stage in record["stages"].values())
