@@ -41,8 +41,8 @@ from tasks.training_limit import LIMIT as TRAINING_LIMIT
 WORK_POOL = "dapo"
 OUR_POOL = WorkPoolFilter(name=WorkPoolFilterName(any_=[WORK_POOL]))
 CRASH_AUTOMATION = "dapo: crashed without a heartbeat"
-# Heartbeats come every 30 s: two may get lost, as when the server is away for 40 s.
-HEARTBEAT_PATIENCE_SECONDS = 90
+# Heartbeats come every 30 s: two may get lost, as when the server is away for 40 s; the next comes after 90 s.
+HEARTBEAT_PATIENCE_SECONDS = 120
 HEARTBEAT = "prefect.flow-run.heartbeat"
 ACTIVE = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 POLL_SECONDS = 0.25
