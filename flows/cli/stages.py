@@ -44,6 +44,8 @@ def fetch_model(
     overrides: SetOption = None,
 ) -> None:
     """Build and warm up the model of a recipe."""
+    # Before torch is loaded: threads that wait by spinning take the cores from each other where others use them too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from dapo_core.config import load_config
     from dapo_core.data import read_rows
     from dapo_core.errors import ConfigError
