@@ -1,15 +1,38 @@
-"""Settings that hold for every test."""
+"""Settings that hold for every test, and the order of their files."""
 
 from __future__ import annotations
 
 import os
 import signal
 
+import pytest
+
 from flows.prefect_settings import project_settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads cost more than they give
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # where more run than there are cores, spinning threads starve
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ |= project_settings()  # before Prefect is imported
 # A shell that starts us in the background has us ignore these, and our children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+# Files that take minutes, the longest first: begun last, one of them would keep a single worker busy in the end.
+LONGEST_FILES = (
+    "test_deployment.py",
+    "test_kill_matrix.py",
+    "test_training.py",
+    "test_cancelling.py",
+    "test_learning.py",
+    "test_training_resumed.py",
+    "test_readme_commands.py",
+    "test_services.py",
+    "test_merge.py",
+    "test_dead_workers.py",
+)
+RANKS = {name: rank for rank, name in enumerate(LONGEST_FILES)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files; tests of a file stay as they are."""
+    items.sort(key=lambda item: RANKS.get(item.path.name, len(RANKS)))

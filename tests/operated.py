@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from tasks.serve_model.command import SOCKETS_VARIABLE
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "DAPO_TEST_SITE"  # each child inherits it, daemons in sessions of their own too
 API_SECONDS = 120.0  # SQLite on a busy machine: a writer may wait for another for 60
+GONE_SECONDS = 60.0
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 
 
@@ -93,6 +95,16 @@ class Site:
         assert found, done.stdout + done.stderr
         return found[1]
 
+    def create_run(self, name: str, *changes: str, **parameters: Any) -> str:
+        """The same by Prefect's REST interface, as its page does."""
+        deployment = self.ask("GET", f"/deployments/name/{name}/{name}")
+        parameters = {"config": CONFIG, "overrides": self.changes(*changes), **parameters}
+        return self.ask("POST", f"/deployments/{deployment['id']}/create_flow_run", parameters=parameters)["id"]
+
+    def cancel(self, flow_run: str) -> None:
+        """What Cancel on Prefect's page does."""
+        self.ask("POST", f"/flow_runs/{flow_run}/set_state", state={"type": "CANCELLING"})
+
     def ask(self, method: str, path: str, **json: Any) -> Any:
         """The answer of Prefect's REST interface, None when it has no content."""
         with httpx.Client(base_url=self.state().api_url, timeout=API_SECONDS, trust_env=False) as client:
@@ -141,8 +153,8 @@ class Site:
         found = []
         for process in psutil.process_iter():
             try:
-                is_ours = process.environ().get(MARK) == str(self.folder)
-                if is_ours and process.pid != os.getpid() and set(words) <= set(process.cmdline()):
+                has_words = not words or set(words) <= set(process.cmdline())  # cheaper to read
+                if has_words and process.environ().get(MARK) == str(self.folder) and process.pid != os.getpid():
                     found.append(process)
             except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue
@@ -150,14 +162,23 @@ class Site:
 
     def flow_process(self, flow_run: str) -> psutil.Process | None:
         """The process that executes a flow run."""
-        for process in self.processes():
-            try:
-                environment, command = process.environ(), process.cmdline()
-            except (psutil.NoSuchProcess, psutil.ZombieProcess):
-                continue
-            if environment.get("PREFECT__FLOW_RUN_ID") == flow_run and "prefect.engine" in command:
-                return process
+        for process in self.processes("prefect.engine"):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run:
+                    return process
         return None
+
+    def tree(self, flow_run: str) -> list[psutil.Process]:
+        """The process that executes a flow run, and all below it."""
+        process = self.flow_process(flow_run)
+        assert process is not None
+        return [process, *process.children(recursive=True)]
+
+    def service(self, name: str) -> psutil.Process:
+        """The server or the worker."""
+        daemon = self.state().running(name)
+        assert daemon is not None
+        return psutil.Process(daemon.pid)
 
     def end_everything(self) -> list[str]:
         """SIGKILL every process at once, as a power cut would; returns the commands that ran."""
@@ -197,3 +218,22 @@ def describe(processes: list[psutil.Process]) -> list[str]:
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
     return lines
+
+
+def find_command(
+    ancestor: psutil.Process, word: str, but_for: psutil.Process | None = None
+) -> psutil.Process | None:
+    """`dapo WORD` below a process."""
+    for child in ancestor.children(recursive=True):
+        try:
+            if child.cmdline()[1:4] == ["-m", "flows.cli", word] and child != but_for:
+                return child
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return None
+
+
+def assert_all_gone(processes: list[psutil.Process]) -> None:
+    """They end within a minute."""
+    _, alive = psutil.wait_procs(processes, timeout=GONE_SECONDS)
+    assert describe(alive) == []  # which leaves zombies out

@@ -165,12 +165,11 @@ def start_prefect(settings: Config) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def said_when_stopped() -> Iterator[None]:
-    """Say, when a signal ends the block, that nothing done is lost."""
+    """Say, when Ctrl-C ends the block, that nothing done is lost."""
     try:
         yield
-    except BaseException as end:
-        if not isinstance(end, Exception):  # Ctrl-C, or SIGTERM as Prefect raises it
-            typer.secho("stopped; the same command continues from what is done", err=True, fg="yellow")
+    except KeyboardInterrupt:
+        typer.secho("stopped; the same command continues from what is done", err=True, fg="yellow")
         raise
 
 

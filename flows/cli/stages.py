@@ -44,6 +44,8 @@ def fetch_model(
     overrides: SetOption = None,
 ) -> None:
     """Build and warm up the model of a recipe."""
+    # Before torch is loaded: threads that spin while they wait starve each other where cores are shared.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from dapo_core.config import load_config
     from dapo_core.data import read_rows
     from dapo_core.errors import ConfigError

@@ -1,14 +1,20 @@
-"""Whatever dies, nothing is orphaned, the run's state becomes right, and the next run goes on.
+"""Whatever dies, nothing is orphaned, the run's state becomes right, and the next run goes on from what is there.
 
-what happens                                    state of the run       what is left of it
-SIGKILL of the flow's process                   Crashed, by worker     nothing
-SIGKILL of a stage's command                    Failed                 nothing
-cancelled on the page                           Cancelled              nothing
-SIGKILL of the worker, then of the server,      Completed              its flow goes on, and is done
-  which comes back on the same port and files
-SIGTERM of the worker while training            Crashed, by automation the training, which the next run attaches to
-SIGINT or SIGKILL of `dapo run`                 -, its server is gone  nothing
-SIGKILL of everything at once                   test_deployment.py
+what happens, and while what                 state of the run        what goes on
+SIGKILL of the flow's process, building      Crashed, by worker      a run that waited builds
+cancelled on the page, building              Cancelled               a run that waited builds
+SIGKILL of a stage's command                 Running                 its next attempt
+cancelled on the page, evaluating            Cancelled               the next run asks what is missing
+SIGTERM of the worker, training              Crashed, by automation  training, to which the next run attaches
+cancelled on the page, training              Cancelled               the next run, from the last step
+cancelled on the page, waiting to train      Cancelled               the training that it waited for
+SIGKILL of worker and flow, training         Crashed, by automation  training for flow.unwatched_minutes; then the
+                                                                     next run, from the last step
+SIGKILL of worker and server, away for 40 s  Completed               its flow
+SIGKILL or SIGINT of `dapo run`              -, its server is gone   a run that waited builds
+SIGKILL of everything at once                test_deployment.py
+
+One scenario, whose steps are fixtures: several rows are under way at a time, each begins with what others left.
 """
 
 from __future__ import annotations
@@ -19,7 +25,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +36,61 @@ import pytest
 
 from bench.small_chain import CONFIG, SMALL
 from flows.services.daemons import SERVER, WORKER
-from tests.operated import ROOT, Site, describe
+from flows.services.registration import crash_automation
+from tasks.processes.supervisor import ASKED, UNWATCHED
+from tasks.processes.watched_command import read_record
+from tasks.training_lock import TRAINING_LOCK, read_holder
+from tests.operated import GONE_SECONDS, ROOT, Site, assert_all_gone, find_command
 from tests.postgres_servers import started_postgres
 from tests.webhooks import started_receiver
 
-# Heartbeats come every 30 s, which Prefect lets nobody shorten.
-HEARTBEAT_PATIENCE_SECONDS = 60
 pytestmark = pytest.mark.timeout(1500)  # on two busy cores
-GONE_SECONDS = 40.0
-STATE_SECONDS = 120.0
-START_SECONDS = 180.0
-BUSY_CPU_SECONDS = 8.0
+AWAY_SECONDS = 40.0
+PATIENCE_SECONDS = 240.0
+NUM_ITEMS, NUM_STEPS = 24, 12
+SLOW_EVALUATION = "evaluate.requests_per_second=0.3"  # changes no result, so no key; not done in a minute
+# Only the last step is due to be saved.
+TRAINING = (f"train.total_steps={NUM_STEPS}", "checkpoint.save_every=100", "validation.every=0")
 HOURS = "model.recipe.num_steps=100000"
-STEPS = ("train.total_steps=8", "checkpoint.save_every=1")
+
+
+@dataclass(frozen=True)
+class Builds:
+    """Three runs of the chain, of which each in turn built the model, named by what became of them."""
+
+    killed: str
+    cancelled: str
+    command_killed: str  # which goes on
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A flow run that was stopped, and the lines of its results.jsonl or metrics.jsonl when it had ended."""
+
+    flow_run: str
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class Paused:
+    """A training whose command gets no processor, so that it is not done before we are."""
+
+    site: Site
+    flow_run: str
+    log: Path
+    command: psutil.Process
+    processes: list[psutil.Process]  # its supervisor, itself, Ray's
+
+    def end(self, reason: str) -> list[str]:
+        """Go on as soon as it is being stopped for this reason; returns its metrics when nothing of it is left."""
+        self.site.wait_for(f"the end, {reason}", lambda: self._is_stopped(reason), PATIENCE_SECONDS)
+        self.command.resume()
+        assert_all_gone(self.processes)
+        return metrics(self.site)
+
+    def _is_stopped(self, reason: str) -> bool:
+        record = read_record(self.log)
+        return record is not None and record.stopping == reason
 
 
 @pytest.fixture(scope="module")
@@ -50,106 +100,139 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         site = Site(tmp_path_factory.mktemp("site"), database=database)
         try:
             site.up()
-            shorten_patience(site)
             yield site
             site.down()
         finally:
             site.end_everything()
 
 
-def shorten_patience(site: Site) -> None:
-    [automation] = site.ask("POST", "/automations/filter")
-    automation["trigger"]["within"] = HEARTBEAT_PATIENCE_SECONDS
-    fields = ("name", "description", "enabled", "trigger", "actions")
-    site.ask("PUT", f"/automations/{automation['id']}", **{name: automation[name] for name in fields})
+@pytest.fixture(scope="module")
+def builds(site: Site) -> Builds:
+    """Each gets its fate as soon as it builds the model, which the others wait for."""
+    waiting = {site.create_run("dapo-full", SLOW_EVALUATION) for _ in range(3)}
 
+    def find_builder() -> tuple[str, psutil.Process] | None:
+        for flow_run in waiting:
+            if command := command_of(site, flow_run, "fetch-model"):
+                return flow_run, command
+        return None
 
-def command_of(
-    site: Site, flow_run: str, word: str, but_for: psutil.Process | None = None
-) -> psutil.Process | None:
-    """The stage's command that a flow run waits for, once the real program runs."""
-    process = site.flow_process(flow_run)
-    for child in process.children(recursive=True) if process else ():
-        try:
-            if child.cmdline()[1:4] == ["-m", "flows.cli", word] and child != but_for:
-                return child
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return None
-
-
-def tree_of(site: Site, flow_run: str) -> list[psutil.Process]:
-    process = site.flow_process(flow_run)
-    assert process is not None
-    return [process, *process.children(recursive=True)]
-
-
-def assert_all_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=GONE_SECONDS)
-    assert describe([each for each in alive if each.status() != psutil.STATUS_ZOMBIE]) == []
-
-
-def test_of_a_run_that_is_killed_or_cancelled_nothing_is_left(site: Site) -> None:
-    runs = {what: site.run_deployment("dapo-full", HOURS, f"run.seed={seed}") for seed, what in enumerate(ENDS)}
-    commands = {}
-    for what, flow_run in runs.items():
-        commands[what] = site.wait_for(
-            f"{what}: the model is being built",
-            lambda flow_run=flow_run: command_of(site, flow_run, "fetch-model"),
-            START_SECONDS,
-        )
-    trees = [process for flow_run in runs.values() for process in tree_of(site, flow_run)]
-    assert len(trees) >= 3 * len(runs)  # flow, supervisor, command
-    flow_process = site.flow_process(runs["flow killed"])
-    assert flow_process is not None
-    flow_process.kill()
-    site.ask("POST", f"/flow_runs/{runs['cancelled']}/set_state", state={"type": "CANCELLING"})
-    killed = commands["command killed"]
-    killed.kill()
-    again = site.wait_for(
-        "the next attempt", lambda: command_of(site, runs["command killed"], "fetch-model", killed), START_SECONDS
-    )
-    assert any("killed by SIGKILL" in message for message in site.log_messages(runs["command killed"]))
-    site.ask("POST", f"/flow_runs/{runs['command killed']}/set_state", state={"type": "CANCELLING"})
-    for what, flow_run in runs.items():
-        state = site.wait_until_final(flow_run, STATE_SECONDS)
-        assert (what, state["type"]) == (what, ENDS[what])
-    assert_all_gone([*trees, again])
-    states = [record["state"] for record in run_records(site)]
-    assert states.count("cancelled") == 2
-    assert all(site.state().running(name) for name in (SERVER, WORKER))
-
-
-ENDS = {"flow killed": "CRASHED", "cancelled": "CANCELLED", "command killed": "CANCELLED"}
+    stopped = []
+    for stop in (kill_flow, Site.cancel):
+        flow_run, _ = site.wait_for("one builds the model", find_builder, PATIENCE_SECONDS)
+        waiting.remove(flow_run)
+        processes = site.tree(flow_run)
+        assert len(processes) >= 3  # flow, supervisor, command
+        stop(site, flow_run)
+        assert_all_gone(processes)
+        stopped.append(flow_run)
+    last, command = site.wait_for("the third one builds the model", find_builder, PATIENCE_SECONDS)
+    command.kill()
+    site.wait_for("its next attempt", lambda: command_of(site, last, "fetch-model", command), PATIENCE_SECONDS)
+    return Builds(*stopped, last)
 
 
 @pytest.fixture(scope="module")
-def model(site: Site) -> None:
-    """A model, built while first the worker and then the server are away."""
-    flow_run = site.run_deployment("prepare-data")
-    assert site.wait_until_final(flow_run, START_SECONDS)["type"] == "COMPLETED"
-    flow_run = site.run_deployment("fetch-model")
-    site.wait_for("the model is built", lambda: command_of(site, flow_run, "fetch-model"), START_SECONDS)
-    port = site.state().port
-    tree = tree_of(site, flow_run)
-    kill(site, WORKER)
-    kill(site, SERVER)
-    # Its next question to the server finds none: Prefect's client asks 5 times more, within 62 s.
-    site.wait_for("the model is there", lambda: [*site.store.glob("fetch_model/*/manifest.json")], START_SECONDS)
+def training(site: Site, builds: Builds) -> Paused:
+    """A run that trains while another one evaluates."""
+    site.wait_for("the model", lambda: [*site.store.glob("fetch_model/*/manifest.json")], PATIENCE_SECONDS)
+    return paused(site, site.create_run("train-policy", *TRAINING), 2)
+
+
+@pytest.fixture(scope="module")
+def evaluation(site: Site, builds: Builds, training: Paused) -> Stopped:
+    """The run whose command was killed, cancelled while it evaluates."""
+    flow_run = builds.command_killed
+    site.wait_for("answers", lambda: len(answers(site)) >= 2, PATIENCE_SECONDS)
+    processes = site.tree(flow_run)
+    assert any("serve" in process.cmdline() for process in processes)
+    site.cancel(flow_run)
+    assert_all_gone(processes)
+    assert_state(site, flow_run, "CANCELLED")
+    return Stopped(flow_run, answers(site))
+
+
+@pytest.fixture(scope="module")
+def attached(site: Site, training: Paused, evaluation: Stopped) -> Stopped:
+    """A run that attached to the training after its worker had ended, cancelled."""
+    worker, flow_process = site.service(WORKER), site.flow_process(training.flow_run)
+    assert flow_process is not None
+    os.kill(worker.pid, signal.SIGTERM)
+    assert_all_gone([worker, flow_process])
+    assert [process for process in training.processes if not process.is_running()] == []
+    site.up()
+    flow_run = site.create_run("train-policy", *TRAINING)
+    wait_for_log(site, flow_run, "attached to")
+    processes = site.tree(flow_run)
+    site.cancel(flow_run)
+    lines = training.end(ASKED)
+    assert_all_gone(processes)
+    assert_state(site, flow_run, "CANCELLED")
+    return Stopped(flow_run, lines)
+
+
+@pytest.fixture(scope="module")
+def resumed_evaluation(site: Site, evaluation: Stopped, attached: Stopped) -> str:
+    """A run of the evaluation alone."""
+    return site.create_run("evaluate-model", SLOW_EVALUATION, side="before")
+
+
+@pytest.fixture(scope="module")
+def unwatched(site: Site, attached: Stopped, resumed_evaluation: str) -> Paused:
+    """A training that goes on from the last step, and would not for long if nobody watched it."""
+    flow_run = site.create_run("train-policy", *TRAINING, "flow.unwatched_minutes=0.1")
+    return paused(site, flow_run, len(attached.lines) + 1)
+
+
+@dataclass(frozen=True)
+class Away:
+    """What worker and server left when they went away."""
+
+    processes: list[psutil.Process]  # of the evaluation
+    metrics: list[str]  # of the training that nobody watched, in the end
+
+
+@pytest.fixture(scope="module")
+def waited(site: Site, unwatched: Paused) -> None:
+    """A run has waited for that training's lock, and was cancelled."""
+    path = site.store / ".locks" / TRAINING_LOCK
+    holder = read_holder(path)
+    waiting = site.create_run("train-policy", "train.total_steps=1")
+    wait_for_log(site, waiting, "waiting for the lock")
+    processes = site.tree(waiting)
+    site.cancel(waiting)
+    assert_all_gone(processes)
+    assert_state(site, waiting, "CANCELLED")
+    assert read_holder(path) == holder is not None
+
+
+@pytest.fixture(scope="module")
+def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Paused, waited: None) -> Away:
+    """Worker and server are killed, and the flow of that training; 40 s later they are there again."""
+    site.wait_for("more answers", lambda: len(answers(site)) > len(evaluation.lines), PATIENCE_SECONDS)
+    processes, port = site.tree(resumed_evaluation), site.state().port
+    kill(site.service(WORKER))
+    kill_flow(site, unwatched.flow_run)
+    kill(site.service(SERVER))
+    back_at = time.monotonic() + AWAY_SECONDS
+    lines = unwatched.end(UNWATCHED)
+    assert read_holder(site.store / ".locks" / TRAINING_LOCK) is None
+    site.wait_for("40 s", lambda: time.monotonic() >= back_at, AWAY_SECONDS)
     site.up()
     assert site.state().port == port
-    state = site.wait_until_final(flow_run, STATE_SECONDS)
-    assert state["type"] == "COMPLETED", state
-    assert_all_gone(tree)
+    return Away(processes, lines)
 
 
-def test_a_run_goes_on_without_worker_and_server(model: None) -> None:
-    """What the fixture asserts."""
+@pytest.fixture(scope="module")
+def finished(site: Site, away: Away) -> Path:
+    """The training's output, by a run after all of that."""
+    assert_state(site, site.create_run("train-policy", *TRAINING), "COMPLETED")
+    [folder] = site.store.glob("train_policy/*")
+    return folder
 
 
-@pytest.fixture
-def told_of_crashes(site: Site, tmp_path: Path) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """What a webhook gets by the automation of docs/notifications.md, made as it says there."""
+def test_a_webhook_is_told_of_a_run_that_crashed_unseen(site: Site, tmp_path: Path) -> None:
+    """By the automation of docs/notifications.md, made as it says there."""
     words = (ROOT / "docs/notifications.md").read_text().split("## Runs that end unseen")[1].split("\n## ")[0]
     code, automation = re.findall(r"```(?:python|yaml)\n(.*?)```", words, re.DOTALL)
     environment = {**os.environ, **site.environment, "PREFECT_API_URL": site.state().api_url}
@@ -159,106 +242,154 @@ def told_of_crashes(site: Site, tmp_path: Path) -> Iterator[list[tuple[str, dict
             [sys.executable, *command], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout
 
+    reason = f"No heartbeat for {crash_automation().trigger.within.total_seconds():.0f} s"
     with started_receiver() as receiver:
         block = run("-c", code.replace("https://hooks.example.org/...", receiver.url()))
         (tmp_path / "unseen-crashes.yaml").write_text(automation.replace("BLOCK_ID", block.strip()))
         run("-m", "prefect", "automation", "create", "--from-file", "unseen-crashes.yaml")
-        yield receiver.received
-
-
-def test_a_training_outlives_its_worker_and_the_next_run_attaches_to_it(
-    site: Site, model: None, told_of_crashes: list[tuple[str, dict[str, Any]]]
-) -> None:
-    flow_run = site.run_deployment("train-policy", *STEPS)
-    site.wait_for("training steps", lambda: len(steps(site)) >= 2, START_SECONDS)
-    flow_process = site.flow_process(flow_run)
-    training = command_of(site, flow_run, "train")
-    assert flow_process is not None
-    assert training is not None
-    training.suspend()  # so that it is still there when the next run is
-    worker = site.state().running(WORKER)
-    assert worker is not None
-    os.kill(worker.pid, signal.SIGTERM)
-    assert_all_gone([flow_process, psutil.Process(worker.pid)])
-    assert training.is_running()
-    site.up()
-    again = site.run_deployment("train-policy", *STEPS)
-    site.wait_for(
-        "it attaches", lambda: any("attached to" in line for line in site.log_messages(again)), START_SECONDS
-    )
-    training.resume()
-    for run, end in ((again, "COMPLETED"), (flow_run, "CRASHED")):
-        state = site.wait_until_final(run, STATE_SECONDS)
-        assert state["type"] == end, state
-    site.wait_for("the webhook is told", lambda: told_of_crashes, STATE_SECONDS)
-    [(_, told)] = told_of_crashes
-    assert told["event"] == "crashed"
-    assert told["reason"] == state["message"]
+        flow_run = site.create_run("prepare-data")
+        crashed = {"type": "CRASHED", "name": "Crashed", "message": reason}
+        site.ask("POST", f"/flow_runs/{flow_run}/set_state", state=crashed, force=True)
+        site.wait_for("the webhook is told", lambda: receiver.received, PATIENCE_SECONDS)
+        [(_, told)] = receiver.received
+    assert (told["event"], told["reason"]) == ("crashed", reason)
     assert told["flow_run"]["url"].endswith(flow_run)
-    [folder] = site.store.glob("train_policy/*")
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
-    [log] = site.store.glob(".logs/train_policy-*.log")
-    assert log.read_text().count("Ray is up") == 1  # it was never started again
-    assert_all_gone([training])
 
 
-def is_building(site: Site) -> bool:
-    """Whether the stage's command is past its imports, which take about 5 CPU seconds."""
-    try:
-        commands = [each for each in site.processes("fetch-model") if each.cmdline()[1:2] == ["-m"]]
-        return any(sum(each.cpu_times()[:2]) > BUSY_CPU_SECONDS for each in commands)
-    except psutil.NoSuchProcess:
-        return False
+def test_a_model_is_built_after_its_builders_were_stopped(site: Site, builds: Builds) -> None:
+    state = assert_state(site, builds.killed, "CRASHED")
+    assert "No heartbeat" not in state["message"]
+    assert_state(site, builds.cancelled, "CANCELLED")
+    assert any("killed by SIGKILL" in line for line in site.log_messages(builds.command_killed))
 
 
-def steps(site: Site) -> list[str]:
-    return [line for path in site.store.glob(".work/train_policy-*/metrics.jsonl") for line in path.open()]
+def test_a_training_that_outlived_its_worker_and_was_cancelled_goes_on(attached: Stopped, finished: Path) -> None:
+    assert 2 <= len(attached.lines) < NUM_STEPS
+    assert lines_of(finished / "metrics.jsonl")[: len(attached.lines)] == attached.lines
 
 
-def run_records(site: Site) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in site.store.glob("runs/*/run.json")]
+def test_a_training_that_nobody_watched_goes_on(attached: Stopped, away: Away, finished: Path) -> None:
+    assert len(attached.lines) < len(away.metrics) < NUM_STEPS
+    lines = lines_of(finished / "metrics.jsonl")
+    assert lines[: len(away.metrics)] == away.metrics
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
 
 
-def kill(site: Site, service: str) -> None:
-    daemon = site.state().running(service)
-    assert daemon is not None
-    process = psutil.Process(daemon.pid)
-    process.kill()
-    psutil.wait_procs([process], timeout=GONE_SECONDS)
+def test_training_began_once_for_each_stop(site: Site, finished: Path) -> None:
+    """Not for the run that attached to it."""
+    log = site.store / ".logs" / f"train_policy-{finished.name}.log"
+    assert log.read_text().count("Ray is up") == 3
 
 
-@pytest.mark.parametrize("stop_signal", [signal.SIGKILL, signal.SIGINT])
-def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path, stop_signal: signal.Signals) -> None:
+def test_an_evaluation_goes_on_after_a_cancellation_and_without_a_server(
+    site: Site, evaluation: Stopped, resumed_evaluation: str, away: Away
+) -> None:
+    assert_state(site, resumed_evaluation, "COMPLETED")
+    assert_all_gone(away.processes)
+    [results] = site.store.glob("evaluate_model/*/results.jsonl")
+    lines = lines_of(results)
+    assert len(lines) == NUM_ITEMS > len(evaluation.lines)
+    assert set(evaluation.lines) <= set(lines)  # time stamps and all
+
+
+def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path) -> None:
+    """Two at once, of which one builds the model that the other one waits for."""
     site = Site(tmp_path, (*SMALL, HOURS))
+    runs = {started_run(site, tmp_path / name): tmp_path / name for name in ("one", "other")}
+
+    def find_builder() -> subprocess.Popen[bytes] | None:
+        assert [run.returncode for run in runs if run.poll() is not None] == []
+        builders = (run for run in runs if find_command(psutil.Process(run.pid), "fetch-model"))
+        return next(builders, None)
+
+    try:
+        for stop_signal in (signal.SIGKILL, signal.SIGINT):
+            run = site.wait_for("one builds the model", find_builder, PATIENCE_SECONDS)
+            folder = runs.pop(run)
+            processes = psutil.Process(run.pid).children(recursive=True)
+            assert "Traceback" not in (folder / "prefect" / "servers" / f"{run.pid}.log").read_text()
+            run.send_signal(stop_signal)
+            assert run.wait(GONE_SECONDS) != 0
+            assert_all_gone(processes)
+            assert "Traceback" not in (folder / "run.log").read_text()
+        assert_all_gone(site.processes())
+    finally:
+        site.end_everything()
+
+
+def test_runs_that_lost_their_process_and_worker_become_crashed(
+    site: Site, training: Paused, unwatched: Paused, away: Away
+) -> None:
+    for flow_run in (training.flow_run, unwatched.flow_run):
+        assert "No heartbeat" in assert_state(site, flow_run, "CRASHED")["message"]
+
+
+def started_run(site: Site, folder: Path) -> subprocess.Popen[bytes]:
+    """`dapo run` with Prefect's files and a server of its own."""
+    folder.mkdir()
     overrides = [word for change in site.changes() for word in ("--set", change)]
-    log = tmp_path / "run.log"
-    with log.open("wb") as output:
-        run = subprocess.Popen(
+    with open(folder / "run.log", "wb") as output:
+        return subprocess.Popen(
             [sys.executable, "-m", "flows.cli", "run", CONFIG, *overrides],
             cwd=ROOT,
-            env={**os.environ, **site.environment},
+            env={**os.environ, **site.environment, "PREFECT_HOME": str(folder / "prefect")},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
         )
-    try:
-        site.wait_for(
-            "the model is being built",
-            lambda: is_building(site) or run.poll() is not None,
-            START_SECONDS,
-        )
-        assert run.poll() is None, log.read_text()
-        assert "Traceback" not in (site.folder / "prefect" / "servers" / f"{run.pid}.log").read_text()
-        processes = site.processes()
-        run.send_signal(stop_signal)
-        run.wait(GONE_SECONDS)
-        assert_all_gone(processes)
-        assert describe(site.processes()) == []
-        assert run.returncode != 0
-        assert "Traceback" not in log.read_text()
-        is_said = "stopped; the same command continues from what is done" in log.read_text()
-        assert is_said == (stop_signal == signal.SIGINT)
-    finally:
-        site.end_everything()
-        run.wait(GONE_SECONDS)
+
+
+def paused(site: Site, flow_run: str, num_steps: int) -> Paused:
+    """The training of a run, as soon as so many steps of it are done."""
+    site.wait_for(f"{num_steps} steps", lambda: len(metrics(site)) >= num_steps, PATIENCE_SECONDS)
+    command = command_of(site, flow_run, "train")
+    assert command is not None
+    command.suspend()
+    supervisor = command.parent()
+    assert supervisor is not None
+    [folder] = site.store.glob(".work/train_policy-*")
+    log = site.store / ".logs" / f"{folder.name}.log"
+    return Paused(site, flow_run, log, command, [supervisor, *supervisor.children(recursive=True)])
+
+
+def metrics(site: Site) -> list[str]:
+    return [line for path in site.store.glob(".work/train_policy-*/metrics.jsonl") for line in lines_of(path)]
+
+
+def answers(site: Site) -> list[str]:
+    return [line for path in site.store.glob(".work/evaluate_model-*/results.jsonl") for line in lines_of(path)]
+
+
+def lines_of(path: Path) -> list[str]:
+    """Whole lines only."""
+    return path.read_text().rpartition("\n")[0].splitlines()
+
+
+def command_of(
+    site: Site, flow_run: str, word: str, but_for: psutil.Process | None = None
+) -> psutil.Process | None:
+    """The stage's command that a flow run waits for, once the real program runs."""
+    process = site.flow_process(flow_run)
+    return find_command(process, word, but_for) if process else None
+
+
+def kill_flow(site: Site, flow_run: str) -> None:
+    process = site.flow_process(flow_run)
+    assert process is not None
+    kill(process)
+
+
+def kill(process: psutil.Process) -> None:
+    process.kill()
+    assert_all_gone([process])
+
+
+def wait_for_log(site: Site, flow_run: str, words: str) -> None:
+    """Until Prefect's page shows a line with these words."""
+    site.wait_for(words, lambda: any(words in line for line in site.log_messages(flow_run)), PATIENCE_SECONDS)
+
+
+def assert_state(site: Site, flow_run: str, kind: str) -> dict[str, Any]:
+    state = site.wait_until_final(flow_run, PATIENCE_SECONDS)
+    assert state["type"] == kind, (state, site.log_messages(flow_run)[-20:])
+    return state

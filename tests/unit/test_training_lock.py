@@ -38,7 +38,7 @@ from pathlib import Path
 from tasks.training_lock import hold
 from tasks.processes.watched_command import Outlive, watch_command
 path, key, log = sys.argv[1:]
-stubborn = ["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
+stubborn = ["sh", "-c", "trap '' TERM; echo deaf; while :; do sleep 0.1; done"]
 with hold(Path(path), "run-7", key) as descriptor:
     outlive = Outlive(unwatched_seconds=0, stop_seconds=0, grace_seconds=1.5, held=lambda: [descriptor])
     watch_command(stubborn, log_path=log, label="train", outlive=outlive)
@@ -88,7 +88,7 @@ def training(run: Run, key: str) -> Iterator[subprocess.Popen[bytes]]:
     """Another flow that trains for a key, its command running."""
     log = run.store.log_path("train_policy", key)
     with process(training_lock_path(run.config), TRAIN, key, str(log)) as flow:
-        wait_until(log.exists)
+        wait_until(lambda: log.exists() and "deaf" in log.read_text())
         yield flow
 
 
