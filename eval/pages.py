@@ -153,7 +153,7 @@ def _cell(text: Any) -> str:
 
 
 def _id_cell(identity: str) -> str:
-    """An item's id in a table; of a long one the end, which tells items apart."""
+    """The id of an item or a run in a table; of a long one the end, which tells them apart."""
     short = identity if len(identity) <= _MAX_ID_CHARS else "..." + identity[3 - _MAX_ID_CHARS :]
     return "`" + " ".join(short.split()).replace("`", "'").replace("|", "\\|") + "`"
 

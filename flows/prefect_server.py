@@ -49,7 +49,7 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
     any way.
     """
     if os.environ.get("PREFECT_API_URL"):
-        return lambda: None
+        return require_answer
     state = Services(store).read()
     daemon = state.running(SERVER)
     stack = contextlib.ExitStack()
@@ -68,12 +68,24 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
 
     if get_current_settings().api.url:  # by a profile or a file: known late, before ours has opened its database
         stack.close()
-        return lambda: None
+        return require_answer
     os.environ["PREFECT_API_URL"] = url
     refresh_global_settings_context()
     if not daemon:  # our server ends with the run: nobody could miss heartbeats, whose thread takes 1 s to join
         stack.enter_context(temporary_settings({"flows.heartbeat_frequency": None}))
     return lambda: wait_until_healthy(url, is_running, tail)
+
+
+def require_answer() -> None:
+    """Raise ServeError when the server that Prefect's settings name does not answer."""
+    from prefect.client.orchestration import get_client
+    from prefect.settings import get_current_settings
+
+    if problem := get_client(sync_client=True).api_healthcheck():
+        raise ServeError(
+            f"the Prefect server at {get_current_settings().api.url} does not answer ({problem}); start it, or "
+            "correct PREFECT_API_URL or the profile that names it; where none is named, a run has its own server"
+        )
 
 
 def wait_until_healthy(

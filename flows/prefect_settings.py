@@ -19,7 +19,7 @@ def project_settings() -> dict[str, str]:
         "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,dapo_core,eval",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
-        # the shortest Prefect takes; HEARTBEAT_PATIENCE_SECONDS in flows/services/registration.py goes with it
+        # the shortest Prefect takes; `within` in flows/services/crashed_runs.yaml goes with it
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         # leases in memory are never given back once the server has restarted
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",

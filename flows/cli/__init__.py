@@ -54,4 +54,5 @@ def main() -> None:
         typer.secho(describe(error), err=True, fg="red")
         sys.exit(exit_code_of(error))
     finally:
-        gc.freeze()  # Python's last collection goes through Prefect's modules for a second, and helps nobody
+        if "prefect" in sys.modules:  # through whose modules Python's last collection goes for a second
+            gc.freeze()

@@ -199,7 +199,11 @@ def plan(
     print_plan(stages, is_whole)
 
 
-@config_app.command("show", epilog="Example: dapo config show configs/arith_cpu.yaml --set run.seed=2 > mine.yaml")
+@config_app.command(
+    "show",
+    epilog="Example: dapo config show configs/arith_cpu.yaml --set run.seed=2 > mine.yaml",
+    short_help="Print the resolved configuration as YAML.",
+)
 def config_show(config: ConfigArgument, overrides: SetOption = None) -> None:
     """Print the resolved configuration, defaults < file < --set, as YAML that can be a recipe again.
 

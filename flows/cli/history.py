@@ -49,7 +49,11 @@ def runs(
         typer.echo(f"{len(recorded) - len(shown)} older ones: --limit {len(recorded)}")
 
 
-@runs_app.command("show", epilog="Example: dapo runs show latest; dapo runs show 20260301T0200 --json")
+@runs_app.command(
+    "show",
+    epilog="Example: dapo runs show latest; dapo runs show 20260301T0200 --json",
+    short_help="Show everything about one run.",
+)
 def show(run: RunArgument, store: StoreOption = DEFAULT_STORE, is_json: JsonOption = False) -> None:
     """Show everything about one run: stages, outputs, result, and what its configuration changed."""
     from dapo_core.errors import StoreError

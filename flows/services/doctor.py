@@ -257,7 +257,8 @@ def check_crash_automation(client: SyncPrefectClient) -> Finding:
     if found:
         advice = "enable it on Prefect's page, under Automations"
         return Finding("crash detection", WARN, f"automation {CRASH_AUTOMATION!r} is disabled", advice)
-    return Finding("crash detection", WARN, f"no automation {CRASH_AUTOMATION!r}", "`dapo up`")
+    advice = "`dapo up`, or `prefect automation create --from-file flows/services/crashed_runs.yaml`"
+    return Finding("crash detection", WARN, f"no automation {CRASH_AUTOMATION!r}", advice)
 
 
 def check_deployments(registered: Sequence[DeploymentResponse], wanted: set[str]) -> Finding:

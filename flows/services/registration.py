@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from uuid import UUID
 
-from prefect.automations import AutomationCore, ChangeFlowRunState, EventTrigger, Posture, ResourceSpecification
+import yaml
+from prefect.automations import AutomationCore
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import (
@@ -41,9 +42,6 @@ from tasks.training_limit import LIMIT as TRAINING_LIMIT
 WORK_POOL = "dapo"
 OUR_POOL = WorkPoolFilter(name=WorkPoolFilterName(any_=[WORK_POOL]))
 CRASH_AUTOMATION = "dapo: crashed without a heartbeat"
-# Heartbeats come every 30 s: two may get lost, as when the server is away for 40 s; the next comes after 90 s.
-HEARTBEAT_PATIENCE_SECONDS = 120
-HEARTBEAT = "prefect.flow-run.heartbeat"
 ACTIVE = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 POLL_SECONDS = 0.25
 
@@ -72,28 +70,8 @@ def ensure_objects(client: SyncPrefectClient) -> None:
 
 def crash_automation() -> AutomationCore:
     """What marks a flow run as Crashed when its process is gone, which nobody else may be left to tell."""
-    return AutomationCore(
-        name=CRASH_AUTOMATION,
-        description="Written by `dapo up`. A flow run tells every 30 s that it is there.",
-        trigger=EventTrigger(
-            posture=Posture.Proactive,
-            match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
-            for_each={"prefect.resource.id"},
-            after={HEARTBEAT},
-            expect={"prefect.flow-run.*"},  # the next heartbeat, or a state of whatever name
-            threshold=1,
-            within=timedelta(seconds=HEARTBEAT_PATIENCE_SECONDS),
-        ),
-        actions=[
-            ChangeFlowRunState(
-                name=None,
-                state=StateType.CRASHED,
-                message=f"No heartbeat for {HEARTBEAT_PATIENCE_SECONDS} s: the flow run's process is gone. Run it "
-                "again: stages that are done come from the store, training resumes.",
-                force=False,
-            )
-        ],
-    )
+    content = yaml.safe_load(Path(__file__).with_name("crashed_runs.yaml").read_text(encoding="utf-8"))
+    return AutomationCore.model_validate(content)
 
 
 def registered_deployments(client: SyncPrefectClient, names: Iterable[str]) -> list[DeploymentResponse]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_VALUE_CHARS = 40
+NUM_SHARED_CHARS = 15  # of these before the place where two long values begin to differ
 UNSET = object()
 
 
@@ -20,7 +21,9 @@ class Difference:
     after: str
 
     def __str__(self) -> str:
-        return f"{self.key} {self.before} -> {self.after}"
+        places = range(min(len(self.before), len(self.after)))
+        shared = next((place for place in places if self.before[place] != self.after[place]), len(places))
+        return f"{self.key} {_shortened(self.before, shared)} -> {_shortened(self.after, shared)}"
 
 
 def differences_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
@@ -28,7 +31,7 @@ def differences_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
     old, new = dict(_leaves(before)), dict(_leaves(after))
     keys = [*new, *(key for key in old if key not in new)]
     return [
-        Difference(key, _shown(old.get(key, UNSET)), _shown(new.get(key, UNSET)))
+        Difference(key, _text(old.get(key, UNSET)), _text(new.get(key, UNSET)))
         for key in keys
         if old.get(key, UNSET) != new.get(key, UNSET)
     ]
@@ -42,8 +45,16 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     if value is UNSET:
         return "(unset)"
-    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-    return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 3] + "..."
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def _shortened(text: str, shared: int) -> str:
+    """Of a long text the part where it begins to differ from another one, after `shared` characters."""
+    if len(text) <= MAX_VALUE_CHARS:
+        return text
+    start = max(0, shared - NUM_SHARED_CHARS)
+    shown = ("..." if start else "") + text[start:]
+    return shown if len(shown) <= MAX_VALUE_CHARS else shown[: MAX_VALUE_CHARS - 3] + "..."

@@ -33,10 +33,11 @@ from typing import Any
 
 import psutil
 import pytest
+from prefect.events.actions import ChangeFlowRunState
 
 from bench.small_chain import CONFIG, SMALL
 from flows.services.daemons import SERVER, WORKER
-from flows.services.registration import HEARTBEAT_PATIENCE_SECONDS
+from flows.services.registration import crash_automation
 from tasks.processes.supervisor import ASKED, UNWATCHED
 from tasks.processes.watched_command import read_record
 from tasks.training_lock import TRAINING_LOCK, read_holder
@@ -242,7 +243,9 @@ def test_a_webhook_is_told_of_a_run_that_crashed_unseen(site: Site, tmp_path: Pa
             [sys.executable, *command], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout
 
-    reason = f"No heartbeat for {HEARTBEAT_PATIENCE_SECONDS} s"
+    [action] = crash_automation().actions
+    assert isinstance(action, ChangeFlowRunState)
+    reason = str(action.message)
     with started_receiver() as receiver:
         block = run("-c", code.replace("https://hooks.example.org/...", receiver.url()))
         (tmp_path / "unseen-crashes.yaml").write_text(automation.replace("BLOCK_ID", block.strip()))

@@ -14,8 +14,10 @@ from typing import Any
 import httpx
 import pytest
 import tomllib
+from prefect.automations import Automation
 
 from dapo_core.config import load_config
+from flows.services.registration import CRASH_AUTOMATION, crash_automation
 from tasks.training_lock import hold, night_lock_path
 from tests.integration.browser import Browser
 from tests.prefect_servers import ROOT, PrefectServer, started_server, wait_for
@@ -102,6 +104,7 @@ def deployed(server: PrefectServer) -> list[dict[str, Any]]:
     for words in (
         ["work-pool", "create", "dapo", "--type", "process"],
         ["gcl", "create", "dapo-training", "-l", "1"],
+        ["automation", "create", "--from-file", "flows/services/crashed_runs.yaml"],
     ):
         done = server.prefect(*words)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -170,6 +173,16 @@ def test_every_flow_is_deployed_with_a_form_that_explains_itself(deployed: list[
         fields = deployment["parameter_openapi_schema"]["properties"]
         assert all(field["description"] and field["type"] for field in fields.values())
         assert set(deployment["parameters"]) <= set(fields)
+
+
+def test_plain_prefect_makes_the_automation_that_dapo_up_looks_for(
+    server: PrefectServer, deployed: list[dict[str, Any]]
+) -> None:
+    [content] = ask(server, "/automations/filter").raise_for_status().json()
+    made, wanted = Automation.model_validate(content), crash_automation()
+    assert (made.name, made.enabled) == (CRASH_AUTOMATION, True)
+    assert made.trigger.model_dump(exclude={"id"}) == wanted.trigger.model_dump(exclude={"id"})
+    assert made.actions == wanted.actions
 
 
 def test_a_deployment_runs_by_its_name_alone(server: PrefectServer, deployed: list[dict[str, Any]]) -> None:

@@ -62,12 +62,13 @@ def test_runs_with_other_settings_are_listed_apart(tmp_path: Path) -> None:
 def test_reports_folders_and_stores_are_read_alike(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = write_night(tmp_path, 1, "wwwwwwww")
     after = write_night(tmp_path, 2, "rrrrwwwf")
-    folder = tmp_path / "store" / "runs" / "20260101T000000Z-1" / "report"
+    folder = tmp_path / "store" / "runs" / "20260101T000000.000Z-123456" / "report"
     write_report(before, after, None, folder, stages={}, artifacts={})
     for path in (folder / "report.json", folder, folder.parent, tmp_path / "store"):
         ((point,),) = [series.points for series in make_history([path])]
-        assert point.label == "20260101T000000Z-1"
+        assert point.label == "20260101T000000.000Z-123456"
         assert point.accuracy == 4 / 7  # of the answered items, after
+    assert "T000000.000Z-123456` |" in render_markdown(make_history([folder]))  # an end, which finds the run
     other = tmp_path / "store" / "runs" / "20250101T000000Z-1" / "report" / "report.json"
     other.parent.mkdir(parents=True)
     other.write_text("{}")  # of another version

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from tasks.artifacts import ArtifactStore
 from tasks.artifacts.code import PROJECT_ROOT
+from tasks.runs.differences import differences_of
 from tasks.runs.plan import PlannedStage, plan_chain
 from tasks.runs.run import Run
 from tasks.stages import LINKS
@@ -234,3 +235,15 @@ def test_the_command_prints_a_table_all_changes_or_json(recorded: Run) -> None:
     told = json.loads(plan("--json"))
     assert [stage["label"] for stage in told] == list(LABELS)
     assert told[3]["changes"] == ["train.total_steps 60 -> 61", "train.weight_decay 0.0 -> 0.1"]
+
+
+def test_of_long_values_the_place_is_shown_where_they_differ() -> None:
+    folder = "/data/reinforcement-learning/math"
+    paths = [f"{folder}/2026-{month}/train.parquet" for month in ("01", "02")]
+    [change] = differences_of(*({"data": {"train_path": path}} for path in paths))
+    assert str(change) == "data.train_path ...ing/math/2026-01/train.parquet -> ...ing/math/2026-02/train.parquet"
+    assert [change.before, change.after] == paths  # whole, for programs
+    [change] = differences_of({"path": folder * 2}, {"path": folder * 2 + "/new"})
+    assert str(change) == "path ...t-learning/math -> ...t-learning/math/new"
+    [change] = differences_of({"prompt": "Solve it. " * 9}, {"prompt": None})
+    assert str(change) == "prompt Solve it. Solve it. Solve it. Solve i... -> null"

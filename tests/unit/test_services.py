@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +117,25 @@ def test_up_says_what_prefect_needs_to_find_the_server(
     export = lines.index(f"{first}: export PREFECT_API_URL=http://127.0.0.1:4321/api")
     assert lines[export + 1].endswith("prefect deployment run dapo-full")
     assert lines[-1].endswith("dapo down" if store == ".dapo" else "dapo down --store 'a b'")
+
+
+def test_a_server_that_is_named_and_does_not_answer_is_said_in_one_line(tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/api"
+        store = f"store.path={tmp_path / 'store'}"
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.cli", "stage", "prepare-data", "configs/arith_cpu.yaml", "--set", store],
+            cwd=ROOT,
+            env={**os.environ, "PREFECT_HOME": str(tmp_path / "prefect"), "PREFECT_API_URL": url},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith(f"ServeError: the Prefect server at {url} does not answer (")
+    assert not (tmp_path / "store" / "runs").exists()
 
 
 class PoolClient:
