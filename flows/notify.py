@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 from prefect import runtime
+from prefect.settings import get_current_settings
 from prefect.utilities.urls import url_for
 
 from dapo_core.config import WebhookConfig, is_http_address, load_config
@@ -115,4 +116,5 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
 
 def _flow_run(name: str | None, identity: Any) -> dict[str, str | None]:
     """What a person needs to find the run on Prefect's page; runtime.flow_run.ui_url names no page of 3.7."""
-    return {"name": name, "url": url_for("flow-run", identity) if identity else None}
+    has_page = get_current_settings().server.ui.enabled
+    return {"name": name, "url": url_for("flow-run", identity) if identity and has_page else None}

@@ -71,8 +71,9 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
         return require_answer
     os.environ["PREFECT_API_URL"] = url
     refresh_global_settings_context()
-    if not daemon:  # our server ends with the run: nobody could miss heartbeats, whose thread takes 1 s to join
-        stack.enter_context(temporary_settings({"flows.heartbeat_frequency": None}))
+    if not daemon:
+        # Ours has no page, and ends with the run: nobody could miss heartbeats, whose thread takes 1 s to join.
+        stack.enter_context(temporary_settings({"flows.heartbeat_frequency": None, "server.ui.enabled": False}))
     return lambda: wait_until_healthy(url, is_running, tail)
 
 

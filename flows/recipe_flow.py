@@ -31,6 +31,8 @@ DESCRIPTIONS = {
     "fresh_seed": "Seed each night with its date (days since 1970), so that it trains anew; else all is cached.",
 }
 
+NUM_SHOWN_CHANGES = 4  # in a flow run's name
+
 ConfigPath = Annotated[str, Field(pattern=r"\.ya?ml$")]
 Override = Annotated[str, Field(json_schema_extra=override_schema())]
 Overrides = tuple[Override, ...]
@@ -84,7 +86,8 @@ def name_run() -> str:
     """The flow run's name in Prefect's lists: recipe, what is changed in it, and the night of a scheduled run."""
     given = flow_run.parameters
     shown = [change for change in given["overrides"] if not change.startswith("flow.webhook.")]  # may be a secret
-    words = [Path(given["config"]).stem, *shown]
+    words = [Path(given["config"]).stem, *shown[:NUM_SHOWN_CHANGES]]
+    words += [f"+{len(shown) - NUM_SHOWN_CHANGES} more"] if len(shown) > NUM_SHOWN_CHANGES else []
     if "fresh_seed" in given:
         words.append(f"{flow_run.scheduled_start_time:%Y-%m-%d}")
     words += [str(given["side"])] if "side" in given else []

@@ -10,6 +10,7 @@ from typing import Any
 MAX_VALUE_CHARS = 40
 NUM_SHARED_CHARS = 15  # of these before the place where two long values begin to differ
 UNSET = object()
+SECRET_KEYS = ("flow.webhook.url",)  # whoever knows the address may write to the chat
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def differences_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
     old, new = dict(_leaves(before)), dict(_leaves(after))
     keys = [*new, *(key for key in old if key not in new)]
     return [
-        Difference(key, _text(old.get(key, UNSET)), _text(new.get(key, UNSET)))
+        Difference(key, _text(key, old.get(key, UNSET)), _text(key, new.get(key, UNSET)))
         for key in keys
         if old.get(key, UNSET) != new.get(key, UNSET)
     ]
@@ -45,9 +46,11 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _text(value: Any) -> str:
+def _text(key: str, value: Any) -> str:
     if value is UNSET:
         return "(unset)"
+    if key in SECRET_KEYS and value is not None:
+        return "(secret)"
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect.settings import temporary_settings
 from prefect.states import Cancelling, Crashed, Failed
 
 from dapo_core.config import WebhookConfig, load_config
@@ -102,6 +103,15 @@ def test_a_run_that_did_not_end_well_is_told_with_its_reason(
     }
 
 
+def test_a_server_without_a_page_gives_no_address_to_look_at(receiver: Receiver) -> None:
+    """That of `dapo run`, which is gone with the run."""
+    parameters = {"config": CONFIG, "overrides": [f"flow.webhook.url={receiver.url()}"]}
+    with temporary_settings({"server.ui.enabled": False}):
+        tell_failure(dapo_full, SimpleNamespace(id="7bfb7b22", name="sly-fox", parameters=parameters), Failed())
+    [(_, payload)] = receiver.received
+    assert payload["flow_run"] == {"name": "sly-fox", "url": None}
+
+
 def test_every_way_to_end_badly_calls_the_hook() -> None:
     for hooks in (dapo_full.on_failure_hooks, dapo_full.on_crashed_hooks, dapo_full.on_cancellation_hooks):
         assert tell_failure in hooks
@@ -118,11 +128,23 @@ def test_a_run_without_parameters_is_one_of_the_default_recipe(caplog: pytest.Lo
     assert caplog.text == ""  # which has no webhook
 
 
-def test_an_address_does_not_become_part_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = ["run.seed=2", "flow.webhook.url=https://hooks.example/secret"]
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["run.seed=2", "flow.webhook.url=https://hooks.example/secret"], "arith_cpu run.seed=2"),
+        ([f"run.seed={seed}" for seed in range(4)], "arith_cpu run.seed=0 run.seed=1 run.seed=2 run.seed=3"),
+        (
+            [f"run.seed={seed}" for seed in range(6)],
+            "arith_cpu run.seed=0 run.seed=1 run.seed=2 run.seed=3 +2 more",
+        ),
+    ],
+)
+def test_a_name_has_the_first_changes_and_no_address(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], name: str
+) -> None:
     given = {"config": CONFIG, "overrides": overrides}
     monkeypatch.setattr("flows.recipe_flow.flow_run", SimpleNamespace(parameters=given))
-    assert name_run() == "arith_cpu run.seed=2"
+    assert name_run() == name
 
 
 def test_the_address_comes_from_the_environment_of_the_call(

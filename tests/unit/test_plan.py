@@ -247,3 +247,14 @@ def test_of_long_values_the_place_is_shown_where_they_differ() -> None:
     assert str(change) == "path ...t-learning/math -> ...t-learning/math/new"
     [change] = differences_of({"prompt": "Solve it. " * 9}, {"prompt": None})
     assert str(change) == "prompt Solve it. Solve it. Solve it. Solve i... -> null"
+
+
+def test_the_address_of_a_webhook_is_not_shown() -> None:
+    configs = [
+        {"flow": {"webhook": {"url": url}}} for url in (None, "https://hooks.example/a", "https://hooks.example/b")
+    ]
+    changes = [*differences_of(*configs[:2]), *differences_of(*configs[1:])]
+    assert list(map(str, changes)) == [
+        "flow.webhook.url null -> (secret)",
+        "flow.webhook.url (secret) -> (secret)",
+    ]
