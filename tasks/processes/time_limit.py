@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -12,6 +13,8 @@ from types import FrameType
 from dapo_core.errors import StageTimedOut
 
 logger = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 5.0
 
 
 class _LimitReached(KeyboardInterrupt):
@@ -37,7 +40,7 @@ def time_limit(hours: float | None, key: str, afterwards: str) -> Iterator[None]
         return
     handler = signal.signal(signal.SIGALRM, _raise_limit_reached)
     try:
-        timer = signal.setitimer(signal.ITIMER_REAL, hours * 3600)
+        timer = signal.setitimer(signal.ITIMER_REAL, hours * 3600, AGAIN_SECONDS)
         try:
             yield
         finally:
@@ -63,6 +66,12 @@ def clock_stopped() -> Iterator[None]:
 
 
 def _raise_limit_reached(number: int, frame: FrameType | None) -> None:
+    """Raise, unless the block is on its way out; Python drops what is raised in a finalizer, so it comes again."""
+    error = sys.exc_info()[1]
+    while error is not None:
+        if isinstance(error, _LimitReached):
+            return
+        error = error.__context__
     raise _LimitReached
 
 

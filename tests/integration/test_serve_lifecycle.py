@@ -236,12 +236,13 @@ def test_a_signal_ends_the_wait_for_servers_whenever_it_comes(
         with serve_model(model_path, settings(num_servers=1, startup_seconds=20), tmp_path / "s.log"):
             pytest.fail("it was healthy")
 
+    others = supervisor.descendants(os.getpid()).keys()
     draw, before = random.Random(7), signal.signal(signal.SIGTERM, handle)
     try:
         for _ in range(8):
             with pytest.raises(Terminated):
                 start_and_kill(draw.uniform(0.5, 1.0))
-            assert supervisor.descendants(os.getpid()) == {}
+            assert supervisor.descendants(os.getpid()).keys() <= others
     finally:
         signal.signal(signal.SIGTERM, before)
 

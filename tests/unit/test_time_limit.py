@@ -19,6 +19,7 @@ import pytest
 
 from dapo_core.errors import StageTimedOut
 from tasks import artifacts, training_lock
+from tasks.processes import time_limit as time_limit_module
 from tasks.processes.child import run_command
 from tasks.processes.time_limit import time_limit
 
@@ -95,3 +96,43 @@ def test_beside_the_main_thread_the_limit_is_said_not_to_be_kept(caplog: pytest.
     thread.start()
     thread.join()
     assert f"{KEY}=1 is not kept" in caplog.text
+
+
+def test_it_comes_again_where_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Careless:
+        def __del__(self) -> None:
+            time.sleep(0.5)  # what is raised in a finalizer, Python drops
+
+    def work() -> None:
+        Careless()
+        time.sleep(30)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    monkeypatch.setattr(time_limit_module, "AGAIN_SECONDS", 0.2)
+    started = time.monotonic()
+    with pytest.raises(StageTimedOut), time_limit(SECOND / 10, KEY, ""):
+        work()
+    assert time.monotonic() - started < 15.0
+
+
+def test_it_does_not_come_again_into_the_clearing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+
+    def work() -> None:
+        try:
+            time.sleep(30)
+        finally:
+            steps.append("begun")
+            with contextlib.suppress(ValueError):
+                time.sleep(0.3)
+                raise ValueError
+            try:
+                raise ValueError
+            except ValueError:
+                time.sleep(0.3)
+            steps.append("done")
+
+    monkeypatch.setattr(time_limit_module, "AGAIN_SECONDS", 0.05)
+    with pytest.raises(StageTimedOut), time_limit(SECOND / 10, KEY, ""):
+        work()
+    assert steps == ["begun", "done"]
