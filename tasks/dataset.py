@@ -25,7 +25,8 @@ def build_dataset(config: Config, folder: Path) -> Mapping[str, Any]:
         return _take_files(config, Path(str(config.data.train_path)), Path(str(config.data.eval_path)), folder)
     require_scorers({DATA_SOURCE}, config.reward, config.custom_reward)
     sizes = config.data.arithmetic
-    train_rows, eval_rows = generate_problems(sizes.num_train, sizes.num_eval, sizes.max_level, config.run.seed)
+    seed = config.run.seed if sizes.seed is None else sizes.seed
+    train_rows, eval_rows = generate_problems(sizes.num_train, sizes.num_eval, sizes.max_level, seed)
     write_parquet(train_rows, folder / TRAIN_FILE)
     write_parquet(eval_rows, folder / f"{EVAL_STEM}.parquet")
     return {"train_rows": len(train_rows), "eval_rows": len(eval_rows)}

@@ -46,6 +46,7 @@ class ArithmeticConfig(Section):
     num_train: int = key(4096, "Training problems.", ge=16, le=1_000_000)
     num_eval: int = key(600, "Held-out problems, disjoint from training.", ge=1, le=100_000)
     max_level: int = key(5, "Hardest difficulty level.", ge=1, le=5)
+    seed: int | None = key(None, "Seed of the problems; null: run.seed.", ge=0)
 
 
 class DataConfig(Section):

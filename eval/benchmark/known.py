@@ -79,15 +79,15 @@ GSM8K = Schema(
     "no answer behind ####",
 )
 OLYMPIAD = Schema(("question", "final_answer"), _with_context, _final_answers, "no question", "no final_answer")
-# The schema of DAPO-Math-17k.
+# The schema of DAPO-Math-17k; its ability says nothing here, and its extra_info may be left out.
 CHAT = Schema(
-    ("data_source", "prompt", "ability", "reward_model", "extra_info"),
+    ("data_source", "prompt", "reward_model"),
     last_of_chat,
     _ground_truth,
     "an empty prompt",
     "no reward_model.ground_truth",
     messages=chat_of,
-    details=lambda row: row["extra_info"] or {},
+    details=lambda row: row.get("extra_info") or {},
 )
 CHOICE_CHAT = Schema(
     CHAT.columns,

@@ -23,7 +23,7 @@ from dapo_core.reward import require_scorers
 from eval.prompts import find_template
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, held
 from tasks.runs.history import CONFIG_FILE, point_at, read_runs, run_lock_path, write_link, write_record
-from tasks.serve_model.checks import require_servable
+from tasks.serve_model.checks import require_positions, require_servable
 from tasks.stages import LINKS, prepare_data_inputs
 
 logger = logging.getLogger(__name__)
@@ -237,6 +237,7 @@ def check_inputs(config: Config) -> None:
     if config.data.source == "path":
         require_columns(str(config.data.train_path))
     if config.model.source == "path":
+        require_positions(str(config.model.path), config.data, config.rollout)
         require_servable(str(config.model.path), config.serve, os.environ)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_core.config import ServeConfig
+from dapo_core.config import DataConfig, RolloutConfig, ServeConfig
 from dapo_core.errors import ModelError
 from dapo_core.model_folder import INDEX_FILE, require_model_folder, weight_files
 
@@ -45,6 +45,21 @@ def require_servable(model_path: str | Path, settings: ServeConfig, environment:
             f"serve.max_model_len={settings.max_model_len} is above the {longest} positions of {model_path} "
             "(config.json, rope scaling counted): vLLM would refuse it; lower serve.max_model_len, and in a "
             "recipe evaluate.max_response_tokens with it"
+        )
+
+
+def require_positions(model_path: str | Path, data: DataConfig, rollout: RolloutConfig) -> None:
+    """Raise ModelError when prompt and response of a rollout may be longer than the model has positions for."""
+    require_model_folder(model_path)
+    longest = longest_sequence(_read_config(Path(model_path)))
+    needed = data.max_prompt_tokens + rollout.max_response_tokens
+    if longest is not None and needed > longest:
+        raise ModelError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {data.max_prompt_tokens} + "
+            f"{rollout.max_response_tokens} is above the {longest} positions of {model_path} (config.json, rope "
+            "scaling counted): no engine could roll out so much; lower them, and with them "
+            "reward.overlong.buffer_tokens, evaluate.max_response_tokens and serve.max_model_len, which are "
+            "checked next"
         )
 
 

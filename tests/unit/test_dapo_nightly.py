@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import datetime
+from pathlib import Path
 
 import pytest
+import yaml
 
+from dapo_core.config import load_config
 from dapo_core.errors import RunSkipped
 from flows.dapo_nightly import check_in_time, seed_of_night
+from tasks.artifacts.code import PROJECT_ROOT
+from tasks.dataset import build_dataset
 
 DUE = datetime.datetime(2026, 1, 31, 2, 0, tzinfo=datetime.timezone.utc)
 
@@ -33,3 +38,19 @@ def test_each_night_has_the_seed_of_its_date() -> None:
 def test_the_date_is_that_of_greenwich_wherever_the_clock_is() -> None:
     shanghai = DUE.astimezone(datetime.timezone(datetime.timedelta(hours=8)))
     assert seed_of_night(shanghai, fresh_seed=True) == seed_of_night(DUE, fresh_seed=True)
+
+
+def test_the_nights_as_deployed_have_the_same_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an item of one night can be compared with that of another."""
+    monkeypatch.chdir(PROJECT_ROOT)
+    deployments = yaml.safe_load(Path("prefect.yaml").read_text())["deployments"]
+    [given] = [each["parameters"] for each in deployments if each["name"] == "dapo-nightly"]
+    written = []
+    for night in (DUE, DUE + datetime.timedelta(days=1)):
+        seed = seed_of_night(night, given["fresh_seed"])
+        folder = tmp_path / f"{night:%d}"
+        folder.mkdir()
+        build_dataset(load_config(given["config"], (*given["overrides"], *seed)), folder)
+        written.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert written[0] == written[1]
+    assert len(written[0]) == 2

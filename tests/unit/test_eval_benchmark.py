@@ -58,6 +58,15 @@ def math_row(index: int) -> dict[str, Any]:
     }
 
 
+def test_a_parquet_needs_what_training_needs_and_no_more(tmp_path: Path) -> None:
+    rows = [
+        {name: parquet_row(index)[name] for name in ("data_source", "prompt", "reward_model")}
+        for index in range(2)
+    ]
+    items = load_items(write_parquet(tmp_path / "eval.parquet", rows))
+    assert [(item.id, item.gold) for item in items] == [("row-0", "1"), ("row-1", "2")]
+
+
 def test_parquet_messages_are_kept_as_they_are(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 1 = ?"}]
     path = write_parquet(tmp_path / "eval.parquet", [parquet_row(7), parquet_row(2, prompt=messages)])
@@ -80,7 +89,7 @@ def test_answer_is_the_gold_where_the_solution_has_no_box(tmp_path: Path) -> Non
 
 def test_missing_columns_are_named(tmp_path: Path) -> None:
     rows = [{"data_source": "arith", "question": "1 + 1"}]
-    with pytest.raises(BenchmarkError, match=r"lacks the columns prompt, ability, reward_model, extra_info"):
+    with pytest.raises(BenchmarkError, match=r"lacks the columns prompt, reward_model"):
         load_items(write_parquet(tmp_path / "eval.parquet", rows))
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dapo_core.config import ServeConfig, result_values
+from dapo_core.config import DataConfig, RolloutConfig, ServeConfig, result_values
 from dapo_core.device import device_for
 from dapo_core.errors import ModelError, ServeError
 from tasks.serve_model import command as serving
-from tasks.serve_model.checks import longest_sequence, require_servable
+from tasks.serve_model.checks import longest_sequence, require_positions, require_servable
 from tasks.serve_model.command import (
     base_url,
     choose_ports,
@@ -347,3 +347,13 @@ def test_a_server_s_own_words_are_found(lines: list[str], refused: str | None, r
     assert refused_argument(lines) == refused
     assert raised_error(lines) == raised
     assert is_port_taken(lines) == (lines is PORT_TAKEN)
+
+
+def test_rollouts_longer_than_the_model_are_refused(tmp_path: Path) -> None:
+    model_path = build_tiny_qwen3(tmp_path / "model")  # 512 positions
+    data = DataConfig(source="arithmetic", max_prompt_tokens=112)
+    require_positions(model_path, data, RolloutConfig(max_response_tokens=400))
+    with pytest.raises(
+        ModelError, match=r"max_response_tokens = 112 \+ 401 is above the 512 positions of .*; lower"
+    ):
+        require_positions(model_path, data, RolloutConfig(max_response_tokens=401))
