@@ -45,7 +45,7 @@ def print_runs(runs: Sequence[RecordedRun], short_ids: Mapping[str, str]) -> Non
     if not console.is_terminal:
         console.width = RUNS_WIDTH
     has_flow = console.width >= RUNS_WIDTH
-    when = "%y-%m-%d %H:%M" if has_flow else "%m-%d %H:%M"
+    when = "%Y-%m-%d %H:%M" if has_flow else "%m-%d %H:%M"
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     for header in ("when", "id", "recipe", *["flow"] * has_flow, "state"):
         table.add_column(header, no_wrap=header not in ("recipe", "flow"))  # the others are shown whole

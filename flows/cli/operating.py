@@ -58,6 +58,7 @@ def up(
         f"{'Elsewhere than in this directory first' if is_default else 'First'}: "
         f"export PREFECT_API_URL={state.api_url}\n"
         "Run the chain:  prefect deployment run dapo-full\n"
+        f"On a schedule:  {'; '.join(_schedules(Path.cwd())) or 'nothing'} (prefect.yaml)\n"
         f"End it all:     dapo down{'' if is_default else f' --store {shlex.quote(str(store))}'}"
     )
 
@@ -107,6 +108,17 @@ def doctor(
     print_table(table)
     if any(finding.status == FAIL for finding in findings):
         raise typer.Exit(1)
+
+
+def _schedules(project: Path) -> list[str]:
+    from flows.services.project import read_deployments
+
+    return [
+        f"{deployment['name']}, cron {schedule['cron']} {schedule.get('timezone', 'UTC')}"
+        for deployment in read_deployments(project)
+        for schedule in deployment.get("schedules", ())
+        if schedule.get("active", True)
+    ]
 
 
 def _print_services(services: Services, state: State) -> None:

@@ -177,7 +177,7 @@ def test_runs_are_listed_in_a_hundred_columns(tmp_path: Path) -> None:
     write_run(tmp_path, IDS[2], state="failed", error="DataError: no rows", seconds=9.6)
     shown = dapo("runs", "--store", tmp_path, "--limit", "3")
     assert max(map(len, shown.splitlines())) <= 100
-    rows = [line for line in shown.splitlines() if re.match(r"\d\d-\d\d-\d\d", line)]
+    rows = [line for line in shown.splitlines() if re.match(r"\d{4}-\d\d-\d\d", line)]
     assert [re.split(r"\s+", row.strip())[2] for row in rows] == ["6Z-1", "Z-77", "0Z-1"]
     assert rows[0].split()[-3:] == ["failed", "2/1", "0:00:10"]
     assert rows[1].split()[-3:] == ["interrupted", "2/1", "1:02:05"]
