@@ -51,12 +51,15 @@ for _first in "yYnNoO":  # yes, no, on, off: pydantic makes switches of them
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The resolved configuration: defaults < the file < overrides of the form `section.key=value`.
 
-    Raises ConfigError, before anything starts, for an unreadable file, an unknown key (with the nearest known
-    one), a value out of bounds, an unresolved placeholder, or keys that contradict each other.
+    The file's name is the default of `run.name`, by which runs of one recipe are found. Raises ConfigError, before
+    anything starts, for an unreadable file, an unknown key (with the nearest known one), a value out of bounds, an
+    unresolved placeholder, or keys that contradict each other.
     """
     tree = _read_tree(Path(path))
     for override in overrides:
         _apply_override(tree, override)
+    if isinstance(run := tree.get("run") or {}, dict):
+        tree["run"] = {"name": Path(path).stem, **run}
     return resolve_config(tree)
 
 

@@ -27,7 +27,12 @@ from dapo_core.config.training import (
 class RunConfig(Section):
     """What a run is called and what its randomness grows from."""
 
-    name: str = volatile("dapo", "Name shown in reports and in Prefect.", min_length=1, max_length=80)
+    name: str = volatile(
+        "dapo",
+        "Name shown in reports and in Prefect; of a file the file's, if not given.",
+        min_length=1,
+        max_length=80,
+    )
     seed: int = key(0, "Seed of data generation, warm start, shuffling and sampling.", ge=0, le=2**31 - 1)
     deterministic: bool = key(
         False, "Deterministic kernels, and groups judged in prompt order: slower, the same every time."

@@ -226,9 +226,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_empty_sections_and_empty_files_are_the_defaults(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
+    path = tmp_path / "dapo.yaml"  # the file's name is that of the run
     path.write_text(BASE + "train:\nreward:\n  overlong:\nrun:\n", encoding="utf-8")
     assert load_config(path) == _resolve()
+    assert load_config(path.rename(tmp_path / "mine.yaml")).run.name == "mine"
+    assert load_config(tmp_path / "mine.yaml", ["run.name=other"]).run.name == "other"
+    path.write_text(BASE + "train:\n", encoding="utf-8")
     assert load_config(path, ["train.total_steps=3"]).train.total_steps == 3
     assert load_config(path, ["reward.overlong.buffer_tokens=3"]).reward.overlong.buffer_tokens == 3
     path.write_text("# nothing yet\n", encoding="utf-8")
