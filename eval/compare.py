@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +53,7 @@ class Side:
     """One of the two models, over the paired items."""
 
     model: str
+    evaluation: str  # its digest: one for one measurement, wherever it is stored
     n: int
     right: int
     accuracy: float
@@ -121,6 +124,11 @@ class Comparison:
     settings: dict[str, Any]  # what both sides share
 
     @property
+    def is_one_evaluation(self) -> bool:
+        """True when both sides are copies of one measurement, so that the items were asked once."""
+        return self.before.evaluation == self.after.evaluation
+
+    @property
     def is_significant(self) -> bool:
         """True when the exact test rejects "no change" at the 5 % level."""
         return self.p < SIGNIFICANCE
@@ -182,6 +190,15 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
 def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What two evaluations that can be compared have in common: everything but the model."""
     return {key: value for key, value in settings.items() if key != "model"}
+
+
+def evaluation_digest(evaluation: Evaluation) -> str:
+    """Sha256 of settings and rows; these hold each request's seconds, so that two measurements never share it."""
+    digest = hashlib.sha256(json.dumps(evaluation.settings, sort_keys=True).encode())
+    for samples in evaluation.items.values():
+        for row in samples:
+            digest.update(row.to_line().encode(errors="surrogatepass"))
+    return digest.hexdigest()
 
 
 def _refuse_different(before: Evaluation, after: Evaluation) -> None:
@@ -249,6 +266,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
     rows = _rows(items)
     return Side(
         model=str(evaluation.settings["model"]),
+        evaluation=evaluation_digest(evaluation),
         n=total.n,
         right=total.right,
         accuracy=total.accuracy,

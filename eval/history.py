@@ -6,11 +6,11 @@ import datetime
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.compare import SIGNIFICANCE, shared_settings
+from eval.compare import SIGNIFICANCE, evaluation_digest, shared_settings
 from eval.errors import ResultsError
 from eval.pages import render
 from eval.report import REPORT_JSON
@@ -33,6 +33,8 @@ class Point:
     settings: dict[str, Any]  # without the model
     num_samples: int
     right: dict[str, int | None]
+    evaluation: str  # digest of the measurement
+    num_repeats: int = 0  # later runs that took the same measurement from the store
 
     @property
     def answered(self) -> list[int]:
@@ -125,11 +127,24 @@ def make_history(paths: Sequence[str | Path]) -> list[Series]:
     if not points:
         raise ResultsError(f"no evaluation in {', '.join(map(str, paths))}: no run there has a report")
     alike: dict[str, list[Point]] = {}
-    for point in points:
+    for point in _measured_once(points):
         key = json.dumps([point.settings, point.num_samples, sorted(point.right)], sort_keys=True)
         alike.setdefault(key, []).append(point)
     ordered = sorted(alike.values(), key=len, reverse=True)
     return [_series(group, ordered[0][0]) for group in ordered]
+
+
+def _measured_once(points: Sequence[Point]) -> list[Point]:
+    """The first point of each measurement, with the number of others that only repeat it."""
+    labels: dict[str, set[str]] = {}
+    for point in points:
+        labels.setdefault(point.evaluation, set()).add(point.label)
+    first = {point.evaluation: point for point in reversed(points)}
+    return [
+        replace(point, num_repeats=len(labels[point.evaluation]) - 1)
+        for point in points
+        if first[point.evaluation] is point
+    ]
 
 
 def _points(path: Path) -> list[Point]:
@@ -170,6 +185,7 @@ def _from_results(folder: Path) -> Point:
             identity: num_right(samples) if is_answered(samples) else None
             for identity, samples in evaluation.items.items()
         },
+        evaluation=evaluation_digest(evaluation),
     )
 
 
@@ -183,6 +199,8 @@ def _from_report(path: Path) -> Point:
             settings=report["settings"],
             num_samples=report["num_samples"],
             right={identity: after for identity, (_, after) in report["items"].items()},
+            # A report without a digest, of an earlier version, stands for itself.
+            evaluation=report["after"].get("evaluation", str(path)),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ResultsError(

@@ -8,6 +8,11 @@ from eval.compare import SIGNIFICANCE, Comparison
 def verdict(comparison: Comparison) -> str:
     """What happened, its size with interval, on how many items, and the test; never a size without an interval."""
     x, y = percent(comparison.before.accuracy), percent(comparison.after.accuracy)
+    if comparison.is_one_evaluation:
+        return (
+            f"Both sides are the same stored evaluation, {x} right on {_items(comparison)}: nothing was measured "
+            f"twice, so nothing can be said about a change."
+        )
     low, high = (points(bound) for bound in comparison.ci95)
     if comparison.is_significant:
         verb = "rose" if comparison.difference > 0 else "fell"
@@ -31,6 +36,8 @@ def verdict(comparison: Comparison) -> str:
 
 def notes(comparison: Comparison) -> list[str]:
     """What a careful reader must know besides, as sentences; empty when there is nothing."""
+    if comparison.is_one_evaluation:
+        return []
     low, high = comparison.ci95
     found = []
     if comparison.before.model == comparison.after.model:

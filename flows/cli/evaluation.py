@@ -149,9 +149,14 @@ def compare(
         return
     from eval.compare import compare as compare_results
     from eval.report import make_report, render_markdown
+    from eval.wording import verdict
     from flows.console import print_markdown
 
-    content = make_report(compare_results(before, after), [], {}, {}, "Before/after comparison")
+    comparison = compare_results(before, after)
+    if comparison.is_one_evaluation:
+        typer.secho(verdict(comparison), bold=True)
+        return
+    content = make_report(comparison, [], {}, {}, "Before/after comparison")
     print_markdown(render_markdown(content))
     typer.secho(f"\n{content['verdict']}", bold=True)
 

@@ -243,9 +243,24 @@ def test_compare_prints_markdown_and_writes_only_what_is_asked_for(tmp_path: Pat
     dapo("compare", before, after, "--output", tmp_path / "report")
     assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.json", "report.md", "report.html"}
     done = dapo("compare", "--history", before, after, tmp_path / "report", "--output", tmp_path / "nights")
-    assert len([line for line in done.stdout.splitlines() if line.startswith("| 2")]) == 3
-    assert "Trend over 3 runs" in done.stdout
+    assert (
+        len([line for line in done.stdout.splitlines() if line.startswith("| 2")]) == 2
+    )  # the report is of `after`
+    assert "`after`: 1 later run took this evaluation from the store." in done.stdout
     assert {path.name for path in (tmp_path / "nights").iterdir()} == {"history.html"}
+
+
+def test_compare_of_one_evaluation_with_itself_gives_no_figures_of_a_change(tmp_path: Path) -> None:
+    before = write_results(tmp_path / "before", "rwww")
+    (tmp_path / "link").symlink_to(before)
+    done = dapo("compare", before, tmp_path / "link")
+    assert done.stdout.startswith("Both sides are the same stored evaluation, 25.0 % right on the same 4 items: ")
+    assert len(done.stdout.splitlines()) == 1
+    dapo("compare", before, tmp_path / "link", "--output", tmp_path / "report")
+    for name in ("report.md", "report.html"):
+        text = (tmp_path / "report" / name).read_text()
+        assert "Both sides are the same stored evaluation" in " ".join(text.split())
+        assert "A true change of about" not in text
 
 
 def test_compare_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
@@ -256,7 +271,7 @@ def test_compare_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
 
 
 def test_compare_renders_markdown_on_a_terminal(tmp_path: Path) -> None:
-    sides = [write_results(tmp_path / name, "rw") for name in ("before", "after")]
+    sides = [write_results(tmp_path / name, letters) for name, letters in (("before", "rw"), ("after", "wr"))]
     master, slave = os.openpty()
     command = [sys.executable, "-m", "flows.cli", "compare", *map(str, sides)]
     with subprocess.Popen(

@@ -74,10 +74,33 @@ def test_reports_folders_and_stores_are_read_alike(tmp_path: Path, caplog: pytes
     other.write_text("{}")  # of another version
     assert len(make_history([tmp_path / "store"])[0].points) == 1
     assert f"left out of the history: {other}" in caplog.text
-    (series,) = make_history([before, after, folder])
-    assert [change.n for change in series.to_first if change] == [7, 7]  # item 7 failed
+    (series,) = make_history([before, after, write_night(tmp_path, 3, "wwwwwwwr")])
+    assert [change.n for change in series.to_first if change] == [7, 8]  # item 7 failed on day 2
     assert series.trend is not None
     assert series.trend.n == 7
+
+
+def test_what_was_measured_once_counts_once(tmp_path: Path) -> None:
+    nights = [write_night(tmp_path, day, letters) for day, letters in ((1, "rwwwwwww"), (2, "rrwwwwww"))]
+    runs = tmp_path / "store" / "runs"
+    for run, after in (("1", nights[0]), ("2", nights[1]), ("3", nights[1]), ("4", nights[1])):
+        write_report(nights[0], after, None, runs / run / "report", stages={}, artifacts={})
+        report = runs / run / "report" / "report.json"
+        report.write_text(
+            json.dumps({**json.loads(report.read_text()), "created_at": f"2026-01-0{run}T00:00:00Z"})
+        )
+    history = make_history([tmp_path / "store", runs / "4"])
+    (series,) = history
+    assert [(point.label, point.num_repeats) for point in series.points] == [("1", 0), ("2", 2)]
+    assert (series.num_tests, series.trend) == (1, None)
+    said = "`2`: 2 later runs took this evaluation from the store. It was measured once and counts once."
+    assert said in render_markdown(history)
+    assert "measured once; 2 later runs took it from the store" in write_page(history, tmp_path).read_text()
+    report = json.loads((runs / "4" / "report" / "report.json").read_text())
+    del report["after"]["evaluation"]  # as an earlier version wrote it
+    (runs / "4" / "report" / "report.json").write_text(json.dumps(report))
+    ((*_, last),) = [series.points for series in make_history([tmp_path / "store"])]
+    assert (last.label, last.num_repeats) == ("4", 0)
 
 
 def test_what_is_no_evaluation_is_refused(tmp_path: Path) -> None:

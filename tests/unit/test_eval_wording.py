@@ -54,7 +54,8 @@ def test_an_interval_has_width_where_all_items_changed_alike(before: str, after:
 
 
 def test_notes_tell_what_makes_a_reader_careful() -> None:
-    assert any("same model" in note for note in notes(compare_evaluations(*2 * [evaluation(ITEMS, AFTER)])))
+    again = evaluation(ITEMS, AFTER), evaluation(ITEMS, AFTER[::-1])
+    assert any("same model" in note for note in notes(compare_evaluations(*again)))
     # 5 of 5 gained among 20: p = 0.0625, while the interval leaves out zero.
     borderline = compared("w" * 5 + "r" * 15, "r" * 20)
     assert any(
@@ -68,6 +69,19 @@ def test_notes_tell_what_makes_a_reader_careful() -> None:
         "under AISBench's string rule the change is +12.5" in note
         for note in notes(compare_evaluations(before, after))
     )
+
+
+def test_one_stored_evaluation_is_not_called_two_measurements() -> None:
+    result = compare_evaluations(*2 * [evaluation(ITEMS, AFTER)])
+    assert verdict(result) == (
+        "Both sides are the same stored evaluation, 75.0 % right on the same 8 items: nothing was measured twice, "
+        "so nothing can be said about a change."
+    )
+    assert notes(result) == []
+    # The same answers given once more are a measurement: each request took its own time.
+    again = [replace(row, seconds=0.6) for row in make_rows(ITEMS, AFTER)]
+    result = compare_evaluations(evaluation(ITEMS, AFTER), Evaluation.of(settings_of(ITEMS), again))
+    assert verdict(result).startswith("No significant change in accuracy: 75.0 % before")
 
 
 def test_a_ruler_that_reads_nothing_is_said_to() -> None:
