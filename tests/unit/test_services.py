@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -111,11 +112,17 @@ def test_up_says_what_prefect_needs_to_find_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str, first: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    night = {
+        "name": "night",
+        "schedules": [{"cron": "0 2 * * *", "timezone": "UTC"}, {"cron": "1", "active": False}],
+    }
+    (tmp_path / "prefect.yaml").write_text(json.dumps({"deployments": [{"name": "full"}, night]}))
     daemons = dict.fromkeys((SERVER, WORKER), Daemon(1, "", [], ""))
     monkeypatch.setattr("flows.services.start.bring_up", lambda *_: State(port=4321, daemons=daemons))
     lines = CliRunner().invoke(app, ["up", "--store", store]).output.splitlines()
     export = lines.index(f"{first}: export PREFECT_API_URL=http://127.0.0.1:4321/api")
     assert lines[export + 1].endswith("prefect deployment run dapo-full")
+    assert lines[export + 2] == "On a schedule:  night, cron 0 2 * * * UTC (prefect.yaml)"
     assert lines[-1].endswith("dapo down" if store == ".dapo" else "dapo down --store 'a b'")
 
 
