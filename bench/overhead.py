@@ -130,7 +130,9 @@ class Measured:
         with httpx.Client(base_url=Services(self.store).read().api_url, timeout=60, trust_env=False) as client:
             deployment = client.get("/deployments/name/dapo-full/dapo-full").raise_for_status().json()["id"]
             parameters = {"config": CONFIG, "overrides": self.overrides}
-            created = client.post(f"/deployments/{deployment}/create_flow_run", json={"parameters": parameters})
+            create = f"/deployments/{deployment}/create_flow_run"
+            while (created := client.post(create, json={"parameters": parameters})).status_code == 503:
+                time.sleep(1.0)  # SQLite is locked; Prefect's own client asks again, too
             flow_run = created.raise_for_status().json()["id"]
             while (state := client.get(f"/flow_runs/{flow_run}").json()["state"])["type"] != "COMPLETED":
                 if state["type"] in ("FAILED", "CRASHED", "CANCELLED"):
