@@ -53,6 +53,7 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     Where the store has every output and no Prefect server runs, none is started: only the report is written.
     """
     from flows.prefect_server import has_prefect_api
+    from tasks.runs.history import REPORT_FOLDER
     from tasks.runs.plan import is_built
 
     settings = begin(config, overrides)
@@ -70,7 +71,7 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     wait_for_api()
     with said_when_stopped():
         result = dapo_full(str(config), tuple(overrides or ()))
-    print_report(Path(result["run"]) / "report")
+    print_report(Path(result["run"]) / REPORT_FOLDER)
 
 
 @app.command(
