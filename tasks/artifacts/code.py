@@ -12,7 +12,7 @@ from pathlib import Path
 from dapo_core.errors import StoreError
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-OWN_PACKAGES = ("flows", "tasks", "dapo_core", "eval")
+OWN_PACKAGES = ("flows", "tasks", "dapo_core", "eval", "durable")
 COMPILED_SUFFIXES = (".pyc", ".pyo", ".so")
 
 

@@ -1,0 +1,179 @@
+"""Files that survive a crash, and locks that end with their holder. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+POLL_SECONDS = 0.2
+TAIL_BYTES = 64 * 1024
+UNSET = object()  # the value of a key that only the other side of a comparison has
+
+OnWait = Callable[[str, float], None]  # the lock's holder, and the seconds waited so far
+
+
+class LockHeld(BlockingIOError):
+    """Another process holds the lock; the message says which."""
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, shared: bool = False, note: str = "", on_wait: OnWait | None = None) -> Iterator[int]:
+    """Hold a kernel lock on the file for the block; yields its descriptor.
+
+    The kernel drops the lock when the last copy of the descriptor closes, however the holder dies. An exclusive
+    holder writes its pid, host and `note` into the file for those who wait. Without `on_wait` a lock that is held
+    raises LockHeld at once; with it the call polls and calls `on_wait(holder, seconds)` each time, which may raise
+    to give up.
+    """
+    began = time.monotonic()
+    while (descriptor := _try_lock(path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)) is None:
+        if on_wait is None:
+            raise LockHeld(f"{path} is locked by {read_holder(path)}")
+        on_wait(read_holder(path), time.monotonic() - began)
+        time.sleep(POLL_SECONDS)
+    try:
+        if not shared:
+            since = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            holder = f"pid {os.getpid()} on {platform.node()} since {since}\n{note}"
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, holder.encode())
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock exclusively. A missing file is unlocked."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def read_holder(path: Path) -> str:
+    """Who last locked the file exclusively, as "pid 12 on node3 since 2026-01-31T10:00:00+00:00"."""
+    return _read_lock_file(path)[0] or "another process"
+
+
+def read_note(path: Path) -> str:
+    """The note of the last exclusive holder, "" when there is none."""
+    return _read_lock_file(path)[1]
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file and folder below, and the folder itself, to the disk."""
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            sync(path)
+    sync(folder)
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Rename a file or folder to its final name once its content is on the disk; replaces a file, not a folder."""
+    if partial.is_dir():
+        sync_tree(partial)
+    else:
+        sync(partial)
+    partial.rename(target)
+    sync(target.parent)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader, or a crash, sees the old content or the new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        publish(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Append one line to a log and flush it to the disk."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """The lines of a log, [] when it is missing; reading ends at the first line that a crash tore."""
+    rows: list[Any] = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def tail(path: Path, num_lines: int, offset: int = 0) -> list[str]:
+    """The last lines of a log from byte `offset` on, without empty ones; reads at most 64 KiB."""
+    with path.open("rb") as log:
+        end = log.seek(0, os.SEEK_END)
+        log.seek(max(offset, end - TAIL_BYTES, 0))
+        lines = log.read().decode("utf-8", errors="replace").splitlines()
+    return [line for line in lines if line.strip()][-num_lines:]
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(dotted key, value before, value after) of every leaf that differs, in the order of `after`.
+
+    A key that one side lacks has the value UNSET there.
+    """
+    old, new = dict(_leaves(before)), dict(_leaves(after))
+    pairs = [
+        (key, old.get(key, UNSET), new.get(key, UNSET)) for key in [*new, *(key for key in old if key not in new)]
+    ]
+    return [pair for pair in pairs if pair[1] is UNSET or pair[2] is UNSET or pair[1] != pair[2]]
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _try_lock(path: Path, kind: int) -> int | None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink:  # else the last holder removed the file, and the next locks another
+            return descriptor
+    except BlockingIOError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _read_lock_file(path: Path) -> tuple[str, str]:
+    with contextlib.suppress(OSError):
+        holder, _, note = path.read_text(errors="replace").partition("\n")
+        return holder.strip(), note
+    return "", ""
