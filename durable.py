@@ -34,7 +34,7 @@ def locked(path: Path, *, shared: bool = False, note: str = "", on_wait: OnWait 
     to give up.
     """
     began = time.monotonic()
-    while (descriptor := _try_lock(path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)) is None:
+    while (descriptor := try_lock(path, shared=shared)) is None:
         if on_wait is None:
             raise LockHeld(f"{path} is locked by {read_holder(path)}")
         on_wait(read_holder(path), time.monotonic() - began)
@@ -48,6 +48,19 @@ def locked(path: Path, *, shared: bool = False, note: str = "", on_wait: OnWait 
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def try_lock(path: Path, *, shared: bool = False) -> int | None:
+    """Lock the file without a word in it: returns a descriptor that holds the lock until it is closed, or None."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink:  # else the last holder removed the file, and the next locks another
+            return descriptor
+    except BlockingIOError:
+        pass
+    os.close(descriptor)
+    return None
 
 
 def is_locked(path: Path) -> bool:
@@ -158,18 +171,6 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _try_lock(path: Path, kind: int) -> int | None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink:  # else the last holder removed the file, and the next locks another
-            return descriptor
-    except BlockingIOError:
-        pass
-    os.close(descriptor)
-    return None
 
 
 def _read_lock_file(path: Path) -> tuple[str, str]:
