@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from dapo_core.config import AlgorithmConfig
+    from dapo_core.config.training import AlgorithmConfig
 
 STD_FLOOR = 1e-6
 

@@ -14,7 +14,7 @@ import torch
 from dapo_core.kl import MAX_LOG_RATIO, kl_estimate
 
 if TYPE_CHECKING:
-    from dapo_core.config import AlgorithmConfig
+    from dapo_core.config.training import AlgorithmConfig
 
 
 @dataclass(frozen=True)

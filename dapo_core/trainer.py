@@ -50,7 +50,7 @@ from dapo_core.validation import held_out_prompts, validate
 from dapo_core.weight_sync import probe_difference, publish_weights
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
     from dapo_core.rollout import Group
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class TrainResult:
 
 
 def train(
-    config: Config,
+    config: TrainingConfig,
     train_path: Path,
     model_path: Path,
     output_dir: Path,
@@ -112,7 +112,7 @@ def train(
 
 
 @contextmanager
-def _told_as_stopped(stop: StopRequest, config: Config, folder: Path) -> Iterator[None]:
+def _told_as_stopped(stop: StopRequest, config: TrainingConfig, folder: Path) -> Iterator[None]:
     """Raise TrainingStopped, with what it continues from, where the first signal ends training."""
     try:
         yield
@@ -133,7 +133,7 @@ def _told_as_stopped(stop: StopRequest, config: Config, folder: Path) -> Iterato
 
 
 def _read_prompts(
-    config: Config, train_path: Path, model_path: Path, held_out_path: Path | None
+    config: TrainingConfig, train_path: Path, model_path: Path, held_out_path: Path | None
 ) -> tuple[PromptStream, list[Prompt]]:
     """The training's prompts and those of validations, if there are any; checked with model and scorers."""
     require_resume(config.checkpoint.resume)
@@ -172,7 +172,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: TrainingConfig,
         cluster: Cluster,
         stream: PromptStream,
         model_path: Path,

@@ -22,7 +22,7 @@ from dapo_core.identity import refuse_other_training
 from dapo_core.metrics import METRICS_FILE, MetricsLog, read_metrics
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def find_start(folder: Path, resume: str) -> Path | None:
     return _checkpoint_at(Path(resume))
 
 
-def require_same_training(config: Config, start: Path, folder: Path, identity: Mapping[str, Any]) -> None:
+def require_same_training(config: TrainingConfig, start: Path, folder: Path, identity: Mapping[str, Any]) -> None:
     """Raise CheckpointError for another training's checkpoint, ConfigError for one without a step to follow.
 
     The last one of the training's own output is no error: its end is only told again.
@@ -120,7 +120,7 @@ def resume_metrics(output: Path, state: TrainerState, is_own: bool = True) -> Me
     return log
 
 
-def end_again(config: Config, start: Path, output: Path) -> TrainerState | None:
+def end_again(config: TrainingConfig, start: Path, output: Path) -> TrainerState | None:
     """The state of the output's training if it has done its last step, and is left as one that ended; else None.
 
     It may have been killed in its end; or it ended well, and nobody was there to see that.

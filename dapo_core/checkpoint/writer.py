@@ -31,13 +31,13 @@ from dapo_core.checkpoint.folder import (
     step_folders,
 )
 from dapo_core.checkpoint.state import TrainerState, read_step_metrics, state_files
-from dapo_core.config import dump_config
+from dapo_core.config.loading import dump_config
 from dapo_core.durable import sync, sync_tree
 from dapo_core.errors import CheckpointError
 from dapo_core.model_folder import weight_names
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class CheckpointWriter:
     and told in a CheckpointError.
     """
 
-    def __init__(self, folder: Path, model_path: Path, shards: ShardWriter, config: Config) -> None:
+    def __init__(self, folder: Path, model_path: Path, shards: ShardWriter, config: TrainingConfig) -> None:
         self.folder = folder
         self.model_path = model_path
         self.shards = shards

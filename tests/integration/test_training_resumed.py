@@ -26,10 +26,10 @@ from dapo_core.checkpoint import (
     read_state,
     read_step_metrics,
 )
-from dapo_core.config import Config
 from dapo_core.errors import CheckpointError, ConfigError, TrainingStopped
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from dapo_core.trainer import train
+from flows.config import Config
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.processes.dapo_command import dapo_command
 from tasks.processes.supervisor import descendants

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dapo_core.config import EvaluateConfig
 from dapo_core.reward.choice import find_options as find_options_of_reward
 from eval.benchmark import BENCHMARKS, Item, load_set
 from eval.benchmark.choice import find_options, grade_choice
@@ -20,6 +19,7 @@ from eval.benchmark.sources import file_sha256
 from eval.errors import BenchmarkError
 from eval.grading import grade
 from flows.cli.evaluation import DATASETS
+from tasks.config import EvaluateConfig
 
 
 def load_items(path: Path, benchmark: str | None = None) -> list[Item]:
