@@ -21,7 +21,7 @@ from dapo_core.config.sections import StoreConfig
 from dapo_core.durable import sync, sync_tree
 from dapo_core.errors import StoreError
 from eval.pages import render
-from eval.prompts import DEFAULT, TEMPLATES
+from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts import MANIFEST_NAME, Artifact, ArtifactStore
 from tasks.artifacts.artifact import BLOCK_BYTES
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
