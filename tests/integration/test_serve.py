@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_core.errors import ModelError, ServeError
-from eval.benchmark import EvaluationSet, Item
+from eval.problems.items import EvaluationSet, Item
 from eval.run import evaluate
 from tasks.config import EvaluateConfig
 from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of
