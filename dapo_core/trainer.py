@@ -27,6 +27,7 @@ from dapo_core.checkpoint.resume import (
 from dapo_core.checkpoint.state import TrainerState, read_state, read_step
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.cluster import Cluster, start_cluster
+from dapo_core.compat import Compat
 from dapo_core.config.derived import derive
 from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
@@ -46,7 +47,7 @@ from dapo_core.validation import held_out_prompts, validate
 from dapo_core.weight_sync import probe_difference, publish_weights
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
     from dapo_core.rollout import Group
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class TrainResult:
 
 
 def train(
-    config: Config,
+    config: TrainingConfig,
     train_path: Path,
     model_path: Path,
     output_dir: Path,
@@ -107,7 +108,7 @@ def train(
 
 
 @contextmanager
-def _told_as_stopped(stop: StopRequest, config: Config, folder: Path) -> Iterator[None]:
+def _told_as_stopped(stop: StopRequest, config: TrainingConfig, folder: Path) -> Iterator[None]:
     """Raise TrainingStopped, with what it continues from, where the first signal ends training."""
     try:
         yield
@@ -128,7 +129,7 @@ def _told_as_stopped(stop: StopRequest, config: Config, folder: Path) -> Iterato
 
 
 def _read_prompts(
-    config: Config, train_path: Path, model_path: Path, held_out_path: Path | None
+    config: TrainingConfig, train_path: Path, model_path: Path, held_out_path: Path | None
 ) -> tuple[PromptStream, list[Prompt]]:
     """The training's prompts and those of validations, if there are any; checked with model and scorers."""
     require_resume(config.checkpoint.resume)
@@ -167,7 +168,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: TrainingConfig,
         cluster: Cluster,
         stream: PromptStream,
         model_path: Path,
@@ -184,7 +185,7 @@ class Trainer:
             stream,
             config.train.train_prompts,
             config.sampler,
-            config.algorithm.compat,
+            Compat.of(config.algorithm),
             config.run.deterministic,
         )
         self.sampler.while_waiting = self._while_waiting

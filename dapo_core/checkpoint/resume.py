@@ -18,7 +18,7 @@ from dapo_core.metrics import METRICS_FILE, MetricsLog, read_metrics
 from durable import LockHeld, locked, read_holder
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def find_start(folder: Path, resume: str) -> Path | None:
     return _checkpoint_at(Path(resume))
 
 
-def require_same_training(config: Config, start: Path, folder: Path, identity: Mapping[str, Any]) -> None:
+def require_same_training(config: TrainingConfig, start: Path, folder: Path, identity: Mapping[str, Any]) -> None:
     """Raise CheckpointError for another training's checkpoint, ConfigError when it leaves no step to train.
 
     The last checkpoint of the output's own training is fine: see finish_if_done.
@@ -119,7 +119,7 @@ def resume_metrics(output: Path, state: TrainerState, is_own: bool = True) -> Me
     return log
 
 
-def finish_if_done(config: Config, start: Path, output: Path) -> TrainerState | None:
+def finish_if_done(config: TrainingConfig, start: Path, output: Path) -> TrainerState | None:
     """The state of a training that has done its last step, None while steps are left.
 
     Completes what a kill after that step may have cut short: the metrics and the removal of old checkpoints.

@@ -28,14 +28,14 @@ from dapo_core.checkpoint.folder import (
     tidy,
 )
 from dapo_core.checkpoint.state import TrainerState, read_step_metrics, state_files
-from dapo_core.config import dump_config
+from dapo_core.config.loading import dump_config
 from dapo_core.errors import CheckpointError, DapoError, WorkerDied
 from dapo_core.model_folder import copy_model_files, model_files, weight_names
 from dapo_core.stopping import StopRequested
 from durable import publish, sync, write_atomically
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class CheckpointWriter:
     CheckpointError says why.
     """
 
-    def __init__(self, folder: Path, model_path: Path, shards: ShardWriter, config: Config) -> None:
+    def __init__(self, folder: Path, model_path: Path, shards: ShardWriter, config: TrainingConfig) -> None:
         self.folder = folder
         self.model_path = model_path
         self.shards = shards

@@ -21,10 +21,10 @@ import yaml
 from dapo_core import trainer
 from dapo_core.checkpoint.folder import best_checkpoints, checkpoint_folders, latest_checkpoint
 from dapo_core.checkpoint.state import read_state, read_step_metrics
-from dapo_core.config import Config
 from dapo_core.errors import CheckpointError, ConfigError, TrainingStopped
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from dapo_core.trainer import train
+from flows.config import Config
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.processes.dapo_command import dapo_command
 from tasks.processes.supervisor import descendants

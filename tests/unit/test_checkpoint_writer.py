@@ -13,8 +13,8 @@ import pytest
 from dapo_core.checkpoint import writer as writer_module
 from dapo_core.checkpoint.folder import CONFIG_FILE, LATEST_FILE, checkpoint_folders, latest_checkpoint
 from dapo_core.checkpoint.state import TrainerState
-from dapo_core.config import load_config
 from dapo_core.errors import CheckpointError, WorkerDied
+from flows.config import load_config
 from tests.checkpoints import (
     FileShards,
     assert_complete,
