@@ -12,9 +12,9 @@ from prefect import State, Task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
-from dapo_core.config import TimeLimitsConfig
 from dapo_core.errors import ServeError
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact
+from tasks.config import TimeLimitsConfig
 from tasks.page import show_stage
 from tasks.processes.child import ChildProcessFailed
 from tasks.retries import RETRY_DELAYS_SECONDS, may_succeed_next_time, shortened

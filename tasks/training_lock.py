@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import durable
-from dapo_core.config import Config
 from tasks.artifacts import SHORT_KEY_LENGTH
+from tasks.config import ChainConfig
 from tasks.runs.plan import plan_chain
 from tasks.runs.run import RunSkipped
 from tasks.time_limit import clock_stopped
@@ -24,13 +24,13 @@ REMIND_SECONDS = 600.0
 TRAINING_LOCK = "training.lock"
 
 
-def training_lock_path(config: Config) -> Path:
+def training_lock_path(config: ChainConfig) -> Path:
     """flow.lock_path, or a file beside the locks of the store."""
     default = Path(config.store.path) / ".locks" / TRAINING_LOCK
     return Path(config.flow.lock_path or default).absolute()
 
 
-def nightly_lock_path(config: Config) -> Path:
+def nightly_lock_path(config: ChainConfig) -> Path:
     """What a nightly run holds from its start to its end: a file beside the training's lock, named after it."""
     path = training_lock_path(config)
     return path.with_name(f"nightly-{path.name}")
@@ -67,7 +67,7 @@ def find_holder(path: Path) -> str | None:
     return _describe_holder(path) if durable.is_locked(path) else None
 
 
-def check_free(path: Path, config: Config) -> None:
+def check_free(path: Path, config: ChainConfig) -> None:
     """Raise RunSkipped while a training runs that is not this configuration's own."""
     if (holder := find_holder(path)) is None:
         return

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prefect.logging.handlers import APILogHandler, set_api_log_sink
 
-from dapo_core.config import load_config
+from flows.config import load_config
 from flows.console import QUIET_LOGGERS
 from tasks import stage_command as command
 from tasks.artifacts import ArtifactStore, StageKey

@@ -22,7 +22,8 @@ from dapo_core.errors import (
     ServeError,
     TrainingStopped,
 )
-from eval.errors import EvaluationError, ResultsError
+from eval import EvaluationError
+from eval.results import ResultsError
 from flows.cli import app
 from tasks.processes.child import ChildProcessFailed
 from tasks.retries import describe, exit_code_of

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import durable
-from dapo_core.config import Config
+from flows.config import Config
 from tasks.artifacts import Artifact
 from tasks.runs.run import Run, RunSkipped
 from tasks.stages import LINKS
