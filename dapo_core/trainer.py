@@ -32,7 +32,6 @@ from dapo_core.checkpoint import (
 )
 from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.compat import Compat
-from dapo_core.config.derived import derive
 from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError, TrainingStopped
@@ -257,7 +256,7 @@ class Trainer:
             with timer.phase("testing"):
                 metrics |= self._validate()
         metrics |= self._standing()
-        num_devices = derive(self.config).num_devices
+        num_devices = self.config.num_devices
         with timer.phase("save_checkpoint"):
             told = metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices)
             self.keeper.keep(self._state(told), self._is_due(self.config.checkpoint.save_every))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dapo_core.checkpoint import HUGGINGFACE_FOLDER, NAMES_FILE, CheckpointWriter, TrainerState, read_state
 from dapo_core.data import Prompt
-from dapo_core.engines import Response
+from dapo_core.engines.base import Response
 from dapo_core.rollout import GroupRequest
 from tests.batches import make_group
 from tests.configs import make_config
