@@ -15,21 +15,17 @@ import torch
 from dapo_core import metrics as measure
 from dapo_core.advantage import group_advantages
 from dapo_core.batch import Batch, build_batch
-from dapo_core.checkpoint import (
-    CHECKPOINTS,
-    CheckpointKeeper,
-    CheckpointWriter,
-    TrainerState,
-    end_again,
+from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
+from dapo_core.checkpoint.resume import (
     find_start,
-    latest_checkpoint,
-    locked,
-    read_state,
-    read_step,
+    finish_if_done,
+    lock_checkpoints,
     require_resume,
     require_same_training,
     resume_metrics,
 )
+from dapo_core.checkpoint.state import TrainerState, read_state, read_step
+from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.compat import Compat
 from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_rows, tokenize_prompts
@@ -89,12 +85,11 @@ def train(
     with StopRequest() as stop, _told_as_stopped(stop, config, folder):
         stream, held_out = _read_prompts(config, train_path, model_path, held_out_path)
         identity = training_identity(config, stream, model_path)  # as it begins: a scorer may be edited meanwhile
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder):
+        with lock_checkpoints(folder):
             start = find_start(folder, config.checkpoint.resume)
             if start is not None:
                 require_same_training(config, start, folder, identity)
-                if (end := end_again(config, start, output_dir)) is not None:
+                if (end := finish_if_done(config, start, output_dir)) is not None:
                     return TrainResult(start, end.step, end.policy_version)
 
             def attempt(start: Path | None) -> Trainer:
@@ -196,7 +191,6 @@ class Trainer:
         self.kl_controller = KLController(config.algorithm.kl)
         self.output_dir = output_dir
         self.checkpoints = CheckpointWriter(output_dir / CHECKPOINTS, model_path, cluster.policy, config)
-        self.keeper = CheckpointKeeper(self.checkpoints)
         device = device_for(config.train.device)
         self.dtypes = [device.resolve_dtype(section.dtype) for section in (config.train, config.rollout)]
         self.utilization = ActorUtilization(
@@ -232,7 +226,7 @@ class Trainer:
     def run(self, on_step: OnStep | None = None, stop: StopRequest | None = None) -> None:
         """All steps that are left; StopRequested after fewer when `stop` is asked to, with a last checkpoint."""
         self.stop = stop or self.stop
-        with self.stop.deferred(), self.keeper.ending():
+        with self.stop.deferred(), self.checkpoints.ending():
             while self.step < self.config.train.total_steps:
                 step_metrics = self.run_step()
                 if on_step is not None:
@@ -243,7 +237,7 @@ class Trainer:
         timer = measure.PhaseTimer()
         with timer.phase("gen"), self.stop.interruptible(self.step):
             draw = self.sampler.draw(self.step + 1)
-        timer.attribute(self.keeper.take_polled_seconds(), "gen", "save_checkpoint")
+        timer.attribute(self.checkpoints.take_polled_seconds(), "gen", "save_checkpoint")
         timer.attribute(draw.account.reward_seconds, "gen", "reward")
         metrics = measure.draw_metrics(draw)
         num_tokens = (0, 0)  # of responses; of prompts and responses
@@ -259,7 +253,7 @@ class Trainer:
         num_devices = self.config.num_devices
         with timer.phase("save_checkpoint"):
             told = metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices)
-            self.keeper.keep(self._state(told), self._is_due(self.config.checkpoint.save_every))
+            self.checkpoints.keep(self._state(told), self._is_due(self.config.checkpoint.save_every))
         return self._tell(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
 
     def _mixed(self, groups: Sequence[Group]) -> list[Group]:
@@ -375,7 +369,7 @@ class Trainer:
         return validate(self.cluster.rollouts, self.held_out, self.step, limit)
 
     def _while_waiting(self) -> None:
-        self.keeper.poll()
+        self.checkpoints.poll()
         self.stop.check()
 
     def _state(self, metrics: dict[str, float]) -> TrainerState:

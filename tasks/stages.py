@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo_core.checkpoint import resume_digest
+from dapo_core.checkpoint.resume import resume_digest
 from dapo_core.config.fields import result_values
 from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder

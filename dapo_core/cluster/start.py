@@ -21,7 +21,7 @@ from ray._private import services
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dapo_core.checkpoint.generators import seed_generators
+from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.answers import Roster
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup

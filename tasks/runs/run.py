@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dapo_core.checkpoint import require_resume
+from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.loading import dump_config
 from dapo_core.data import require_columns
 from dapo_core.errors import RunSkipped, StoreError
