@@ -106,8 +106,10 @@ class RunningCommand(ABC):
         """
         began, echo = time.monotonic(), None
         is_requested = False
-        while self.poll() is None and time.monotonic() < began + wait_seconds:
+        while True:
             try:
+                if self.poll() is not None or time.monotonic() >= began + wait_seconds:
+                    break
                 if not is_requested:
                     self.request(STOP)
                     is_requested = True
@@ -162,20 +164,16 @@ def run_command(
     *,
     log_path: str | os.PathLike[str],
     label: str,
-    env: Mapping[str, str] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
     on_line: Callable[[str], None] | None = None,
     grace_seconds: float = GRACE_SECONDS,
 ) -> None:
     """Run a command to its end and hand each line it writes to `on_line` (default: our log).
 
-    `env` is added to our own environment; output is appended to `log_path`. Whatever interrupts us here,
-    cancellation included, ends the command and everything below it before it is raised again.
+    Output is appended to `log_path`. Whatever interrupts us here, cancellation included, ends the command and
+    everything below it before it is raised again.
     Raises ChildProcessFailed when the command does not end with exit code 0.
     """
-    with background_command(
-        command, log_path=log_path, label=label, env=env, cwd=cwd, grace_seconds=grace_seconds
-    ) as process:
+    with background_command(command, log_path=log_path, label=label, grace_seconds=grace_seconds) as process:
         process.hand_lines_to(on_line)
 
 
@@ -186,7 +184,6 @@ def background_command(
     log_path: str | os.PathLike[str],
     label: str,
     env: Mapping[str, str] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
     grace_seconds: float = GRACE_SECONDS,
     folder_variable: str | None = None,
 ) -> Iterator[SupervisedProcess]:
@@ -207,7 +204,7 @@ def background_command(
         settings = {"grace_seconds": grace_seconds, "stop_seconds": 0, "folder": folder, "detached": None}
         log_offset = path.stat().st_size
         with os.fdopen(lock):
-            popen = start_supervisor(command, path, [lock], settings, env=environment, cwd=cwd)
+            popen = start_supervisor(command, path, [lock], settings, environment)
         process = SupervisedProcess(label, path, log_offset, popen)
         logger.info("%s runs under pid %d, its output is in %s", label, process.pid, path)
         stack.callback(process.stop)
@@ -250,11 +247,9 @@ def start_supervisor(
     log_path: Path,
     locks: Sequence[int],
     settings: Mapping[str, Any],
-    *,
     env: Mapping[str, str] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the command under a supervisor, which inherits the locks."""
+    """Start the command under a supervisor, which inherits the locks; `env` is added to our own environment."""
     words = json.dumps({"parent_pid": os.getpid(), **settings})
     with log_path.open("ab") as log:
         return subprocess.Popen(
@@ -262,7 +257,6 @@ def start_supervisor(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            cwd=cwd,
             # Python children would otherwise keep their last lines in a buffer.
             env={"PYTHONUNBUFFERED": "1", **os.environ, **(env or {})},
             start_new_session=True,
