@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import EvaluationError, InputError
-from eval.answers.grading import GRADER, VERDICTS, Verdict
+from eval.answers.grading import VERDICTS, MathGrader, Verdict
 from eval.client import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt, Template
@@ -44,9 +44,9 @@ class Row:
     response: str | None  # None: the request failed, `failure` says why
     finish_reason: str | None
     response_tokens: int | None
-    answer: str | None  # exact ruler
+    answer: str | None  # by the exact rule
     gold: str
-    verdict: Verdict  # exact ruler
+    verdict: Verdict  # by the exact rule
     aisbench_answer: str | None
     aisbench_right: bool
     aisbench_raises: bool
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def is_answered(self) -> bool:
-        """False when no response came, so that the model cannot be judged on this item."""
+        """False when no response came, so that the model cannot be graded on this item."""
         return self.verdict != "request_failed"
 
     def to_line(self) -> str:
@@ -192,7 +192,7 @@ def make_settings(
     *,
     benchmark: str | None = None,
     template: Template | None = None,
-    grader: str = GRADER,
+    grader: str = MathGrader.rule,
 ) -> dict[str, Any]:
     """What the rows of a results directory depend on; equal settings mean that stored rows can be kept.
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from eval import EvaluationError
+from eval.answers.grading import GRADERS, Grader
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Dispatcher, Limits, Outcome, Request
 from eval.event_loop import run_in_thread
-from eval.judging import Judge, grader_name, open_judge
 from eval.problems.items import EvaluationSet, Item
 from eval.progress import EvaluationProgress
 from eval.results import (
@@ -72,40 +72,42 @@ def evaluate(
         model_digest,
         benchmark=evaluation_set.benchmark,
         template=evaluation_set.template,
-        grader=grader_name(evaluation_set.ruler),
+        grader=GRADERS[evaluation_set.grader].rule,
     )
     output_dir = make_folder(output_dir)
     with exclusive(output_dir):
         wanted = [(item, sample) for item in items for sample in range(sampling.num_samples)]
-        with open_judge(evaluation_set.ruler) as judge:
-            rows = _resume(output_dir, settings, items, judge)
+        with GRADERS[evaluation_set.grader]() as grader:
+            rows = _resume(output_dir, settings, items, grader)
             missing = [Request(item, sample) for item, sample in wanted if (item.id, sample) not in rows]
             max_failed = int(max_failed_ratio * len(wanted))
             if missing:
                 dispatcher = Dispatcher(endpoints, sampling, limits or Limits())
-                recorder = _Recorder(output_dir, judge, dispatcher, max_failed, on_progress)
+                recorder = _Recorder(output_dir, grader, dispatcher, max_failed, on_progress)
                 run_in_thread(recorder.record(missing), dispatcher.stop)
                 rows = read_rows(output_dir)
                 _refuse_failures(rows, dispatcher, endpoints, max_failed, len(wanted), output_dir)
             # Rows are appended as they finish; a finished file has the items' order.
             ordered = [rows[item.id, sample] for item, sample in wanted]
             write_rows(output_dir, ordered)
-            summary = summarise(ordered, settings, same_answer_by(judge.grade))
+            summary = summarise(ordered, settings, same_answer_by(grader.grade))
         text = json.dumps(asdict(summary), indent=2, ensure_ascii=False)
         write_atomically(output_dir / SUMMARY_FILE, text + "\n")
     _log(summary)
     return summary
 
 
-def regrade_row(row: Row, judge: Judge, item: Item | None = None) -> Row:
-    """The row with the verdicts of a judge, and with the gold answer, subject and level of the item if given."""
+def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
+    """The row with the verdicts of a grader, and with the gold answer, subject and level of the item if given."""
     if item is not None:
         row = replace(row, gold=item.gold, subject=item.subject, level=item.level)
-    graded = judge.grade(row.response, row.finish_reason, row.gold)
+    graded = grader.grade(row.response, row.finish_reason, row.gold)
     return replace(row, **asdict(graded))
 
 
-def _resume(output_dir: Path, settings: dict[str, Any], items: Sequence[Item], judge: Judge) -> dict[RowKey, Row]:
+def _resume(
+    output_dir: Path, settings: dict[str, Any], items: Sequence[Item], grader: Grader
+) -> dict[RowKey, Row]:
     """Rows of an earlier attempt that can be kept; leaves the directory ready to be appended to."""
     stored = read_settings(output_dir)
     graded_alike = {**settings, **{key: (stored or {}).get(key) for key in GRADING_SETTINGS}}
@@ -120,7 +122,7 @@ def _resume(output_dir: Path, settings: dict[str, Any], items: Sequence[Item], j
         (output_dir / SUMMARY_FILE).unlink(missing_ok=True)
         by_id = {item.id: item for item in items}
         with ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads:
-            graded = threads.map(lambda row: regrade_row(row, judge, by_id[row.id]), rows.values())
+            graded = threads.map(lambda row: regrade_row(row, grader, by_id[row.id]), rows.values())
             rows = {row.key: row for row in graded}
     # A torn last line has no newline: the next row must not be appended to it.
     write_rows(output_dir, rows.values())
@@ -149,13 +151,13 @@ class _Recorder:
     def __init__(
         self,
         output_dir: Path,
-        judge: Judge,
+        grader: Grader,
         dispatcher: Dispatcher,
         max_failed: int,
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._output_dir = output_dir
-        self._judge = judge
+        self._grader = grader
         self._dispatcher = dispatcher
         self._max_failed = max_failed
         self._on_progress = on_progress
@@ -196,7 +198,7 @@ class _Recorder:
         progress: EvaluationProgress,
     ) -> None:
         loop = asyncio.get_running_loop()
-        row = await loop.run_in_executor(threads, regrade_row, _make_row(request, outcome), self._judge)
+        row = await loop.run_in_executor(threads, regrade_row, _make_row(request, outcome), self._grader)
         file.write(row.to_line())
         file.flush()
         progress.advance(row.response_tokens)

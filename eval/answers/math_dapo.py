@@ -23,9 +23,7 @@ MINERVA_REMOVED = (
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _FIRST_FORMULA = re.compile(r".*?\$(.*?)\$.*")
-_WRAPPED = tuple(
-    re.compile(pattern) for pattern in (r"\\text\{(.*?)\}", r"\\textbf\{(.*?)\}", r"\\overline\{(.*?)\}", r"\\boxed\{(.*)\}")
-)
+_WRAPPED = (r"\\text\{(.*?)\}", r"\\textbf\{(.*?)\}", r"\\overline\{(.*?)\}", r"\\boxed\{(.*)\}")
 
 _REMOVED_WORDS = re.compile(
     r"square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees"
@@ -69,7 +67,7 @@ def normalize_as_verl(answer: str) -> str:
         answer = answer.replace(old, "")
     answer = _FIRST_FORMULA.sub(r"$\1$", answer)
     for wrapped in _WRAPPED:
-        answer = wrapped.sub(r"\1", answer)
+        answer = re.sub(wrapped, r"\1", answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer).replace("$", "")
     without_commas = answer.replace(",", "")
