@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dapo_core.compat import Compat
 from dapo_core.data import Prompt
-from dapo_core.engines import Engine, FinishReason, GenerationRequest, Response
+from dapo_core.engines.base import Engine, FinishReason, GenerationRequest, Response
 from dapo_core.reward.pool import RewardPool, ScoreRequest
 from dapo_core.reward.scorers import Score, Verdict, overlong_penalty
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class RolloutWorker:
     A response is scored while the engine goes on with others; a group is finished when all siblings have scores.
     """
 
-    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig) -> None:
         self.engine = engine
         self.config = config
         self.compat = Compat.of(config.algorithm)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
     """A frozen part of the configuration; unknown keys, infinities and NaN are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections_are_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        fields = cls.model_fields
+        return {
+            str(name): {} if value is None and name in fields and is_section(fields[name].annotation) else value
+            for name, value in values.items()
+        }
 
 
 def key(default: Any, description: str, **bounds: Any) -> Any:
@@ -39,3 +51,19 @@ def result_values(section: BaseModel) -> dict[str, Any]:
         elif not is_volatile(type(section), name):
             values[name] = value
     return values
+
+
+def is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    """Whether a field holds a section rather than a value."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def known_fields(section: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """The declaration of every key below a section, by its name `section.key`."""
+    fields: dict[str, FieldInfo] = {}
+    for name, field in section.model_fields.items():
+        if is_section(field.annotation):
+            fields |= known_fields(field.annotation, f"{prefix}{name}.")
+        else:
+            fields[f"{prefix}{name}"] = field
+    return fields

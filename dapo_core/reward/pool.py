@@ -20,7 +20,7 @@ from eval.answers.pool import CallFailed, CallTimedOut, Pool, StartFailed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dapo_core.config import CustomRewardConfig, RewardConfig
+    from dapo_core.config.training import CustomRewardConfig, RewardConfig
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dapo_core.reward.custom import require_function
 from dapo_core.reward.scorers import DATA_SOURCES, SCORERS
 
 if TYPE_CHECKING:
-    from dapo_core.config import CustomRewardConfig, RewardConfig
+    from dapo_core.config.training import CustomRewardConfig, RewardConfig
 
 
 def routes(entries: Sequence[str] = ()) -> dict[str, str]:

@@ -14,7 +14,7 @@ from eval.answers.extraction import extract_boxed
 from eval.answers.math_dapo import WINDOW_CHARACTERS, answer_line, normalize, normalize_as_verl
 
 if TYPE_CHECKING:
-    from dapo_core.config import OverlongConfig
+    from dapo_core.config.training import OverlongConfig
 
 Verdict = Literal["right", "wrong", "no_answer", "error", "timeout"]
 

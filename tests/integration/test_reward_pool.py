@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dapo_core.config import CustomRewardConfig, RewardConfig
+from dapo_core.config.training import CustomRewardConfig, RewardConfig
 from dapo_core.errors import ConfigError, DataError, RewardError, RolloutError
 from dapo_core.reward.pool import RewardPool, ScoreRequest
 from dapo_core.reward.scorers import Score

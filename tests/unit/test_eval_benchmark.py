@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dapo_core.config import EvaluateConfig
 from eval.answers.grading import ChoiceGrader, grade
 from eval.problems import BenchmarkError
 from eval.problems.benchmarks import BENCHMARKS, load_set
 from eval.problems.items import Item
 from eval.problems.sources import file_sha256
 from flows.cli.evaluation import DATASETS
+from tasks.config import EvaluateConfig
 
 
 def load_items(path: Path, benchmark: str | None = None) -> list[Item]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.config import CustomRewardConfig, OverlongConfig, RewardConfig
+from dapo_core.config.training import CustomRewardConfig, OverlongConfig, RewardConfig
 from dapo_core.errors import ConfigError, DataError
 from dapo_core.reward.routing import require_scorers, routes
 from dapo_core.reward.scorers import (
