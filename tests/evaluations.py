@@ -11,8 +11,7 @@ from eval.benchmark import Item
 from eval.client import Endpoint, Sampling
 from eval.compare import Comparison, compare_evaluations
 from eval.grading import VERDICTS
-from eval.results import Row, make_settings, write_rows
-from eval.samples import Evaluation
+from eval.results import Evaluation, Row, make_settings, write_rows
 
 SAMPLING = Sampling(max_tokens=64)
 # One letter per response: r right, w wrong, n no answer, t truncated, f failed request.

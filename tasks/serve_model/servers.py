@@ -17,8 +17,8 @@ import httpx
 
 from dapo_core.config import ServeConfig
 from dapo_core.errors import ServeError, ServerDied
+from eval.dispatch import run_in_thread
 from eval.errors import EvaluationError
-from eval.event_loop import run_in_thread
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.serve_model.checks import require_servable
 from tasks.serve_model.command import (
