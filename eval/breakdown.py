@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from eval.grading import VERDICTS
+from eval.answers.grading import VERDICTS
 from eval.results import Row, Samples, group_by, num_right
 from eval.statistics import adjusted_interval, bootstrap_mean, holm, paired_bootstrap, test_changes
 from eval.summary import IsSame, count_agreement, item_metrics, list_disagreements

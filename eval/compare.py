@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eval import breakdown
+from eval import InputError, breakdown
+from eval.answers.grading import grade
 from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part
-from eval.errors import ComparisonError
-from eval.grading import grade
 from eval.results import (
     Evaluation,
     Row,
@@ -37,6 +36,10 @@ from eval.summary import same_answer_by
 GROUP_FIELDS = ("level", "subject")
 # Settings that may differ: the model is what is compared, the others are checked item by item.
 _NOT_COMPARED = ("model", "num_items", "prompts", "golds")
+
+
+class ComparisonError(InputError):
+    """Two results directories cannot be paired: other items, prompts, sampling settings or grader."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from eval.benchmark import Item
 from eval.client import Answer, Connection, Endpoint, RequestError, Sampling
+from eval.problems.items import Item
 
 logger = logging.getLogger(__name__)
 

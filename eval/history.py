@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from durable import write_atomically
-from eval.errors import ResultsError
 from eval.pages import plain_p, points, points_interval, render
 from eval.report import REPORT_JSON
-from eval.results import RESULTS_FILE, SETTINGS_FILE, describe_differences, load_evaluation, make_folder
+from eval.results import (
+    RESULTS_FILE,
+    SETTINGS_FILE,
+    ResultsError,
+    describe_differences,
+    load_evaluation,
+    make_folder,
+)
 from eval.statistics import (
     SIGNIFICANCE,
     accuracy_interval,

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from durable import UNSET, LockHeld, differences, locked, read_json_lines, write_atomically
-from eval.benchmark import Item
+from eval import EvaluationError, InputError
+from eval.answers.grading import GRADER, VERDICTS, Verdict
 from eval.client import Endpoint, Sampling
-from eval.errors import EvaluationError, ResultsError
-from eval.grading import GRADER, VERDICTS, Verdict
-from eval.prompts import Prompt, Template
+from eval.problems.items import Item
+from eval.problems.prompts import Prompt, Template
 
 SETTINGS_FILE = "settings.json"
 RESULTS_FILE = "results.jsonl"
@@ -24,6 +24,10 @@ SUMMARY_FILE = "summary.json"
 GRADING_SETTINGS = ("grader", "golds")
 
 RowKey = tuple[str, int]  # (id of the item, number of the sample)
+
+
+class ResultsError(InputError):
+    """A results directory is missing files or rows, or holds rows of another program."""
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from typing import Any, TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eval.benchmark import EvaluationSet, Item
+from eval import EvaluationError
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Dispatcher, Limits, Outcome, Request, run_in_thread
-from eval.errors import EvaluationError
 from eval.judging import Judge, grader_name, open_judge
+from eval.problems.items import EvaluationSet, Item
 from eval.results import (
     GRADING_SETTINGS,
     RESULTS_FILE,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import Any
 
-from eval.grading import Grade
+from eval.answers.grading import Grade
 from eval.results import (
     Evaluation,
     Row,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from durable import read_json_lines
-from eval.errors import ResultsError
+from eval.results import ResultsError
 
 Steps = list[dict[str, Any]]  # the metrics of each training step, in order
 # What training counts as the outcome of a group.

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eval.benchmark import Item
+from eval.answers.grading import VERDICTS
 from eval.client import Endpoint, Sampling
 from eval.compare import Comparison, compare_evaluations
-from eval.grading import VERDICTS
+from eval.problems.items import Item
 from eval.results import Evaluation, Row, make_settings, write_rows
 
 SAMPLING = Sampling(max_tokens=64)
@@ -33,7 +33,7 @@ def make_items(num_items: int, per_level: int = 4) -> list[Item]:
 
 
 def make_row(item: Item, letter: str, sample: int = 0, **changes: Any) -> Row:
-    """The row of one response; both rulers agree unless `changes` say otherwise."""
+    """The row of one response; both graders agree unless `changes` say otherwise."""
     answer = {"r": item.gold, "w": "-1"}.get(letter)
     texts = {"n": "no idea", "t": f"\\boxed{{{item.gold}}} or", "f": None}
     fields: dict[str, Any] = {

@@ -10,10 +10,9 @@ import time
 import numpy as np
 import pytest
 
+from eval.answers.grading import grade
 from eval.breakdown import compare_metrics
-from eval.errors import ResultsError
-from eval.grading import grade
-from eval.results import Evaluation
+from eval.results import Evaluation, ResultsError
 from eval.statistics import (
     PValues,
     adjusted_interval,

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dapo_core.errors import DataError, RunSkipped, StoreError
-from eval.errors import ResultsError
+from eval.results import ResultsError
 from flows import tables
 from flows.cli import app
 from flows.tables import print_runs
@@ -338,7 +338,7 @@ def test_a_spoilt_run_is_refused_with_the_file(store: Path, own: Path) -> None:
     (newest.folder / "report" / "report.json").write_text("{")
     with pytest.raises(StoreError, match=r"report\.json is not JSON .*dapo stage compare"):
         read_report(newest)
-    with pytest.raises(ResultsError, match="/proc/no/where cannot be made: "):
+    with pytest.raises(ResultsError, match="/proc/no/where cannot be created: "):
         dapo(
             "compare",
             "latest~1",
