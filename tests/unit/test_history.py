@@ -17,7 +17,7 @@ from prefect.exceptions import TerminationSignal
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dapo_core.errors import DataError, RunSkipped, StoreError
+from dapo_core.errors import DataError, StoreError
 from eval.results import ResultsError
 from flows import tables
 from flows.cli import app
@@ -37,7 +37,7 @@ from tasks.runs.history import (
     short_ids,
     write_record,
 )
-from tasks.runs.run import Run, require_outputs
+from tasks.runs.run import Run, RunSkipped, require_outputs
 from tasks.stages import LINKS
 from tests.recorded_runs import Outcome, record_run, small_config
 
