@@ -54,7 +54,7 @@ class ChildProcessFailed(DapoError, RuntimeError):
 
 
 class RunningCommand(ABC):
-    """A command whose output is in a log: it can be followed and stopped."""
+    """A command with its output in a log: it can be followed and stopped."""
 
     def __init__(self, label: str, log_path: Path, log_offset: int) -> None:
         self.label = label
@@ -105,14 +105,11 @@ class RunningCommand(ABC):
         since some wrappers repeat what the terminal sent, and is raised at the end.
         """
         began, echo = time.monotonic(), None
-        is_requested = False
         while True:
             try:
                 if self.poll() is not None or time.monotonic() >= began + wait_seconds:
                     break
-                if not is_requested:
-                    self.request(STOP)
-                    is_requested = True
+                self.request(STOP)
                 time.sleep(POLL_SECONDS)
             except BaseException as error:
                 if isinstance(error, Exception) or time.monotonic() >= began + ECHO_SECONDS:
@@ -212,7 +209,7 @@ def background_command(
 
 
 def prepare_log(log_path: str | os.PathLike[str], label: str) -> Path:
-    """The absolute path of a log, whose folder is made; raises ChildProcessFailed on other systems than Linux."""
+    """The absolute path of a log, in a folder that exists; raises ChildProcessFailed elsewhere than on Linux."""
     if sys.platform != "linux":
         raise ChildProcessFailed(f"{label}: child processes are only supervised on Linux, not on {sys.platform}")
     path = Path(log_path).absolute()

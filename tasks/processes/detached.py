@@ -173,7 +173,7 @@ def _find_or_start(command: Sequence[str], path: Path, label: str, options: Deta
 def _start(
     command: Sequence[str], path: Path, log_lock: int, label: str, options: DetachOptions
 ) -> DetachedProcess:
-    """Start the command, whose log is locked."""
+    """Start the command; the supervisor inherits the lock of its log."""
     for suffix in (RECORD_SUFFIX, *REQUEST_SUFFIXES.values()):
         path.with_suffix(suffix).unlink(missing_ok=True)
     settings = {

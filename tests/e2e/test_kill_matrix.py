@@ -346,7 +346,7 @@ def started_run(site: Site, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def paused(site: Site, flow_run: str, num_steps: int) -> Paused:
-    """The training of a run, as soon as so many steps of it are done."""
+    """The training of a run, once that many steps are done."""
     site.wait_for(f"{num_steps} steps", lambda: len(metrics(site)) >= num_steps, PATIENCE_SECONDS)
     command = command_of(site, flow_run, "train")
     assert command is not None
