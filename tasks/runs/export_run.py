@@ -18,12 +18,10 @@ from dapo_core.config import Config, dump_config, load_config
 from dapo_core.config.derived import derive
 from dapo_core.config.operation import FlowConfig
 from dapo_core.config.sections import StoreConfig
-from dapo_core.durable import sync, sync_tree
-from dapo_core.errors import StoreError
+from durable import publish
 from eval.pages import render
 from eval.prompts import DEFAULT, TEMPLATES
-from tasks.artifacts import MANIFEST_NAME, Artifact, ArtifactStore
-from tasks.artifacts.artifact import BLOCK_BYTES
+from tasks.artifacts import Artifact, ArtifactStore, StoreError
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
 
 MODEL_LABEL = "merge_checkpoint"
@@ -55,7 +53,7 @@ def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> 
     here = {"flow": FlowConfig(), "store": StoreConfig()}
     config = load_config(run.folder / CONFIG_FILE).model_copy(update=here)
     portable = _Portable(run)
-    with ArtifactStore(run.folder.parent.parent).kept_in_place(model), _published(destination) as folder:
+    with ArtifactStore(run.store).in_use(), _published(destination) as folder:
         model = require_artifact(run, MODEL_LABEL)  # a build or collection may have had its turn first
         manifests = {label: artifact.manifest() for label, artifact in _artifacts(run).items()}
         num_bytes = _copy_model(model, folder, on_progress)
@@ -116,8 +114,8 @@ class _Portable:
     """
 
     def __init__(self, run: RecordedRun) -> None:
-        store = run.folder.parent.parent
-        recorded = (Path(stage.path).parents[1] for stage in run.stages.values())  # perhaps under another mount
+        store = run.store
+        recorded = (Path(stage.path).parents[2] for stage in run.stages.values())  # perhaps under another mount
         names = {str(folder): "${HOME}" for folder in (Path.home(), Path.home().resolve()) if folder != Path("/")}
         names |= {str(folder): "${STORE}" for folder in (store, store.resolve(), *recorded)}
         self._names = names | {str(escape(path)): name for path, name in names.items()}
@@ -206,9 +204,7 @@ def _published(destination: Path) -> Iterator[Path]:
         raise StoreError(f"{destination} cannot be made: {error.strerror}; name another folder") from None
     try:
         yield partial
-        sync_tree(partial)
-        partial.rename(destination)
-        sync(destination.parent)
+        publish(partial, destination)
     except StoreError:
         raise
     except OSError as error:
