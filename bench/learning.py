@@ -151,7 +151,7 @@ def _answer(config: Config, store: ArtifactStore, data: Artifact, model: Artifac
     stage = Stage(
         name="bench_learning_answers",
         sections=("evaluate.max_response_tokens",),
-        modules=("dapo_core.engines.hf_engine", "eval.benchmark", "eval.grading"),
+        code=("dapo_core/engines", "eval/problems", "eval/answers"),
         packages=("torch", "transformers"),
     )
     key = stage.key(config, evaluate_model_inputs(config, data, model))
@@ -166,8 +166,8 @@ def _answer(config: Config, store: ArtifactStore, data: Artifact, model: Artifac
 def _write_answers(config: Config, data: Artifact, model: Artifact, folder: Path) -> Mapping[str, Any]:
     from dapo_core.data import load_tokenizer
     from dapo_core.engines import EngineSettings, GenerationRequest, build_engine
-    from eval.benchmark import load_set
-    from eval.grading import grade
+    from eval.answers.grading import grade
+    from eval.problems.benchmarks import load_set
     from tasks.stages import eval_file
 
     limit, items, tokenizer = (

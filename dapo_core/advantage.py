@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from dapo_core.compat import Compat
+
 if TYPE_CHECKING:
     from dapo_core.config import AlgorithmConfig
 
@@ -37,7 +39,7 @@ def group_advantages(
     rewards = np.asarray(rewards, dtype=np.float64)
     if not np.isfinite(rewards).all():
         raise ValueError(f"{int((~np.isfinite(rewards)).sum())} of {rewards.size} rewards are not finite")
-    if algorithm.compat == "verl":
+    if Compat.of(algorithm).advantages_in_float32:
         return _verl_advantages(rewards, group_ids, algorithm)
     _, group, sizes = np.unique(group_ids, return_inverse=True, return_counts=True)
     centred = rewards - (np.bincount(group, rewards) / sizes)[group]

@@ -57,10 +57,6 @@ class StageTimedOut(DapoError, TimeoutError):
     """A stage was ended because it took longer than its flow.time_limits allow."""
 
 
-class StoreError(DapoError, OSError):
-    """The artifact store cannot be written, or a stage left something in it that cannot be kept."""
-
-
 class RunSkipped(DapoError, RuntimeError):
     """A run that is nobody's wish of this moment gives way: it came too late, or others hold what it needs."""
 

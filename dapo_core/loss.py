@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dapo_core.compat import Compat
 from dapo_core.kl import MAX_LOG_RATIO, kl_estimate
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class LossTotals:
         mask = response_mask.to(torch.float32)
         aggregation = algorithm.loss_aggregation
         if aggregation == "token-mean":
-            if algorithm.compat == "none" or num_share_responses is None:
+            if not Compat.of(algorithm).token_mean_per_micro_batch or num_share_responses is None:
                 return mask / max(self.num_tokens, 1)
             share = len(mask) / (max(num_share_responses, 1) * self.num_data_ranks)
             return mask * share / response_mask.sum().clamp(min=1)

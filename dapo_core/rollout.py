@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from dapo_core.compat import Compat
 from dapo_core.data import Prompt
 from dapo_core.engines import Engine, FinishReason, GenerationRequest, Response
 from dapo_core.reward import RewardPool, Score, ScoreRequest, Verdict, overlong_penalty
@@ -126,6 +127,7 @@ class RolloutWorker:
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
         self.engine = engine
         self.config = config
+        self.compat = Compat.of(config.algorithm)
         self.group_size = config.rollout.group_size
         self.pool = RewardPool(config.reward, config.custom_reward, tokenizer)
         self._open: dict[int, _OpenGroup] = {}
@@ -266,7 +268,7 @@ class RolloutWorker:
                 len(response.response_ids),
                 self.config.rollout.max_response_tokens,
                 self.config.reward.overlong,
-                is_clamped=self.config.algorithm.compat != "verl",
+                is_clamped=not self.compat.overlong_beyond_limit,
             ),
             verdict=score.verdict,
             acc=score.acc,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
+from dapo_core.compat import OURS, Compat
 from dapo_core.data import PromptStream
 from dapo_core.errors import NotEnoughSignal, RewardError, RolloutError
 from dapo_core.rollout import Group, GroupRequest
@@ -118,8 +119,8 @@ class Sampler:
     """Fills training steps with groups that carry signal. Groups are judged as they finish.
 
     With `is_deterministic` they are judged in prompt order once all of a draw have finished, so that speed
-    decides nothing. `compat` verl lets its standard deviation tell which groups have signal. `while_waiting`
-    may be set; it is called about once a second, and whenever groups finished.
+    decides nothing. `while_waiting` may be set; it is called about once a second,
+    and whenever groups finished.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Sampler:
         stream: PromptStream,
         train_prompts: int,
         settings: SamplerConfig,
-        compat: Literal["none", "verl"] = "none",
+        compat: Compat = OURS,
         is_deterministic: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -245,7 +246,7 @@ class Sampler:
         if not self.settings.dynamic:
             return True
         values = group.metric(self.settings.metric)
-        if self.compat == "verl":  # rounding gives [0.1] * 3 a deviation of 1.4e-17
+        if self.compat.signal_by_std:  # rounding gives [0.1] * 3 a deviation of 1.4e-17
             return len(group.rollouts) == 1 or (len(values) > 1 and bool(np.std(values) > 0))
         return len(values) > 1 and min(values) != max(values)
 

@@ -31,6 +31,7 @@ from dapo_core.checkpoint import (
     resume_metrics,
 )
 from dapo_core.cluster import Cluster, start_cluster
+from dapo_core.compat import Compat
 from dapo_core.config.derived import derive
 from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
@@ -189,7 +190,7 @@ class Trainer:
             stream,
             config.train.train_prompts,
             config.sampler,
-            config.algorithm.compat,
+            Compat.of(config.algorithm),
             config.run.deterministic,
         )
         self.sampler.while_waiting = self._while_waiting

@@ -11,7 +11,7 @@ from dapo_core.arithmetic import DATA_SOURCE, generate_problems, write_parquet
 from dapo_core.config import Config
 from dapo_core.data import read_rows
 from dapo_core.reward import require_scorers
-from eval.benchmark import load_set
+from eval.problems.benchmarks import load_set
 from tasks.stages import EVAL_STEM, TRAIN_FILE
 
 

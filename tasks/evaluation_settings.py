@@ -10,9 +10,10 @@ import httpx
 
 from dapo_core.config import EvaluateConfig
 from dapo_core.errors import ServeError
-from eval.benchmark import EvaluationSet, load_set
 from eval.client import LOOPBACK, Endpoint, Sampling
 from eval.dispatch import Limits
+from eval.problems.benchmarks import load_set
+from eval.problems.items import EvaluationSet
 from tasks.serve_model import Server
 
 

@@ -7,8 +7,8 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
+from dapo_core.compat import OURS, Compat
 from dapo_core.config import SamplerConfig
 from dapo_core.data import Prompt, PromptStream
 from dapo_core.engines import FinishReason, Response
@@ -128,7 +128,7 @@ class SlowSource(ScriptedSource):
 def make_sampler(
     source: ScriptedSource,
     train_prompts: int,
-    compat: Literal["none", "verl"] = "none",
+    compat: Compat = OURS,
     is_deterministic: bool = False,
     clock: Clock | None = None,
     **settings: object,

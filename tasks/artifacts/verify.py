@@ -58,16 +58,15 @@ def list_files(directory: Path) -> list[FileEntry]:
     """
     stamp_path = directory.with_suffix(STAMP_SUFFIX)
     known = _read_stamp(stamp_path)
-    stamp: dict[str, Any] = {}
+    stamp: dict[str, dict[str, Any]] = {}
     entries = []
     for relative in content_files(directory):
         path = directory / relative
         status = path.stat()
         identity = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         is_racy = max(status.st_mtime_ns, status.st_ctime_ns) >= time.time_ns() - RACY_NANOSECONDS
-        row = known.get(relative)
-        is_known = isinstance(row, dict) and row.get("identity") == identity
-        sha256 = row["sha256"] if is_known else hash_file(path)
+        row = known.get(relative, {})
+        sha256 = row["sha256"] if row.get("identity") == identity else hash_file(path)
         if not is_racy:
             stamp[relative] = {"identity": identity, "sha256": sha256}
         entries.append(FileEntry(relative, status.st_size, sha256))
@@ -91,7 +90,7 @@ def _compare(listed: list[FileEntry], found: list[FileEntry]) -> None:
             raise DamagedArtifact(f"{path} has sha256 {present[path].sha256}, the manifest says {entry.sha256}")
 
 
-def _read_stamp(stamp_path: Path) -> dict[str, Any]:
+def _read_stamp(stamp_path: Path) -> dict[str, dict[str, Any]]:
     try:
         stamp = json.loads(stamp_path.read_bytes())
     except (OSError, ValueError):

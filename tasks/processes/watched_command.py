@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from dapo_core.stopping import ECHO_SECONDS
-from tasks.artifacts import is_held
+from durable import is_locked
 from tasks.processes.child import (
     GRACE_SECONDS,
     POLL_SECONDS,
@@ -136,7 +136,7 @@ class WatchedCommand:
         if self._supervisor is not None:
             self.exit_code = self._supervisor.poll()
             return self.exit_code is not None
-        if is_held(self._watch_path) and self._read_record() is not None:
+        if is_locked(self._watch_path) and self._read_record() is not None:
             return False
         last = self._read_record()  # written before the lock was released
         self.exit_code = last.exit_code if last is not None else None
@@ -237,7 +237,7 @@ def watch_command(
 def find_running(log_path: Path) -> Record | None:
     """Returns the record of the watched command that writes to this log, unless it is to stop."""
     watch_path = log_path.with_suffix(WATCH_SUFFIX)
-    if not is_held(watch_path) or (record := read_record(log_path)) is None:
+    if not is_locked(watch_path) or (record := read_record(log_path)) is None:
         return None
     is_asked_to_stop = record.run_id in watch_path.read_text(encoding="utf-8")
     return None if is_asked_to_stop or record.stopping or record.exit_code is not None else record

@@ -42,9 +42,9 @@ def collect_garbage(
 ) -> list[Unused]:
     """What was, or with `is_dry_run` would be, removed, and what stays although no kept run uses it.
 
-    Kept are the newest `keep_runs` runs with a report, all runs newer than the last of these, runs in progress, and
-    those without a report that are less than a day old. Run folders stay. What an attempt left unfinished more than
-    a day ago goes with `has_unfinished`, damaged and half-written artifacts go with `has_damaged`.
+    Kept are the newest `keep_runs` runs with a report, all runs newer than the last of these, runs in progress,
+    and those without a report that changed within a day. Run folders stay. Attempts that nobody continued for a
+    day go with `has_unfinished`, damaged and half-written artifacts with `has_damaged`.
     Raises StoreError when a run's record cannot be read, since everything that run uses would count as unused.
     """
     if not (root / "runs").is_dir():  # elsewhere every folder would look unused

@@ -20,7 +20,7 @@ from dapo_core.config.operation import FlowConfig
 from dapo_core.config.sections import StoreConfig
 from durable import publish
 from eval.pages import render
-from eval.prompts import DEFAULT, TEMPLATES
+from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts import Artifact, ArtifactStore, StoreError
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
 

@@ -135,7 +135,9 @@ def read_run(folder: Path) -> RecordedRun:
             pid=record["pid"],
             state="interrupted" if is_running and not is_going_on else record["state"],
             started_at=record["started_at"],
-            seconds=max(0.0, time.time() - record["started_at"]) if is_running and is_going_on else record["seconds"],
+            seconds=max(0.0, time.time() - record["started_at"])
+            if is_running and is_going_on
+            else record["seconds"],
             stages={label: _stage(label, values) for label, values in record["stages"].items()},
             error=record.get("error"),
             report=record.get("report"),

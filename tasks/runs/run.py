@@ -22,7 +22,7 @@ from dapo_core.data import require_columns
 from dapo_core.errors import RunSkipped
 from dapo_core.reward import require_scorers
 from durable import locked, write_atomically
-from eval.prompts import find_template
+from eval.problems.prompts import find_template
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, StoreError
 from tasks.processes.time_limit import clock_stopped
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, run_lock_path

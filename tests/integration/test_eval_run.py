@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from dapo_core.errors import ServeError
-from eval import judging
+from eval import EvaluationError, judging
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
-from eval.errors import EvaluationError
 from eval.regrade import regrade
 from eval.results import exclusive, load_results, read_rows
 from eval.run import evaluate

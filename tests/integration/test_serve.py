@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dapo_core.config import EvaluateConfig, ServeConfig
 from dapo_core.errors import ModelError, ServeError
-from eval.benchmark import EvaluationSet, Item
+from eval.problems.items import EvaluationSet, Item
 from eval.run import evaluate
 from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of
 from tasks.processes import supervisor

@@ -20,7 +20,7 @@ import pytest
 
 from dapo_core.config import ServeConfig
 from dapo_core.errors import ServeError, ServerDied
-from eval.errors import EvaluationError
+from eval import EvaluationError
 from tasks.evaluation_settings import served_model_identity
 from tasks.processes import supervisor
 from tasks.retries import is_lasting

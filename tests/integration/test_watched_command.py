@@ -22,7 +22,7 @@ import pytest
 
 from dapo_core.errors import ChildProcessFailed
 from dapo_core.stopping import ECHO_SECONDS
-from tasks.artifacts import is_held
+from durable import is_locked
 from tasks.processes import supervisor, watched_command
 from tasks.processes.watched_command import (
     Outlive,
@@ -98,7 +98,7 @@ def stem(tmp_path: Path) -> Iterator[Path]:
     stem = tmp_path / "train-0123"
     yield stem
     record = read_record(stem.with_suffix(".log"))
-    if record is not None and is_held(stem.with_suffix(".watch")):
+    if record is not None and is_locked(stem.with_suffix(".watch")):
         os.kill(record.pid, signal.SIGKILL)
         pytest.fail(f"{record} still runs")
 
@@ -125,7 +125,7 @@ def record_of(stem: Path) -> Record:
 
 
 def outcome_of(stem: Path) -> Record:
-    wait_until(lambda: not is_held(stem.with_suffix(".log")), "the command to end")
+    wait_until(lambda: not is_locked(stem.with_suffix(".log")), "the command to end")
     return record_of(stem)
 
 
@@ -142,8 +142,8 @@ def test_the_next_attaches_to_what_outlived_its_parent(
     caplog.set_level(logging.INFO, logger="tasks.processes.watched_command")
     go = stem.with_suffix(".go")
     end(start_parent(stem, python(TICKER, go, str(exit_code))), ending)
-    assert is_held(stem.with_suffix(".log"))
-    assert is_held(stem.with_suffix(".cluster"))  # which the parent held, and its command still does
+    assert is_locked(stem.with_suffix(".log"))
+    assert is_locked(stem.with_suffix(".cluster"))  # which the parent held, and its command still does
     first = record_of(stem)
     attach = dataclasses.replace(SOON, held=lambda: pytest.fail("the running command holds the lock itself"))
     lines: list[str] = []
@@ -162,8 +162,8 @@ def test_the_next_attaches_to_what_outlived_its_parent(
     assert lines[-1] == "last words"
     assert f"attached to pid {first.pid} on {os.uname().nodename}, started 20" in caplog.text
     assert record_of(stem) == Record(**{**vars(first), "exit_code": exit_code})
-    assert not is_held(stem.with_suffix(".log"))
-    assert not is_held(stem.with_suffix(".cluster"))
+    assert not is_locked(stem.with_suffix(".log"))
+    assert not is_locked(stem.with_suffix(".cluster"))
     assert start_time_of(first.pid) is None
 
 
@@ -352,7 +352,7 @@ def test_one_that_takes_long_to_stop_is_left_to_its_supervisor(
         watch(stem, STARTED_AGAIN, on_line=cancel)
     assert f"train (pid {record_of(stem).pid} on" in caplog.text
     assert "is still ending, for at most flow.stop_seconds=10" in caplog.text
-    assert is_held(stem.with_suffix(".log"))
+    assert is_locked(stem.with_suffix(".log"))
     lines: list[str] = []
     watch(stem, STARTED_AGAIN, on_line=lines.append)  # waits, and does not attach to what is being stopped
     assert lines == ["started again"]

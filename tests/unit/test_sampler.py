@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dapo_core.compat import OURS, VERL
 from dapo_core.errors import NotEnoughSignal, RewardError
 from dapo_core.rollout import Group
 from dapo_core.sampler import FATES
@@ -198,7 +199,7 @@ def test_groups_of_float_noise_have_signal_for_verl_only() -> None:
     source = ScriptedSource([[0.1] * 3, [1.0] * 3], burst=4)
     ours = make_sampler(source, 2, metric="score", max_num_gen_batches=1, on_exhausted="train_partial").draw(1)
     assert booked(ours) == {"all_right": 4}
-    theirs = make_sampler(source, 2, compat="verl", metric="score", max_num_gen_batches=1).draw(1)
+    theirs = make_sampler(source, 2, compat=VERL, metric="score", max_num_gen_batches=1).draw(1)
     assert booked(theirs) == {"kept": 2, "all_right": 2}
 
 
@@ -207,7 +208,7 @@ def test_a_group_of_one_has_signal_for_verl_only() -> None:
     assert booked(make_sampler(source, 1, max_num_gen_batches=1, on_exhausted="skip_step").draw(1)) == {
         "all_right": 4
     }
-    assert booked(make_sampler(source, 4, compat="verl").draw(1)) == {"kept": 4}
+    assert booked(make_sampler(source, 4, compat=VERL).draw(1)) == {"kept": 4}
 
 
 def test_an_accuracy_above_one_is_right() -> None:
@@ -228,7 +229,7 @@ def test_an_accuracy_above_one_is_right() -> None:
 
 def test_responses_without_a_score_make_no_signal() -> None:
     script = [[1.0, 1.0, UNSCORED], [-1.0, UNSCORED], [UNSCORED, UNSCORED], [1.0, -1.0, UNSCORED]]
-    for compat in ("none", "verl"):
+    for compat in (OURS, VERL):
         draw = make_sampler(ScriptedSource(script, burst=4), 1, compat=compat).draw(1)
         assert booked(draw) == {"kept": 1, "all_right": 1, "all_wrong": 2}
     assert draw.groups[0].rewards == [1.0, -1.0, 0.0]

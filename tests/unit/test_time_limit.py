@@ -9,16 +9,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from dapo_core.errors import StageTimedOut
-from tasks import artifacts, training_lock
+from tasks import training_lock
 from tasks.processes import time_limit as time_limit_module
 from tasks.processes.child import run_command
 from tasks.processes.time_limit import time_limit
@@ -55,16 +52,13 @@ def test_what_was_in_time_is_not_interrupted_later() -> None:
     assert signal.getsignal(signal.SIGALRM) is handler
 
 
-@pytest.mark.parametrize("lock", [training_lock.hold, lambda path, run: artifacts.held(path)])
-def test_waiting_for_a_lock_does_not_count(
-    tmp_path: Path, lock: Callable[..., AbstractContextManager[Any]]
-) -> None:
+def test_waiting_for_a_lock_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with contextlib.ExitStack() as other:
         other.enter_context(training_lock.hold(path, "other"))
         timer = threading.Timer(1.0, other.pop_all().close)
         timer.start()
-        with time_limit(SECOND / 2, KEY, ""), lock(path, "ours"):
+        with time_limit(SECOND / 2, KEY, ""), training_lock.hold(path, "ours"):
             assert 0.1 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.5
         timer.join()
 

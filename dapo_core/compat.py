@@ -1,0 +1,33 @@
+"""Where another trainer computes something else on purpose; docs/departures.md says why ours differs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dapo_core.config import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class Compat:
+    """The questions that verl answers differently; False is our answer, True is verl's."""
+
+    signal_by_std: bool = False  # a group has signal when np.std of its metric is above 0, rounding included
+    advantages_in_float32: bool = False  # equal rewards keep their rounding noise, a group of one its reward
+    token_mean_per_micro_batch: bool = False  # older verl: the mean of micro-batch means
+    overlong_beyond_limit: bool = False  # the overlong penalty grows on beyond the response limit
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmConfig) -> Compat:
+        """The answers that algorithm.compat asks for."""
+        return VERL if algorithm.compat == "verl" else OURS
+
+
+OURS = Compat()
+VERL = Compat(
+    signal_by_std=True,
+    advantages_in_float32=True,
+    token_mean_per_micro_batch=True,
+    overlong_beyond_limit=True,
+)
