@@ -32,44 +32,54 @@ TAGS = ("dapo", "reinforcement-learning", "grpo", "dapo-pipeline")
 _HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
+BLOCK_BYTES = 1024 * 1024
+
 OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
 def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> int:
-    """The bytes of the model that now lies in the new folder `destination`, beside what tells where it is from.
+    """Copy a run's model to the new folder `destination`, with its report, manifests and card; returns its bytes.
 
-    Everything is copied, so that what is edited there changes no artifact; beside the model, ${STORE} and ${HOME}
-    stand for folders of this machine. The folder appears complete or not at all. Raises StoreError when it is
-    there already, when the run has no model or report, when its model is no longer in the store, and when a file
-    is not what its manifest says.
+    Everything is copied, so that an edit there changes no artifact. In the texts ${STORE} and ${HOME} stand for
+    folders of this machine. The folder appears complete or not at all. Raises StoreError when it is there already,
+    when the run has no model or report, when its model is no longer in the store, and when a file is not what its
+    manifest says.
     """
-    report = read_report(run)
-    model = require_artifact(run, MODEL_LABEL)
-    if report is None:
-        raise StoreError(f"the run {run.id} ({run.flow}, {run.state}) has no report; export a completed dapo run")
-    if destination.exists() or destination.is_symlink():
-        raise StoreError(f"{destination} is there already; name a new folder")
-    # How and where it was operated here is nobody else's concern, and may hold an address with a secret.
-    here = {"flow": FlowConfig(), "store": StoreConfig()}
-    config = load_config(run.folder / CONFIG_FILE).model_copy(update=here)
-    portable = _Portable(run)
-    with ArtifactStore(run.store).in_use(), _published(destination) as folder:
-        model = require_artifact(run, MODEL_LABEL)  # a build or collection may have had its turn first
-        manifests = {label: artifact.manifest() for label, artifact in _artifacts(run).items()}
-        num_bytes = _copy_model(model, folder, on_progress)
-        _write_report(run.folder / REPORT_FOLDER, folder / REPORT_FOLDER, portable)
-        recipe = Config.model_validate(portable.value(config.model_dump(mode="json")))
-        (folder / CONFIG_FILE).write_text(dump_config(recipe), encoding="utf-8")
-        (folder / MANIFESTS_FOLDER).mkdir()
-        for label, manifest in manifests.items():
-            told = {name: value for name, value in manifest.items() if name != "host"}
-            text = json.dumps(portable.value(told), indent=2) + "\n"
-            (folder / MANIFESTS_FOLDER / f"{label}.json").write_text(text, encoding="utf-8")
-        if (folder / CARD_FILE).exists():
-            (folder / CARD_FILE).rename(folder / BASE_CARD_FILE)
-        card = portable.text(model_card(run, config, report, manifests))
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    with ArtifactStore(run.store).in_use():
+        model = require_artifact(run, MODEL_LABEL)
+        report = read_report(run)
+        if report is None:
+            raise StoreError(
+                f"the run {run.id} ({run.flow}, {run.state}) has no report; export a completed dapo run"
+            )
+        if destination.exists() or destination.is_symlink():
+            raise StoreError(f"{destination} is there already; name a new folder")
+        # How it was operated here concerns no other machine, and may hold an address with a secret.
+        here = {"flow": FlowConfig(), "store": StoreConfig()}
+        config = load_config(run.folder / CONFIG_FILE).model_copy(update=here)
+        with _published(destination) as folder:
+            num_bytes = _copy_model(model, folder, on_progress)
+            _write_beside(folder, run, config, report)
     return num_bytes
+
+
+def _write_beside(folder: Path, run: RecordedRun, config: Config, report: Mapping[str, Any]) -> None:
+    """Write what belongs to the model: report, configuration, manifests and card."""
+    portable = _Portable(run)
+    found = {label: artifact_of(run, label) for label in run.stages}
+    manifests = {label: artifact.manifest() for label, artifact in found.items() if artifact is not None}
+    _write_report(run.folder / REPORT_FOLDER, folder / REPORT_FOLDER, portable)
+    recipe = Config.model_validate(portable.value(config.model_dump(mode="json")))
+    (folder / CONFIG_FILE).write_text(dump_config(recipe), encoding="utf-8")
+    (folder / MANIFESTS_FOLDER).mkdir()
+    for label, manifest in manifests.items():
+        shown = {name: value for name, value in manifest.items() if name != "host"}
+        text = json.dumps(portable.value(shown), indent=2) + "\n"
+        (folder / MANIFESTS_FOLDER / f"{label}.json").write_text(text, encoding="utf-8")
+    if (folder / CARD_FILE).exists():
+        (folder / CARD_FILE).rename(folder / BASE_CARD_FILE)
+    card = portable.text(model_card(run, config, report, manifests))
+    (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
 
 def model_card(
@@ -94,7 +104,7 @@ def model_card(
 
 
 def base_model_of(config: Config) -> str | None:
-    """The base model's name on the Hugging Face Hub, where its folder tells: by its place, or by config.json."""
+    """The base model's name on the Hugging Face Hub, from the path of its folder or its config.json, if known."""
     if config.model.source != "path":
         return None
     folder = Path(str(config.model.path))
@@ -108,7 +118,7 @@ def base_model_of(config: Config) -> str | None:
 
 
 class _Portable:
-    """Text of a run without places of this machine: ${STORE} for its store, ${HOME} for our home folder.
+    """Text of a run without paths of this machine: ${STORE} for its store, ${HOME} for the home folder.
 
     `dapo run` refuses a configuration that holds them, naming the key.
     """
@@ -144,7 +154,7 @@ def _write_report(source: Path, target: Path, portable: _Portable) -> None:
 
 
 def _own_paths(config: Config) -> list[str]:
-    """The keys that name files of the user's own."""
+    """The keys that name the user's own files."""
     data, model, scorer, prompt = config.data, config.model, config.custom_reward, config.evaluate.prompt
     paths = {
         "data.train_path": data.train_path,
@@ -162,7 +172,7 @@ def _benchmark(config: Config, report: Mapping[str, Any]) -> str:
 
 
 def _header(run: RecordedRun, report: Mapping[str, Any], base_model: str | None) -> str:
-    """The front matter; a score has to name its dataset, so that on rows without a name there is none."""
+    """The front matter; it has a score only for a benchmark with a name, since a score must name its dataset."""
     from huggingface_hub import EvalResult, ModelCardData
 
     benchmark, scores = report["settings"]["benchmark"], []
@@ -186,15 +196,9 @@ def _header(run: RecordedRun, report: Mapping[str, Any], base_model: str | None)
     ).to_yaml()
 
 
-def _artifacts(run: RecordedRun) -> dict[str, Artifact]:
-    """What is there of the run's stages: an earlier one's output may have been removed."""
-    found = {label: artifact_of(run, label) for label in run.stages}
-    return {label: artifact for label, artifact in found.items() if artifact is not None}
-
-
 @contextmanager
 def _published(destination: Path) -> Iterator[Path]:
-    """A new folder beside the destination that takes its name when the block ends well, and else vanishes."""
+    """A new folder beside the destination that takes its name when the block ends, or is removed on an error."""
     destination = destination.absolute()
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     try:
@@ -218,7 +222,7 @@ def _published(destination: Path) -> Iterator[Path]:
 
 def _copy_model(model: Artifact, folder: Path, on_progress: OnProgress) -> int:
     """Copy the artifact's files, each checked against its manifest; returns their bytes."""
-    entries = [entry for entry in model.manifest()["files"] if entry["path"] != MANIFEST_NAME]
+    entries = model.manifest()["files"]
     total = sum(entry["size"] for entry in entries)
     done = 0
     for entry in entries:
@@ -234,6 +238,6 @@ def _copy_model(model: Artifact, folder: Path, on_progress: OnProgress) -> int:
         if digest.hexdigest() != entry["sha256"]:
             raise StoreError(
                 f"{Path(model.path, entry['path'])} has sha256 {digest.hexdigest()}, its manifest says "
-                f"{entry['sha256']}: the artifact is damaged, dapo run moves it aside and makes it again"
+                f"{entry['sha256']}: the artifact is damaged, dapo run makes it again"
             )
     return done

@@ -124,20 +124,18 @@ def read_run(folder: Path) -> RecordedRun:
     """The run of a folder. Raises StoreError when its record is not one."""
     path = folder / RECORD_FILE
     try:
-        is_going_on = is_locked(run_lock_path(folder))  # asked first: when it is free, the record is the last one
+        is_going_on = is_locked(run_lock_path(folder))  # asked first: if it is free, the record is the last one
         record = json.loads(path.read_text(encoding="utf-8"))
-        is_running = record["state"] == "running"
+        state = "interrupted" if record["state"] == "running" and not is_going_on else record["state"]
         return RecordedRun(
             folder=folder,
             name=record["name"],
             flow=record["flow"],
             host=record["host"],
             pid=record["pid"],
-            state="interrupted" if is_running and not is_going_on else record["state"],
+            state=state,
             started_at=record["started_at"],
-            seconds=max(0.0, time.time() - record["started_at"])
-            if is_running and is_going_on
-            else record["seconds"],
+            seconds=time.time() - record["started_at"] if state == "running" else record["seconds"],
             stages={label: _stage(label, values) for label, values in record["stages"].items()},
             error=record.get("error"),
             report=record.get("report"),
