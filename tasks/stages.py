@@ -20,12 +20,14 @@ from tasks.artifacts import MANIFEST_NAME, Artifact, StageKey, code_digest, hash
 TRAIN_FILE = "train.parquet"
 EVAL_STEM = "eval"
 
-# Left out of the folder that holds them, since a change there changes no output: their effect is in the
-# configuration slice; they name errors; they present results; they start, check and end processes.
+# Left out of the folder that holds them, since a change there changes no output: configuration, which a key has
+# itself, errors, storage, the report, and how servers are checked, started and ended.
 NOT_COUNTED = (
     "dapo_core/config",
     "dapo_core/errors.py",
+    "durable.py",
     "dapo_core/merge",  # comes after training; its own stage names it
+    "eval/__init__.py",
     "eval/breakdown.py",
     "eval/compare.py",
     "eval/history.py",

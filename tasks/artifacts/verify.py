@@ -60,7 +60,7 @@ def list_files(directory: Path) -> list[FileEntry]:
     known = _read_stamp(stamp_path)
     stamp: dict[str, dict[str, Any]] = {}
     entries = []
-    for relative in content_files(directory):
+    for relative in sorted(content_files(directory)):
         path = directory / relative
         status = path.stat()
         identity = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

@@ -280,7 +280,7 @@ def test_a_training_that_nobody_watched_goes_on(attached: Stopped, away: Away, f
 
 def test_training_began_once_for_each_stop(site: Site, finished: Path) -> None:
     """Not for the run that attached to it."""
-    log = site.store / ".logs" / f"train_policy-{finished.name}.log"
+    log = site.store / ".logs" / f"train_policy-{finished.parent.name}.log"
     assert log.read_text().count("Ray is up") == 3
 
 
@@ -350,17 +350,17 @@ def paused(site: Site, flow_run: str, num_steps: int) -> Paused:
     command.suspend()
     supervisor = command.parent()
     assert supervisor is not None
-    [folder] = site.store.glob(".work/train_policy-*")
-    log = site.store / ".logs" / f"{folder.name}.log"
+    [folder] = site.store.glob("train_policy/*/*.partial")
+    log = site.store / ".logs" / f"train_policy-{folder.parent.name}.log"
     return Paused(site, flow_run, log, command, [supervisor, *supervisor.children(recursive=True)])
 
 
 def metrics(site: Site) -> list[str]:
-    return [line for path in site.store.glob(".work/train_policy-*/metrics.jsonl") for line in lines_of(path)]
+    return [line for path in site.store.glob("train_policy/*/*.partial/metrics.jsonl") for line in lines_of(path)]
 
 
 def answers(site: Site) -> list[str]:
-    return [line for path in site.store.glob(".work/evaluate_model-*/results.jsonl") for line in lines_of(path)]
+    return [line for path in site.store.glob("evaluate_model/*/*.partial/results.jsonl") for line in lines_of(path)]
 
 
 def lines_of(path: Path) -> list[str]:
