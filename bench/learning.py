@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from learning_page import CURVES, FULL, VARIANTS, Job, Outcome, draw, render
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from flows.config import Config
     from tasks.artifacts import Artifact, ArtifactStore, StageKey
 
 logger = logging.getLogger("learning")
@@ -60,9 +60,9 @@ def main() -> None:
 def run_job(job: Job) -> Outcome:
     """Build what the job needs and is not in the store; runs in a process of its own."""
     _print_lines()
-    from dapo_core.config import load_config
     from dapo_core.metrics import METRICS_FILE
     from eval.training import read_training_metrics, series, training_totals
+    from flows.config import load_config
     from tasks.artifacts import ArtifactStore
     from tasks.stages import FETCH_MODEL, PREPARE_DATA, TRAIN_FILE, fetch_model_inputs, prepare_data_inputs
 

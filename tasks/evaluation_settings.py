@@ -8,13 +8,13 @@ from pathlib import Path
 
 import httpx
 
-from dapo_core.config import EvaluateConfig
 from dapo_core.errors import ServeError
 from eval.client import LOOPBACK, Endpoint, Sampling
 from eval.dispatch import Limits
 from eval.problems.benchmarks import load_set
 from eval.problems.items import EvaluationSet
-from tasks.serve_model import Server
+from tasks.config import EvaluateConfig
+from tasks.serve_model.servers import Server
 
 
 def endpoint_of(server: Server) -> Endpoint:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import httpx
 
-from dapo_core.config import ServeConfig
 from dapo_core.errors import ServeError, ServerDied
 from eval import EvaluationError
 from eval.event_loop import run_in_thread
@@ -33,6 +32,7 @@ from tasks.serve_model.command import (
     serve_environments,
     shell_line,
 )
+from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import is_port_taken, raised_error, refused_argument
 
 logger = logging.getLogger(__name__)

@@ -75,7 +75,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def power_cut(site: Site) -> PowerCut:
     """An evaluation with answers and a training with a checkpoint, and then SIGKILL of everything."""
     chain = site.run_deployment("dapo-full", SLOW_EVALUATION)
-    site.wait_for("the model is built", lambda: [*site.store.glob("fetch_model/*")], CHAIN_SECONDS)
+    site.wait_for("the model is built", lambda: [*site.store.glob("fetch_model/*/1")], CHAIN_SECONDS)
     training = site.run_deployment("train-policy", *LONGER_TRAINING)
 
     def pause(flow_run: str, is_far_enough: bool) -> bool:
@@ -89,7 +89,8 @@ def power_cut(site: Site) -> PowerCut:
 
     def are_both_paused() -> bool:
         if not paused[chain]:
-            paused[chain] = pause(chain, len(lines_in(site.store, "evaluate_model/*/*.partial/results.jsonl")) >= 5)
+            num_answers = len(lines_in(site.store, "evaluate_model/*/*.partial/results.jsonl"))
+            paused[chain] = pause(chain, num_answers >= 5)
         if not paused[training]:
             has_checkpoint = bool([*site.store.glob("train_policy/*/*.partial/checkpoints/step_000002")])
             paused[training] = pause(training, has_checkpoint)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import shutil
 import signal
@@ -351,10 +350,12 @@ def test_a_spoilt_run_is_refused_with_the_file(store: Path, own: Path) -> None:
 
 @pytest.mark.parametrize("error", [DataError("no rows"), RunSkipped("another trains"), KeyboardInterrupt()])
 def test_a_full_disk_at_the_end_does_not_hide_why_a_run_ended(
-    tmp_path: Path, error: BaseException, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("durable.secrets.token_hex", lambda _: "x")
+
     def fill_disk(run: Run) -> None:
-        (run.folder / f".run.json.{os.getpid()}.partial").symlink_to("/dev/full")
+        (run.folder / ".run.json.x.partial").symlink_to("/dev/full")
 
     run = Run.start(small_config(tmp_path / "store"))
     fill_disk(run)

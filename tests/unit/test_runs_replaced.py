@@ -9,8 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-from dapo_core.config import Config
 from durable import locked
+from flows.config import Config
 from tasks.artifacts import Artifact, StageKey
 from tasks.processes.time_limit import time_limit
 from tasks.runs.history import artifact_of, read_runs

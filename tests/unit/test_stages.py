@@ -16,9 +16,10 @@ import pytest
 from pydantic import BaseModel
 
 from dapo_core.arithmetic import generate_problems, write_parquet
-from dapo_core.config import Config, is_volatile, load_config, resolve_config
+from dapo_core.config.fields import is_volatile
 from dapo_core.errors import ConfigError, DataError, ModelError
 from eval.problems import BenchmarkError
+from flows.config import Config, load_config, resolve_config
 from tasks.artifacts import Artifact, ArtifactStore, StageKey, StoreError
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.dataset import build_dataset
