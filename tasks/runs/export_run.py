@@ -14,7 +14,6 @@ from typing import Any
 
 from markupsafe import escape
 
-from dapo_core.config.derived import derive
 from dapo_core.config.loading import dump_config, read_tree, resolve
 from durable import publish
 from eval.pages import render
@@ -96,7 +95,6 @@ def model_card(
         manifests=manifests,
         base_model=base_model,
         own_paths=_own_paths(config),
-        derived=derive(config),
         versions={name: version for name, version in sorted(versions.items()) if version != "absent"},
     )
 

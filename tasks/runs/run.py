@@ -19,20 +19,24 @@ from typing import Any
 from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.loading import dump_config
 from dapo_core.data import require_columns
-from dapo_core.errors import RunSkipped
+from dapo_core.errors import DapoError
 from dapo_core.reward import require_scorers
 from durable import locked, write_atomically
 from eval.problems.prompts import find_template
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, StoreError
 from tasks.config import ChainConfig
-from tasks.processes.time_limit import clock_stopped
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
 from tasks.stages import LINKS, prepare_data_inputs
+from tasks.time_limit import clock_stopped
 
 logger = logging.getLogger(__name__)
 
 current_stage: ContextVar[str] = ContextVar("current_stage", default="")  # for those who show log lines
+
+
+class RunSkipped(DapoError, RuntimeError):
+    """The run was skipped: it started too late, or another run holds a lock that it needs."""
 
 
 @dataclass

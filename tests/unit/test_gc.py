@@ -19,10 +19,10 @@ from flows.cli import app
 from flows.tables import print_garbage
 from tasks.artifacts import ArtifactStore, StageKey, StoreError
 from tasks.artifacts.store import PARTIAL, Attempt
-from tasks.processes.dapo_command import link_log
 from tasks.runs.collect_garbage import Unused, _kept, collect_garbage
 from tasks.runs.history import artifact_of, read_runs, short_ids
 from tasks.runs.run import Run, current_stage
+from tasks.stage_command import link_log
 from tasks.stages import LINKS
 from tests.garbage import NOW, collect, keys, make_old, nights, own_of, stored_keys
 from tests.processes import wait_until
@@ -174,7 +174,7 @@ def test_what_was_not_continued_for_a_day_goes_on_demand(tmp_path: Path) -> None
     (attempt / "checkpoint").write_text("a" * 1000)
     log_path = store.log_path("train_policy", key)
     log_path.parent.mkdir()
-    files = [log_path.with_suffix(suffix) for suffix in (".log", ".watch", ".json")]
+    files = [log_path.with_suffix(suffix) for suffix in (".log", ".stop", ".json")]
     for file in files:
         file.touch()
     make_old(attempt, run.folder)

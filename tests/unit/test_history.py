@@ -16,7 +16,7 @@ from prefect.exceptions import TerminationSignal
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dapo_core.errors import DataError, RunSkipped
+from dapo_core.errors import DataError
 from durable import is_locked, locked
 from eval.results import ResultsError
 from flows import tables
@@ -36,7 +36,7 @@ from tasks.runs.history import (
     run_lock_path,
     short_ids,
 )
-from tasks.runs.run import Run, require_outputs
+from tasks.runs.run import Run, RunSkipped, require_outputs
 from tasks.stages import LINKS
 from tests.recorded_runs import Outcome, record_run, small_config
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from durable import locked
 from flows.config import Config
 from tasks.artifacts import Artifact, StageKey
-from tasks.processes.time_limit import time_limit
 from tasks.runs.history import artifact_of, read_runs
 from tasks.runs.run import Run
+from tasks.time_limit import time_limit
 from tests.recorded_runs import small_config
 
 KEY = StageKey("probe", {}, {}, "code", {})
