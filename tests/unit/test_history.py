@@ -336,7 +336,7 @@ def test_a_spoilt_run_is_refused_with_the_file(store: Path, own: Path) -> None:
     (newest.folder / "report" / "report.json").write_text("{")
     with pytest.raises(StoreError, match=r"report\.json is not JSON .*dapo stage compare"):
         read_report(newest)
-    with pytest.raises(ResultsError, match="/proc/no/where cannot be made: "):
+    with pytest.raises(ResultsError, match="/proc/no/where cannot be created: "):
         dapo(
             "compare",
             "latest~1",
