@@ -146,7 +146,7 @@ def test_a_training_that_ctrl_c_cancels_is_to_continue_from_its_last_step(tmp_pa
             "two steps",
             lambda: (
                 run.poll() is not None
-                or any(len(metrics_lines(folder)) >= 2 for folder in site.store.glob(".work/train_policy-*"))
+                or any(len(metrics_lines(folder)) >= 2 for folder in site.store.glob("train_policy/*/*.partial"))
             ),
             START_SECONDS,
         )
@@ -162,7 +162,7 @@ def test_a_training_that_ctrl_c_cancels_is_to_continue_from_its_last_step(tmp_pa
     assert "Traceback" not in said
     assert "stopped; the same command continues from what is done" in said
     assert records(site)[-1]["state"] == "cancelled"
-    [folder] = site.store.glob(".work/train_policy-*")
+    [folder] = site.store.glob("train_policy/*/*.partial")
     before = metrics_lines(folder)
     assert 2 <= len(before) < NUM_STEPS
     assert (folder / "checkpoints/latest").read_text().strip() == f"step_{len(before):06d}"
