@@ -35,7 +35,7 @@ RANKS = {name: rank for rank, name in enumerate(LONGEST_FILES)}
 
 @pytest.hookimpl(tryfirst=True)  # before `-m fast` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark unit tests `fast` unless they are marked `slow`, and order the files; tests of a file stay as they are."""
+    """Mark unit tests `fast` unless they are marked `slow`; begin with the longest files."""
     for item in items:
         if item.path.parent.name == "unit" and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.fast)
