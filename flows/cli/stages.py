@@ -47,7 +47,7 @@ def fetch_model(
     # Before torch is loaded: threads that spin while they wait starve each other where cores are shared.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from dapo_core.errors import ConfigError
-    from dapo_core.warm_start import WarmStartRecipe, build_model
+    from dapo_core.warm_start import build_model
     from eval.problems.files import read_file
     from flows.config import load_config
 
@@ -56,8 +56,7 @@ def fetch_model(
         raise ConfigError(
             f"model.source={settings.model.source} has nothing to build; model.path is used as it is"
         )
-    recipe = WarmStartRecipe(**settings.model.recipe.model_dump())
-    metrics = build_model(read_file(data), output, recipe, settings.run.seed)
+    metrics = build_model(read_file(data), output, settings.model.recipe, settings.run.seed)
     typer.echo(f"{output}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}")
 
 

@@ -16,10 +16,11 @@ import pytest
 from prefect.client.schemas.actions import WorkPoolUpdate
 from typer.testing import CliRunner
 
-from dapo_core.errors import ConfigError, ServeError, StoreError
+from dapo_core.errors import ConfigError, ServeError
 from flows.cli import app
 from flows.services.daemons import SERVER, WORKER, Daemon, Services, State, api_url
 from flows.services.start import Wishes, _end_work, _start_server, bring_up, take_down, without_password
+from tasks.artifacts import StoreError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -126,6 +127,7 @@ def test_up_says_what_prefect_needs_to_find_the_server(
     assert lines[-1].endswith("dapo down" if store == ".dapo" else "dapo down --store 'a b'")
 
 
+@pytest.mark.slow
 def test_a_server_that_is_named_and_does_not_answer_is_said_in_one_line(tmp_path: Path) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
