@@ -30,13 +30,7 @@ class RolloutError(DapoError, RuntimeError):
 
 
 class WorkerDied(DapoError, RuntimeError):
-    """The process of a policy rank or rollout worker is gone; training goes on from its last checkpoint."""
-
-
-class TrainingStopped(DapoError, RuntimeError):
-    """Training ended early because a signal asked it to; the message says what it continues from."""
-
-    exit_code: int = 143  # of the command: 128 and the signal's number
+    """The process of a policy rank or rollout worker is gone; training continues from its last checkpoint."""
 
 
 class CheckpointError(DapoError, RuntimeError):

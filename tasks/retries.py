@@ -21,8 +21,8 @@ from dapo_core.errors import (
     ServerDied,
     StageTimedOut,
     StoreError,
-    TrainingStopped,
 )
+from dapo_core.stopping import TrainingStopped
 from eval.errors import BenchmarkError, ComparisonError, ResultsError
 
 logger = logging.getLogger(__name__)

