@@ -13,7 +13,7 @@ from dapo_core.rollout_correction import correct_rollouts
 
 if TYPE_CHECKING:
     from dapo_core.batch import Batch
-    from dapo_core.config import AlgorithmConfig
+    from dapo_core.config.training import AlgorithmConfig
 
 STD_FLOOR = 1e-6
 

@@ -9,7 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from dapo_core.batch import Batch
-    from dapo_core.config import KLConfig
+    from dapo_core.config.training import KLConfig
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from dapo_core.batch import Batch
-    from dapo_core.config import KLConfig
+    from dapo_core.config.training import KLConfig
     from dapo_core.policy import Update
     from dapo_core.rollout import Group
 

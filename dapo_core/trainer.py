@@ -25,14 +25,10 @@ from typing import TYPE_CHECKING, Any
 from dapo_core import metrics as measure
 from dapo_core.advantage import weigh
 from dapo_core.batch import build_batch, mini_batches, shuffled
-from dapo_core.checkpoint import (
-    CHECKPOINTS,
-    CheckpointKeeper,
-    CheckpointWriter,
-    TrainerState,
-    read_state,
-    resume_metrics,
-)
+from dapo_core.checkpoint.folder import CHECKPOINTS
+from dapo_core.checkpoint.resume import resume_metrics
+from dapo_core.checkpoint.state import TrainerState, read_state
+from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.compat import Compat
 from dapo_core.config.derived import derive
 from dapo_core.device import device_for
@@ -48,7 +44,7 @@ from dapo_core.weight_sync import probe_difference, publish_weights
 
 if TYPE_CHECKING:
     from dapo_core.cluster import Cluster
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
     from dapo_core.data import Prompt, PromptStream
 
 logger = logging.getLogger(__name__)
@@ -63,7 +59,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: TrainingConfig,
         cluster: Cluster,
         stream: PromptStream,
         model_path: Path,
@@ -87,9 +83,7 @@ class Trainer:
         )
         self.sampler.while_waiting = self._while_waiting
         self.kl = KLController(config.algorithm.kl)
-        self.checkpoints = CheckpointKeeper(
-            CheckpointWriter(output_dir / CHECKPOINTS, model_path, cluster.policy, config)
-        )
+        self.checkpoints = CheckpointWriter(output_dir / CHECKPOINTS, model_path, cluster.policy, config)
         self.sizes = derive(config)
         device = device_for(config.train.device)
         self.dtypes = [device.resolve_dtype(section.dtype) for section in (config.train, config.rollout)]

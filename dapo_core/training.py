@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dapo_core.checkpoint import (
-    CHECKPOINTS,
-    end_again,
+from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
+from dapo_core.checkpoint.resume import (
     find_start,
-    latest_checkpoint,
-    locked,
-    read_step,
+    finish_if_done,
+    lock_checkpoints,
     require_resume,
     require_same_training,
 )
+from dapo_core.checkpoint.state import read_step
 from dapo_core.cluster import start_cluster
 from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.errors import ConfigError, WorkerDied
@@ -32,7 +31,7 @@ from dapo_core.trainer import OnStep, Trainer
 from dapo_core.validation import held_out_prompts
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class TrainResult:
 
 
 def train(
-    config: Config,
+    config: TrainingConfig,
     train_path: Path,
     model_path: Path,
     output_dir: Path,
@@ -71,11 +70,11 @@ def train(
         stream, held_out = _read_prompts(config, train_path, model_path, held_out_path)
         identity = training_identity(config, stream, model_path)  # now: a scorer may be edited while training runs
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder):
+        with lock_checkpoints(folder):
             start = find_start(folder, config.checkpoint.resume)
             if start is not None:
                 require_same_training(config, start, folder, identity)
-                if (end := end_again(config, start, output_dir)) is not None:
+                if (end := finish_if_done(config, start, output_dir)) is not None:
                     return TrainResult(start, end.step, end.policy_version)
 
             def attempt(start: Path | None) -> Trainer:
@@ -93,7 +92,7 @@ def train(
 
 
 def _read_prompts(
-    config: Config, train_path: Path, model_path: Path, held_out_path: Path | None
+    config: TrainingConfig, train_path: Path, model_path: Path, held_out_path: Path | None
 ) -> tuple[PromptStream, list[Prompt]]:
     """The prompts to train on and those to validate with, checked against the model and the scorers."""
     require_resume(config.checkpoint.resume)
@@ -114,7 +113,7 @@ def _read_prompts(
 
 
 @contextmanager
-def raising_stopped(stop: StopRequest, config: Config, folder: Path) -> Iterator[None]:
+def raising_stopped(stop: StopRequest, config: TrainingConfig, folder: Path) -> Iterator[None]:
     """Raise TrainingStopped, which names the checkpoint to continue from, where the first signal ends training."""
     try:
         yield

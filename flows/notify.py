@@ -18,11 +18,11 @@ from prefect import runtime
 from prefect.settings import get_current_settings
 from prefect.utilities.urls import url_for
 
-from dapo_core.config import WebhookConfig, is_http_address, load_config
 from dapo_core.errors import ConfigError
 from eval.client import LOOPBACK
 from eval.report import REPORT_PAGE
 from eval.wording import points
+from flows.config import WebhookConfig, is_http_address, load_config
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.run import Run
 
@@ -35,7 +35,7 @@ MOST_REASON_CHARS = 1000
 FIGURES = ("before", "after", "difference", "ci95", "p", "n")
 
 
-def tell_report(run: Run, report: Mapping[str, Any]) -> None:
+def tell_report(run: Run, report: Mapping[str, Any], webhook: WebhookConfig) -> None:
     """Have the webhook told of a finished report, if there is one; a webhook that fails is a warning."""
     figures = {name: report[name] for name in FIGURES if name in report}
     figures |= {side: report[side]["accuracy"] for side in ("before", "after")}
@@ -50,7 +50,7 @@ def tell_report(run: Run, report: Mapping[str, Any]) -> None:
         "report": str(run.folder / REPORT_FOLDER / REPORT_PAGE),
         "flow_run": _flow_run(runtime.flow_run.name, runtime.flow_run.id),
     }
-    send(run.config.flow.webhook, payload)
+    send(webhook, payload)
 
 
 def tell_failure(flow: Any, flow_run: Any, state: Any) -> None:

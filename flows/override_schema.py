@@ -16,7 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from dapo_core.config import Config, known_fields
+from dapo_core.config.fields import known_fields
+from flows.config import Config
 
 WORD = "[a-z][a-z0-9_+-]*"
 listed = ", ".join
@@ -29,14 +30,14 @@ def override_schema() -> dict[str, Any]:
     So that the server says "'OVERRIDE' is not one of ['EXPECTED']", where a `pattern` of its own would be quoted.
     """
     sections = Config.model_fields
-    keys = [key for key, _ in known_fields()]
+    keys = known_fields(Config)
     subsections = sorted({key.rpartition(".")[0] for key in keys} - set(sections))  # x.y={key: value}
     rules = {rf"(?!\s*({either(sections)})\.)": f"section.key=value, section: {listed(sections)}"}
     for section in sections:
         names = [name.partition(".")[2] for name in (*keys, *subsections) if name.startswith(f"{section}.")]
         rules[rf"{section}\.(?!({either(names)})\s*=)"] = f"{section}.key=value, key: {listed(names)}"
     keys_of = defaultdict(list)
-    for key, field in known_fields():
+    for key, field in keys.items():
         for wrong, expected in wrong_values(field):
             keys_of[wrong, expected].append(key)
     for (wrong, expected), names in keys_of.items():

@@ -89,7 +89,7 @@ def check_parameters(deployment: Any, parameters: dict[str, Any]) -> None:
 
     Parameters of another type are the server's to refuse.
     """
-    from dapo_core.config import load_config
+    from flows.config import load_config
 
     steps = [step for each in deployment.pull_steps or () for step in each.values()]
     if not any(step.get("directory") == str(Path.cwd()) for step in steps):

@@ -20,7 +20,7 @@ from dapo_core.policy import Update
 if TYPE_CHECKING:
     import numpy as np
 
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
     from dapo_core.metrics import PhaseTimer
 
 
@@ -38,7 +38,7 @@ class Buckets:
 class PolicyGroup:
     """All policy ranks, called as one; train.sequence_parallel consecutive ranks are given the same share."""
 
-    def __init__(self, ranks: Sequence[Any], config: Config, actors: Actors) -> None:
+    def __init__(self, ranks: Sequence[Any], config: TrainingConfig, actors: Actors) -> None:
         train = config.train
         self.ranks = ranks
         self.actors = actors

@@ -21,7 +21,7 @@ from ray._private import services
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dapo_core.checkpoint.generators import seed_generators
+from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
@@ -33,7 +33,7 @@ from dapo_core.policy import Policy
 from dapo_core.rollout import RolloutWorker
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Cluster:
 
 
 @contextmanager
-def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
+def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cluster]:
     """Policy ranks and rollout workers with the model loaded; on leaving, all of them end.
 
     Starts a private Ray on this machine unless train.ray_address names a running one, of which only the actors
@@ -108,7 +108,7 @@ def _end(ranks: Sequence[Any], workers: Sequence[Any], groups: Sequence[Placemen
     ray.shutdown()
 
 
-def _connect(config: Config) -> None:
+def _connect(config: TrainingConfig) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
@@ -202,7 +202,7 @@ class _PolicyActor(_Process, Policy):
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def start(self, rank: int, num_ranks: int, address: str, model_path: str, config: Config) -> None:
+    def start(self, rank: int, num_ranks: int, address: str, model_path: str, config: TrainingConfig) -> None:
         """Join the other ranks and load this one's part of the model."""
         device = device_for(config.train.device)
         device.require()
@@ -218,7 +218,7 @@ class _RolloutActor(_Process, RolloutWorker):
     def __init__(self) -> None:
         pass
 
-    def start(self, model_path: str, config: Config) -> None:
+    def start(self, model_path: str, config: TrainingConfig) -> None:
         """Load the model into the engine and start the scoring processes."""
         device = device_for(config.train.device)
         device.require()
@@ -233,7 +233,7 @@ class _RolloutActor(_Process, RolloutWorker):
         super().__init__(engine, load_tokenizer(model_path), config)
 
 
-def engine_settings(config: Config, device: Device) -> EngineSettings:
+def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
     """The engine's settings as the configuration has them."""
     return EngineSettings(
         dtype=str(device.resolve_dtype(config.rollout.dtype)).removeprefix("torch."),

@@ -28,7 +28,7 @@ from dapo_core.policy.requirements import read_model_config, require_trainable
 from dapo_core.policy.sequence_parallel import sequence_group
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Policy:
     train.sequence_parallel, are given the same share and work on a slice each of its rows.
     """
 
-    def __init__(self, model_path: str | Path, config: Config) -> None:
+    def __init__(self, model_path: str | Path, config: TrainingConfig) -> None:
         require_model_folder(model_path)
         self.train = config.train
         self.algorithm = config.algorithm

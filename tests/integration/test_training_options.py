@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from dapo_core.checkpoint import latest_checkpoint, read_state
-from dapo_core.config import load_config
-from dapo_core.metrics import METRICS_FILE, read_metrics
+from dapo_core.checkpoint.folder import latest_checkpoint
+from dapo_core.checkpoint.state import read_state
+from dapo_core.metrics import METRICS_FILE
 from dapo_core.trainer import train
+from durable import read_json_lines
+from flows.config import load_config
 from tests.metric_names import NAME_VALUE
 from tests.trainings import World, config_of
 
@@ -48,7 +50,7 @@ def start(world: World, ray_address: str, tmp_path: Path) -> Start:
             (tmp_path / "scorer.py").write_text(scorer)
             changes["custom_reward"] = {"path": str(tmp_path / "scorer.py")}
         train(config_of(**changes), world.data, world.model, tmp_path / "run")
-        return read_metrics(tmp_path / "run" / METRICS_FILE)
+        return read_json_lines(tmp_path / "run" / METRICS_FILE)
 
     return run
 

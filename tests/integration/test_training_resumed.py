@@ -19,17 +19,13 @@ import pytest
 import yaml
 
 from dapo_core import trainer
-from dapo_core.checkpoint import (
-    best_checkpoint,
-    checkpoint_folders,
-    latest_checkpoint,
-    read_state,
-    read_step_metrics,
-)
-from dapo_core.config import Config
+from dapo_core.checkpoint.folder import best_checkpoints, checkpoint_folders, latest_checkpoint
+from dapo_core.checkpoint.state import read_state, read_step_metrics
 from dapo_core.errors import CheckpointError, ConfigError, TrainingStopped
-from dapo_core.metrics import METRICS_FILE, read_metrics
+from dapo_core.metrics import METRICS_FILE
 from dapo_core.trainer import train
+from durable import read_json_lines
+from flows.config import Config
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.processes.dapo_command import dapo_command
 from tasks.processes.supervisor import descendants
@@ -102,7 +98,7 @@ def begun(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_validation_is_told_and_decides_which_checkpoint_is_kept(begun: Begun) -> None:
-    lines = read_metrics(begun.output / METRICS_FILE)
+    lines = read_json_lines(begun.output / METRICS_FILE)
     for line in lines:
         assert (
             line["validation/accuracy"] == line["val-core/arithmetic/acc/mean@1"] == begun.validated[line["step"]]
@@ -113,7 +109,7 @@ def test_validation_is_told_and_decides_which_checkpoint_is_kept(begun: Begun) -
     best = max(begun.validated, key=lambda step: (begun.validated[step], -step))
     folder = begun.output / "checkpoints"
     assert [path.name for path in checkpoint_folders(folder)] == sorted({f"step_{best:06d}", "step_000004"})
-    kept = best_checkpoint(folder)
+    (kept,) = best_checkpoints(folder)
     assert kept == folder / f"step_{best:06d}"
     assert read_step_metrics(kept)["validation/accuracy"] == begun.validated[best]
 
@@ -159,8 +155,8 @@ def test_another_begins_from_its_checkpoint_with_what_is_allowed(
         go(["train.learning_rat"])
     assert not (tmp_path / "other" / METRICS_FILE).exists()
     go(["train.learning_rate"])
-    assert "going on from step_000004 with train.learning_rate 0.02 -> 0.01" in caplog.text
-    lines = read_metrics(tmp_path / "other" / METRICS_FILE)
+    assert "continuing from step_000004 with train.learning_rate 0.02 -> 0.01" in caplog.text
+    lines = read_json_lines(tmp_path / "other" / METRICS_FILE)
     assert [line["step"] for line in lines] == [4, 5]  # where it begins is told, too
     assert lines[0]["actor/lr"] == pytest.approx(2e-2)
     assert lines[1]["actor/lr"] == pytest.approx(1e-2)  # 10 optimizer steps are past the warm-up of 6

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from dapo_core.errors import CheckpointError
-from dapo_core.metrics import MetricsLog, PhaseTimer, format_step, read_metrics, timing_metrics
+from dapo_core.metrics import MetricsLog, PhaseTimer, format_step, timing_metrics
+from durable import read_json_lines
 from tests.metric_names import NAME_VALUE
 
 EXAMPLE_LINE = (
@@ -109,7 +110,7 @@ def test_the_log_forgets_later_steps_and_a_torn_line_on_resume(tmp_path: Path) -
         log.append(step, step * 2, {"timing_s/step": 0.5 + step})
     with log.path.open("a", encoding="utf-8") as file:
         file.write('{"step": 4, "wall_ti')
-    assert [line["step"] for line in read_metrics(log.path)] == [1, 2, 3]
+    assert [line["step"] for line in read_json_lines(log.path)] == [1, 2, 3]
     resumed = MetricsLog(tmp_path, last_step=2)
     resumed.append(3, 6, {"timing_s/step": 9.0})
     lines = [json.loads(line) for line in resumed.path.read_text(encoding="utf-8").splitlines()]
@@ -121,8 +122,8 @@ def test_the_log_forgets_later_steps_and_a_torn_line_on_resume(tmp_path: Path) -
 
 def test_a_new_run_begins_with_an_empty_log(tmp_path: Path) -> None:
     MetricsLog(tmp_path, 0).append(1, 1, {"timing_s/step": 1.0})
-    assert read_metrics(MetricsLog(tmp_path, 0).path) == []
-    assert read_metrics(tmp_path / "absent.jsonl") == []
+    assert read_json_lines(MetricsLog(tmp_path, 0).path) == []
+    assert read_json_lines(tmp_path / "absent.jsonl") == []
 
 
 def test_numbers_that_are_not_finite_stay_readable_as_json(tmp_path: Path) -> None:
@@ -147,6 +148,6 @@ def test_a_full_disk_is_told_and_the_lines_there_stay(tmp_path: Path, monkeypatc
     refused = rf"{log.path} cannot be written: .*No space left on device; make room, or take an --output"
     with pytest.raises(CheckpointError, match=refused):
         MetricsLog(tmp_path, 0)
-    assert [line["step"] for line in read_metrics(log.path)] == [1]
+    assert [line["step"] for line in read_json_lines(log.path)] == [1]
     with pytest.raises(CheckpointError, match=refused):
         log.append(2, 4, {"timing_s/step": 0.5})

@@ -12,12 +12,13 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 from pydantic.fields import FieldInfo
 
-from dapo_core.config import known_fields, load_config_or_defaults
+from dapo_core.config.fields import known_fields
 from dapo_core.errors import ConfigError
+from flows.config import Config, load_config_or_defaults
 from flows.dapo_full import dapo_full
 from flows.override_schema import override_schema
 
-FIELDS = dict(known_fields())
+FIELDS = known_fields(Config)
 WRONG = [re.compile(rule["if"]["pattern"]) for rule in override_schema()["allOf"]]
 WORDS = [
     "abc",
@@ -95,7 +96,7 @@ ODD_TEXTS = [
 DECIMAL = re.compile(r"-?[1-9]\d{0,9}|0|-?\d{1,9}\.\d{0,3}[1-9]")
 REFUSED = [
     ("run.totl_steps=2", "run.key=value, key: name, seed, deterministic"),
-    ("trian.total_steps=2", "section.key=value, section: run, store, data, "),
+    ("trian.total_steps=2", "section.key=value, section: run, data, algorithm, "),
     ("seed=2", "section.key=value, section: "),
     ("run={seed: 2}", "section.key=value, section: "),
     ("run.seed", "run.key=value, key: "),

@@ -12,8 +12,8 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.flows import load_flow_from_entrypoint
 from prefect.utilities.callables import parameter_schema
 
-from dapo_core.config import load_config
 from flows.cli.chain import StageName
+from flows.config import load_config
 from flows.single_stages import STAGE_FLOWS
 
 ROOT = Path(__file__).parents[2]
