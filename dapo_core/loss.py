@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -96,12 +96,17 @@ class LossSums:
         return math.isfinite(self.pg_loss + self.kl_loss + self.neg_log_ratio)
 
 
+class PolicyLoss(NamedTuple):
+    """A part's contribution to the mini-batch."""
+
+    loss: torch.Tensor  # to differentiate: policy loss - entropy_coefficient * entropy + kl.coefficient * KL
+    sums: LossSums
+
+
 def policy_loss(
     log_probs: torch.Tensor, entropy: torch.Tensor | None, tokens: LossTokens, algorithm: AlgorithmConfig
-) -> tuple[torch.Tensor, LossSums]:
-    """This part's share of the loss, to differentiate, and its sums.
-
-    The share is policy loss - entropy_coefficient * entropy + kl.coefficient * KL.
+) -> PolicyLoss:
+    """This part's share of the loss: clipped policy loss, entropy bonus, and KL to the reference.
 
     With r = exp(clamp(log_probs - old_log_probs, -20, 20)) a token's policy loss is
     max(-A r, -A clamp(r, 1 - low, 1 + high)), for A < 0 no more than -A c (DAPO, arXiv:2503.14476, eq. 8; dual
@@ -136,7 +141,7 @@ def policy_loss(
     sums = [pg_loss, kl_loss, mask.sum(), (is_clipped & mask).sum(), (is_dual & mask).sum(), -log_ratio.sum()]
     # one copy from the device instead of six
     numbers = torch.stack([part.detach().to(pg_loss.dtype) for part in sums]).tolist()
-    return loss, LossSums(*numbers)
+    return PolicyLoss(loss, LossSums(*numbers))
 
 
 def _clipped_loss(

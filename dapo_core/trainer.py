@@ -147,7 +147,8 @@ class Trainer:
             with timer.phase("weight_sync"):
                 self.policy_version = updates[-1].policy_version
                 publish_weights(self.cluster, self.policy_version)
-                metrics |= probe_difference(self.cluster, batch.select([0]), self.dtypes)
+                probe = probe_difference(self.cluster, batch.select([0]), self.dtypes)
+                metrics["weight_sync/probe_difference"] = probe
                 policy.offload()
             metrics |= kl_metrics
             metrics |= measure.response_metrics(groups, batch.rewards, config.data.max_prompt_tokens)

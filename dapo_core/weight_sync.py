@@ -48,8 +48,8 @@ def publish_weights(cluster: Cluster, policy_version: int) -> None:
         )
 
 
-def probe_difference(cluster: Cluster, probe: Batch, dtypes: Collection[torch.dtype]) -> dict[str, float]:
-    """The metric weight_sync/probe_difference: how far the worst engine is from the policy, in nats per token.
+def probe_difference(cluster: Cluster, probe: Batch, dtypes: Collection[torch.dtype]) -> float:
+    """How far the worst engine is from the policy, in nats per token.
 
     That is the mean |log-prob of the policy - log-prob of the engine| over the probe's response tokens at
     temperature 1. Raises RolloutError when an engine left tokens out, or when the difference is more than the
@@ -77,7 +77,7 @@ def probe_difference(cluster: Cluster, probe: Batch, dtypes: Collection[torch.dt
             "the policy's weights; set train.dtype=float32 and rollout.dtype=float32 to rule out precision, or "
             "try another rollout.engine"
         )
-    return {"weight_sync/probe_difference": worst}
+    return worst
 
 
 def _mean_difference(expected: list[float], engine_rows: list[list[float]]) -> float:

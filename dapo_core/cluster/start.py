@@ -72,9 +72,9 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
         _connect(config)
         logger.info("Ray is up after %.0f s", time.monotonic() - started)
         device = device_for(config.train.device)
-        ranks += _place(_PolicyActor, config.train.num_ranks, config.train.threads_per_rank, device, groups)
+        ranks += _place(_PolicyRank, config.train.num_ranks, config.train.threads_per_rank, device, groups)
         workers += _place(
-            _RolloutActor, config.rollout.num_workers, config.rollout.threads_per_worker, device, groups
+            _RolloutRank, config.rollout.num_workers, config.rollout.threads_per_worker, device, groups
         )
         actors = Actors()
         actors.add("policy rank", ranks)
@@ -190,7 +190,7 @@ class _Process:
         return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
 
 
-class _PolicyActor(_Process, Policy):
+class _PolicyRank(_Process, Policy):
     """A policy rank in a process of its own; `start` constructs it, as that is collective."""
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class _PolicyActor(_Process, Policy):
         super().__init__(model_path, config)
 
 
-class _RolloutActor(_Process, RolloutWorker):
+class _RolloutRank(_Process, RolloutWorker):
     """A rollout worker in a process of its own; `start` constructs it."""
 
     def __init__(self) -> None:

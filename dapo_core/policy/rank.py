@@ -17,7 +17,7 @@ from dapo_core.batch import Batch, RankShare
 from dapo_core.checkpoint.shards import Shards
 from dapo_core.device import Device, device_for
 from dapo_core.errors import ModelError
-from dapo_core.loss import LossSums, LossTokens, LossTotals, policy_loss
+from dapo_core.loss import LossSums, LossTokens, LossTotals, PolicyLoss, policy_loss
 from dapo_core.model_folder import require_model_folder, weight_names
 from dapo_core.parameter_names import file_pieces
 from dapo_core.policy.log_probs import TokenLogProbs
@@ -242,9 +242,7 @@ class Policy:
         log_probs, entropy = scores.cpu()
         return log_probs, entropy
 
-    def _micro_loss(
-        self, micro: Batch, totals: LossTotals, num_share_responses: int
-    ) -> tuple[torch.Tensor, LossSums]:
+    def _micro_loss(self, micro: Batch, totals: LossTotals, num_share_responses: int) -> PolicyLoss:
         """The loss of this rank's slice of a micro-batch."""
         device = self.device.torch_device()
         row = pack(micro, device, self.group)

@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import ray
-from dapo_core.cluster.answers import Roster
 from ray.exceptions import (
     ActorUnavailableError,
     NodeDiedError,
@@ -24,8 +24,10 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+import dapo_core.cluster.actors
 from dapo_core.batch import Batch
-from dapo_core.cluster import Cluster, RolloutGroup, answers, start_cluster
+from dapo_core.cluster import Cluster, RolloutGroup, start_cluster
+from dapo_core.cluster.actors import Actors, death_reason
 from dapo_core.cluster.start import _connect
 from dapo_core.data import Prompt
 from dapo_core.errors import CheckpointError, DataError, WorkerDied
@@ -75,7 +77,7 @@ def actors(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
                 threading.Event().wait()
             raise ERRORS[what]
 
-    monkeypatch.setattr(answers, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(dapo_core.cluster.actors, "PING_SECONDS", 0.5)
     _connect(config_of(train={"ray_address": ray_address}))
     actors = [ray.remote(Actor).options(num_cpus=1).remote() for _ in range(3)]
     yield actors
@@ -86,31 +88,31 @@ def actors(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
 
 def test_a_death_ends_every_call_and_is_told_from_errors(actors: list[Any]) -> None:
     sound, hanging, victim = actors
-    roster = Roster()
-    roster.add("policy rank", actors)
-    place = roster.get(victim.place.remote())
+    watched = Actors()
+    watched.add("policy rank", actors)
+    place = watched.get(victim.place.remote())
     with pytest.raises(RayTaskError, match="Connection closed by peer"):  # nobody died: it stays what it is
-        roster.get([sound.call.remote("fail")])
+        watched.get([sound.call.remote("fail")])
     with pytest.raises(DataError, match=r"^no rows$"):
-        roster.get([sound.call.remote("ours")])
+        watched.get([sound.call.remote("ours")])
     with pytest.raises(CheckpointError, match="the shards cannot be loaded"):
-        roster.get([sound.call.remote("shards")])
+        watched.get([sound.call.remote("shards")])
     hanging_call = hanging.call.remote("hang")
     said = rf"^policy rank 2 of 3 \({place}\) {KILLED}$"
     with killed_within(place), pytest.raises(WorkerDied, match=said):
-        roster.get([hanging_call, victim.call.remote("hang")])
+        watched.get([hanging_call, victim.call.remote("hang")])
     with pytest.raises(WorkerDied, match=said):  # though nothing is asked of the dead one
-        roster.get([hanging_call])
-    rollouts = RolloutGroup([sound], FAR, roster)
+        watched.get([hanging_call])
+    rollouts = RolloutGroup([sound], FAR, watched)
     with pytest.raises(WorkerDied, match=said):  # while groups are waited for, which takes minutes
         take_groups(rollouts)
     with pytest.raises(WorkerDied, match=said) as caught:  # as a broken collective ends
-        roster.get([sound.call.remote("fail")])
+        watched.get([sound.call.remote("fail")])
     with pytest.raises(WorkerDied, match=said):  # as a save or a load ends that the dead one had a part in
-        roster.get([sound.call.remote("shards")])
+        watched.get([sound.call.remote("shards")])
     assert isinstance(caught.value.__cause__, RayActorError)
     with pytest.raises(DataError, match=r"^no rows$"):
-        roster.get([sound.call.remote("ours")])
+        watched.get([sound.call.remote("ours")])
 
 
 @pytest.mark.parametrize(
@@ -126,8 +128,8 @@ def test_a_death_ends_every_call_and_is_told_from_errors(actors: list[Any]) -> N
     ],
 )
 def test_the_reason_is_a_phrase(error: RayError, said: str) -> None:
-    assert answers.death_reason(error).startswith(said)
-    assert len(answers.death_reason(error)) <= 200
+    assert death_reason(error).startswith(said)
+    assert len(death_reason(error)) <= 200
 
 
 def take_groups(rollouts: RolloutGroup) -> NoReturn:
@@ -139,8 +141,7 @@ def take_groups(rollouts: RolloutGroup) -> NoReturn:
 def update(cluster: Cluster, batch: Batch) -> float:
     """Gradient norm of an optimizer step of both ranks."""
     old_log_probs, _ = cluster.policy.log_probs(batch)
-    sums, _ = cluster.policy.update(batch.with_old_log_probs(old_log_probs))
-    return sums.grad_norm
+    return cluster.policy.update(replace(batch, old_log_probs=old_log_probs)).grad_norm
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from dapo_core.cluster import RolloutGroup
-from dapo_core.cluster.answers import Roster
+from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.start import _connect
 from dapo_core.data import Prompt
 from dapo_core.errors import RolloutError
@@ -24,9 +24,17 @@ REQUESTS = [GroupRequest(number, Prompt(number, (5,), "arithmetic", "1"), step=1
 class _Hanging:
     """A worker whose engine never comes back from its first step."""
 
-    def call(self, method: str, *arguments: Any) -> None:
-        if method == "poll":
-            threading.Event().wait()
+    def submit(self, requests: Any) -> None:
+        pass
+
+    def poll(self, max_seconds: float) -> None:
+        threading.Event().wait()
+
+    def abort(self) -> None:
+        pass
+
+    def suspend(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -34,8 +42,8 @@ def group(tmp_path: Path) -> Iterator[RolloutGroup]:
     _connect(make_config(tmp_path))
     worker = ray.remote(_Hanging).options(num_cpus=1).remote()
     try:
-        ray.get(worker.call.remote("start"))  # its process takes a while
-        yield RolloutGroup([worker], 2.0, Roster())
+        ray.get(worker.submit.remote([]))  # its process takes a while
+        yield RolloutGroup([worker], 2.0, Actors())
     finally:
         ray.kill(worker)
         ray.shutdown()

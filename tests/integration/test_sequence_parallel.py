@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,7 +69,7 @@ def test_slices_give_the_log_probs_and_gradients_of_the_whole_row(
 ) -> None:
     batch = random_batch(num_groups=3, group_size=3, seed=5)
     weights = torch.linspace(-1, 2, batch.old_log_probs.numel()).view_as(batch.old_log_probs)
-    batch = batch.with_old_log_probs(weights)
+    batch = replace(batch, old_log_probs=weights)
     assert batch.lengths.sum() % sequence_parallel  # so the row is padded
     (whole,) = run_ranks(1, _slice, family, num_key_heads, batch, 1)
     ranks = run_ranks(sequence_parallel, _slice, family, num_key_heads, batch, sequence_parallel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,13 @@ def _update(
 ) -> tuple[torch.Tensor, float, dict[str, torch.Tensor] | None]:
     """Log-probs of three packed rows of different lengths, and what an update made of the weights."""
     batch = random_batch(num_groups=4, group_size=2)
-    batch = batch.with_old_log_probs(torch.full_like(batch.rollout_log_probs, -3.0))
+    batch = replace(batch, old_log_probs=torch.full_like(batch.rollout_log_probs, -3.0))
     policy = Policy(path, make_config(path, train={"compile": is_compiled, **LEARN}))
     shares, _ = split_batch(batch, 1, 40)
     assert len(shares[0].micro_batches) == 3
     log_probs, _ = policy.log_probs(shares[0])
-    sums = policy.update(shares[0], LossTotals(batch.num_loss_tokens, batch.num_loss_responses))
-    return log_probs, sums.grad_norm, policy.gather_weights(list(policy.weight_sizes()))
+    update = policy.update(shares[0], LossTotals.of(batch))
+    return log_probs, update.grad_norm, policy.gather_weights(list(policy.weight_sizes()))
 
 
 def test_compiled_layers_change_nothing(tmp_path: Path) -> None:

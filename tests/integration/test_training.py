@@ -16,7 +16,7 @@ import yaml
 from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.errors import NotEnoughSignal, RolloutError
 from dapo_core.metrics import METRICS_FILE
-from dapo_core.trainer import TrainResult, train
+from dapo_core.training import TrainResult, train
 from durable import read_json_lines
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.processes import supervisor
@@ -230,8 +230,8 @@ def test_killed_in_every_role_it_ends_with_the_same_bits(
     kills = list(crash.train_through_kills(training, moments))
     assert [kill.moment for kill in kills] == moments
     log = training.log_path.read_text(errors="replace")
-    assert re.search(r"policy rank [01] of 2 .*died: .*training starts again in 0 s from", log), log[-3000:]
-    assert re.search(r"rollout worker 0 of 1 .*died: .*training starts again in 0 s from", log), log[-3000:]
+    assert re.search(r"policy rank [01] of 2 .*died: .*training restarts in 0 s from", log), log[-3000:]
+    assert re.search(r"rollout worker 0 of 1 .*died: .*training restarts in 0 s from", log), log[-3000:]
     assert crash.differences(run.folder, training.output) == []
     names = {"/".join(name.split("/")[:2]) for name in crash.read_tensors(run.last.checkpoint)}
     assert {"rng/rank_0", "rng/rank_1"} <= names  # the comparison had something to compare

@@ -50,6 +50,7 @@ CONFIGS = {
         **SIZES, **EXPERTS | {"mlp_only_layers": [], "decoder_sparse_step": 2}
     ),
 }
+BATCH: Any = SimpleNamespace(lengths=np.array([2, 3]), response_lengths=torch.tensor([2, 2]))
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
@@ -139,7 +140,7 @@ def test_utilisation(caplog: pytest.LogCaptureFixture) -> None:
         meter = ActorUtilization(CONFIGS["qwen3"], "NVIDIA A100-SXM4-80GB", torch.bfloat16, num_devices=4)
     assert caplog.messages == []
     # 560,160 operations in 1 us on 4 x 312e12 FLOP/s: 560,160 / 1.248e9
-    metrics = meter.metrics(np.array([2, 3]), 4, 1e-6)
+    metrics = meter.metrics(BATCH, 1e-6)
     assert metrics == {"perf/mfu/actor": pytest.approx(4.4885e-4, rel=1e-4)}
 
 
@@ -166,7 +167,7 @@ def test_what_is_unknown_is_said_once_and_left_out(
 ) -> None:
     with caplog.at_level(logging.INFO):
         meter = ActorUtilization(config, device, dtype, num_devices=2)
-        found = [meter.metrics(np.array([2, 3]), 4, 1.0) for _ in range(3)]
+        found = [meter.metrics(BATCH, 1.0) for _ in range(3)]
     assert found == [{}, {}, {}]
     assert caplog.messages == [f"{reason}: perf/mfu/actor is left out"]
 

@@ -125,7 +125,7 @@ def _evaluate(
             loss = policy_loss(part.log_probs, part.entropy, tokens, algorithm)
             loss.loss.backward()
             for name in numbers:
-                numbers[name] += float(torch.as_tensor(getattr(loss, name)).detach())
+                numbers[name] += loss.loss.item() if name == "loss" else getattr(loss.sums, name)
     gradients = tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
     return Result(
         numbers["loss"],

@@ -7,6 +7,8 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -30,10 +32,12 @@ EXAMPLE_LINE = (
 
 def test_the_published_step() -> None:
     # 1024 responses on 64 devices: (7385.140625 + 152.890625) * 1024 = 7718944 tokens
-    num_response_tokens, num_tokens = int(7385.140625 * 1024), int((7385.140625 + 152.890625) * 1024)
-    assert num_tokens == 7718944
+    prompt_ids, num_response_tokens = range(7718944 - 7562384), 7562384  # 7385.140625 * 1024
+    group: Any = SimpleNamespace(
+        num_response_tokens=num_response_tokens, prompt=SimpleNamespace(prompt_ids=prompt_ids), rollouts=[None]
+    )
     seconds = {"gen": 1315.2451746799998, "ref": 77.18944, "adv": 7.718944, "update_actor": 303.9206}
-    speeds = timing_metrics({**seconds, "step": 1738.0274970199998}, num_response_tokens, num_tokens, 64)
+    speeds = timing_metrics({**seconds, "step": 1738.0274970199998}, [group], 64)
     assert speeds == pytest.approx(
         {
             **{f"timing_s/{name}": value for name, value in seconds.items()},
@@ -50,7 +54,7 @@ def test_the_published_step() -> None:
 
 
 def test_a_skipped_step_has_a_throughput_of_zero() -> None:
-    assert timing_metrics({"gen": 1.0, "step": 2.0}, 0, 0, 1) == {
+    assert timing_metrics({"gen": 1.0, "step": 2.0}, [], 1) == {
         "timing_s/gen": 1.0,
         "timing_s/step": 2.0,
         "perf/time_per_step": 2.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from dapo_core.batch import Batch
+from dapo_core.batch import Batch, build_batch
 from dapo_core.errors import ModelError
 from dapo_core.policy import require_trainable
 from dapo_core.policy.attention import Packing, packed_attention
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack
-from tests.batches import random_batch
+from tests.batches import make_group, random_batch
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -67,15 +68,11 @@ def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def test_layout() -> None:
     """The example of PackedRow, with an empty response between."""
-    zeros = torch.zeros(3, 2)
-    batch = Batch(
+    sizes = [(2, 2), (3, 0), (1, 1)]  # of prompt and response
+    groups = [make_group([1.0], number, response, prompt) for number, (prompt, response) in enumerate(sizes)]
+    batch = replace(
+        build_batch(groups, mask_truncated=False),
         token_ids=torch.tensor([[5, 6, 7, 8], [9, 9, 9, 0], [3, 4, 0, 0]]),
-        prompt_lengths=torch.tensor([2, 3, 1]),
-        response_lengths=torch.tensor([2, 0, 1]),
-        response_mask=zeros.bool(),
-        rollout_log_probs=zeros,
-        old_log_probs=zeros,
-        advantages=torch.zeros(3),
     )
     row = pack(batch, CPU)
     assert row.token_ids.tolist() == [[5, 6, 7, 8, 9, 9, 9, 3, 4]]
@@ -148,16 +145,7 @@ class LiveBytes(TorchDispatchMode):
 
 def _peak_bytes(num_tokens: int, vocabulary: int, chunk_tokens: int) -> int:
     """Most bytes at once in a forward and a backward pass over one response, entropy included."""
-    zeros = torch.zeros(1, num_tokens)
-    batch = Batch(
-        token_ids=torch.arange(num_tokens + 1).unsqueeze(0),
-        prompt_lengths=torch.tensor([1]),
-        response_lengths=torch.tensor([num_tokens]),
-        response_mask=zeros.bool(),
-        rollout_log_probs=zeros,
-        old_log_probs=zeros,
-        advantages=torch.zeros(1),
-    )
+    batch = build_batch([make_group([1.0], 0, num_tokens, num_prompt_tokens=1)], mask_truncated=False)
     keys = SIZES | {"vocab_size": vocabulary, "max_position_embeddings": 1024}
     causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **keys), dtype=torch.float32)
     model, row = TokenLogProbs(causal_lm, chunk_tokens), pack(batch, CPU)
