@@ -121,21 +121,21 @@ class Policy:
     def save(self, folder: str, asynchronous: bool) -> None:
         """Write this rank's part of parameters, optimizer and random generators into the folder. Collective.
 
-        Asynchronous: returns when they are copied to host memory; training may go on, and is_saved says the rest.
+        Asynchronous: returns when they are copied to host memory and writes meanwhile; see is_saved.
         Raises OSError with its errno where a rank could not write, else CheckpointError, on every rank.
         """
         self.shards.save(folder, self.num_optimizer_steps, asynchronous)
 
     def is_saved(self) -> bool:
-        """Whether no asynchronous save goes on; raises what one raised, once. Not collective."""
+        """True without an unfinished asynchronous save; raises what one raised, once. Not collective."""
         return self.shards.is_saved()
 
     def end_save(self) -> None:
-        """Wait for the asynchronous save that goes on, and forget what became of it. Not collective."""
+        """Wait for the unfinished asynchronous save and ignore its outcome. Not collective."""
         self.shards.end_save()
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of parameters and optimizer state that this rank counts of a checkpoint; copies count once."""
+        """Bytes of this rank's parameters and optimizer state in a checkpoint; copies count once."""
         return self.shards.num_bytes()
 
     def load(self, folder: str) -> None:
@@ -191,7 +191,7 @@ class Policy:
         return self.model_config.get_text_config().hidden_size
 
     def _load(self, model_path: str | Path, is_trainable: bool) -> nn.Module:
-        """The model as it gives log-probs; two short sequences show that every layer can pack."""
+        """The model inside TokenLogProbs; a probe of two sequences proves that every layer can pack."""
         model = load_sharded(
             model_path,
             self.train,
@@ -280,6 +280,6 @@ def _full(tensor: Any) -> torch.Tensor:
 
 
 def _be_deterministic() -> None:
-    """The same kernels in the same order every time, in this process; an operation without such a kernel fails."""
+    """Use deterministic kernels in this process; an operation without one fails."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.use_deterministic_algorithms(True)

@@ -157,6 +157,18 @@ def test_update_equals_the_plain_single_process_update(
     _require_equal(ranks, _expected(config, batch), batch)
 
 
+@pytest.mark.parametrize(("num_ranks", "max_tokens"), [(4, 4096), (2, 21)])
+def test_a_rank_without_work_adds_nothing_to_the_gradient(
+    models: dict[str, Path], num_ranks: int, max_tokens: int
+) -> None:
+    """Three responses on four ranks, or in more micro-batches on one rank than on the other."""
+    batch = _batch().select([0, 1, 6])
+    shares, _ = split_batch(batch, num_ranks, max_tokens)
+    assert any(len(indices) == 0 for share in shares for indices in share.micro_batches)
+    config = _config(models["qwen3"], {"num_ranks": num_ranks})
+    _require_equal(run_ranks(num_ranks, _update, config, batch, max_tokens), _expected(config, batch), batch)
+
+
 def test_copies_of_the_weights_learn_the_same(models: dict[str, Path]) -> None:
     config = _config(models["qwen3"], {"num_ranks": 4, "fsdp_size": 2})
     ranks = run_ranks(4, _update, config, _batch(), 30)  # several micro-batches, all-reduced after the last
