@@ -100,10 +100,11 @@ def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
     return [groups[number] for number in order]
 
 
-def mini_batches(batch: Batch, num_responses: int) -> Iterator[Batch]:
-    """Consecutive parts of `num_responses` each; the last may be smaller."""
-    for start in range(0, batch.num_responses, num_responses):
-        yield batch.select(range(start, min(start + num_responses, batch.num_responses)))
+def mini_batches(batch: Batch, num_prompts: int) -> Iterator[Batch]:
+    """Consecutive parts of `num_prompts` whole groups each; the last may be smaller."""
+    group_ids = batch.group_ids.numpy()
+    for first in range(0, int(group_ids[-1]) + 1, num_prompts):
+        yield batch.select(np.flatnonzero((group_ids >= first) & (group_ids < first + num_prompts)))
 
 
 def build_batch(groups: Sequence[Group], mask_truncated: bool) -> Batch:

@@ -30,7 +30,6 @@ from dapo_core.checkpoint.resume import resume_metrics
 from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.compat import Compat
-from dapo_core.config.derived import derive
 from dapo_core.device import device_for
 from dapo_core.flops import ActorUtilization
 from dapo_core.kl import KLController
@@ -84,7 +83,6 @@ class Trainer:
         self.sampler.while_waiting = self._while_waiting
         self.kl = KLController(config.algorithm.kl)
         self.checkpoints = CheckpointWriter(output_dir / CHECKPOINTS, model_path, cluster.policy, config)
-        self.sizes = derive(config)
         device = device_for(config.train.device)
         self.dtypes = [device.resolve_dtype(section.dtype) for section in (config.train, config.rollout)]
         self.utilization = ActorUtilization(
@@ -142,7 +140,7 @@ class Trainer:
                 batch, kl_metrics = self.kl.penalise(batch)
                 batch = weigh(batch, config.algorithm)
             with timer.phase("update_actor"):
-                mini = mini_batches(batch, self.sizes.responses_per_optimizer_step)
+                mini = mini_batches(batch, config.train.mini_prompts)
                 updates = [policy.update(mini_batch) for mini_batch in mini]
             with timer.phase("weight_sync"):
                 self.policy_version = updates[-1].policy_version
@@ -168,7 +166,7 @@ class Trainer:
         with timer.phase("save_checkpoint"):
             save_every = config.checkpoint.save_every
             self.checkpoints.keep(self._state(metrics), is_due(number, save_every, config.train.total_steps))
-        metrics |= measure.timing_metrics(timer.read(), draw.groups, self.sizes.num_devices)
+        metrics |= measure.timing_metrics(timer.read(), draw.groups, config.num_devices)
         self.log.append(number, self.policy_version, metrics)
         logger.info("%s", measure.format_step(number, metrics))
         return metrics

@@ -59,9 +59,7 @@ class Packing:
             places[tokens[is_token]] = filled + np.flatnonzero(is_token)
             filled += tokens.size
             self.blocks.append(PaddedBlock(len(members), longest, torch.from_numpy(tokens.ravel()).to(device)))
-        self.places = torch.from_numpy(places).to(
-            device
-        )  # [N]: of each token of the row in the blocks, end to end
+        self.places = torch.from_numpy(places).to(device)  # [N]: of the tokens of the row in the blocks
 
 
 @torch.compiler.disable

@@ -21,7 +21,7 @@ from dapo_core.batch import (
     workload,
 )
 from dapo_core.data import Prompt
-from dapo_core.engines import FinishReason
+from dapo_core.engines.base import FinishReason
 from dapo_core.errors import DataError
 from dapo_core.rollout import Group, Rollout
 from tests.batches import UNSCORED, make_group, random_batch
@@ -223,7 +223,7 @@ def test_mini_batches_do_not_sort_groups_by_how_soon_they_finished() -> None:
 
 def test_mini_batches_take_every_response_once_in_order() -> None:
     batch = random_batch(num_groups=5, group_size=2)
-    parts = list(mini_batches(batch, 4))
+    parts = list(mini_batches(batch, 2))
     assert [part.num_responses for part in parts] == [4, 4, 2]
     assert torch.cat([part.advantages for part in parts]).tolist() == batch.advantages.tolist()
 

@@ -83,13 +83,13 @@ def test_layout() -> None:
     assert row.cells.tolist() == [0, 1, 4]  # of [3, 2]: row 0 both, row 2 the first
 
 
-def test_lanes_hold_sequences_at_least_half_as_long_as_their_first() -> None:
+def test_blocks_hold_sequences_at_least_half_as_long_as_their_first() -> None:
     packing = Packing([3, 7, 1, 4], CPU)
     # 7 and 4 (2 * 4 >= 7) share a lane, 3 (6 < 7) begins the next, 1 (2 < 3) a third
-    assert [(lane.num_sequences, lane.num_tokens) for lane in packing.lanes] == [(2, 7), (1, 3), (1, 1)]
-    assert packing.lanes[0].tokens.tolist() == [3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 0, 0, 0]
-    assert packing.lanes[1].tokens.tolist() == [0, 1, 2]
-    assert packing.lanes[2].tokens.tolist() == [10]
+    assert [(block.num_sequences, block.num_tokens) for block in packing.blocks] == [(2, 7), (1, 3), (1, 1)]
+    assert packing.blocks[0].tokens.tolist() == [3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 0, 0, 0]
+    assert packing.blocks[1].tokens.tolist() == [0, 1, 2]
+    assert packing.blocks[2].tokens.tolist() == [10]
     # the row's tokens 0-2 are in the second lane, which begins at 14; token 10 is in the third at 17
     assert packing.places.tolist() == [14, 15, 16, 0, 1, 2, 3, 4, 5, 6, 17, 7, 8, 9, 10]
 
