@@ -26,7 +26,7 @@ from dapo_core.metrics import METRICS_FILE
 from durable import read_json_lines
 from tasks.processes import supervisor
 from tasks.processes.child import SupervisedProcess, background_command, run_command
-from tasks.processes.dapo_command import dapo_command
+from tasks.stage_command import dapo_command
 
 if TYPE_CHECKING:
     import torch

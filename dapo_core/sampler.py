@@ -12,7 +12,7 @@ import numpy as np
 
 from dapo_core.compat import OURS, Compat
 from dapo_core.data import PromptStream
-from dapo_core.errors import NotEnoughSignal, RewardError, RolloutError
+from dapo_core.errors import DapoError, RewardError, RolloutError
 from dapo_core.rollout import Group, GroupRequest
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 Fate = Literal["kept", "all_right", "all_wrong", "surplus", "stale", "aborted"]
 FATES: tuple[Fate, ...] = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
 WASTED: tuple[Fate, ...] = ("all_right", "all_wrong", "stale", "aborted")
+
+
+class NotEnoughSignal(DapoError, RuntimeError):
+    """Dynamic sampling drew its bound of batches and kept too few groups."""
 
 
 class GroupSource(Protocol):

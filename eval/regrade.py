@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -14,15 +13,15 @@ from eval.results import (
     RESULTS_FILE,
     SETTINGS_FILE,
     SUMMARY_FILE,
+    Evaluation,
     Row,
     exclusive,
-    load_results,
-    write_atomically,
+    load_evaluation,
+    write_json,
     write_rows,
 )
 from eval.run import regrade_row
-from eval.samples import same_answer_by
-from eval.summary import Summary, summarise
+from eval.summary import Summary, same_answer_by, summarise
 
 
 @dataclass(frozen=True)
@@ -46,18 +45,17 @@ def regrade(path: str | Path) -> Regraded:
     directory = Path(path)
     if directory.name == RESULTS_FILE:
         directory = directory.parent
-    settings, rows = load_results(directory)
-    before = list(rows.values())
+    evaluation = load_evaluation(directory)
+    settings, before = evaluation.settings, evaluation.rows
     ruler = ruler_of(str(settings["grader"]))
     regraded_settings: dict[str, Any] = {**settings, "grader": grader_name(ruler)}
     with exclusive(directory), open_judge(ruler) as judge:
         after = [regrade_row(row, judge) for row in before]
         num_killed = judge.num_killed
-        summary = summarise(after, regraded_settings, same_answer_by(judge.grade))
+        summary = summarise(Evaluation.of(regraded_settings, after), same_answer_by(judge.grade))
         write_rows(directory, after)
-        write_atomically(directory / SETTINGS_FILE, json.dumps(regraded_settings, indent=2) + "\n")
-        text = json.dumps(asdict(summary), indent=2, ensure_ascii=False)
-        write_atomically(directory / SUMMARY_FILE, text + "\n")
+        write_json(directory / SETTINGS_FILE, regraded_settings)
+        write_json(directory / SUMMARY_FILE, asdict(summary))
     return Regraded(
         directory=directory,
         grader_before=str(settings.get("grader")),

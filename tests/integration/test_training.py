@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from dapo_core.checkpoint.state import TrainerState, read_state
-from dapo_core.errors import NotEnoughSignal, RolloutError
+from dapo_core.errors import RolloutError
 from dapo_core.metrics import METRICS_FILE
+from dapo_core.sampler import NotEnoughSignal
 from dapo_core.training import TrainResult, train
 from durable import read_json_lines
 from tasks.artifacts.code import PROJECT_ROOT

@@ -28,8 +28,8 @@ from dapo_core.training import train
 from durable import read_json_lines
 from flows.config import Config
 from tasks.artifacts.code import PROJECT_ROOT
-from tasks.processes.dapo_command import dapo_command
 from tasks.processes.supervisor import descendants
+from tasks.stage_command import dapo_command
 from tests.trainings import World, config_of
 
 FAR = 120.0
