@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 
 from dapo_core.errors import CheckpointError
-from dapo_core.reward import Verdict
+from dapo_core.reward.scorers import Verdict
 from dapo_core.sampler import FATES, Draw
 from durable import append_json_line, read_json_lines, write_atomically
 

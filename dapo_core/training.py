@@ -25,7 +25,7 @@ from dapo_core.errors import ConfigError, WorkerDied
 from dapo_core.identity import training_identity
 from dapo_core.model_folder import require_model_folder
 from dapo_core.policy import read_model_config, require_trainable
-from dapo_core.reward import require_scorers
+from dapo_core.reward.routing import require_scorers
 from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
 from dapo_core.trainer import OnStep, Trainer
 from dapo_core.validation import held_out_prompts

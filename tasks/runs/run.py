@@ -19,7 +19,7 @@ from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.loading import dump_config
 from dapo_core.data import require_columns
 from dapo_core.errors import DapoError, StoreError
-from dapo_core.reward import require_scorers
+from dapo_core.reward.routing import require_scorers
 from eval.problems.prompts import find_template
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, held
 from tasks.config import ChainConfig
