@@ -13,13 +13,13 @@ from prefect.states import Failed
 from dapo_core.errors import (
     CheckpointError,
     DataError,
-    NotEnoughSignal,
     RolloutError,
     ServeError,
     ServerDied,
     StoreError,
     WorkerDied,
 )
+from dapo_core.sampler import NotEnoughSignal
 from eval import EvaluationError
 from tasks.evaluate_model import evaluate_model
 from tasks.fetch_model import fetch_model

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from ray._private import services
 
 from dapo_core.cluster.start import _signals_are_ours
 from dapo_core.stopping import ECHO_SECONDS, StopRequest, StopRequested
@@ -137,3 +140,10 @@ def test_a_signal_while_ray_starts_is_ours_and_so_is_the_handler_afterwards() ->
             start(is_signalled=True)
         assert (stop.signal, signal.getsignal(signal.SIGTERM)) == (signal.SIGTERM, ours)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ray_still_starts_its_processes_through_the_part_that_is_patched() -> None:
+    with _signals_are_ours():
+        popen: Any = services.ConsolePopen
+        assert popen.keywords == {"start_new_session": True}
+    assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)

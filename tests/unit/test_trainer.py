@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import logging
 import signal
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -279,3 +282,14 @@ def test_a_request_in_the_last_step_finishes_the_training(
 @pytest.mark.parametrize(("step", "every", "due"), [(4, 2, True), (3, 2, False), (7, 2, True), (7, 0, False)])
 def test_what_is_due_every_few_steps_is_due_on_the_last(step: int, every: int, due: bool) -> None:
     assert is_due(step, every, total_steps=7) == due
+
+
+def test_the_step_is_a_table_of_contents() -> None:
+    """No arithmetic, no `try`, no branch but on whether there are groups and what is due."""
+    lines = textwrap.dedent(inspect.getsource(Trainer.step))
+    nodes = list(ast.walk(ast.parse(lines)))
+    assert len(lines.splitlines()) <= 60
+    assert not [node for node in nodes if isinstance(node, ast.Try | ast.BinOp)]
+    assert {type(node.op) for node in nodes if isinstance(node, ast.AugAssign)} == {ast.BitOr}
+    branches = [ast.unparse(node.test).partition("(")[0] for node in nodes if isinstance(node, ast.If)]
+    assert branches == ["draw.groups", "is_due"]
