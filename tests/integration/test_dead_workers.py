@@ -1,4 +1,4 @@
-"""Processes that die under SIGKILL: which one is said, the call ends at once, and all can be started again."""
+"""Processes that die under SIGKILL or hang: the message says which, the call ends in time, and all can restart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from dapo_core.cluster import Cluster, RolloutGroup, start_cluster
 from dapo_core.cluster.actors import Actors, death_reason
 from dapo_core.cluster.start import _connect
 from dapo_core.data import Prompt
-from dapo_core.errors import CheckpointError, DataError, WorkerDied
+from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
 from dapo_core.rollout import GroupRequest
 from flows.config import Config
 from tasks.processes.supervisor import descendants
@@ -113,6 +113,38 @@ def test_a_death_ends_every_call_and_is_told_from_errors(actors: list[Any]) -> N
     assert isinstance(caught.value.__cause__, RayActorError)
     with pytest.raises(DataError, match=r"^no rows$"):
         watched.get([sound.call.remote("ours")])
+
+
+def test_a_worker_that_hangs_is_not_waited_for_without_end(actors: list[Any]) -> None:
+    class Hanging:  # local, so that its process need not load what this module does
+        """A rollout worker whose engine never returns from its first step."""
+
+        def submit(self, requests: Any) -> None:
+            pass
+
+        def poll(self, max_seconds: float) -> None:
+            threading.Event().wait()
+
+        def abort(self) -> None:
+            pass
+
+        def suspend(self) -> None:
+            pass
+
+    worker = ray.remote(Hanging).options(num_cpus=1).remote()
+    ray.get(worker.submit.remote([]))  # its process takes a while
+    group = RolloutGroup([worker], 2.0, Actors())
+    group.submit(REQUESTS[:1])
+    assert group.finished() == []  # the poll begins, and says nothing for a second
+    questions: list[Callable[[], Any]] = [lambda: group.submit(REQUESTS[1:]), group.abort, group.suspend]
+    try:
+        for ask in questions:
+            with pytest.raises(
+                RolloutError, match=r"did not answer within 2 s: .*raise sampler\.max_seconds_without_kept"
+            ):
+                ask()
+    finally:
+        ray.kill(worker)
 
 
 @pytest.mark.parametrize(

@@ -105,24 +105,6 @@ def test_token_weights(aggregation: str, weights: list[list[float]]) -> None:
     torch.testing.assert_close(found, torch.tensor(weights))
 
 
-# Two responses, ratios all 1, so that a token's loss is -A: A = -4 on 2 tokens, A = -10 on 1 token.
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
-        ("token-mean", 6.0),  # (4 + 4 + 10) / 3
-        ("seq-mean-token-sum", 9.0),  # (8 + 10) / 2
-        ("seq-mean-token-mean", 7.0),  # (4 + 10) / 2
-        ("seq-mean-token-sum-norm", 0.9),  # (8 / 10 + 10 / 10) / 2
-    ],
-)
-def test_aggregations(aggregation: str, expected: float) -> None:
-    mask = torch.tensor([[True, True], [True, False]])
-    algorithm = _algorithm(aggregation)
-    tokens = _tokens(torch.zeros(2, 2), [-4.0, -10.0], mask, _totals(mask).token_weights(mask, algorithm))
-    loss = policy_loss(torch.zeros(2, 2), None, tokens, algorithm)
-    assert loss.loss.item() == pytest.approx(expected)
-
-
 # Responses of 1, 2 and 9 tokens with losses 10.1, 9.7 and 7.5 per token: over all tokens
 # (10.1 + 2 * 9.7 + 9 * 7.5) / 12 = 97 / 12 = 8.083, however they are split.
 # Older verl, one rank, micro-batches of one response: (10.1 + 9.7 + 7.5) / 3 = 9.100; micro-batches {1, 2} and
@@ -152,12 +134,6 @@ def test_token_mean_is_of_the_mini_batch_and_with_compat_verl_of_micro_batches(
             tokens = _tokens(torch.zeros(len(rows), 9), (-losses[rows]).tolist(), mask[rows], weights)
             value += policy_loss(torch.zeros(len(rows), 9), None, tokens, algorithm).sums.pg_loss
     assert value == pytest.approx(verl if compat == "verl" else 97 / 12, rel=1e-6)
-
-
-def test_compat_verl_weighs_a_whole_mini_batch_by_its_tokens() -> None:
-    mask = torch.tensor([[True, True], [True, False]])
-    weights = LossTotals(3, 2, num_data_ranks=4).token_weights(mask, _algorithm(compat="verl"))
-    torch.testing.assert_close(weights, torch.tensor([[1 / 3, 1 / 3], [1 / 3, 0.0]]))
 
 
 @pytest.mark.parametrize("compat", ["none", "verl"])

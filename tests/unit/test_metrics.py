@@ -8,21 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config
 
 from dapo_core.batch import Batch, build_batch
 from dapo_core.config.training import KLConfig
 from dapo_core.data import Prompt
-from dapo_core.device import device_for
 from dapo_core.engines.base import FinishReason
-from dapo_core.flops import ActorUtilization
 from dapo_core.loss import LossSums
 from dapo_core.metrics import (
     batch_metrics,
     draw_metrics,
     response_metrics,
     seqlen_metrics,
-    timing_metrics,
     update_metrics,
 )
 from dapo_core.policy import Update
@@ -30,7 +26,6 @@ from dapo_core.reward.scorers import Verdict
 from dapo_core.rollout import Group, Rollout
 from dapo_core.sampler import Draw, TokenAccount
 from tests.batches import UNSCORED, make_group
-from tests.metric_names import expand
 
 
 def _rollout(num_tokens: int, score: float, verdict: Verdict, finish: FinishReason, penalty: float) -> Rollout:
@@ -256,63 +251,3 @@ def test_the_account_of_a_draw() -> None:
     assert (metrics["sampler/kept_groups"], metrics["sampler/kept_tokens"]) == (2.0, 30.0)
     assert (metrics["sampler/aborted_groups"], metrics["sampler/aborted_tokens"]) == (3.0, 10.0)
     assert (metrics["sampler/stale_groups"], metrics["sampler/all_right_tokens"]) == (0.0, 0.0)
-
-
-def test_the_published_batch() -> None:
-    # The shortest and longest chunk of the log, the others of equal length so that the total is right; a response
-    # that is wrong and as long as allowed has -1 - 1 = -2; 40 of 1024 are cut: 0.0390625.
-    rest = 7718944 - 33676 - 326471
-    chunks = [33676, 326471, *[rest // 62 + (rank < rest % 62) for rank in range(62)]]
-    lengths = np.array([[chunk - 15, *[1] * 15] for chunk in chunks]).ravel()  # 16 responses a rank
-    metrics = seqlen_metrics(lengths, [_update(0.0, 1, 1.0, rank_tokens=(7718944 // 64,) * 64)])
-    assert metrics["global_seqlen/minmax_diff"] == 292795.0  # 326471 - 33676
-    assert metrics["global_seqlen/mean"] == 120608.5  # 7718944 / 64
-    cut = [_rollout(4, -1.0, "wrong", "length", -1.0)] * 40 + [_rollout(3, 1.0, "right", "stop", 0.0)] * 984
-    rewards = torch.tensor([rollout.reward for rollout in cut])
-    responses = response_metrics([Group(Prompt(0, (5, 6), "arithmetic", "1"), cut, 0)], rewards, 2048)
-    assert responses["critic/rewards/min"] == -2.0
-    assert responses["response_length/clip_ratio"] == 0.0390625
-    means = responses["prompt_length/mean"] + responses["response_length/mean"]
-    assert responses["perf/total_num_tokens"] == means * 1024
-
-
-# The table of metrics as the field names them: NAME or NAME/{parts}.
-TABLE = """
-train/num_gen_batches critic/score/{mean,max,min} critic/rewards/{mean,max,min} critic/advantages/{mean,max,min}
-critic/returns/{mean,max,min} actor/{entropy,pg_loss,pg_clipfrac,pg_clipfrac_lower,ppo_kl,kl_loss,kl_coef}
-actor/{grad_norm,skipped_updates,lr} response_length/{mean,max,min}
-prompt_length/{mean,max,min} response/aborted_ratio response_length_non_aborted/{mean,max,min}
-response_length/clip_ratio prompt_length/clip_ratio global_seqlen/{min,max,minmax_diff}
-global_seqlen/{balanced_min,balanced_max,mean}
-sampler/{kept,all_right,all_wrong,surplus,stale,aborted}_{groups,tokens}
-sampler/waste_ratio reward/{right,wrong,no_answer,error,timeout}_ratio reward/overlong_ratio
-timing_s/{gen,reward,old_log_prob,ref,adv,update_actor,weight_sync,save_checkpoint,testing,step}
-timing_per_token_ms/{gen,old_log_prob,ref,adv,update_actor} perf/{total_num_tokens,generated_tokens,time_per_step}
-perf/throughput perf/mfu/actor perf/max_rss_gb perf/cpu_memory_used_gb
-"""
-# Written elsewhere: training/* and actor/reward_kl_* by the trainer, rollout/* by rollout_correction, the
-# memory of accelerators by device.
-OURS_TOO = {
-    "sampler/accuracy",
-    "sampler/carried_out_groups",
-    "sampler/carried_out_tokens",
-    "perf/trained_response_tokens",
-}
-
-
-def test_every_metric_of_the_table_is_written_as_a_plain_number() -> None:
-    batch = _two_responses()
-    phases = [name.removeprefix("timing_s/") for name in expand(TABLE) if name.startswith("timing_s/")]
-    meter = ActorUtilization(Qwen3Config(), "Ascend910B3", torch.bfloat16, 2)
-    metrics = {
-        **draw_metrics(Draw([], 1, TokenAccount())),
-        **response_metrics(_groups(), torch.zeros(4), 3),
-        **batch_metrics(batch, torch.ones(2, 2), torch.ones(2, 2)),
-        **seqlen_metrics(batch.lengths, [_update(0.2, 10, 1.0)]),
-        **update_metrics([_update(0.2, 10, 1.0)], KL_IN_LOSS),
-        **timing_metrics(dict.fromkeys(phases, 1.5), _groups(), 1),
-        **meter.metrics(batch, 1.5),
-        **device_for("cpu").memory_metrics(),
-    }
-    assert set(metrics) == expand(TABLE) | OURS_TOO
-    assert {type(value) for value in metrics.values()} == {float}
