@@ -50,7 +50,6 @@ def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = Fa
             lock=lambda: hold(
                 training_lock_path(run.config), run.folder.name, key.key, gives_way and attempt == 1
             ),
-            work=folder.name,
         )
         with shown_as_training():
             progress = StageProgress(run, "train_policy", folder)
