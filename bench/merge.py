@@ -172,8 +172,7 @@ def _peak_bytes(way: Callable[[Path], None], target: Path) -> int:
     import torch.distributed.tensor  # noqa: F401 - what a merge imports is not its memory
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-    import dapo_core.merge.dcp
-    import dapo_core.merge.verl  # noqa: F401
+    import dapo_core.merge.run  # noqa: F401
 
     before, peak, is_done = anonymous_bytes(), 0, threading.Event()
 
@@ -243,7 +242,7 @@ class _Merge:
     max_shard_bytes: int
 
     def __call__(self, target: Path) -> None:
-        from dapo_core.merge import merge_checkpoint
+        from dapo_core.merge.run import merge_checkpoint
 
         merge_checkpoint([self.source], target, max_shard_bytes=self.max_shard_bytes)
 

@@ -102,7 +102,7 @@ TRAIN_POLICY = Stage(
 MERGE_CHECKPOINT = Stage(
     name="merge_checkpoint",
     sections=("merge",),
-    modules=("dapo_core.merge",),
+    modules=("dapo_core.merge.run",),
     packages=("torch", "safetensors"),
 )
 

@@ -20,8 +20,8 @@ from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.engines import build_engine
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
-from dapo_core.merge import MERGE_MANIFEST, merge_checkpoint
-from dapo_core.model_folder import INDEX_FILE, weight_names
+from dapo_core.merge.run import merge_checkpoint
+from dapo_core.model_folder import INDEX_FILE, MERGE_MANIFEST, weight_names
 from dapo_core.parameter_names import file_views
 from dapo_core.policy import Policy
 from tests.batches import random_batch
@@ -289,7 +289,7 @@ def test_an_unfinished_checkpoint_is_passed_over_and_refused_by_name(trained: Tr
     shutil.copytree(trained.checkpoint, partial)
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         merge_checkpoint([tmp_path / "output"], tmp_path / "target", "keep", MANY_BYTES)
-    with pytest.raises(CheckpointError, match=r"step_000009\.partial was not written to its end"):
+    with pytest.raises(CheckpointError, match=r"step_000009\.partial was not finished"):
         merge_checkpoint([partial], tmp_path / "target", "keep", MANY_BYTES)
     shutil.copytree(trained.checkpoint, partial.with_name("step_000007"))
     sizes = merge_checkpoint([tmp_path / "output"], tmp_path / "target", "keep", MANY_BYTES)

@@ -23,11 +23,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Qwen3Config
 
 from dapo_core.errors import CheckpointError
-from dapo_core.merge import MERGE_MANIFEST, merge_checkpoint
 from dapo_core.merge.dcp import DcpSource
-from dapo_core.merge.sources import open_source
+from dapo_core.merge.run import merge_checkpoint, open_source
 from dapo_core.merge.verification import compare_logits, empty_model
 from dapo_core.merge.writer import output_tensors
+from dapo_core.model_folder import MERGE_MANIFEST
 from tests.ranks import run_ranks
 from tests.verl_folders import Case, write_folders
 
