@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dapo_core.compat import Compat
 from dapo_core.data import Prompt
-from dapo_core.engines import Engine, FinishReason, GenerationRequest, Response
+from dapo_core.engines.base import Engine, FinishReason, GenerationRequest, Response
 from dapo_core.reward import RewardPool, Score, ScoreRequest, Verdict, overlong_penalty
 
 if TYPE_CHECKING:
