@@ -36,8 +36,8 @@ _NO_STEPS = torch.tensor(0.0, dtype=torch.float32)
 class Shards:
     """This rank's part of a model, its AdamW optimizer and the process's random generators, saved and loaded.
 
-    `__init__`, `save` and `load` are collective. They use a host process group of their own, so that training may use
-    the default one during a save.
+    `__init__`, `save` and `load` are collective. They use a host process group of their own, so that training may
+    use the default one during a save.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Shards:
     def load(self, folder: str) -> int:
         """Load in place what any number of ranks wrote; returns the number of optimizer steps.
 
-        Generators that the folder lacks begin a new stream. Raises CheckpointError on every rank when the shards do
-        not fit the model or cannot be read.
+        Generators that the folder lacks begin a new stream. Raises CheckpointError on every rank when the shards
+        do not fit the model or cannot be read.
         """
         self._require_idle()
         state = self._state(num_optimizer_steps=0)
@@ -130,8 +130,8 @@ class Shards:
     def _require_idle(self) -> None:
         if self._running is not None:
             raise CheckpointError(
-                f"the checkpoint in {self._running[0]} is still being written; call is_saved until it is True before "
-                "the next save or load"
+                f"the checkpoint in {self._running[0]} is still being written; call is_saved until it is True "
+                "before the next save or load"
             )
 
     def _state(self, num_optimizer_steps: int) -> dict[str, Any]:
@@ -162,8 +162,8 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's file.
 
-        torch.save wraps an OSError of its file in a RuntimeError, and the context with the cause is lost on the way
-        to the other ranks.
+        torch.save wraps an OSError of its file in a RuntimeError, whose context, with the cause, is lost on the
+        way to the other ranks.
         """
         try:
             return super().write_data(plan, planner)
