@@ -6,7 +6,7 @@ import errno
 import random
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import ray
 import torch
-from torch.distributed.checkpoint import utils as dcp_utils
 
 from dapo_core.batch import RankShare, split_batch
 from dapo_core.checkpoint.shards import Shards, _Writer
@@ -35,6 +34,7 @@ from tests.ranks import run_ranks
 from tests.tiny_models import build_tiny
 
 META, CPU = torch.device("meta"), torch.device("cpu")
+TwoRanks = tuple[Path, Any, Any, Any]  # folder; what _save, _fail and _away returned on each rank
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH = random_batch(num_groups=4, group_size=2)
 BATCH = BATCH.with_old_log_probs(torch.full_like(BATCH.rollout_log_probs, -3.0))
@@ -89,27 +89,17 @@ def _wait(policy: Policy) -> None:
 
 
 @contextmanager
-def _held_writes() -> Iterator[tuple[threading.Event, list[Any]]]:
-    """Writes wait for the event; the process groups that other threads use are recorded."""
-    may_write, groups, write_data = threading.Event(), [], _Writer.write_data
+def _held_writes() -> Iterator[threading.Event]:
+    """Writes wait for the event."""
+    may_write, write_data = threading.Event(), _Writer.write_data
 
     def held(*arguments: Any) -> Any:
         assert may_write.wait(60)
         return write_data(*arguments)
 
-    def recorded(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            if threading.current_thread() is not threading.main_thread():
-                groups.append(options["group"])
-            return collective(*arguments, **options)
-
-        return call
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Writer, "write_data", held)
-        for name in ("gather_object", "scatter_object_list", "broadcast_object_list"):
-            patch.setattr(dcp_utils.dist, name, recorded(getattr(torch.distributed, name)))
-        yield may_write, groups
+        yield may_write
 
 
 @dataclass(frozen=True)
@@ -141,7 +131,7 @@ def _save(rank: int, config: Config, folder: Path) -> Saved:
     np.random.seed(rank)
     random.seed(rank)
     _draws()
-    with _held_writes() as (may_write, groups):
+    with _held_writes() as may_write:
         policy.save(str(folder / "saved"), asynchronous=True)
         draws, sums, next_tensors = _draws(), _update(policy, rank), _whole(policy)
         policy.offload()
@@ -154,27 +144,24 @@ def _save(rank: int, config: Config, folder: Path) -> Saved:
         may_write.set()
         _wait(policy)
     facts["the write ends"] = policy.is_saved() and policy.is_saved()
-    facts["ranks agree over a group of their own"] = set(groups) == {policy.shards._group}
     return Saved(tensors, draws, sums, next_tensors, facts, policy.checkpoint_bytes())
 
 
-def _on_two_ranks(
-    rank: int, config: Config, folder: Path
-) -> tuple[Saved, list[tuple[str, int | None]], list[str]]:
+def _on_two_ranks(rank: int, config: Config, folder: Path) -> tuple[Saved, Any, list[str]]:
     """All that two ranks are needed for, in one start of them."""
     return _save(rank, config, folder), _fail(rank, config, folder / "failing"), _away(rank, config, folder)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def two_ranks(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     folder = tmp_path_factory.mktemp("checkpoints")
     (folder / "failing").mkdir()
-    return folder, run_ranks(2, _on_two_ranks, _config(model_path, 2), folder)
+    return folder, *zip(*run_ranks(2, _on_two_ranks, _config(model_path, 2), folder), strict=True)
 
 
 @pytest.fixture(scope="module")
-def saved(two_ranks: tuple[Path, list[Any]]) -> tuple[Path, list[Saved]]:
-    return two_ranks[0], [result[0] for result in two_ranks[1]]
+def saved(two_ranks: TwoRanks) -> tuple[Path, list[Saved]]:
+    return two_ranks[0], two_ranks[1]
 
 
 def test_training_during_a_save_and_a_save_during_training_do_not_matter(saved: tuple[Path, list[Saved]]) -> None:
@@ -182,18 +169,12 @@ def test_training_during_a_save_and_a_save_during_training_do_not_matter(saved: 
         assert [fact for fact, holds in rank.facts.items() if not holds] == []
 
 
-def _num_file_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.distcp"))
-
-
 def _require_size(folder: Path, num_bytes: int, num_ranks: int) -> None:
     """The files have the bytes that were announced, a header per tensor and the generators' states."""
-    num_tensors = len(_stored(folder).state_dict_metadata) * num_ranks
-    assert 0 < _num_file_bytes(folder) - num_bytes < 2048 * num_tensors + 16384 * num_ranks
-
-
-def _stored(folder: Path) -> Any:
-    return torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
+    metadata = torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
+    num_tensors = len(metadata.state_dict_metadata) * num_ranks
+    num_file_bytes = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    assert 0 < num_file_bytes - num_bytes < 2048 * num_tensors + 16384 * num_ranks
 
 
 def test_the_checkpoint_has_the_size_that_was_announced(saved: tuple[Path, list[Saved]]) -> None:
@@ -320,9 +301,11 @@ def _fail(rank: int, config: Config, folder: Path) -> list[tuple[str, int | None
     return errors
 
 
-def test_a_write_that_fails_on_one_rank_fails_on_all_and_ends_nothing(two_ranks: tuple[Path, list[Any]]) -> None:
+def test_a_write_that_fails_on_one_rank_fails_on_all_and_ends_nothing(
+    two_ranks: TwoRanks,
+) -> None:
     folder = two_ranks[0] / "failing"
-    for _, errors, _ in two_ranks[1]:
+    for errors in two_ranks[2]:
         for name, (message, number) in zip(("sync", "async"), errors[:2], strict=True):
             assert number == errno.EFBIG
             assert message == f"[Errno 27] rank 1 cannot write its shards: File too large: '{folder / name}'"
@@ -362,8 +345,8 @@ def _places(policy: Policy) -> list[int]:
     return [tensor.to_local().data_ptr() for tensor in tensors]
 
 
-def test_weights_and_moments_stay_where_they_are_kept(two_ranks: tuple[Path, list[Any]]) -> None:
-    assert [wrong for _, _, wrong in two_ranks[1]] == [[], []]
+def test_weights_and_moments_stay_where_they_are_kept(two_ranks: TwoRanks) -> None:
+    assert list(two_ranks[3]) == [[], []]
 
 
 @pytest.fixture
@@ -384,11 +367,6 @@ def group(model_path: Path) -> Iterator[PolicyGroup]:
         ray.shutdown()
 
 
-def _ask_until_saved(group: PolicyGroup) -> None:
-    while not group.is_saved():
-        pass
-
-
 def test_the_group_saves_as_one(group: PolicyGroup, tmp_path: Path) -> None:
     assert group.is_saved()
     file = tmp_path / "file"
@@ -400,9 +378,11 @@ def test_the_group_saves_as_one(group: PolicyGroup, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="while another checkpoint is being written"):
         group.save(str(tmp_path / "step"), asynchronous=True)
     with pytest.raises(NotADirectoryError, match="rank 0 cannot write its shards: Not a directory"):
-        _ask_until_saved(group)
+        while not group.is_saved():
+            pass
     assert group.is_saved()
     group.save(str(tmp_path / "step"), asynchronous=True)
-    _ask_until_saved(group)
+    while not group.is_saved():
+        pass
     _require_size(tmp_path / "step", group.checkpoint_bytes(), 2)
     group.load(str(tmp_path / "step"))
