@@ -367,6 +367,11 @@ def group(model_path: Path) -> Iterator[PolicyGroup]:
         ray.shutdown()
 
 
+def _ask_until_saved(group: PolicyGroup) -> None:
+    while not group.is_saved():
+        pass
+
+
 def test_the_group_saves_as_one(group: PolicyGroup, tmp_path: Path) -> None:
     assert group.is_saved()
     file = tmp_path / "file"
@@ -378,11 +383,9 @@ def test_the_group_saves_as_one(group: PolicyGroup, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="while another checkpoint is being written"):
         group.save(str(tmp_path / "step"), asynchronous=True)
     with pytest.raises(NotADirectoryError, match="rank 0 cannot write its shards: Not a directory"):
-        while not group.is_saved():
-            pass
+        _ask_until_saved(group)
     assert group.is_saved()
     group.save(str(tmp_path / "step"), asynchronous=True)
-    while not group.is_saved():
-        pass
+    _ask_until_saved(group)
     _require_size(tmp_path / "step", group.checkpoint_bytes(), 2)
     group.load(str(tmp_path / "step"))
