@@ -1,6 +1,6 @@
 """Checkpoints of dapo train: the model's part of what torch.distributed.checkpoint wrote.
 
-Values stay in the shards, memory-mapped. torch.s own dcp.load copies each tensor twice, which for 0.56 GB took 1.7
+Values stay in the shards, memory-mapped. torch's own dcp.load copies each tensor twice, which for 0.56 GB took 1.7
 times as long and 300 MiB instead of 4, and reads .metadata with a pickle that may run code.
 """
 
