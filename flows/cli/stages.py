@@ -48,7 +48,7 @@ def fetch_model(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from dapo_core.data import read_rows
     from dapo_core.errors import ConfigError
-    from dapo_core.warm_start import WarmStartRecipe, build_model
+    from dapo_core.warm_start import build_model
     from flows.config import load_config
 
     settings = load_config(config, overrides or ())
@@ -56,8 +56,7 @@ def fetch_model(
         raise ConfigError(
             f"model.source={settings.model.source} has nothing to build; model.path is used as it is"
         )
-    recipe = WarmStartRecipe(**settings.model.recipe.model_dump())
-    metrics = build_model(read_rows(data), output, recipe, settings.run.seed)
+    metrics = build_model(read_rows(data), output, settings.model.recipe, settings.run.seed)
     typer.echo(f"{output}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}")
 
 

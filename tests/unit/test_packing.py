@@ -167,6 +167,7 @@ def _peak_bytes(num_tokens: int, vocabulary: int, chunk_tokens: int) -> int:
     return live.peak
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
     vocabulary = 151_936
     few, many = (_peak_bytes(num_tokens, vocabulary, chunk_tokens=16) for num_tokens in (64, 512))
