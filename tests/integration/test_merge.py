@@ -6,7 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -
     policy = Policy(model_path, make_config(model_path, train=TRAIN))
     batch = random_batch(num_groups=4, group_size=2)
     shares, indices = split_batch(batch, num_ranks, 4096)
-    before = batch.with_old_log_probs(torch.full_like(batch.rollout_log_probs, -3.0))
+    before = replace(batch, old_log_probs=torch.full_like(batch.rollout_log_probs, -3.0))
     totals = LossTotals(batch.num_loss_tokens, batch.num_loss_responses)
     policy.update(split_batch(before, num_ranks, 4096)[0][rank], totals)
     policy.save(str(folder), asynchronous=False)
