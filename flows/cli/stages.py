@@ -112,7 +112,7 @@ def merge(
     ] = False,
 ) -> None:
     """Merge FSDP shards, ours or verl's, into a Hugging Face folder that transformers and vLLM load."""
-    from dapo_core.merge import merge_checkpoint
+    from dapo_core.merge.run import merge_checkpoint
     from flows.progress import bytes_progress
 
     with bytes_progress("merge") as on_file:
