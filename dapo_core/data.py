@@ -95,7 +95,7 @@ class PromptStream:
 
     @property
     def digest(self) -> str:
-        """sha256 over everything that is known of the prompts, in the file's order."""
+        """sha256 over the prompts with all their fields, in the order of the file."""
         return hashlib.sha256(repr(self.prompts).encode()).hexdigest()
 
     @property
