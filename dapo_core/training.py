@@ -65,8 +65,8 @@ def train(
     checkpoint.resume says what it continues from. When a rank or a rollout worker dies, all of them are restarted
     from the last checkpoint, up to train.max_restarts times; then WorkerDied is raised. `held_out_path` is what
     validations ask, a file of `benchmark` if named. `on_step(step, metrics)` is called after each step. Input is
-    checked before any worker starts. On SIGTERM or SIGINT a last checkpoint is written and TrainingStopped raised; a
-    second signal raises KeyboardInterrupt at once.
+    checked before any worker starts. On SIGTERM or SIGINT a last checkpoint is written and TrainingStopped
+    raised; a second signal raises KeyboardInterrupt at once.
     """
     folder = output_dir / CHECKPOINTS
     with StopRequest() as stop, raising_stopped(stop, config, folder):
