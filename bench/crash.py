@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dapo_core.checkpoint.folder import latest_checkpoint
-from dapo_core.metrics import METRICS_FILE, read_metrics
+from dapo_core.metrics import METRICS_FILE
+from durable import read_json_lines
 from tasks.processes import supervisor
 from tasks.processes.child import SupervisedProcess, background_command, run_command
 from tasks.stage_command import dapo_command
@@ -78,7 +79,7 @@ class Training:
 
     def num_steps(self) -> int:
         """Training steps that metrics.jsonl has."""
-        return len(read_metrics(self.output / METRICS_FILE))
+        return len(read_json_lines(self.output / METRICS_FILE))
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def victims(role: Role, process: SupervisedProcess) -> list[int]:
 
 
 def _metric_differences(expected: Path, found: Path) -> Iterator[str]:
-    lines, others = (read_metrics(output / METRICS_FILE) for output in (expected, found))
+    lines, others = (read_json_lines(output / METRICS_FILE) for output in (expected, found))
     steps = [[line["step"] for line in own] for own in (lines, others)]
     if steps[0] != steps[1]:
         yield f"steps {steps[0]} and {steps[1]}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER, NAMES_FILE
-from dapo_core.checkpoint.state import TrainerState, read_state
+from dapo_core.checkpoint.state import TrainerState, read_state, state_files
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.data import Prompt
 from dapo_core.engines.base import Response
@@ -37,6 +37,15 @@ def make_state(step: int, accuracy: float | None = None) -> TrainerState:
         metrics={"critic/score/mean": -1 / 3, **validated},
         identity={"run.seed": 3, "train.learning_rate": 1e-6},
     )
+
+
+def write_state(folder: Path, state: TrainerState) -> Path:
+    """A checkpoint of the state alone, without shards."""
+    checkpoint = folder / f"step_{state.step:06d}"
+    checkpoint.mkdir(parents=True)
+    for name, text in state_files(state).items():
+        (checkpoint / name).write_text(text, encoding="utf-8")
+    return checkpoint
 
 
 class FileShards:

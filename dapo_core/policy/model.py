@@ -100,7 +100,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole weights that a forward pass without a backward pass left behind, in every unit."""
+    """Free the whole weights that a forward pass without a backward pass leaves in every unit."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -108,7 +108,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that modules register meanwhile keep their shape and lose their memory."""
+    """Parameters that modules register inside have a shape and no memory."""
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:

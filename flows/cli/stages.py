@@ -75,7 +75,7 @@ def train(
 
     Stopped, or killed at any moment, the same command continues from the last checkpoint.
     """
-    from dapo_core.trainer import train as train_model
+    from dapo_core.training import train as train_model
     from flows.config import load_config
     from flows.progress import TrainingProgress
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from torch.distributed.checkpoint import utils as dcp_utils
 
 from dapo_core.batch import RankShare, split_batch
 from dapo_core.checkpoint.shards import Shards, _Writer
-from dapo_core.cluster.answers import Roster
+from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.start import _connect, _PolicyRank
 from dapo_core.device import Device
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
-from dapo_core.policy import Policy, UpdateSums
+from dapo_core.policy import Policy, Update
 from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config
@@ -37,7 +37,7 @@ from tests.tiny_models import build_tiny
 META, CPU = torch.device("meta"), torch.device("cpu")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH = random_batch(num_groups=4, group_size=2)
-BATCH = BATCH.with_old_log_probs(torch.full_like(BATCH.rollout_log_probs, -3.0))
+BATCH = replace(BATCH, old_log_probs=torch.full_like(BATCH.rollout_log_probs, -3.0))
 TOTALS = LossTotals(BATCH.num_loss_tokens, BATCH.num_loss_responses)
 LEARN = {"learning_rate": 1e-2, "warmup_steps": 4}
 SMALL_FILE = 8192  # bytes; less than a rank's shards
@@ -62,7 +62,7 @@ def _share(rank: int, num_ranks: int) -> RankShare:
     return split_batch(BATCH, num_ranks, 4096)[0][rank]
 
 
-def _update(policy: Policy, rank: int) -> UpdateSums:
+def _update(policy: Policy, rank: int) -> Update:
     return policy.update(_share(rank, policy.train.num_ranks), TOTALS)
 
 
@@ -118,7 +118,7 @@ class Saved:
 
     tensors: dict[str, torch.Tensor]
     draws: list[float]
-    next_sums: UpdateSums
+    next_sums: Update
     next_tensors: dict[str, torch.Tensor]
     facts: dict[str, bool]
     num_bytes: int
@@ -203,7 +203,7 @@ class Loaded:
     num_optimizer_steps: int
     tensors: dict[str, torch.Tensor]
     draws: list[float]
-    next_sums: UpdateSums
+    next_sums: Update
     next_tensors: dict[str, torch.Tensor]
     num_bytes: int
 
@@ -362,9 +362,9 @@ def group(model_path: Path) -> Iterator[PolicyGroup]:
     try:
         address = ray.get(ranks[0].rendezvous.remote())
         ray.get([rank.start.remote(n, 2, address, str(model_path), config) for n, rank in enumerate(ranks)])
-        roster = Roster()
-        roster.add("policy rank", ranks)
-        yield PolicyGroup(ranks, config.train, roster)
+        actors = Actors()
+        actors.add("policy rank", ranks)
+        yield PolicyGroup(ranks, config, actors)
     finally:
         for rank in ranks:
             ray.kill(rank)

@@ -6,7 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def _policy(model_path: Path) -> Policy:
 
 def _update(policy: Policy, rank: int, num_ranks: int) -> None:
     batch = random_batch(num_groups=4, group_size=2)
-    batch = batch.with_old_log_probs(torch.full_like(batch.rollout_log_probs, -3.0))
+    batch = replace(batch, old_log_probs=torch.full_like(batch.rollout_log_probs, -3.0))
     shares, _ = split_batch(batch, num_ranks, 4096)
     policy.update(shares[rank], LossTotals(batch.num_loss_tokens, batch.num_loss_responses))
 
