@@ -16,6 +16,8 @@ from dapo_core.rollout import GroupRequest
 from tests.batches import make_group
 from tests.configs import make_config
 
+MODEL_FILES = ("additional_chat_templates/tool.jinja", "config.json", "tokenizer.json")
+
 
 def make_state(step: int, accuracy: float | None = None) -> TrainerState:
     """A state after `step`, with groups of every kind and floats that a sloppy format would round."""
@@ -95,10 +97,9 @@ class ShardsOf:
 
 def make_model_folder(folder: Path) -> Path:
     """A model folder in which only the names of the files and of the tensors are real."""
-    (folder / "nested").mkdir(parents=True)
-    kept = ("config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "generation_config.json")
+    (folder / "additional_chat_templates").mkdir(parents=True)
     weights = ("model.safetensors", "pytorch_model.bin", "tf_model.h5", "x.gguf")
-    for name in (*kept, *weights, "manifest.json"):
+    for name in (*MODEL_FILES, *weights, "manifest.json"):
         (folder / name).write_text(name, encoding="utf-8")
     index = {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
@@ -134,7 +135,11 @@ def assert_complete(checkpoint: Path, state: TrainerState) -> None:
     shards = [path.read_text(encoding="utf-8") for path in checkpoint.glob("*.distcp")]
     assert shards == [f"shard of {checkpoint.name}\n"] * 2
     assert json.loads((checkpoint / NAMES_FILE).read_text()) == ["lm_head.weight", "model.norm.weight"]
-    assert len(list((checkpoint / HUGGINGFACE_FOLDER).iterdir())) == 5
+    assert files_below(checkpoint / HUGGINGFACE_FOLDER) == list(MODEL_FILES)
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def names_in(folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ from dapo_core.config.training import TrainConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ModelError
 from dapo_core.loss import LossTotals
-from dapo_core.merge import shard_name
+from dapo_core.merge.writer import shard_name
 from dapo_core.model_folder import INDEX_FILE, SINGLE_FILE
 from dapo_core.policy import Policy
 from dapo_core.policy.model import load_sharded

@@ -210,7 +210,7 @@ def stopped_by_ctrl_c(begun: Begun, world: World, config: Config, output: Path) 
             dapo_command("train", recipe, *paths), stdout=log, stderr=log, cwd=PROJECT_ROOT, start_new_session=True
         )
         try:
-            wait_for(lambda: held.exists() or command.poll() is not None)
+            wait_for(lambda: held.exists() or command.poll() is not None, seconds=3 * FAR)  # Ray and three steps
             below = descendants(command.pid)
             assert len(below) > 3  # ranks and workers, and what they are started by
             assert command.pid not in map(os.getpgid, below)  # nor would SIGTERM to the group reach one
