@@ -8,7 +8,8 @@ from typing import Any
 
 from prefect.runtime import task_run
 
-from dapo_core.metrics import METRICS_FILE, read_metrics
+from dapo_core.metrics import METRICS_FILE
+from durable import read_json_lines
 from tasks.artifacts import Artifact
 from tasks.page import StageProgress
 from tasks.processes.cancellation import is_worker_restart
@@ -68,6 +69,6 @@ def resume_words(resume: str, attempt: int) -> list[str]:
 
 def last_metrics(folder: Path) -> dict[str, float]:
     """The last step's headline numbers, for the manifest."""
-    last = read_metrics(folder / METRICS_FILE)[-1]
+    last = read_json_lines(folder / METRICS_FILE)[-1]
     names = ("step", "critic/score/mean", "sampler/accuracy", "response_length/mean", "perf/throughput")
     return {name: last[name] for name in names if name in last}

@@ -325,7 +325,7 @@ def test_prepare_data_counts_the_rows_it_refuses(tmp_path: Path) -> None:
     options = [word for change in changes for word in ("--set", change)]
     output = tmp_path / "data"
     said = refusal("prepare-data", CONFIG, "--output", output, *options)
-    assert re.search(r"/t\.parquet: 2 of 4 rows have an empty prompt.* \(rows 1, 3\)", said)
+    assert re.search(r"/t\.parquet: of 4 rows, 2 with an empty prompt.* \(rows 1, 3\)", said)
     assert list(output.iterdir()) == []  # so that the mended file can be prepared to the same place
 
 
