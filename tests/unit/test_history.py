@@ -231,7 +231,7 @@ def test_show_tells_stages_result_and_changed_keys(store: Path) -> None:
     for label, stage in newest.stages.items():
         row = next(line for line in shown.splitlines() if f" {label} " in line)
         assert stage.key[:16] in row
-        assert f"\n{label} {stage.path}\n" in shown  # whole, however narrow the terminal
+        assert f"\n{label} {stage.artifact}\n" in shown  # whole, however narrow the terminal
     before = run_before(newest)
     assert before is not None
     assert before.id == oldest.id
@@ -239,7 +239,7 @@ def test_show_tells_stages_result_and_changed_keys(store: Path) -> None:
     told = json.loads(dapo("runs", "show", "latest", "--store", store, "--json"))
     assert told["run_before"] == oldest.id
     assert {"key": "run.seed", "before": "0", "after": "1"} in told["changes"]
-    assert told["stages"]["merge_checkpoint"]["path"] == newest.stages["merge_checkpoint"].path
+    assert told["stages"]["merge_checkpoint"]["path"] == newest.stages["merge_checkpoint"].artifact
     assert "No earlier run of arith_cpu" in dapo("runs", "show", oldest.id, "--store", store)
 
 
@@ -251,7 +251,7 @@ def test_two_runs_are_compared_by_their_evaluations_after_training(store: Path) 
     assert "- configuration: run.seed 0 -> 1; algorithm.clip_ratio_high 0.28 -> 0.3\n" in shown
     assert "50.0 % before, 100.0 % after" in " ".join(shown.split())
     # A run's folder, and a results folder beside a run.
-    same = dapo("compare", oldest.folder, newest.stages["evaluate_after"].path, "--store", store)
+    same = dapo("compare", oldest.folder, newest.stages["evaluate_after"].artifact, "--store", store)
     assert "50.0 % before, 100.0 % after" in " ".join(same.split())
     assert "- configuration" not in same
 
@@ -340,7 +340,7 @@ def test_a_spoilt_run_is_refused_with_the_file(store: Path, own: Path) -> None:
         dapo(
             "compare",
             "latest~1",
-            newest.stages["evaluate_after"].path,
+            newest.stages["evaluate_after"].artifact,
             "--store",
             own,
             "--output",
