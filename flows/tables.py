@@ -72,7 +72,7 @@ def print_run(
 ) -> None:
     """One run: how it ended, its stages and where their output is, its result, what its configuration changed.
 
-    `changes` is None where that cannot be told.
+    `changes` is None when a configuration cannot be read.
     """
     from tasks.runs.history import artifact_of
 
