@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.training import PromptsConfig, TrainingConfig
+from dapo_core.config.warm_start import WarmStartConfig
 from tasks.serve_model.config import ServeConfig
 
 
@@ -49,23 +50,12 @@ class DataConfig(PromptsConfig):
         return self
 
 
-class ModelRecipeConfig(Section):
-    """The small Qwen3 that `model.source: recipe` builds and warms up."""
-
-    num_layers: int = key(2, "Decoder layers.", ge=1, le=64)
-    hidden_size: int = key(128, "Width of the residual stream.", ge=16, le=8192)
-    num_heads: int = key(4, "Attention heads.", ge=1, le=128)
-    num_steps: int = key(600, "Supervised steps before reinforcement learning.", ge=1, le=100_000)
-    batch_size: int = key(32, "Solutions per supervised step.", ge=1, le=65_536)
-    learning_rate: float = key(3e-3, "Peak AdamW rate of the supervised steps.", gt=0, le=1)
-
-
 class ModelConfig(Section):
     """The model to improve."""
 
     source: Literal["recipe", "path"] = key("path", "`recipe` builds a small model, `path` takes a local folder.")
     path: str | None = key(None, "Hugging Face model folder (source: path).")
-    recipe: ModelRecipeConfig = Field(default_factory=ModelRecipeConfig)
+    recipe: WarmStartConfig = Field(default_factory=WarmStartConfig)
 
     @model_validator(mode="after")
     def _path_for_source(self) -> ModelConfig:
