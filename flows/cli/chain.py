@@ -84,7 +84,7 @@ def stage(
     overrides: SetOption = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Build it again although the store has it; continues an unfinished attempt."),
+        typer.Option("--force", help="Build it although the store has it, or continue an unfinished attempt."),
     ] = False,
     side: Annotated[Side | None, typer.Option(help="evaluate-model: which model; after is the default.")] = None,
 ) -> None:

@@ -26,7 +26,7 @@ def runs(
     store: StoreOption = DEFAULT_STORE,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help=f"How many of the newest runs; by default {NUM_LISTED} in a table, all in JSON."),
+        typer.Option(min=1, help=f"Newest runs only; default: {NUM_LISTED} in a table, all in JSON."),
     ] = None,
     is_json: JsonOption = False,
 ) -> None:
