@@ -49,17 +49,5 @@ class CheckpointError(DapoError, RuntimeError):
     """A checkpoint is incomplete, damaged, or belongs to another configuration."""
 
 
-class ServeError(DapoError, RuntimeError):
-    """A model server could not be started, or ended before it answered."""
-
-    summary: str = ""  # the message without the server's last lines
-
-
-class ServerDied(ServeError):
-    """A model server was killed while it started, or ended after it had answered."""
-
-    is_lasting = False
-
-
 class StoreError(DapoError, OSError):
     """The artifact store cannot be written, or a stage left something in it that cannot be kept."""

@@ -50,25 +50,18 @@ def evaluate(
     overrides: SetOption = None,
 ) -> None:
     """Ask a served model every held-out item; the API key is read from VLLM_API_KEY."""
-    from eval.run import evaluate as run_evaluation
+    from eval.client import Endpoint
+    from eval.problems.benchmarks import load_set
     from flows.config import load_config_or_defaults
-    from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of, served_model_identity, set_of
+    from tasks.evaluation_settings import evaluate_servers, served_model_identity
     from tasks.serve_model.command import API_KEY_VARIABLE
-    from tasks.serve_model.servers import Server
 
     chosen = [f"evaluate.benchmark={dataset}"] if dataset is not None else []
     settings = load_config_or_defaults(config, [*(overrides or ()), *chosen]).evaluate
-    evaluation_set = set_of(data, settings)
-    servers = [Server(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
-    summary = run_evaluation(
-        evaluation_set,
-        [endpoint_of(server) for server in servers],
-        sampling_of(settings),
-        output,
-        limits=limits_of(settings),
-        model_digest=served_model_identity(servers),
-        max_failed_ratio=settings.max_failed_ratio,
-    )
+    evaluation_set = load_set(data, settings.benchmark, settings.prompt, settings.api)
+    servers = [Endpoint(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
+    identity = served_model_identity(servers)
+    summary = evaluate_servers(evaluation_set, servers, settings, output, identity)
     typer.echo(
         f"{output}: accuracy {summary.accuracy:.1%} of {summary.n} (AISBench's rule "
         f"{summary.aisbench['accuracy']:.1%}), no answer {summary.no_answer_rate:.1%}, "
