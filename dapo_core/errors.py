@@ -47,7 +47,3 @@ class TrainingStopped(DapoError, RuntimeError):
 
 class CheckpointError(DapoError, RuntimeError):
     """A checkpoint is incomplete, damaged, or belongs to another configuration."""
-
-
-class StoreError(DapoError, OSError):
-    """The artifact store cannot be written, or a stage left something in it that cannot be kept."""

@@ -38,7 +38,7 @@ from dapo_core.loss import LossTotals
 from dapo_core.model_folder import require_model_folder
 from dapo_core.policy import UpdateSums, read_model_config, require_trainable
 from dapo_core.restarts import Restarts
-from dapo_core.reward import require_scorers
+from dapo_core.reward.routing import require_scorers
 from dapo_core.rollout_correction import correct_rollouts, mismatch_metrics
 from dapo_core.sampler import Sampler
 from dapo_core.stopping import StopRequest, StopRequested

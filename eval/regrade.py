@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.judging import grader_name, open_judge, ruler_of
+from eval.answers.grading import GRADERS, grader_of
 from eval.results import (
     RESULTS_FILE,
     SETTINGS_FILE,
@@ -26,7 +26,7 @@ from eval.summary import Summary, same_answer_by, summarise
 
 @dataclass(frozen=True)
 class Regraded:
-    """What grading again changed: transitions (before, after) -> rows, for each ruler."""
+    """What grading again changed: transitions (before, after) -> rows, for each rule."""
 
     directory: Path
     grader_before: str
@@ -47,12 +47,12 @@ def regrade(path: str | Path) -> Regraded:
         directory = directory.parent
     evaluation = load_evaluation(directory)
     settings, before = evaluation.settings, evaluation.rows
-    ruler = ruler_of(str(settings["grader"]))
-    regraded_settings: dict[str, Any] = {**settings, "grader": grader_name(ruler)}
-    with exclusive(directory), open_judge(ruler) as judge:
-        after = [regrade_row(row, judge) for row in before]
-        num_killed = judge.num_killed
-        summary = summarise(Evaluation.of(regraded_settings, after), same_answer_by(judge.grade))
+    kind = GRADERS[grader_of(str(settings["grader"]))]
+    regraded_settings: dict[str, Any] = {**settings, "grader": kind.rule}
+    with exclusive(directory), kind() as grader:
+        after = [regrade_row(row, grader) for row in before]
+        num_killed = grader.num_killed
+        summary = summarise(Evaluation.of(regraded_settings, after), same_answer_by(grader.grade))
         write_rows(directory, after)
         write_json(directory / SETTINGS_FILE, regraded_settings)
         write_json(directory / SUMMARY_FILE, asdict(summary))
@@ -70,9 +70,9 @@ def describe(regraded: Regraded) -> str:
     """The changes as lines for a terminal."""
     grader = regraded.summary.settings["grader"]
     lines = [f"{regraded.directory}: {regraded.summary.num_items} items, {regraded.grader_before} -> {grader}"]
-    for ruler, transitions in (("exact", regraded.verdicts), ("aisbench", regraded.aisbench)):
+    for rule, transitions in (("exact", regraded.verdicts), ("aisbench", regraded.aisbench)):
         changes = [f"{count} {before} -> {after}" for (before, after), count in sorted(transitions.items())]
-        lines.append(f"{ruler}: {', '.join(changes) or 'no verdict changed'}")
+        lines.append(f"{rule}: {', '.join(changes) or 'no verdict changed'}")
     if regraded.num_killed:
         lines.append(f"{regraded.num_killed} rows went beyond the limits of time or memory and count as wrong")
     lines.append(f"accuracy {regraded.summary.accuracy:.1%} of {regraded.summary.n}")

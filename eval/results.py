@@ -12,7 +12,7 @@ from typing import Any
 
 from durable import UNSET, LockHeld, differences, locked, read_json_lines, write_atomically
 from eval import EvaluationError, InputError
-from eval.answers.grading import GRADER, VERDICTS, Verdict
+from eval.answers.grading import VERDICTS, MathGrader, Verdict
 from eval.client import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt, Template
@@ -242,7 +242,7 @@ def make_settings(
     *,
     benchmark: str | None = None,
     template: Template | None = None,
-    grader: str = GRADER,
+    grader: str = MathGrader.rule,
 ) -> dict[str, Any]:
     """What the rows of a results directory depend on; equal settings mean that stored rows can be kept.
 

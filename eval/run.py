@@ -15,9 +15,9 @@ from typing import Any, TextIO
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eval import EvaluationError
+from eval.answers.grading import GRADERS, Grader
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Dispatcher, Limits, Outcome, Request, run_in_thread
-from eval.judging import Judge, grader_name, open_judge
 from eval.problems.items import EvaluationSet, Item
 from eval.results import (
     GRADING_SETTINGS,
@@ -75,38 +75,40 @@ def evaluate(
         model_digest,
         benchmark=evaluation_set.benchmark,
         template=evaluation_set.template,
-        grader=grader_name(evaluation_set.ruler),
+        grader=GRADERS[evaluation_set.grader].rule,
     )
     output_dir = make_folder(output_dir)
     wanted = [(item, sample) for item in items for sample in range(sampling.num_samples)]
-    with exclusive(output_dir), open_judge(evaluation_set.ruler) as judge:
-        rows = _resume(output_dir, settings, items, judge)
+    with exclusive(output_dir), GRADERS[evaluation_set.grader]() as grader:
+        rows = _resume(output_dir, settings, items, grader)
         missing = [Request(item, sample) for item, sample in wanted if (item.id, sample) not in rows]
         if missing:
             max_failed = int(max_failed_ratio * len(wanted))
             dispatcher = Dispatcher(endpoints, sampling, limits or Limits())
-            recorder = _Recorder(output_dir, judge, dispatcher, max_failed, on_progress)
+            recorder = _Recorder(output_dir, grader, dispatcher, max_failed, on_progress)
             run_in_thread(recorder.record(missing), dispatcher.stop)
             rows = read_rows(output_dir)
             _refuse_failures(rows, dispatcher, endpoints, max_failed, len(wanted), output_dir)
         # Rows are appended as they finish; a finished file has the items' order.
         ordered = [rows[item.id, sample] for item, sample in wanted]
         write_rows(output_dir, ordered)
-        summary = summarise(Evaluation.of(settings, ordered), same_answer_by(judge.grade))
+        summary = summarise(Evaluation.of(settings, ordered), same_answer_by(grader.grade))
         write_json(output_dir / SUMMARY_FILE, asdict(summary))
     _log(summary)
     return summary
 
 
-def regrade_row(row: Row, judge: Judge, item: Item | None = None) -> Row:
+def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
     """The row with new verdicts, and with the gold answer, subject and level of the item if given."""
     if item is not None:
         row = replace(row, gold=item.gold, subject=item.subject, level=item.level)
-    graded = judge.grade(row.response, row.finish_reason, row.gold)
+    graded = grader.grade(row.response, row.finish_reason, row.gold)
     return replace(row, **asdict(graded))
 
 
-def _resume(output_dir: Path, settings: dict[str, Any], items: Sequence[Item], judge: Judge) -> dict[RowKey, Row]:
+def _resume(
+    output_dir: Path, settings: dict[str, Any], items: Sequence[Item], grader: Grader
+) -> dict[RowKey, Row]:
     """The rows of an earlier attempt that can be kept; leaves the directory ready for more."""
     stored = read_settings(output_dir) or {}
     rows: dict[RowKey, Row] = {}
@@ -121,7 +123,7 @@ def _resume(output_dir: Path, settings: dict[str, Any], items: Sequence[Item], j
             (output_dir / SUMMARY_FILE).unlink(missing_ok=True)
             by_id = {item.id: item for item in items}
             with ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads:
-                graded = threads.map(lambda row: regrade_row(row, judge, by_id[row.id]), rows.values())
+                graded = threads.map(lambda row: regrade_row(row, grader, by_id[row.id]), rows.values())
                 rows = {row.key: row for row in graded}
         write_rows(output_dir, rows.values())  # without a torn last line: rows are appended
     write_json(output_dir / SETTINGS_FILE, settings)
@@ -148,13 +150,13 @@ class _Recorder:
     def __init__(
         self,
         output_dir: Path,
-        judge: Judge,
+        grader: Grader,
         dispatcher: Dispatcher,
         max_failed: int,
         on_progress: OnProgress | None,
     ) -> None:
         self._output_dir = output_dir
-        self._judge = judge
+        self._grader = grader
         self._dispatcher = dispatcher
         self._max_failed = max_failed
         self._on_progress = on_progress
@@ -171,7 +173,7 @@ class _Recorder:
 
             async def finish(request: Request, outcome: Outcome) -> None:
                 loop = asyncio.get_running_loop()
-                row = await loop.run_in_executor(threads, regrade_row, _make_row(request, outcome), self._judge)
+                row = await loop.run_in_executor(threads, regrade_row, _make_row(request, outcome), self._grader)
                 self._append(row, file)
                 progress.advance(row.response_tokens)
 

@@ -149,19 +149,11 @@ def report_again(settings: Config) -> Path:
 
 
 def start_prefect(settings: Config) -> Callable[[], None]:
-    """Have Prefect's API start while the caller imports flows; returns what waits for it."""
+    """Start Prefect's API while the caller imports flows; returns what waits for it."""
     from flows.prefect_server import provide_prefect_api
-    from tasks.stages import CHAIN
 
     logger.info("starting Prefect")
-    wait_for_api = provide_prefect_api(Path(settings.store.path))
-
-    def wait() -> None:
-        for link in CHAIN:
-            link.stage.key(settings, {})  # parses the stages' code, which this process then need not do again
-        wait_for_api()
-
-    return wait
+    return provide_prefect_api(Path(settings.store.path))
 
 
 @contextlib.contextmanager

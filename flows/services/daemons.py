@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dapo_core.errors import StoreError
+from tasks.artifacts import StoreError
 from tasks.serve_model.failure import ServeError
 
 DEFAULT_STORE = Path(".dapo")

@@ -23,11 +23,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from dapo_core.device import device_for
-from dapo_core.errors import ConfigError, StoreError
+from dapo_core.errors import ConfigError
 from flows.prefect_server import is_healthy
 from flows.services.daemons import api_url
 from flows.services.project import PREFECT_FILE, read_deployments
-from tasks.artifacts import ArtifactStore
+from tasks.artifacts import ArtifactStore, StoreError
 from tasks.processes.child import ChildProcessFailed, run_command
 
 if TYPE_CHECKING:

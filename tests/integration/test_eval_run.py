@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from eval import EvaluationError, judging
+from eval import EvaluationError
+from eval.answers.grading import MathGrader
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
 from eval.regrade import regrade
@@ -213,7 +214,7 @@ def test_another_grader_or_gold_grades_again_and_asks_nothing(
     assert evaluate(make_set(3), endpoints, SAMPLING, tmp_path).accuracy == 1.0
     first, *others = make_set(3).items
     corrected = replace(make_set(3), items=(replace(first, gold="5", subject="sum"), *others))
-    monkeypatch.setattr(judging, "GRADER", "numbers/2")
+    monkeypatch.setattr(MathGrader, "rule", "numbers/2")
     with caplog.at_level(logging.WARNING):
         summary = evaluate(corrected, endpoints, SAMPLING, tmp_path)
     assert "grading again" in caplog.text
@@ -232,11 +233,11 @@ def test_letters_are_regraded_as_letters(
     choice = {"choices": [{"message": {"content": "\\boxed{C}\\boxed{A}"}, "finish_reason": "stop"}]}
     server.behave = lambda handler, prompt, attempt: handler.send(200, json.dumps(choice).encode())
     items = tuple(replace(item, gold="AC") for item in make_set(3).items)
-    evaluation_set = replace(make_set(3), items=items, benchmark="choice", ruler="choice")
+    evaluation_set = replace(make_set(3), items=items, benchmark="choice", grader="choice")
     assert evaluate(evaluation_set, endpoints, SAMPLING, tmp_path).accuracy == 1.0
     regraded = regrade(tmp_path)
     assert (regraded.summary.accuracy, regraded.verdicts, regraded.num_killed) == (1.0, {}, 0)
-    assert regraded.summary.settings["grader"] == "choice-letters/1"
+    assert regraded.summary.settings["grader"] == "choice-letters/2"
 
 
 def test_two_evaluations_do_not_write_to_one_folder(

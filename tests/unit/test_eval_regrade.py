@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from eval.answers.grading import GRADER
+from eval.answers.grading import MathGrader
 from eval.client import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.regrade import describe, regrade
@@ -47,7 +47,7 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
     after = read_rows(directory)
     assert [row.verdict for row in after.values()] == ["right", "truncated", "request_failed", "right"]
     assert [row.response for row in after.values()] == [row.response for row in rows]
-    assert json.loads((directory / "settings.json").read_text())["grader"] == GRADER
+    assert json.loads((directory / "settings.json").read_text())["grader"] == MathGrader.rule
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["accuracy"], summary["n"]) == (2 / 3, 3)  # a and d of the three that were answered
     assert "old/1" in describe(regraded)

@@ -25,7 +25,7 @@ from dapo_core.metrics import (
     update_metrics,
 )
 from dapo_core.policy import UpdateSums
-from dapo_core.reward import Verdict
+from dapo_core.reward.scorers import Verdict
 from dapo_core.rollout import Group, Rollout
 from dapo_core.sampler import Draw, TokenAccount
 from tests.batches import make_group

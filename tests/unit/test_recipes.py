@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,33 +183,3 @@ def test_the_papers_recipe_is_the_defaults_but_for_hardware_warm_up_and_evaluati
 def test_a_placeholder_in_a_recipe_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.path = '<MODEL>' still holds a placeholder"):
         load("dapo_qwen3_32b_math", "model.path=<MODEL>")
-
-
-@pytest.mark.parametrize(
-    ("response", "ground_truth", "is_right"),
-    [
-        (r"<think>\boxed{A}?</think> It is \boxed{D}.", "D", True),
-        (r"<think>\boxed{D}</think> It is \boxed{A}.", "D", False),  # the thinking's box does not count
-        (r"<think>so \boxed{D}", "D", False),  # cut while thinking
-        (r"It is \boxed{D}.", "D", True),  # a model that does not think aloud
-        (r"\boxed{A}\boxed{B}\boxed{D}", "ABD", True),
-        (r"\boxed{D, B and A}", "ABD", True),
-        (r"\boxed{ABD}", "A,B,D", True),
-        (r"\boxed{A}\boxed{B}", "ABD", False),  # not all
-        (r"\boxed{ABCD}", "ABD", False),  # one too many
-        (r"\boxed{D. Bond}", "D", True),  # the B of a word is no option
-        ("The answer is D.", "D", False),  # no box
-        (r"\boxed{}", "D", False),
-        (r"\boxed{H}", "D", False),
-        (r"\boxed{D} " + 300 * ".", "D", False),  # further than 300 characters from the end
-    ],
-)
-def test_the_finance_reward(response: str, ground_truth: str, is_right: bool) -> None:
-    custom = load("dapo_qwen3_8b_choice").custom_reward
-    spec = importlib.util.spec_from_file_location("finance_choice", CONFIGS.parent / str(custom.path))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    verdict = getattr(module, custom.name)("finance", response, ground_truth, None)
-    assert (verdict["score"], verdict["acc"]) == ((1.0, True) if is_right else (-1.0, False))

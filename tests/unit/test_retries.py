@@ -10,8 +10,9 @@ import httpx
 import pytest
 from prefect.states import Failed
 
-from dapo_core.errors import CheckpointError, DataError, NotEnoughSignal, RolloutError, StoreError, WorkerDied
+from dapo_core.errors import CheckpointError, DataError, NotEnoughSignal, RolloutError, WorkerDied
 from eval import EvaluationError
+from tasks.artifacts import StoreError
 from tasks.evaluate_model import evaluate_model
 from tasks.fetch_model import fetch_model
 from tasks.merge_checkpoint import merge_checkpoint
