@@ -1,4 +1,4 @@
-"""Serve a model and ask it every held-out item."""
+"""Serve a model and evaluate it on every held-out item."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Artifact:
     """The results directory (results.jsonl, settings.json, summary.json) of one model, recorded as `label`.
 
-    Answers of a failed attempt are kept: the next one with the same key asks only for what is missing.
+    A failed attempt keeps its answers; the next one with the same key asks only for what is missing.
     """
     settings = run.config.evaluate
     key = EVALUATE_MODEL.key(run.config, evaluate_model_inputs(run.config, data, model))

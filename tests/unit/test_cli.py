@@ -235,7 +235,7 @@ def test_compare_prints_markdown_and_writes_only_what_is_asked_for(tmp_path: Pat
     assert (
         len([line for line in done.stdout.splitlines() if line.startswith("| 2")]) == 2
     )  # the report is of `after`
-    assert "`after`: 1 later run took this evaluation from the store." in done.stdout
+    assert "`after`: 1 later run reused this evaluation from the store." in done.stdout
     assert {path.name for path in (tmp_path / "nights").iterdir()} == {"history.html"}
 
 
@@ -254,7 +254,7 @@ def test_compare_of_one_evaluation_with_itself_gives_no_figures_of_a_change(tmp_
 
 def test_compare_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
     before = write_results(tmp_path / "before", "rw")
-    assert "BEFORE and AFTER are needed, 1 given; for more, add --history" in refusal("compare", before)
+    assert "BEFORE and AFTER are needed, 1 given; add --history for more" in refusal("compare", before)
     other = write_results(tmp_path / "after", "rww")
     assert "1 of 3 items are only in after (first: '2')" in refusal("compare", before, other)
 
