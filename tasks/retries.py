@@ -6,7 +6,7 @@ import copy
 import logging
 from typing import Any
 
-from dapo_core.errors import TrainingStopped
+from dapo_core.stopping import TrainingStopped
 from tasks.processes.child import ChildProcessFailed
 from tasks.serve_model.failure import ServeError
 

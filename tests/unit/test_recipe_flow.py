@@ -38,6 +38,7 @@ def test_a_wrong_value_ends_the_flow_before_it_leaves_anything(flow: Flow[..., A
     assert not store.exists()
 
 
+@pytest.mark.slow
 def test_a_flow_whose_worker_is_killed_goes_on_talking(tmp_path: Path) -> None:
     script = [sys.executable, "-c", TALKS_TO_NOBODY, str(tmp_path / "said")]
     process = subprocess.Popen(

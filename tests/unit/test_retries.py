@@ -10,7 +10,8 @@ import httpx
 import pytest
 from prefect.states import Failed
 
-from dapo_core.errors import CheckpointError, DataError, NotEnoughSignal, RolloutError, WorkerDied
+from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
+from dapo_core.sampler import NotEnoughSignal
 from eval import EvaluationError
 from tasks.artifacts import StoreError
 from tasks.evaluate_model import evaluate_model

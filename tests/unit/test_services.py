@@ -128,6 +128,7 @@ def test_up_says_what_prefect_needs_to_find_the_server(
     assert lines[-1].endswith("dapo down" if store == ".dapo" else "dapo down --store 'a b'")
 
 
+@pytest.mark.slow
 def test_a_server_that_is_named_and_does_not_answer_is_said_in_one_line(tmp_path: Path) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen

@@ -29,7 +29,7 @@ WAIT_SECONDS = 1.5  # longer than one that gives way is patient
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    # Without a server Prefect would start one for what its page is told.
+    # Prefect would start a server for what goes to its page.
     monkeypatch.setattr("tasks.page.poster.post", lambda name, message: None)
     monkeypatch.setattr("tasks.train_policy.shown_as_training", contextlib.nullcontext)
     monkeypatch.setattr(
