@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -16,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
+from durable import locked
 from eval.problems import ProblemsError
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,7 @@ def fetch(source: str | Path, cache: Path | None = None) -> Path:
     if target.is_file() and file_sha256(target) == digest:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one downloads
+    with locked(target.parent / ".lock", on_wait=lambda *_: None):  # one process downloads
         if not target.is_file() or file_sha256(target) != digest:
             logger.info("downloading %s", address)
             part = target.with_name(f".{name}.part")
