@@ -20,7 +20,7 @@ from dapo_core.checkpoint.resume import (
 )
 from dapo_core.checkpoint.state import read_step
 from dapo_core.cluster import start_cluster
-from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_rows, tokenize_prompts
+from dapo_core.data import Prompt, PromptStream, load_tokenizer, tokenize_prompts
 from dapo_core.errors import ConfigError, WorkerDied
 from dapo_core.identity import training_identity
 from dapo_core.model_folder import require_model_folder
@@ -29,6 +29,8 @@ from dapo_core.reward.routing import require_scorers
 from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
 from dapo_core.trainer import OnStep, Trainer
 from dapo_core.validation import held_out_prompts
+from eval.problems.benchmarks import TRAINING
+from eval.problems.files import read_problems
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -56,18 +58,19 @@ def train(
     output_dir: Path,
     on_step: OnStep | None = None,
     held_out_path: Path | None = None,
+    benchmark: str | None = None,
 ) -> TrainResult:
     """Train the model on the parquet's prompts; checkpoints and metrics.jsonl go to `output_dir`.
 
     checkpoint.resume says what it continues from. When a rank or a rollout worker dies, all of them are restarted
     from the last checkpoint, up to train.max_restarts times; then WorkerDied is raised. `held_out_path` is what
-    validations ask. `on_step(step, metrics)` is called after each training step. Input is checked before any
-    worker starts. On SIGTERM or SIGINT a last checkpoint is written and TrainingStopped raised; a second signal
-    raises KeyboardInterrupt at once.
+    validations ask, a file of `benchmark` if named. `on_step(step, metrics)` is called after each step. Input is
+    checked before any worker starts. On SIGTERM or SIGINT a last checkpoint is written and TrainingStopped
+    raised; a second signal raises KeyboardInterrupt at once.
     """
     folder = output_dir / CHECKPOINTS
     with StopRequest() as stop, raising_stopped(stop, config, folder):
-        stream, held_out = _read_prompts(config, train_path, model_path, held_out_path)
+        stream, held_out = _read_prompts(config, train_path, model_path, held_out_path, benchmark)
         identity = training_identity(config, stream, model_path)  # now: a scorer may be edited while training runs
         folder.mkdir(parents=True, exist_ok=True)
         with lock_checkpoints(folder):
@@ -92,14 +95,14 @@ def train(
 
 
 def _read_prompts(
-    config: TrainingConfig, train_path: Path, model_path: Path, held_out_path: Path | None
+    config: TrainingConfig, train_path: Path, model_path: Path, held_out_path: Path | None, benchmark: str | None
 ) -> tuple[PromptStream, list[Prompt]]:
     """The prompts to train on and those to validate with, checked against the model and the scorers."""
     require_resume(config.checkpoint.resume)
     require_model_folder(model_path)
     require_trainable(read_model_config(model_path), config.train.sequence_parallel)
     tokenizer = load_tokenizer(model_path)
-    prompts = tokenize_prompts(read_rows(train_path), tokenizer, config.data.max_prompt_tokens)
+    prompts = tokenize_prompts(read_problems(train_path, (TRAINING,)), tokenizer, config.data.max_prompt_tokens)
     held_out: list[Prompt] = []
     if config.validation.every:
         if held_out_path is None:
@@ -107,7 +110,7 @@ def _read_prompts(
                 f"validation.every={config.validation.every} needs a held-out set; name one with --held-out, or "
                 "set validation.every=0"
             )
-        held_out = held_out_prompts(held_out_path, tokenizer, config)
+        held_out = held_out_prompts(held_out_path, benchmark, tokenizer, config)
     require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
     return PromptStream(prompts, config.run.seed, config.data.shuffle), held_out
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dapo_core.data import Prompt, read_held_out, tokenize_prompts
+from dapo_core.compat import Compat
+from dapo_core.data import Prompt, tokenize_prompts
 from dapo_core.errors import RewardError, RolloutError
 from dapo_core.reward.routing import require_scorers
 from dapo_core.rollout import Group, GroupRequest, Rollout
+from eval.problems.benchmarks import benchmark_of
+from eval.problems.prompts import DEFAULT, find_template, make_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,14 +25,26 @@ if TYPE_CHECKING:
     from dapo_core.sampler import GroupSource
 
 
-def held_out_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig) -> list[Prompt]:
-    """The validation prompts: the first validation.num_prompts of the file, or all.
+def held_out_prompts(
+    path: Path, benchmark: str | None, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig
+) -> list[Prompt]:
+    """The validation prompts: the first validation.num_prompts of the file, or all, as dapo eval asks.
 
-    Raises DataError for a file that read_held_out refuses and for prompts that are too long, and what
-    require_scorers raises.
+    Problems that name no data source are scored by the benchmark's rule. Raises ProblemsError for a file that dapo
+    eval refuses, DataError for prompts that are too long, and what require_scorers raises.
     """
-    rows = read_held_out(path)[: config.validation.num_prompts]
-    prompts = tokenize_prompts(rows, tokenizer, config.data.max_prompt_tokens, "data.eval_path")
+    known = benchmark_of(path, benchmark)
+    template = find_template(DEFAULT, known.template)
+    data_source = "choice" if known.grader == "choice" else Compat.of(config.algorithm).boxed_data_source
+    problems = [
+        replace(
+            problem,
+            messages=make_messages(template, problem.text, problem.messages),
+            data_source=problem.data_source or data_source,
+        )
+        for problem in known.load(path)[: config.validation.num_prompts]
+    ]
+    prompts = tokenize_prompts(problems, tokenizer, config.data.max_prompt_tokens, "data.eval_path")
     require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
     return prompts
 

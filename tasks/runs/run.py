@@ -18,14 +18,15 @@ from typing import Any
 
 from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.loading import dump_config
-from dapo_core.data import require_columns
 from dapo_core.errors import DapoError
 from dapo_core.reward.routing import require_scorers
 from durable import locked, write_atomically
+from eval.problems.benchmarks import TRAINING
+from eval.problems.files import require_columns
 from eval.problems.prompts import find_template
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, StoreError
 from tasks.config import ChainConfig
-from tasks.runs.history import CONFIG_FILE, RECORD_FILE, run_lock_path
+from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
 from tasks.stages import LINKS, prepare_data_inputs
 from tasks.time_limit import clock_stopped
@@ -37,17 +38,6 @@ current_stage: ContextVar[str] = ContextVar("current_stage", default="")  # for 
 
 class RunSkipped(DapoError, RuntimeError):
     """The run was skipped: it started too late, or another run holds a lock that it needs."""
-
-
-@dataclass
-class StageRecord:
-    """What happened to one stage in a run."""
-
-    cached: bool
-    seconds: float
-    artifact: str  # path
-    key: str
-    digest: str
 
 
 @dataclass
@@ -74,11 +64,11 @@ class Run:
         check_start(config)
         store = ArtifactStore(config.store.path)
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%f")[:-3]
-        folder = runs_folder(config) / f"{now}Z-{os.getpid()}"
+        folder = store.root / "runs" / f"{now}Z-{os.getpid()}"
         folder.mkdir(parents=True)
         (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
-        logger.info("run %s of %s in %s", folder.name, config.run.name, folder.absolute())
-        run = Run(config, store, folder.absolute(), flow, frozenset(forced))
+        logger.info("run %s of %s in %s", folder.name, config.run.name, folder)
+        run = Run(config, store, folder, flow, frozenset(forced))
         run.lock.enter_context(locked(run_lock_path(folder)))
         run.record()
         return run
@@ -222,14 +212,14 @@ def _end(error: BaseException | None) -> dict[str, str]:
 def check_inputs(config: ChainConfig) -> None:
     """Raise when a file that the configuration names is not there, or not what a run can use.
 
-    ConfigError, DataError, ModelError; BenchmarkError for a prompt.
+    ConfigError, DataError, ModelError; ProblemsError for a prompt.
     """
     prepare_data_inputs(config)
     require_scorers((), config.reward, config.custom_reward)
     require_resume(config.checkpoint.resume)
     find_template(config.evaluate.prompt, default="given")
     if config.data.source == "path":
-        require_columns(str(config.data.train_path))
+        require_columns(Path(str(config.data.train_path)), TRAINING)
     if config.model.source == "path":
         require_positions(str(config.model.path), config.data, config.rollout)
         require_servable(str(config.model.path), config.serve, os.environ)
@@ -239,8 +229,3 @@ def check_start(config: ChainConfig) -> None:
     """Raise, before any work, what would end a run: what `check_inputs` raises, or StoreError."""
     check_inputs(config)
     ArtifactStore(config.store.path).check_writable()
-
-
-def runs_folder(config: ChainConfig) -> Path:
-    """Where runs are recorded."""
-    return Path(config.store.path) / "runs"

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from dapo_core.arithmetic import generate_problems, write_parquet
 from dapo_core.config.fields import is_volatile
 from dapo_core.errors import ConfigError, DataError, ModelError
-from eval.problems import BenchmarkError
+from eval.problems import ProblemsError
 from flows.config import Config, load_config, resolve_config
 from tasks.artifacts import Artifact, ArtifactStore, StageKey, StoreError
 from tasks.artifacts.code import PROJECT_ROOT
@@ -213,10 +213,10 @@ def test_own_data_that_cannot_be_used_is_refused_and_named(tmp_path: Path) -> No
         prepare_data_inputs(files_config(tmp_path, tmp_path / "gone.jsonl"))
     held_out = math500_file(tmp_path / "eval.jsonl")
     held_out.write_text(held_out.read_text() + '{"problem": "?", "answer": ""}\n')
-    with pytest.raises(BenchmarkError, match="of 4 rows, 1 with neither an answer nor a boxed solution"):
+    with pytest.raises(ProblemsError, match=r"of 4 rows, 1 with neither an answer nor a boxed solution"):
         prepared(files_config(tmp_path, held_out))
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "train.parquet")
-    with pytest.raises(DataError, match=r"train\.parquet lacks the columns data_source, prompt, reward_model"):
+    with pytest.raises(ProblemsError, match=r"train\.parquet lacks the columns data_source, prompt, reward_model"):
         prepared(files_config(tmp_path, math500_file(held_out)))
 
 
@@ -343,7 +343,7 @@ def test_a_run_records_and_links_each_stage_as_it_ends(config: Config) -> None:
     run.record(report={"n": 1})
     [recorded] = read_runs(Path(config.store.path))
     assert (built, stages_seen, current_stage.get()) == (again, ["probe_first"], "")
-    assert {label: stage.is_cached for label, stage in recorded.stages.items()} == {
+    assert {label: stage.cached for label, stage in recorded.stages.items()} == {
         "probe_first": False,
         "probe_again": True,
     }
