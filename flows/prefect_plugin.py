@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from prefect.plugins import SetupResult, register_hook
 
-from dapo_core.errors import ConfigError, ServeError
+from dapo_core.errors import ConfigError
 from flows.prefect_settings import project_settings
 from flows.services.daemons import api_url
+from tasks.serve_model.failure import ServeError
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient

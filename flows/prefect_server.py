@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dapo_core.errors import ServeError
 from flows.services.daemons import SERVER, Services
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.serve_model.command import free_ports
+from tasks.serve_model.failure import ServeError
 
 HOST = "127.0.0.1"
 STARTUP_SECONDS = 180.0

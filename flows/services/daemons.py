@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dapo_core.errors import ServeError
 from tasks.artifacts import StoreError
+from tasks.serve_model.failure import ServeError
 
 DEFAULT_STORE = Path(".dapo")
 FOLDER = ".services"

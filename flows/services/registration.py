@@ -34,9 +34,9 @@ from prefect.exceptions import ObjectAlreadyExists
 from prefect.states import Cancelling
 from prefect.workers.process import ProcessWorker
 
-from dapo_core.errors import ServeError
 from flows.services.daemons import tail_of
 from flows.services.project import read_deployments
+from tasks.serve_model.failure import ServeError
 from tasks.training_limit import LIMIT as TRAINING_LIMIT
 
 WORK_POOL = "dapo"

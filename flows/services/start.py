@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING
 import psutil
 import yaml
 
-from dapo_core.errors import ConfigError, ServeError
+from dapo_core.errors import ConfigError
 from flows.prefect_server import is_healthy, wait_until_healthy
 from flows.prefect_settings import prefect_settings, project_settings
 from flows.services.daemons import SERVER, WORKER, Daemon, Services, State
 from flows.services.project import project_digest, read_deployments
 from tasks.serve_model.command import free_ports
+from tasks.serve_model.failure import ServeError
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -16,11 +16,12 @@ import pytest
 from prefect.client.schemas.actions import WorkPoolUpdate
 from typer.testing import CliRunner
 
-from dapo_core.errors import ConfigError, ServeError
+from dapo_core.errors import ConfigError
 from flows.cli import app
 from flows.services.daemons import SERVER, WORKER, Daemon, Services, State, api_url
 from flows.services.start import Wishes, _end_work, _start_server, bring_up, take_down, without_password
 from tasks.artifacts import StoreError
+from tasks.serve_model.failure import ServeError
 
 ROOT = Path(__file__).resolve().parents[2]
 
