@@ -27,7 +27,7 @@ import httpx
 import psutil
 from small_chain import CONFIG, SMALL
 
-from flows.services.daemons import Services
+from flows.services import Services
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_CORES = 2
@@ -127,7 +127,7 @@ class Measured:
 
     def deploy(self) -> list[Cost]:
         """The phases of one run of the deployment, by the times of its states on the server."""
-        with httpx.Client(base_url=Services(self.store).read().api_url, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=Services(self.store).api_url, timeout=60, trust_env=False) as client:
             deployment = client.get("/deployments/name/dapo-full/dapo-full").raise_for_status().json()["id"]
             parameters = {"config": CONFIG, "overrides": self.overrides}
             create = f"/deployments/{deployment}/create_flow_run"

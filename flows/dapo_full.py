@@ -1,11 +1,9 @@
 """The whole chain as one Prefect flow."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dapo_core.config import load_config
-from flows.notify import tell_report
+from flows.notify import report_result
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
 from tasks.evaluate_model import evaluate_model
 from tasks.fetch_model import fetch_model
@@ -35,5 +33,5 @@ def run_chain(run: Run, gives_way: bool = False) -> dict[str, Any]:
     merged = merge_checkpoint(run, training)
     after = evaluate_model(run, data, merged, "evaluate_after")
     report = write_report(run, before, after, training)
-    tell_report(run, report)
+    report_result(run, report)
     return {"run": str(run.folder), "verdict": report["verdict"]}

@@ -1,7 +1,5 @@
 """The whole chain on a schedule: it gives way to whoever trains already, and is dropped when it comes too late."""
 
-from __future__ import annotations
-
 import datetime
 import logging
 from typing import Annotated, Any

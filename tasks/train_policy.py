@@ -18,7 +18,6 @@ from tasks.processes.watched_command import Outlive
 from tasks.runs.run import Run
 from tasks.stage_task import stage_task
 from tasks.stages import TRAIN_FILE, TRAIN_POLICY, eval_file, train_policy_inputs
-from tasks.training_limit import shown_as_training
 from tasks.training_lock import hold_for_training
 
 
@@ -43,7 +42,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = Fa
         if run.config.validation.every:
             words += ["--held-out", eval_file(data)]
         words += resume_words(run.config.checkpoint.resume, attempt)
-        with contextlib.ExitStack() as stack, shown_as_training():
+        with contextlib.ExitStack() as stack:
             outlive = Outlive(
                 unwatched_seconds=60 * run.config.flow.unwatched_minutes,
                 stop_seconds=run.config.flow.stop_seconds,

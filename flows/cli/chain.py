@@ -52,13 +52,13 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
 
     Where the store has every output and no Prefect server runs, none is started: only the report is written.
     """
-    from flows.prefect_server import has_prefect_api
+    from flows.prefect_server import named_api
     from tasks.runs.history import REPORT_FOLDER
     from tasks.runs.plan import is_built
 
     settings = begin(config, overrides)
     has_all = is_built(settings)
-    if has_all and not has_prefect_api(Path(settings.store.path)):
+    if has_all and not named_api(Path(settings.store.path)):
         logger.info("every output is in the store: a report is all there is to do, which needs no Prefect server")
         print_report(report_again(settings))
         return
@@ -138,13 +138,13 @@ def begin(config: Path, overrides: list[str] | None, needs: Sequence[str] = ()) 
 
 def report_again(settings: Config) -> Path:
     """The folder of a new report on a chain that is built."""
-    from flows.notify import tell_report
+    from flows.notify import report_result
     from tasks.runs.history import REPORT_FOLDER
     from tasks.runs.report import repeat_chain
     from tasks.runs.run import Run
 
     with Run.start(settings) as run:
-        tell_report(run, repeat_chain(run))
+        report_result(run, repeat_chain(run))
     return run.folder / REPORT_FOLDER
 
 

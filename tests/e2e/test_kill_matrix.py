@@ -33,11 +33,10 @@ from typing import Any
 
 import psutil
 import pytest
-from prefect.events.actions import ChangeFlowRunState
+import yaml
 
 from bench.small_chain import CONFIG, SMALL
-from flows.services.daemons import SERVER, WORKER
-from flows.services.registration import crash_automation
+from flows.services import CRASH_AUTOMATION_FILE
 from tasks.processes.supervisor import ASKED, UNWATCHED
 from tasks.processes.watched_command import read_record
 from tasks.training_lock import TRAINING_LOCK, read_holder
@@ -156,7 +155,7 @@ def evaluation(site: Site, builds: Builds, training: Paused) -> Stopped:
 @pytest.fixture(scope="module")
 def attached(site: Site, training: Paused, evaluation: Stopped) -> Stopped:
     """A run that attached to the training after its worker had ended, cancelled."""
-    worker, flow_process = site.service(WORKER), site.flow_process(training.flow_run)
+    worker, flow_process = site.service("worker"), site.flow_process(training.flow_run)
     assert flow_process is not None
     os.kill(worker.pid, signal.SIGTERM)
     assert_all_gone([worker, flow_process])
@@ -211,16 +210,16 @@ def waited(site: Site, unwatched: Paused) -> None:
 def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Paused, waited: None) -> Away:
     """Worker and server are killed, and the flow of that training; 40 s later they are there again."""
     site.wait_for("more answers", lambda: len(answers(site)) > len(evaluation.lines), PATIENCE_SECONDS)
-    processes, port = site.tree(resumed_evaluation), site.state().port
-    kill(site.service(WORKER))
+    processes, port = site.tree(resumed_evaluation), site.services.server.read()["port"]
+    kill(site.service("worker"))
     kill_flow(site, unwatched.flow_run)
-    kill(site.service(SERVER))
+    kill(site.service("server"))
     back_at = time.monotonic() + AWAY_SECONDS
     lines = unwatched.end(UNWATCHED)
     assert read_holder(site.store / ".locks" / TRAINING_LOCK) is None
     site.wait_for("40 s", lambda: time.monotonic() >= back_at, AWAY_SECONDS)
     site.up()
-    assert site.state().port == port
+    assert site.services.server.read()["port"] == port
     return Away(processes, lines)
 
 
@@ -236,16 +235,15 @@ def test_a_webhook_is_told_of_a_run_that_crashed_unseen(site: Site, tmp_path: Pa
     """By the automation of docs/notifications.md, made as it says there."""
     words = (ROOT / "docs/notifications.md").read_text().split("## Runs that end unseen")[1].split("\n## ")[0]
     code, automation = re.findall(r"```(?:python|yaml)\n(.*?)```", words, re.DOTALL)
-    environment = {**os.environ, **site.environment, "PREFECT_API_URL": site.state().api_url}
+    environment = {**os.environ, **site.environment, "PREFECT_API_URL": site.services.api_url}
 
     def run(*command: str) -> str:
         return subprocess.run(
             [sys.executable, *command], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout
 
-    [action] = crash_automation().actions
-    assert isinstance(action, ChangeFlowRunState)
-    reason = str(action.message)
+    [action] = yaml.safe_load(CRASH_AUTOMATION_FILE.read_text())["actions"]
+    reason = action["message"]
     with started_receiver() as receiver:
         block = run("-c", code.replace("https://hooks.example.org/...", receiver.url()))
         (tmp_path / "unseen-crashes.yaml").write_text(automation.replace("BLOCK_ID", block.strip()))

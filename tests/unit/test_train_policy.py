@@ -30,9 +30,7 @@ WAIT_SECONDS = 1.5  # longer than one that gives way is patient
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    # Without a server Prefect would start one for what its page is told.
-    monkeypatch.setattr("tasks.page.poster.post", lambda name, message: None)
-    monkeypatch.setattr("tasks.train_policy.shown_as_training", contextlib.nullcontext)
+    monkeypatch.setattr("tasks.page.PageArtifact.show", lambda *_: None)  # there is no server
     monkeypatch.setattr(
         dapo_command, "dapo_command", lambda *words: [sys.executable, "-c", TRAIN, *map(str, words)]
     )

