@@ -8,12 +8,14 @@ import fcntl
 import json
 import os
 import platform
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 POLL_SECONDS = 0.2
+GRACE_SECONDS = 0.1  # in which `is_locked` of another process lets go of a lock
 TAIL_BYTES = 64 * 1024
 UNSET = object()  # the value of a key that only the other side of a comparison has
 
@@ -28,17 +30,21 @@ class LockHeld(BlockingIOError):
 def locked(path: Path, *, shared: bool = False, note: str = "", on_wait: OnWait | None = None) -> Iterator[int]:
     """Hold a kernel lock on the file for the block; yields its descriptor.
 
-    The kernel drops the lock when the last copy of the descriptor closes, however the holder dies. An exclusive
-    holder writes its pid, host and `note` into the file for those who wait. Without `on_wait` a lock that is held
-    raises LockHeld at once; with it the call polls and calls `on_wait(holder, seconds)` each time, which may raise
-    to give up.
+    The kernel drops the lock when the last copy of the descriptor closes, however the holder dies; forks have a
+    copy, other children do not. An exclusive holder writes its pid, host and `note` into the file for those who
+    wait. Inside the block the file may be removed or renamed; those who wait then lock the file that has its name.
+
+    Without `on_wait` a held lock raises LockHeld within 0.2 s; with it the call polls and calls
+    `on_wait(holder, seconds)` each time, which may raise to give up.
     """
     began = time.monotonic()
     while (descriptor := _try_lock(path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)) is None:
-        if on_wait is None:
+        waited = time.monotonic() - began
+        if on_wait is not None:
+            on_wait(read_holder(path), waited)
+        elif waited > GRACE_SECONDS:
             raise LockHeld(f"{path} is locked by {read_holder(path)}")
-        on_wait(read_holder(path), time.monotonic() - began)
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS if on_wait else GRACE_SECONDS / 5)
     try:
         if not shared:
             since = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -87,7 +93,7 @@ def sync(path: Path) -> None:
 def sync_tree(folder: Path) -> None:
     """Flush every file and folder below, and the folder itself, to the disk."""
     for path in folder.rglob("*"):
-        if not path.is_symlink():
+        if not path.is_symlink() and (path.is_file() or path.is_dir()):  # opening a pipe would wait
             sync(path)
     sync(folder)
 
@@ -104,7 +110,7 @@ def publish(partial: Path, target: Path) -> None:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
         publish(partial, path)
@@ -113,21 +119,24 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
-    """Append one line to a log and flush it to the disk."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    """Append one line to a log and flush it to the disk; begins on a new line where a crash tore the last one."""
+    is_new = not path.exists()
+    with path.open("a+b") as file:
+        file.seek(max(file.tell() - 1, 0))
+        line_end = b"" if file.read(1) in (b"", b"\n") else b"\n"
+        file.write(line_end + json.dumps(row).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+    if is_new:
+        sync(path.parent)
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """The lines of a log, [] when it is missing; reading ends at the first line that a crash tore."""
+    """The lines of a log without those that a crash tore, [] when it is missing."""
     rows: list[Any] = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
+        with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
-        except ValueError:
-            break
     return rows
 
 
@@ -161,15 +170,27 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _try_lock(path: Path, kind: int) -> int | None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            if _is_at(descriptor, path):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the file still has the name; its last holder may have removed it after we opened it."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_nlink:  # else the last holder removed the file, and the next locks another
-            return descriptor
-    except BlockingIOError:
-        pass
-    os.close(descriptor)
-    return None
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _read_lock_file(path: Path) -> tuple[str, str]:

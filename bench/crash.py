@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from dapo_core.checkpoint import latest_checkpoint
+from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from tasks.processes import supervisor
 from tasks.processes.child import SupervisedProcess, background_command, run_command

@@ -30,10 +30,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eval.benchmark import EvaluationSet, Item
+from eval import EvaluationError
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
-from eval.errors import EvaluationError
+from eval.problems.items import EvaluationSet, Item
 from eval.results import read_rows
 from eval.run import evaluate
 

@@ -4,7 +4,7 @@
 
 FILE is .jsonl, .csv, .tsv (no quoting) or .parquet with the columns prediction (a whole response, or an answer on
 one line, which is put in a box), gold and label (1/0, true/false, right/wrong); a column finish_reason is used
-where it is there. One process each; `exact` is eval.grading.Judge as `dapo eval` uses it, without its worker's
+where it is there. One process each; `exact` is eval.answers.Judge as `dapo eval` uses it, without its worker's
 start.
 """
 
@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eval.grading import Judge, extract_aisbench, extract_answer, is_equal_aisbench
+from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
+from eval.answers.extraction import extract_answer
+from eval.answers.judge import Judge
 
 MAX_BARE_CHARS = 300
 LABELS = {"1": True, "true": True, "right": True, "0": False, "false": False, "wrong": False}

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from learning_page import CURVES, FULL, VARIANTS, Job, Outcome, draw, render
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from flows.config import Config
     from tasks.artifacts import Artifact, ArtifactStore, StageKey
 
 logger = logging.getLogger("learning")
@@ -60,9 +60,9 @@ def main() -> None:
 def run_job(job: Job) -> Outcome:
     """Build what the job needs and is not in the store; runs in a process of its own."""
     _print_lines()
-    from dapo_core.config import load_config
     from dapo_core.metrics import METRICS_FILE
     from eval.training import read_training_metrics, series, training_totals
+    from flows.config import load_config
     from tasks.artifacts import ArtifactStore
     from tasks.stages import FETCH_MODEL, PREPARE_DATA, TRAIN_FILE, fetch_model_inputs, prepare_data_inputs
 
@@ -151,7 +151,7 @@ def _answer(config: Config, store: ArtifactStore, data: Artifact, model: Artifac
     stage = Stage(
         name="bench_learning_answers",
         sections=("evaluate.max_response_tokens",),
-        modules=("dapo_core.engines.hf_engine", "eval.benchmark", "eval.grading"),
+        modules=("dapo_core.engines.hf_engine", "eval.problems", "eval.answers"),
         packages=("torch", "transformers"),
     )
     key = stage.key(config, evaluate_model_inputs(config, data, model))
@@ -166,8 +166,8 @@ def _answer(config: Config, store: ArtifactStore, data: Artifact, model: Artifac
 def _write_answers(config: Config, data: Artifact, model: Artifact, folder: Path) -> Mapping[str, Any]:
     from dapo_core.data import load_tokenizer
     from dapo_core.engines import EngineSettings, GenerationRequest, build_engine
-    from eval.benchmark import load_set
-    from eval.grading import grade
+    from eval.answers.grading import grade
+    from eval.problems.benchmarks import load_set
     from tasks.stages import eval_file
 
     limit, items, tokenizer = (

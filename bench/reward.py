@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dapo_core.config import CustomRewardConfig, RewardConfig
+from dapo_core.config.training import CustomRewardConfig, RewardConfig
 from dapo_core.data import load_tokenizer
 from dapo_core.reward import RewardPool, Score, ScoreRequest, scorer_for
 

@@ -10,7 +10,7 @@ import torch
 from dapo_core.compat import Compat
 
 if TYPE_CHECKING:
-    from dapo_core.config import AlgorithmConfig
+    from dapo_core.config.training import AlgorithmConfig
 
 STD_FLOOR = 1e-6
 

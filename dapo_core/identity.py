@@ -9,19 +9,19 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_core.config import result_values
+from dapo_core.config.fields import result_values
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.model_folder import model_fingerprint
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
     from dapo_core.data import PromptStream
 
 SECTIONS = ("algorithm", "reward", "custom_reward", "sampler", "rollout", "train")
 FREE_KEYS = ("train.total_steps",)  # a training may become longer
 
 
-def training_identity(config: Config, stream: PromptStream, model_path: Path) -> dict[str, Any]:
+def training_identity(config: TrainingConfig, stream: PromptStream, model_path: Path) -> dict[str, Any]:
     """What the training's meaning hangs on: keys as `section.key`, and digests as `prompts` and `model`.
 
     How the work lies on devices is not among it: a training may go on with another number of ranks.

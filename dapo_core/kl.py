@@ -10,7 +10,7 @@ import torch
 from dapo_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dapo_core.config import KLConfig
+    from dapo_core.config.training import KLConfig
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0

@@ -15,7 +15,7 @@ from dapo_core.compat import Compat
 from dapo_core.kl import MAX_LOG_RATIO, kl_estimate
 
 if TYPE_CHECKING:
-    from dapo_core.config import AlgorithmConfig
+    from dapo_core.config.training import AlgorithmConfig
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 from dapo_core.errors import ModelError
@@ -11,6 +12,9 @@ from dapo_core.errors import ModelError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MERGE_MANIFEST = "merge_manifest.json"  # beside the weights of a merged model
+MANIFESTS = ("manifest.json", MERGE_MANIFEST)  # of the folder a model came in
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
+CHAT_TEMPLATES = "additional_chat_templates"
 FINGERPRINT_BYTES = 1024**2
 _PARTS = (
     ("config.json", ("config.json",)),
@@ -56,6 +60,27 @@ def weight_files(model_path: str | Path) -> dict[str, Path]:
 def weight_names(model_path: str | Path) -> set[str]:
     """Names of the tensors in the folder's safetensors files."""
     return set(weight_files(model_path))
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a model folder that are not weights: config, tokenizer, chat templates, generation config."""
+    return [
+        path
+        for path in sorted((*folder.glob("*"), *folder.glob(f"{CHAT_TEMPLATES}/*")))
+        if path.is_file()
+        and path.suffix not in WEIGHT_SUFFIXES
+        and not path.name.endswith(".index.json")
+        and path.name not in MANIFESTS
+    ]
+
+
+def copy_model_files(source: Path, target: Path) -> None:
+    """Copy a model folder without its weights."""
+    files = model_files(source)
+    for folder in {target, *(target / path.relative_to(source).parent for path in files)}:
+        folder.mkdir(parents=True, exist_ok=True)
+    for path in files:
+        shutil.copy2(path, target / path.relative_to(source))
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from dapo_core.checkpoint import latest_checkpoint
+from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.errors import WorkerDied
 from dapo_core.stopping import StopRequest
 

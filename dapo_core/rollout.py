@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class RolloutWorker:
     A response is scored while the engine goes on with others; a group is finished when all siblings have scores.
     """
 
-    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig) -> None:
         self.engine = engine
         self.config = config
         self.compat = Compat.of(config.algorithm)

@@ -12,7 +12,7 @@ import torch
 from dapo_core.kl import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
-    from dapo_core.config import RolloutCorrectionConfig
+    from dapo_core.config.training import RolloutCorrectionConfig
 
 
 def correct_rollouts(

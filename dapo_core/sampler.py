@@ -16,7 +16,7 @@ from dapo_core.errors import NotEnoughSignal, RewardError, RolloutError
 from dapo_core.rollout import Group, GroupRequest
 
 if TYPE_CHECKING:
-    from dapo_core.config import SamplerConfig
+    from dapo_core.config.training import SamplerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -15,21 +15,17 @@ import torch
 from dapo_core import metrics as measure
 from dapo_core.advantage import group_advantages
 from dapo_core.batch import Batch, build_batch
-from dapo_core.checkpoint import (
-    CHECKPOINTS,
-    CheckpointKeeper,
-    CheckpointWriter,
-    TrainerState,
-    end_again,
+from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
+from dapo_core.checkpoint.resume import (
     find_start,
-    latest_checkpoint,
-    locked,
-    read_state,
-    read_step,
+    finish_if_done,
+    lock_checkpoints,
     require_resume,
     require_same_training,
     resume_metrics,
 )
+from dapo_core.checkpoint.state import TrainerState, read_state, read_step
+from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.compat import Compat
 from dapo_core.config.derived import derive
@@ -51,7 +47,7 @@ from dapo_core.validation import held_out_prompts, validate
 from dapo_core.weight_sync import probe_difference, publish_weights
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
     from dapo_core.rollout import Group
 
 logger = logging.getLogger(__name__)
@@ -71,7 +67,7 @@ class TrainResult:
 
 
 def train(
-    config: Config,
+    config: TrainingConfig,
     train_path: Path,
     model_path: Path,
     output_dir: Path,
@@ -90,12 +86,11 @@ def train(
     with StopRequest() as stop, _told_as_stopped(stop, config, folder):
         stream, held_out = _read_prompts(config, train_path, model_path, held_out_path)
         identity = training_identity(config, stream, model_path)  # as it begins: a scorer may be edited meanwhile
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder):
+        with lock_checkpoints(folder):
             start = find_start(folder, config.checkpoint.resume)
             if start is not None:
                 require_same_training(config, start, folder, identity)
-                if (end := end_again(config, start, output_dir)) is not None:
+                if (end := finish_if_done(config, start, output_dir)) is not None:
                     return TrainResult(start, end.step, end.policy_version)
 
             def attempt(start: Path | None) -> Trainer:
@@ -113,7 +108,7 @@ def train(
 
 
 @contextmanager
-def _told_as_stopped(stop: StopRequest, config: Config, folder: Path) -> Iterator[None]:
+def _told_as_stopped(stop: StopRequest, config: TrainingConfig, folder: Path) -> Iterator[None]:
     """Raise TrainingStopped, with what it continues from, where the first signal ends training."""
     try:
         yield
@@ -134,7 +129,7 @@ def _told_as_stopped(stop: StopRequest, config: Config, folder: Path) -> Iterato
 
 
 def _read_prompts(
-    config: Config, train_path: Path, model_path: Path, held_out_path: Path | None
+    config: TrainingConfig, train_path: Path, model_path: Path, held_out_path: Path | None
 ) -> tuple[PromptStream, list[Prompt]]:
     """The training's prompts and those of validations, if there are any; checked with model and scorers."""
     require_resume(config.checkpoint.resume)
@@ -173,7 +168,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: TrainingConfig,
         cluster: Cluster,
         stream: PromptStream,
         model_path: Path,
@@ -197,7 +192,6 @@ class Trainer:
         self.kl_controller = KLController(config.algorithm.kl)
         self.output_dir = output_dir
         self.checkpoints = CheckpointWriter(output_dir / CHECKPOINTS, model_path, cluster.policy, config)
-        self.keeper = CheckpointKeeper(self.checkpoints)
         device = device_for(config.train.device)
         self.dtypes = [device.resolve_dtype(section.dtype) for section in (config.train, config.rollout)]
         self.utilization = ActorUtilization(
@@ -233,7 +227,7 @@ class Trainer:
     def run(self, on_step: OnStep | None = None, stop: StopRequest | None = None) -> None:
         """All steps that are left; StopRequested after fewer when `stop` is asked to, with a last checkpoint."""
         self.stop = stop or self.stop
-        with self.stop.deferred(), self.keeper.ending():
+        with self.stop.deferred(), self.checkpoints.ending():
             while self.step < self.config.train.total_steps:
                 step_metrics = self.run_step()
                 if on_step is not None:
@@ -244,7 +238,7 @@ class Trainer:
         timer = measure.PhaseTimer()
         with timer.phase("gen"), self.stop.interruptible(self.step):
             draw = self.sampler.draw(self.step + 1)
-        timer.attribute(self.keeper.take_polled_seconds(), "gen", "save_checkpoint")
+        timer.attribute(self.checkpoints.take_polled_seconds(), "gen", "save_checkpoint")
         timer.attribute(draw.account.reward_seconds, "gen", "reward")
         metrics = measure.draw_metrics(draw)
         num_tokens = (0, 0)  # of responses; of prompts and responses
@@ -260,7 +254,7 @@ class Trainer:
         num_devices = derive(self.config).num_devices
         with timer.phase("save_checkpoint"):
             told = metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices)
-            self.keeper.keep(self._state(told), self._is_due(self.config.checkpoint.save_every))
+            self.checkpoints.keep(self._state(told), self._is_due(self.config.checkpoint.save_every))
         return self._tell(metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices))
 
     def _mixed(self, groups: Sequence[Group]) -> list[Group]:
@@ -376,7 +370,7 @@ class Trainer:
         return validate(self.cluster.rollouts, self.held_out, self.step, limit)
 
     def _while_waiting(self) -> None:
-        self.keeper.poll()
+        self.checkpoints.poll()
         self.stop.check()
 
     def _state(self, metrics: dict[str, float]) -> TrainerState:

@@ -17,11 +17,11 @@ from dapo_core.rollout import Group, GroupRequest, Rollout
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
     from dapo_core.sampler import GroupSource
 
 
-def held_out_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, config: Config) -> list[Prompt]:
+def held_out_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig) -> list[Prompt]:
     """The prompts that validation asks: the first validation.num_prompts of the file, or all.
 
     Raises DataError for a file that read_held_out refuses and for prompts that are too long, and what

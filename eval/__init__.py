@@ -1,1 +1,9 @@
-"""Evaluation over an OpenAI-compatible URL: no torch, no Ray, no vLLM, and nothing of this project."""
+"""Evaluation of a served model: problems, requests, grading, statistics and reports."""
+
+
+class EvaluationError(Exception):
+    """Base of every error that `eval` raises on purpose. Takes one message and is picklable."""
+
+
+class InputError(EvaluationError, ValueError):
+    """Base of the errors that another attempt cannot cure: a file or a setting has to change first."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from eval.grading import VERDICTS
+from eval.answers.grading import VERDICTS
 from eval.results import Row, group_by
 from eval.samples import Samples, num_right
 from eval.statistics import PValues, adjusted_interval, holm, mcnemar, paired_bootstrap, sign_flip_test

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from eval.prompts import Prompt
+from eval.problems.prompts import Prompt
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eval import breakdown
+from eval import InputError, breakdown
+from eval.answers.grading import grade
 from eval.breakdown import GroupChange, Lengths, Pair, Part, Rulers
-from eval.errors import ComparisonError
-from eval.grading import grade
 from eval.results import Row, differences, group_by, mean_response_tokens, rate
 from eval.samples import (
     Evaluation,
@@ -36,6 +35,10 @@ SIGNIFICANCE = 0.05
 GROUP_FIELDS = ("level", "subject")
 # Settings that may differ: the model is what is compared, and the rest is looked at item by item.
 _NOT_COMPARED = ("model", "num_items", "prompts", "golds")
+
+
+class ComparisonError(InputError):
+    """Two results directories cannot be paired: other items, prompts, sampling settings or grader."""
 
 
 @dataclass(frozen=True)

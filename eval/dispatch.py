@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
-from eval.benchmark import Item
 from eval.client import Answer, Connection, Endpoint, RequestError, Sampling
+from eval.problems.items import Item
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from eval.compare import SIGNIFICANCE, evaluation_digest, shared_settings
-from eval.errors import ResultsError
 from eval.pages import render
 from eval.report import REPORT_JSON
-from eval.results import RESULTS_FILE, SETTINGS_FILE, differences, make_folder, write_atomically
+from eval.results import RESULTS_FILE, SETTINGS_FILE, ResultsError, differences, make_folder, write_atomically
 from eval.samples import accuracy_interval, is_answered, load_evaluation, num_right
 from eval.statistics import adjusted_interval, bootstrap_mean, holm, mcnemar, sign_flip_test
 

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Protocol
 
-from eval.benchmark import Ruler
-from eval.benchmark.choice import CHOICE_GRADER, grade_choice
-from eval.grading import GRADER, Grade
-from eval.grading import Judge as MathematicsJudge
+from eval.answers.grading import GRADER, Grade
+from eval.answers.judge import Judge as MathematicsJudge
+from eval.problems.choice import CHOICE_GRADER, grade_choice
+from eval.problems.items import Ruler
 
 
 class Judge(Protocol):

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmark import Item
+from eval import EvaluationError, InputError
+from eval.answers.grading import GRADER, VERDICTS, Verdict
 from eval.client import Endpoint, Sampling
-from eval.errors import EvaluationError, ResultsError
-from eval.grading import GRADER, VERDICTS, Verdict
-from eval.prompts import Prompt, Template
+from eval.problems.items import Item
+from eval.problems.prompts import Prompt, Template
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,10 @@ SUMMARY_FILE = "summary.json"
 GRADING_SETTINGS = ("grader", "golds")
 
 RowKey = tuple[str, int]  # (id of the item, number of the sample)
+
+
+class ResultsError(InputError):
+    """A results directory is missing files or rows, or holds rows of another program."""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from eval.benchmark import EvaluationSet, Item
+from eval import EvaluationError
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Dispatcher, Limits, Outcome, Request
-from eval.errors import EvaluationError
 from eval.event_loop import run_in_thread
 from eval.judging import Judge, grader_name, open_judge
+from eval.problems.items import EvaluationSet, Item
 from eval.progress import EvaluationProgress
 from eval.results import (
     GRADING_SETTINGS,

@@ -10,9 +10,8 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-from eval.errors import ResultsError
-from eval.grading import Grade
-from eval.results import Row, load_results
+from eval.answers.grading import Grade
+from eval.results import ResultsError, Row, load_results
 from eval.statistics import bootstrap_mean, paired_bootstrap, wilson_interval
 
 Samples = tuple[Row, ...]  # the k rows of one item, by sample number

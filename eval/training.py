@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from eval.errors import ResultsError
+from eval.results import ResultsError
 
 logger = logging.getLogger(__name__)
 

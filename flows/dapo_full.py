@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dapo_core.config import load_config
+from flows.config import WebhookConfig, load_config
 from flows.notify import report_result
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
 from tasks.evaluate_model import evaluate_model
@@ -17,11 +17,12 @@ from tasks.write_report import write_report
 @recipe_flow("dapo-full")
 def dapo_full(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) -> dict[str, Any]:
     """Train a model with DAPO and report whether it got better."""
-    with Run.start(load_config(config, overrides)) as run:
-        return run_chain(run)
+    settings = load_config(config, overrides)
+    with Run.start(settings) as run:
+        return run_chain(run, settings.flow.webhook)
 
 
-def run_chain(run: Run, gives_way: bool = False) -> dict[str, Any]:
+def run_chain(run: Run, webhook: WebhookConfig, gives_way: bool = False) -> dict[str, Any]:
     """Every stage of a run, then its report; with `gives_way`, RunSkipped where another training would be awaited.
 
     A plain function, for two flows: Prefect takes 1.2 s for a flow within a flow.
@@ -33,5 +34,5 @@ def run_chain(run: Run, gives_way: bool = False) -> dict[str, Any]:
     merged = merge_checkpoint(run, training)
     after = evaluate_model(run, data, merged, "evaluate_after")
     report = write_report(run, before, after, training)
-    report_result(run, report)
+    report_result(run, report, webhook)
     return {"run": str(run.folder), "verdict": report["verdict"]}

@@ -8,8 +8,8 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, State
 from pydantic import Field
 
-from dapo_core.config import load_config
 from dapo_core.errors import RunSkipped
+from flows.config import load_config
 from flows.dapo_full import run_chain
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
 from tasks.runs.run import Run
@@ -36,7 +36,7 @@ def dapo_nightly(
                 check_in_time(scheduled, datetime.datetime.now(datetime.timezone.utc), max_late_hours)
             with hold(night_lock_path(settings), run.folder.name, gives_way=True):
                 check_free(training_lock_path(settings), settings)
-                return run_chain(run, gives_way=True)
+                return run_chain(run, settings.flow.webhook, gives_way=True)
     except RunSkipped as reason:
         logger.warning("skipped: %s", reason)
         return Completed(name="Skipped", message=str(reason))

@@ -18,11 +18,11 @@ from prefect import runtime
 from prefect.settings import get_current_settings
 from prefect.utilities.urls import url_for
 
-from dapo_core.config import WebhookConfig, is_http_address, load_config
 from dapo_core.errors import ConfigError
 from eval.client import LOOPBACK
 from eval.report import REPORT_PAGE
 from eval.wording import points
+from flows.config import WebhookConfig, is_http_address, load_config
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.run import Run
 
@@ -33,7 +33,7 @@ MAX_REASON_CHARS = 1000
 FIGURES = ("difference", "ci95", "p", "n")
 
 
-def report_result(run: Run, report: Mapping[str, Any]) -> None:
+def report_result(run: Run, report: Mapping[str, Any], webhook: WebhookConfig) -> None:
     """Send a finished report to the webhook, if there is one; a webhook that fails is a warning."""
     payload = {
         "event": "report",
@@ -46,7 +46,7 @@ def report_result(run: Run, report: Mapping[str, Any]) -> None:
         "report": str(run.folder / REPORT_FOLDER / REPORT_PAGE),
         "flow_run": _flow_run(runtime.flow_run.name, runtime.flow_run.id),
     }
-    send(run.config.flow.webhook, payload)
+    send(webhook, payload)
 
 
 def report_failure(flow: Any, flow_run: Any, state: Any) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from dapo_core.errors import ServeError
 from flows.services import PREFECT, api_url, indented, is_healthy
 from tasks.processes.child import SupervisedProcess, background_command
-from tasks.serve_model import free_ports
+from tasks.serve_model.command import free_ports
 
 HOST = "127.0.0.1"
 STARTUP_SECONDS = 180.0

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.arithmetic import DATA_SOURCE, generate_problems, write_parquet
-from dapo_core.config import Config
 from dapo_core.data import read_rows
 from dapo_core.reward import require_scorers
-from eval.benchmark import load_set
+from eval.problems.benchmarks import load_set
+from tasks.config import ChainConfig
 from tasks.stages import EVAL_STEM, TRAIN_FILE
 
 
-def build_dataset(config: Config, folder: Path) -> Mapping[str, Any]:
+def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
     """Write the two files into the folder; returns their row counts.
 
     Raises DataError or BenchmarkError for unusable rows of the user's files, and what require_scorers raises,
@@ -32,7 +32,7 @@ def build_dataset(config: Config, folder: Path) -> Mapping[str, Any]:
     return {"train_rows": len(train_rows), "eval_rows": len(eval_rows)}
 
 
-def _take_files(config: Config, train: Path, held_out: Path, folder: Path) -> Mapping[str, Any]:
+def _take_files(config: ChainConfig, train: Path, held_out: Path, folder: Path) -> Mapping[str, Any]:
     rows = read_rows(train)
     require_scorers({str(row["data_source"]) for row in rows}, config.reward, config.custom_reward)
     counts = {"train_rows": len(rows), "eval_rows": len(load_set(held_out, config.evaluate.benchmark).items)}

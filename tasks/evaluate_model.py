@@ -13,7 +13,7 @@ from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of, set_o
 from tasks.page import StageProgress
 from tasks.processes.dapo_command import link_log
 from tasks.runs.run import Run
-from tasks.serve_model import serve_model
+from tasks.serve_model.servers import serve_model
 from tasks.stage_task import stage_task
 from tasks.stages import EVALUATE_MODEL, eval_file, evaluate_model_inputs
 

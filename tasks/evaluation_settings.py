@@ -8,12 +8,13 @@ from pathlib import Path
 
 import httpx
 
-from dapo_core.config import EvaluateConfig
 from dapo_core.errors import ServeError
-from eval.benchmark import EvaluationSet, load_set
 from eval.client import LOOPBACK, Endpoint, Sampling
 from eval.dispatch import Limits
-from tasks.serve_model import Server
+from eval.problems.benchmarks import load_set
+from eval.problems.items import EvaluationSet
+from tasks.config import EvaluateConfig
+from tasks.serve_model.servers import Server
 
 
 def endpoint_of(server: Server) -> Endpoint:

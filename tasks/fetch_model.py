@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_core.config import Config
 from dapo_core.model_folder import require_model_folder
 from tasks.artifacts import MANIFEST_NAME, Artifact
+from tasks.config import ChainConfig
 from tasks.page import StageProgress
 from tasks.processes.dapo_command import run_dapo
 from tasks.runs.run import Run
@@ -35,7 +35,7 @@ def fetch_model(run: Run, data: Artifact) -> Artifact:
     return run.produce("fetch_model", key, build)
 
 
-def take_model_folder(config: Config, folder: Path) -> Mapping[str, Any]:
+def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
     """Bring the files of model.path into the folder, as hard links where the file system allows, else copies."""
     source = Path(str(config.model.path))
     require_model_folder(source)

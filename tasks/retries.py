@@ -23,7 +23,7 @@ from dapo_core.errors import (
     StoreError,
     TrainingStopped,
 )
-from eval.errors import BenchmarkError, ComparisonError, ResultsError
+from eval import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +33,12 @@ MOST_REASON_CHARS = 500
 JITTER = 0.3  # share of a delay that chance adds or takes away
 # The next attempt would find the same file, key or full disk, or our own mistake.
 LASTING_ERRORS = (
-    BenchmarkError,
     CheckpointError,
-    ComparisonError,
     ConfigError,
     DataError,
+    InputError,
     ModelError,
     NotEnoughSignal,
-    ResultsError,
     RewardError,
     RunSkipped,
     ServeError,

@@ -13,9 +13,9 @@ from prefect import State, Task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
-from dapo_core.config import TimeLimitsConfig
 from dapo_core.errors import ChildProcessFailed, RunSkipped, ServeError
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact
+from tasks.config import TimeLimitsConfig
 from tasks.page import show_stage
 from tasks.processes.time_limit import time_limit
 from tasks.retries import NUM_RETRIES, draw_delays, may_succeed_next_time, shortened

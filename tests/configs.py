@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dapo_core.config import Config
+from flows.config import Config
 
 
 def make_config(model_path: str | Path = "model", **sections: dict[str, Any]) -> Config:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eval.benchmark import Item
+from eval.answers.grading import VERDICTS
 from eval.client import Endpoint, Sampling
 from eval.compare import Comparison, compare_evaluations
-from eval.grading import VERDICTS
+from eval.problems.items import Item
 from eval.results import Row, make_settings, write_rows
 from eval.samples import Evaluation
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo_core.config import Config, load_config
 from dapo_core.metrics import METRICS_FILE
 from eval.compare import compare
 from eval.report import REPORT_JSON, REPORT_MARKDOWN, make_report, render_markdown
 from eval.training import read_training_metrics
+from flows.config import Config, load_config
 from tasks.artifacts import Artifact
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.dataset import build_dataset

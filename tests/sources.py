@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dapo_core.compat import OURS, Compat
-from dapo_core.config import SamplerConfig
+from dapo_core.config.training import SamplerConfig
 from dapo_core.data import Prompt, PromptStream
 from dapo_core.engines import FinishReason, Response
 from dapo_core.rollout import Group, GroupRequest

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.arithmetic import generate_problems, write_parquet
-from dapo_core.config import Config, resolve_config
 from dapo_core.warm_start import WarmStartRecipe, build_model
+from flows.config import Config, resolve_config
 
 NUM_PROBLEMS = 200
 

@@ -9,9 +9,11 @@ All are tensors. Hyperparameters are not among them: those of the configuration 
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import Future, wait
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -24,7 +26,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from dapo_core.checkpoint.generators import generator_states, seed_generators, set_generators
 from dapo_core.device import Device
 from dapo_core.errors import CheckpointError
 
@@ -226,3 +227,44 @@ def _save_error(folder: str, failure: CheckpointException) -> Exception:
 def _told(failure: CheckpointException) -> str:
     """The ranks' errors in one line; torch's own text has a traceback of each."""
     return "; ".join(f"rank {rank}: {error!r}" for rank, (error, _) in sorted(failure.failures.items()))
+
+
+def generator_states(device_kind: str) -> dict[str, torch.Tensor]:
+    """States of the global generators by name; that of an accelerator has the name of its kind."""
+    of_numpy = np.random.get_state(legacy=False)
+    _, words, next_gauss = random.getstate()
+    states = {
+        "torch": torch.get_rng_state(),
+        # Words of 32 bits and the second half of a pair of normal draws: float64 holds both exactly.
+        "numpy": torch.tensor(
+            [*of_numpy["state"]["key"], of_numpy["state"]["pos"], of_numpy["has_gauss"], of_numpy["gauss"]],
+            dtype=torch.float64,
+        ),
+        "python": torch.tensor([*words, next_gauss is not None, next_gauss or 0.0], dtype=torch.float64),
+    }
+    if device_kind != "cpu":
+        states[device_kind] = torch.get_device_module(device_kind).get_rng_state()
+    return states
+
+
+def set_generators(states: dict[str, torch.Tensor]) -> None:
+    """Put the named generators into their states; the others stay as they are."""
+    for name, state in states.items():
+        if name == "torch":
+            torch.set_rng_state(state)
+        elif name == "numpy":
+            *keys, position, has_gauss, gauss = state.tolist()
+            np.random.set_state(("MT19937", np.array(keys, np.uint32), int(position), int(has_gauss), gauss))
+        elif name == "python":
+            *words, has_gauss, gauss = state.tolist()
+            random.setstate((3, tuple(map(int, words)), gauss if has_gauss else None))
+        else:
+            torch.get_device_module(name).set_rng_state(state)
+
+
+def seed_generators(run_seed: int, rank: int, num_optimizer_steps: int) -> None:
+    """Begin a stream of this rank's own in every generator, one that no other rank or number of steps begins."""
+    words = np.random.SeedSequence((run_seed, rank, num_optimizer_steps)).generate_state(4)
+    torch.manual_seed(int.from_bytes(words[:2].tobytes(), "little"))  # of accelerators as well
+    np.random.seed(words)
+    random.seed(words.tobytes())

@@ -1,4 +1,4 @@
-"""Writes a training's checkpoints while it goes on, and keeps those that are the newest or the best."""
+"""Writes a training's checkpoints while training continues, and keeps the newest and the best."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import math
-import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -20,52 +19,42 @@ from dapo_core.checkpoint.folder import (
     HUGGINGFACE_FOLDER,
     LATEST_FILE,
     NAMES_FILE,
-    PARTIAL,
     accuracy_of,
     best_checkpoints,
-    checkpoint_folders,
-    copy_model_files,
     latest_checkpoint,
-    model_files,
+    partial_path,
+    remove,
     step_folder,
-    step_folders,
+    tidy,
 )
 from dapo_core.checkpoint.state import TrainerState, read_step_metrics, state_files
-from dapo_core.config import dump_config
-from dapo_core.durable import sync, sync_tree
-from dapo_core.errors import CheckpointError
-from dapo_core.model_folder import weight_names
+from dapo_core.config.loading import dump_config
+from dapo_core.errors import CheckpointError, DapoError, WorkerDied
+from dapo_core.model_folder import copy_model_files, model_files, weight_names
+from dapo_core.stopping import StopRequested
+from durable import publish, sync, write_atomically
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 1.0  # between questions to the ranks while groups are awaited
+WAIT_SECONDS = 0.05  # between questions while nothing but the shards is awaited
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ShardWriter(Protocol):
-    """What holds the weights and the optimizer's state, and can write them."""
+    """What holds the weights and the optimizer's state, and can write them: the policy group."""
 
     def save(self, folder: str, asynchronous: bool) -> None:
-        """Write all shards into the folder; asynchronous: return when the state is copied, and write meanwhile."""
+        """Write all shards into the folder; asynchronous: return once the state is copied, and write meanwhile."""
 
     def is_saved(self) -> bool:
         """Whether the asynchronous save has ended; raises the OSError or CheckpointError that ended it."""
 
     def checkpoint_bytes(self) -> int:
-        """What the shards take on disk."""
-
-
-@dataclass(frozen=True)
-class Published:
-    """A checkpoint that is complete, and what it took."""
-
-    path: Path
-    num_bytes: int
-    write_seconds: float  # from the beginning until it was complete
-    waited_seconds: float  # those of them in which training did not go on
+        """Bytes that the shards take on disk."""
 
 
 @dataclass
@@ -75,20 +64,20 @@ class _Write:
     target: Path
     partial: Path
     accuracy: float | None
-    num_bytes: int = 0  # that it needs
+    num_bytes: int = 0  # needed on disk
     begun_at: float = field(default_factory=time.perf_counter)
-    waited_seconds: float = 0.0
+    waited_seconds: float = 0.0  # during which training stood still
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time into `folder`, which it must have to itself (`locked`).
+    """Writes one checkpoint at a time into `folder`, which must be locked (`lock_checkpoints`).
 
-    A checkpoint is written into a folder of another name, and counts when all of it is on disk. Until then the
-    one before it stays what a training goes on from, however the writer ends. What cannot be written is removed,
-    and told in a CheckpointError.
+    A checkpoint is written under a temporary name and counts once all of it is on disk. Until then training would
+    resume from the one before it, however the writer ends. One that cannot be written is removed, and a
+    CheckpointError says why.
     """
 
-    def __init__(self, folder: Path, model_path: Path, shards: ShardWriter, config: Config) -> None:
+    def __init__(self, folder: Path, model_path: Path, shards: ShardWriter, config: TrainingConfig) -> None:
         self.folder = folder
         self.model_path = model_path
         self.shards = shards
@@ -97,64 +86,100 @@ class CheckpointWriter:
             CONFIG_FILE: dump_config(config),
             NAMES_FILE: json.dumps(sorted(weight_names(model_path))),
         }
+        self._last_state: TrainerState | None = None  # after the latest step, whether or not it was due
         self._in_flight: _Write | None = None
         self._polled_at = -math.inf
+        self._polled_seconds = 0.0
 
-    def begin(self, state: TrainerState) -> Published | None:
-        """Write a checkpoint; with checkpoint.asynchronous, a later `poll`, `finish` or `begin` publishes it.
+    def keep(self, state: TrainerState, is_due: bool) -> None:
+        """Begin a checkpoint of the step if one is due or its validation accuracy is among the best."""
+        self._complete(wait=False)
+        self._last_state = state
+        accuracy = accuracy_of(state.metrics)
+        if is_due or (accuracy is not None and self._is_among_best(accuracy)):
+            self.begin(state)
 
-        The one in flight is finished first. Returns what was published, this one or that, if any.
-        Raises CheckpointError before it writes when the disk lacks the room.
+    def poll(self) -> None:
+        """Publish the checkpoint in flight if its shards are written; asks the ranks at most once a second.
+
+        Called while groups are awaited, so that a kill does not cost a checkpoint that is complete.
         """
-        published = self.finish()
+        started = time.perf_counter()
+        if started < self._polled_at + POLL_SECONDS:
+            return
+        self._polled_at = started
+        self._complete(wait=False)
+        self._polled_seconds += time.perf_counter() - started
+
+    def take_polled_seconds(self) -> float:
+        """Seconds that polls took since the last call."""
+        seconds, self._polled_seconds = self._polled_seconds, 0.0
+        return seconds
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Save what can be saved when the steps in the block end, normally or by an error.
+
+        After the last step the output is tidied. After an error of this project the checkpoint in flight is
+        finished. After a request to stop, the last step is saved too: weights, optimizer and random generators
+        must still be those of that step.
+        """
+        try:
+            yield
+            self.finish()
+            tidy(self.folder, 1, self.config.checkpoint.keep_best)  # a killed attempt may have left more
+        except WorkerDied:
+            raise
+        except (DapoError, StopRequested) as reason:
+            try:
+                self.finish()
+                if isinstance(reason, StopRequested):
+                    self._save_last()
+            except (CheckpointError, WorkerDied) as error:  # must not replace the reason why training ends
+                logger.error("the checkpoint that was being written is lost: %s", error)
+            raise
+
+    def begin(self, state: TrainerState) -> None:
+        """Write a checkpoint, after finishing the one in flight.
+
+        With checkpoint.asynchronous, a later call publishes it. Raises CheckpointError before anything is written
+        when the disk lacks the room.
+        """
+        self.finish()
         target = step_folder(self.folder, state.step)
-        write = _Write(target, _partial(target), accuracy_of(state.metrics))
+        write = _Write(target, partial_path(target), accuracy_of(state.metrics))
         with self._writing(write):
             self._write_files(write, state)
             self.shards.save(str(write.partial), self.config.checkpoint.asynchronous)
-            if self.config.checkpoint.asynchronous:
-                self._in_flight = write
-                return published
-            self._publish(write)
-        return self._conclude(write)
+            self._in_flight = write
+        if not self.config.checkpoint.asynchronous:
+            self.finish()
 
-    def poll(self, every_seconds: float = 0.0) -> Published | None:
-        """Publish the checkpoint in flight if its shards are written; else None.
+    def finish(self) -> None:
+        """Publish the checkpoint in flight, if any, once its shards are written."""
+        self._complete(wait=True)
 
-        However often called, it looks once in so many seconds only.
-        """
-        now = time.monotonic()
-        if now < self._polled_at + every_seconds:
-            return None
-        self._polled_at = now
-        return self._complete(wait=False)
-
-    def finish(self) -> Published | None:
-        """Publish the checkpoint in flight, if any, waiting for its shards."""
-        return self._complete(wait=True)
-
-    def keep_final(self) -> None:
-        """Leave what a finished training keeps: the last checkpoint and the checkpoint.keep_best best.
-
-        Also when this attempt wrote none: one that was killed here left more.
-        """
-        tidy(self.folder, 1, self.config.checkpoint.keep_best)
-
-    def is_among_best(self, accuracy: float) -> bool:
-        """Whether a checkpoint of this validation/accuracy would now be kept as one of the best."""
+    def _is_among_best(self, accuracy: float) -> bool:
+        """Whether a checkpoint with this validation accuracy would be kept as one of the best."""
         keep_best = self.config.checkpoint.keep_best
         rivals = [accuracy_of(read_step_metrics(path)) for path in best_checkpoints(self.folder, keep_best)]
         if self._in_flight is not None:
             rivals.append(self._in_flight.accuracy)
         return sum(rival is not None and rival >= accuracy for rival in rivals) < keep_best
 
+    def _save_last(self) -> None:
+        state = self._last_state
+        if state is not None and latest_checkpoint(self.folder) != step_folder(self.folder, state.step):
+            self.begin(state)
+            self.finish()
+
     def _write_files(self, write: _Write, state: TrainerState) -> None:
-        """Everything of a checkpoint but the shards, for which there is room as well."""
+        """Everything but the shards, after checking the room for all of it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         sync(self.folder.parent)
-        tidy(self.folder, self.config.checkpoint.keep_last, self.config.checkpoint.keep_best)
+        self._tidy()
         if write.target.exists():
-            raise CheckpointError("there is one already, from which this training should have gone on")
+            raise CheckpointError("it exists already, and this training should have continued from it")
         texts = {**state_files(state), **self._texts}
         write.num_bytes = (
             self.shards.checkpoint_bytes()
@@ -168,108 +193,60 @@ class CheckpointWriter:
             (write.partial / name).write_text(text, encoding="utf-8")
         copy_model_files(self.model_path, write.partial / HUGGINGFACE_FOLDER)
 
-    def _complete(self, wait: bool) -> Published | None:
+    def _complete(self, wait: bool) -> None:
         write = self._in_flight
         if write is None:
-            return None
+            return
         with self._writing(write):
             while not self.shards.is_saved():
                 if not wait:
-                    return None
-                time.sleep(POLL_SECONDS)
-            self._publish(write)
-        return self._conclude(write)
-
-    def _publish(self, write: _Write) -> None:
-        """All of it on disk, its name, `latest`; what needs room comes before the first rename."""
-        self._in_flight = None  # an interrupt in here leaves it to the next attempt, which begins it anew
-        sync_tree(write.partial)
-        latest = _partial(self.folder / LATEST_FILE)
-        latest.write_text(f"{write.target.name}\n", encoding="utf-8")
-        sync(latest)
-        write.partial.rename(write.target)
-        sync(self.folder)
-        latest.replace(self.folder / LATEST_FILE)
-        sync(self.folder)
-
-    def _conclude(self, write: _Write) -> Published:
-        """Say what was published, and remove what it replaces."""
-        published = Published(
-            path=write.target,
-            num_bytes=sum(path.stat().st_size for path in write.target.rglob("*") if path.is_file()),
-            write_seconds=time.perf_counter() - write.begun_at,
-            waited_seconds=write.waited_seconds,
-        )
+                    return
+                time.sleep(WAIT_SECONDS)
+            self._in_flight = None  # if interrupted below, the next attempt writes this step again
+            publish(write.partial, write.target)
+            write_atomically(self.folder / LATEST_FILE, f"{write.target.name}\n")
         logger.info(
             "checkpoint %s: %s bytes in %.1f s, of which training waited %.1f s",
             write.target.name,
-            f"{published.num_bytes:,}",
-            published.write_seconds,
-            published.waited_seconds,
+            f"{sum(path.stat().st_size for path in write.target.rglob('*') if path.is_file()):,}",
+            time.perf_counter() - write.begun_at,
+            write.waited_seconds,
         )
+        self._tidy()
+
+    def _tidy(self) -> None:
         tidy(self.folder, self.config.checkpoint.keep_last, self.config.checkpoint.keep_best)
-        return published
 
     @contextmanager
     def _writing(self, write: _Write) -> Iterator[None]:
-        """Count the time inside; remove and explain what cannot be written."""
+        """Count the time inside; on failure remove the partial checkpoint and raise a CheckpointError."""
         entered_at = time.perf_counter()
         try:
             yield
         except (OSError, CheckpointError) as error:
             self._in_flight = None
-            _remove(write.partial)
+            remove(write.partial)
             raise CheckpointError(self._explain(write, error)) from error
         finally:
             write.waited_seconds += time.perf_counter() - entered_at
 
     def _explain(self, write: _Write, error: Exception) -> str:
         latest, settings = latest_checkpoint(self.folder), self.config.checkpoint
-        way_on = f"training can go on from {latest.name}" if latest else "there is none yet to go on from"
-        if not _is_for_want_of_room(error):
+        way_on = f"training can continue from {latest.name}" if latest else "there is no earlier checkpoint"
+        if not _is_disk_full(error):
             return f"checkpoint {write.target.name} could not be written to {self.folder}: {error}; {way_on}"
         return (
             f"checkpoint {write.target.name} needs {write.num_bytes:,} bytes, and "
             f"{shutil.disk_usage(self.folder).free:,} are free in {self.folder} ({error}); {way_on}. Make room, "
-            f"lower checkpoint.keep_last={settings.keep_last} or checkpoint.keep_best={settings.keep_best}, "
-            "beside which one more must fit, or take an --output or a store.path on a larger disk"
+            f"lower checkpoint.keep_last={settings.keep_last} or checkpoint.keep_best={settings.keep_best} "
+            "(one more must fit beside those), or choose an --output or a store.path on a larger disk"
         )
 
 
-def tidy(folder: Path, keep_last: int, keep_best: int) -> None:
-    """Remove what killed attempts left, and all checkpoints but the newest and the best."""
-    for leftover in folder.glob(f"*{PARTIAL}"):
-        _remove(leftover)
-    kept = {*checkpoint_folders(folder)[-keep_last:], *best_checkpoints(folder, keep_best)}
-    for path in step_folders(folder):
-        if path not in kept:
-            logger.info("checkpoint %s is removed", path.name)
-            _remove(path)
-
-
-def _partial(path: Path) -> Path:
-    """A name beside it of this attempt alone: what still runs of a killed one must not write there."""
-    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-
-
-def _is_for_want_of_room(error: BaseException | None) -> bool:
-    """Also when that is what led to the error, as in a CheckpointError of a rank."""
+def _is_disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk is the error or its cause, as in a CheckpointError of a rank."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:
             return True
         error = error.__cause__
     return False
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint or a leftover; what cannot be removed only takes room, and is tried again."""
-    try:
-        if path.suffix != PARTIAL:  # half removed, it must not look complete
-            path = path.rename(_partial(path))
-            sync(path.parent)
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        logger.warning("%s could not be removed and takes room: %s", path, error)

@@ -17,7 +17,7 @@ from dapo_core.policy import UpdateSums
 if TYPE_CHECKING:
     import numpy as np
 
-    from dapo_core.config import TrainConfig
+    from dapo_core.config.training import TrainConfig
 
 
 class PolicyGroup:

@@ -21,7 +21,7 @@ from ray._private import services
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dapo_core.checkpoint.generators import seed_generators
+from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.answers import Roster
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
@@ -33,7 +33,7 @@ from dapo_core.policy import Policy
 from dapo_core.rollout import RolloutWorker
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Cluster:
 
 
 @contextmanager
-def start_cluster(config: Config, model_path: str | Path) -> Iterator[Cluster]:
+def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cluster]:
     """Policy ranks and rollout workers with the model loaded; everything is ended on leaving.
 
     Starts a private Ray on this machine unless train.ray_address names a running one, of which only the
@@ -108,7 +108,7 @@ def _end(ranks: Sequence[Any], workers: Sequence[Any], groups: Sequence[Placemen
     ray.shutdown()
 
 
-def _connect(config: Config) -> None:
+def _connect(config: TrainingConfig) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
@@ -197,7 +197,7 @@ class _PolicyRank(_Process):
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def start(self, rank: int, num_ranks: int, address: str, model_path: str, config: Config) -> None:
+    def start(self, rank: int, num_ranks: int, address: str, model_path: str, config: TrainingConfig) -> None:
         device = device_for(config.train.device)
         device.require()
         torch.set_num_threads(config.train.threads_per_rank)
@@ -212,7 +212,7 @@ class _PolicyRank(_Process):
 class _RolloutRank(_Process):
     """The process of one rollout worker."""
 
-    def start(self, model_path: str, config: Config) -> None:
+    def start(self, model_path: str, config: TrainingConfig) -> None:
         device = device_for(config.train.device)
         device.require()
         torch.set_num_threads(config.rollout.threads_per_worker)
@@ -238,7 +238,7 @@ class _RolloutRank(_Process):
         return self.worker.load_weights(weights, policy_version)
 
 
-def engine_settings(config: Config, device: Device) -> EngineSettings:
+def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
     """The engine's settings that a configuration means."""
     return EngineSettings(
         dtype=str(device.resolve_dtype(config.rollout.dtype)).removeprefix("torch."),

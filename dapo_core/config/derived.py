@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from dapo_core.config.sections import Config
+from dapo_core.config.training import TrainingConfig
 
 
 def _quantity(label: str, unit: str, formula: str) -> Any:
@@ -79,7 +79,7 @@ class Derived:
             yield about["label"], getattr(self, quantity.name), about["unit"], about["formula"]
 
 
-def derive(config: Config) -> Derived:
+def derive(config: TrainingConfig) -> Derived:
     """The sizes that a resolved configuration means; exact, since its checks refuse what does not divide."""
     train, rollout, sampler = config.train, config.rollout, config.sampler
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens

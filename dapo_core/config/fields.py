@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
@@ -39,3 +40,19 @@ def result_values(section: BaseModel) -> dict[str, Any]:
         elif not is_volatile(type(section), name):
             values[name] = value
     return values
+
+
+def is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    """Whether a field holds a section rather than a value."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def known_fields(section: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """The declaration of every key below a section, by its name `section.key`."""
+    fields: dict[str, FieldInfo] = {}
+    for name, field in section.model_fields.items():
+        if is_section(field.annotation):
+            fields |= known_fields(field.annotation, f"{prefix}{name}.")
+        else:
+            fields[f"{prefix}{name}"] = field
+    return fields

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
-from dapo_core.config.sections import Config
+from dapo_core.config.fields import Section, is_section, known_fields
 from dapo_core.errors import ConfigError
+
+Root = TypeVar("Root", bound=Section)
 
 _MERGE_TAG = "tag:yaml.org,2002:merge"  # the key <<
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}|<[A-Z][A-Z0-9_]+>")
@@ -48,48 +49,38 @@ for _first in "yYnNoO":  # yes, no, on, off: pydantic makes switches of them
     ]
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(root: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> Root:
     """The resolved configuration: defaults < the file < overrides of the form `section.key=value`.
 
     The file's name is the default of `run.name`, by which runs of one recipe are found. Raises ConfigError, before
     anything starts, for an unreadable file, an unknown key (with the nearest known one), a value out of bounds, an
     unresolved placeholder, or keys that contradict each other.
     """
-    tree = _read_tree(Path(path))
-    for override in overrides:
-        _apply_override(tree, override)
+    tree = overridden(read_tree(Path(path)), overrides)
     if isinstance(run := tree.get("run") or {}, dict):
         tree["run"] = {"name": Path(path).stem, **run}
-    return resolve_config(tree)
+    return resolve(root, tree)
 
 
-def load_config_or_defaults(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """`load_config`, or with no file the defaults and overrides, for commands that read one section only."""
-    if path is not None:
-        return load_config(path, overrides)
-    tree: dict[str, Any] = {"data": {"source": "arithmetic"}, "model": {"source": "recipe"}}
-    for override in overrides:
-        _apply_override(tree, override)
-    return resolve_config(tree)
-
-
-def resolve_config(tree: dict[str, Any]) -> Config:
+def resolve(root: type[Root], tree: Mapping[str, Any]) -> Root:
     """The checked configuration for a plain tree of sections and keys; raises ConfigError."""
-    problems = [*_unknown_keys(tree), *_placeholders(tree)]
+    problems = [*_unknown_keys(root, tree), *_placeholders(tree)]
     if problems:
         raise ConfigError("\n".join(problems))
+    required: dict[str, Any] = {name: {} for name, field in root.model_fields.items() if field.is_required()}
     try:
-        return Config.model_validate({"data": {}, "model": {}, **_without_empty_sections(tree)})
+        return root.model_validate({**required, **_without_empty_sections(root, tree)})
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
 
 
-def dump_config(config: Config) -> str:
-    """The resolved tree as YAML that `load_config` reads back to the same configuration."""
+def dump_config(config: Section) -> str:
+    """The resolved tree as YAML that `load` reads back to the same configuration."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def _read_tree(path: Path) -> dict[str, Any]:
+def read_tree(path: Path) -> dict[str, Any]:
+    """The sections and keys that a file sets; raises ConfigError when it cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
             tree = yaml.load(file, Loader=_Loader)
@@ -103,6 +94,13 @@ def _read_tree(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"configuration {path} holds {type(tree).__name__}, not sections with keys")
+    return tree
+
+
+def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The tree after overrides of the form `section.key=value`, the last one first."""
+    for override in overrides:
+        _apply_override(tree, override)
     return tree
 
 
@@ -127,52 +125,37 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from None
 
 
-def known_fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of the tree as `section.key`, with its declaration."""
-    for name, field in section.model_fields.items():
-        if _is_section(field.annotation):
-            yield from known_fields(field.annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field
-
-
-def known_keys() -> Iterator[str]:
-    """Every key of the tree as `section.key`."""
-    return (key for key, _ in known_fields())
-
-
-def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def _without_empty_sections(tree: dict[str, Any], section: type[BaseModel] = Config) -> dict[str, Any]:
+def _without_empty_sections(section: type[BaseModel], tree: Mapping[str, Any]) -> dict[str, Any]:
     """The tree without `section:` lines that nothing follows, which YAML reads as null."""
     kept = {}
     for name, value in tree.items():
         annotation = section.model_fields[name].annotation
-        if _is_section(annotation):
+        if is_section(annotation):
             if isinstance(value, dict):
-                kept[name] = _without_empty_sections(value, annotation)
+                kept[name] = _without_empty_sections(annotation, value)
         else:
             kept[name] = value
     return kept
 
 
-def _unknown_keys(tree: dict[str, Any], section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+def _unknown_keys(
+    root: type[BaseModel], tree: Mapping[str, Any], section: type[BaseModel] | None = None, prefix: str = ""
+) -> Iterator[str]:
+    section = section or root
     for name, value in tree.items():
         field = section.model_fields.get(str(name))
         if field is None:
-            yield f"unknown key {prefix}{name} = {value!r}{_nearest(f'{prefix}{name}')}"
-        elif _is_section(field.annotation):
+            yield f"unknown key {prefix}{name} = {value!r}{_nearest(root, f'{prefix}{name}')}"
+        elif is_section(field.annotation):
             if isinstance(value, dict):
-                yield from _unknown_keys(value, field.annotation, f"{prefix}{name}.")
+                yield from _unknown_keys(root, value, field.annotation, f"{prefix}{name}.")
             elif value is not None:
                 yield f"{prefix}{name} is a section with keys, not the value {value!r}"
 
 
-def _nearest(name: str) -> str:
+def _nearest(root: type[BaseModel], name: str) -> str:
     """` (did you mean X?)` for the known key or section nearest in spelling, also in another section."""
-    keys = list(known_keys())
+    keys = list(known_fields(root))
     sections = sorted({key.rsplit(".", 1)[0] for key in keys} - {name.rsplit(".", 1)[0]})
     by_leaf = {key.rsplit(".", 1)[-1]: key for key in keys}
     close = difflib.get_close_matches(name, [*keys, *sections], n=1, cutoff=0.75)

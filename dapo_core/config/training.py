@@ -14,6 +14,30 @@ from dapo_core.config.fields import Section, key, volatile
 MOST_HORIZONS_PER_STEP = 5  # adaptive KL changes its coefficient by at most 1/5 for each horizon that passes
 
 
+class RunConfig(Section):
+    """What a run is called and what its randomness grows from."""
+
+    name: str = volatile(
+        "dapo",
+        "Name shown in reports and in Prefect; of a file the file's, if not given.",
+        min_length=1,
+        max_length=80,
+    )
+    seed: int = key(0, "Seed of data generation, warm start, shuffling and sampling.", ge=0, le=2**31 - 1)
+    deterministic: bool = key(
+        False, "Deterministic kernels, and groups judged in prompt order: slower, the same every time."
+    )
+
+
+class PromptsConfig(Section):
+    """How training reads prompts."""
+
+    max_prompt_tokens: int = key(
+        2048, "Longest prompt in tokens; longer ones are an error with their count.", ge=1
+    )
+    shuffle: bool = key(True, "Shuffle prompts anew in each epoch.")
+
+
 class KLConfig(Section):
     """Distance to the reference model, which is the model before training; loaded only when `place` is set."""
 
@@ -247,3 +271,115 @@ class ValidationConfig(Section):
 
     every: int = key(0, "Training steps between validations; 0: none.", ge=0)
     num_prompts: int | None = key(None, "Prompts asked, the first of the held-out set; unset: all.", ge=1)
+
+
+class TrainingConfig(Section):
+    """The sections that a training reads."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    data: PromptsConfig = Field(default_factory=PromptsConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    custom_reward: CustomRewardConfig = Field(default_factory=CustomRewardConfig)
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> TrainingConfig:
+        num_responses = self.train.mini_prompts * self.rollout.group_size
+        if num_responses % self.train.num_data_ranks:
+            raise ValueError(
+                f"train.mini_prompts={self.train.mini_prompts} x rollout.group_size={self.rollout.group_size} = "
+                f"{num_responses} responses per optimizer step do not divide over train.num_ranks="
+                f"{self.train.num_ranks} / train.sequence_parallel={self.train.sequence_parallel} = "
+                f"{self.train.num_data_ranks} data-parallel ranks; change train.mini_prompts, rollout.group_size "
+                "or train.num_ranks"
+            )
+        most = self.sampler.gen_prompts * self.sampler.max_num_gen_batches
+        if most < self.train.train_prompts:
+            raise ValueError(
+                f"sampler.gen_prompts={self.sampler.gen_prompts} x sampler.max_num_gen_batches="
+                f"{self.sampler.max_num_gen_batches} = {most} prompts can never fill train.train_prompts="
+                f"{self.train.train_prompts}; raise one of the two or lower train.train_prompts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> TrainingConfig:
+        if self.checkpoint.keep_best and not self.validation.every:
+            raise ValueError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best} needs accuracies to compare, and "
+                "validation.every=0 measures none; set validation.every, or checkpoint.keep_best=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _metric_is_known_while_sampling(self) -> TrainingConfig:
+        if self.sampler.metric == "seq_final_reward" and self.algorithm.kl.place == "reward":
+            raise ValueError(
+                "sampler.metric=seq_final_reward with algorithm.kl.place=reward would keep every group: KL "
+                "differs between any two responses, and is known after sampling; set sampler.metric=seq_reward"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_table_of_scorers(self) -> TrainingConfig:
+        custom = self.custom_reward
+        if custom.path is not None and self.reward.scorers:
+            raise ValueError(
+                f"reward.scorers={list(self.reward.scorers)} would be ignored by custom_reward.path="
+                f"{custom.path}, whose function scores every response; remove one of the two"
+            )
+        if custom.path is None and custom.name != "compute_score":
+            raise ValueError(
+                f"custom_reward.name={custom.name} would be ignored without custom_reward.path; set the file too, "
+                "or remove the name"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adaptive_coefficient_stays_positive(self) -> TrainingConfig:
+        kl, num_responses = self.algorithm.kl, self.train.train_prompts * self.rollout.group_size
+        if kl.controller == "adaptive" and num_responses >= MOST_HORIZONS_PER_STEP * kl.horizon:
+            raise ValueError(
+                f"algorithm.kl.horizon={kl.horizon:g} is passed {num_responses / kl.horizon:.1f} times by a step "
+                f"of train.train_prompts={self.train.train_prompts} x rollout.group_size="
+                f"{self.rollout.group_size} responses: from {MOST_HORIZONS_PER_STEP} on, the adaptive coefficient "
+                f"can become 0 or negative; raise algorithm.kl.horizon, for instance to {4 * num_responses}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _correction_compares_like_with_like(self) -> TrainingConfig:
+        correction, rollout = self.algorithm.rollout_correction, self.rollout
+        is_on = correction.importance != "off" or correction.mask != "off"
+        if is_on and (rollout.top_p < 1 or rollout.top_k > 0):
+            raise ValueError(
+                f"algorithm.rollout_correction (importance={correction.importance}, mask={correction.mask}) with "
+                f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k} would correct for the truncation "
+                "itself: the engine's log-probs are over the tokens that are left, the policy's over all; set "
+                "rollout.top_p=1 and rollout.top_k=-1, or both corrections to off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> TrainingConfig:
+        overlong, limit = self.reward.overlong, self.rollout.max_response_tokens
+        if overlong.enabled and overlong.buffer_tokens >= limit:
+            raise ValueError(
+                f"reward.overlong.buffer_tokens={overlong.buffer_tokens} is not below "
+                f"rollout.max_response_tokens={limit}: every response would be penalised; lower the buffer"
+            )
+        longest = self.data.max_prompt_tokens + limit
+        most = self.train.micro_batch_tokens * self.train.sequence_parallel
+        if longest > most:
+            raise ValueError(
+                f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is above "
+                f"train.micro_batch_tokens={self.train.micro_batch_tokens} x train.sequence_parallel="
+                f"{self.train.sequence_parallel} = {most}: the longest sequence would not fit "
+                "into one micro-batch; raise train.micro_batch_tokens"
+            )
+        return self

@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
-from dapo_core.checkpoint import (
+from dapo_core.checkpoint.folder import (
     HUGGINGFACE_FOLDER,
     NAMES_FILE,
     PARTIAL,
-    STATE_FILE,
     accuracy_of,
-    best_checkpoint,
+    best_checkpoints,
     latest_checkpoint,
-    read_step,
-    read_step_metrics,
 )
+from dapo_core.checkpoint.state import STATE_FILE, read_step, read_step_metrics
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import CheckpointChoice, StoredTensor
 from dapo_core.parameter_names import FilePiece, file_pieces
@@ -140,14 +138,14 @@ def _find_best(source: Path) -> Path:
             f"{source} is one checkpoint, so there is no best one to choose; name the output of dapo train, "
             "or leave out --checkpoint best"
         )
-    best = best_checkpoint(source / "checkpoints")
-    if best is None:
+    best = best_checkpoints(source / "checkpoints")
+    if not best:
         raise CheckpointError(
             f"no checkpoint of {source} was validated, so none is the best; set validation.every and "
             "checkpoint.keep_best before training, or merge the latest"
         )
-    _require_complete(best)
-    return best
+    _require_complete(best[0])
+    return best[0]
 
 
 def _require_complete(checkpoint: Path) -> None:

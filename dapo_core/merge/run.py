@@ -12,11 +12,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_core.checkpoint import PARTIAL, WEIGHT_SUFFIXES
+from dapo_core.checkpoint.folder import PARTIAL
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import CheckpointChoice, Source, open_source
 from dapo_core.merge.verification import (
-    MERGE_MANIFEST,
     compare_logits,
     computed_names,
     empty_model,
@@ -34,6 +33,7 @@ from dapo_core.merge.writer import (
     write_file,
     write_index,
 )
+from dapo_core.model_folder import copy_model_files
 
 if TYPE_CHECKING:
     import torch
@@ -143,10 +143,7 @@ def _published(target: Path, num_bytes: int) -> Iterator[Path]:
 
 def _copy_model_files(model_files: Path, folder: Path, outputs: Sequence[OutputTensor]) -> None:
     """Configuration, generation configuration, tokenizer, chat template, processor; config.json says the dtype."""
-    unwanted = shutil.ignore_patterns(
-        *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES), "*.index.json", MERGE_MANIFEST
-    )
-    shutil.copytree(model_files, folder, dirs_exist_ok=True, ignore=unwanted)
+    copy_model_files(model_files, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     largest: torch.dtype = max(outputs, key=lambda tensor: tensor.num_bytes).dtype

@@ -22,7 +22,7 @@ from dapo_core.parameter_names import FilePiece, file_pieces
 from dapo_core.policy.requirements import read_model_config
 
 if TYPE_CHECKING:
-    from dapo_core.config import TrainConfig
+    from dapo_core.config.training import TrainConfig
 
 _COMPUTED_BUFFERS = r"rotary_emb\.inv_freq$"  # some old files store what is computed from the configuration
 

@@ -29,7 +29,7 @@ from dapo_core.policy.sequence_parallel import sequence_group
 if TYPE_CHECKING:
     import numpy as np
 
-    from dapo_core.config import Config
+    from dapo_core.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Policy:
     train.sequence_parallel, are given the same share and work on a slice each of its rows.
     """
 
-    def __init__(self, model_path: str | Path, config: Config) -> None:
+    def __init__(self, model_path: str | Path, config: TrainingConfig) -> None:
         require_model_folder(model_path)
         self.train = config.train
         self.algorithm = config.algorithm

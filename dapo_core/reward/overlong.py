@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dapo_core.config import OverlongConfig
+    from dapo_core.config.training import OverlongConfig
 
 
 def overlong_penalty(

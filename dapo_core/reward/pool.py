@@ -26,7 +26,7 @@ from dapo_core.reward.tail import TailDecoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dapo_core.config import CustomRewardConfig, RewardConfig
+    from dapo_core.config.training import CustomRewardConfig, RewardConfig
 
 logger = logging.getLogger(__name__)
 

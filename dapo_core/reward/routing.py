@@ -15,7 +15,7 @@ from dapo_core.reward.geo3k import score_geo3k
 from dapo_core.reward.score import Score
 
 if TYPE_CHECKING:
-    from dapo_core.config import CustomRewardConfig, RewardConfig
+    from dapo_core.config.training import CustomRewardConfig, RewardConfig
 
 
 @dataclass(frozen=True)

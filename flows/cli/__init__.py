@@ -42,7 +42,7 @@ for group in (chain, history, stages, evaluation, operating):
 def main() -> None:
     """Run the command line; an error of ours ends with its message and status 2 when the user must act, else 1."""
     from dapo_core.errors import DapoError
-    from eval.errors import EvaluationError
+    from eval import EvaluationError
     from flows.console import print_messages
     from tasks.retries import describe, exit_code_of
 

@@ -15,7 +15,7 @@ import typer
 from flows.cli.options import ConfigArgument, JsonOption, SetOption
 
 if TYPE_CHECKING:
-    from dapo_core.config import Config
+    from flows.config import Config
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def begin(config: Path, overrides: list[str] | None, needs: Sequence[str] = ()) 
 
     Raises what would end the run, which begins from the outputs of the stages that it `needs`.
     """
-    from dapo_core.config import load_config
+    from flows.config import load_config
     from flows.console import print_chain
     from flows.prefect_settings import apply_prefect_settings
     from tasks.runs.run import check_start, require_outputs
@@ -144,7 +144,7 @@ def report_again(settings: Config) -> Path:
     from tasks.runs.run import Run
 
     with Run.start(settings) as run:
-        report_result(run, repeat_chain(run))
+        report_result(run, repeat_chain(run), settings.flow.webhook)
     return run.folder / REPORT_FOLDER
 
 
@@ -199,7 +199,7 @@ def plan(
     damaged: its output changed on disk, and is made again. stale: the run before, of the same run.name, had it
     with another key, or its input is to be built. runs: it is not there.
     """
-    from dapo_core.config import load_config
+    from flows.config import load_config
     from flows.tables import print_json, print_plan
     from tasks.runs.plan import plan_chain
     from tasks.runs.run import check_inputs
@@ -224,8 +224,9 @@ def config_show(config: ConfigArgument, overrides: SetOption = None) -> None:
     On standard error follows what it means in numbers: prompts, responses and tokens of a training step,
     optimizer steps, tokens on a device, devices. Without it: 2> /dev/null.
     """
-    from dapo_core.config import dump_config, load_config
     from dapo_core.config.derived import derive
+    from dapo_core.config.loading import dump_config
+    from flows.config import load_config
     from flows.tables import print_derived
 
     settings = load_config(config, overrides or ())

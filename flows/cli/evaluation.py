@@ -50,10 +50,11 @@ def evaluate(
     overrides: SetOption = None,
 ) -> None:
     """Ask a served model every held-out item; the API key is read from VLLM_API_KEY."""
-    from dapo_core.config import load_config_or_defaults
     from eval.run import evaluate as run_evaluation
+    from flows.config import load_config_or_defaults
     from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of, served_model_identity, set_of
-    from tasks.serve_model import API_KEY_VARIABLE, Server
+    from tasks.serve_model.command import API_KEY_VARIABLE
+    from tasks.serve_model.servers import Server
 
     chosen = [f"evaluate.benchmark={dataset}"] if dataset is not None else []
     settings = load_config_or_defaults(config, [*(overrides or ()), *chosen]).evaluate

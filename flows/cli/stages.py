@@ -27,7 +27,7 @@ def prepare_data(
     overrides: SetOption = None,
 ) -> None:
     """Write train.parquet and the held-out set of a recipe."""
-    from dapo_core.config import load_config
+    from flows.config import load_config
     from tasks.dataset import build_dataset
 
     counts = build_dataset(load_config(config, overrides or ()), _new_folder(output))
@@ -46,10 +46,10 @@ def fetch_model(
     """Build and warm up the model of a recipe."""
     # Before torch is loaded: threads that spin while they wait starve each other where cores are shared.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from dapo_core.config import load_config
     from dapo_core.data import read_rows
     from dapo_core.errors import ConfigError
     from dapo_core.warm_start import WarmStartRecipe, build_model
+    from flows.config import load_config
 
     settings = load_config(config, overrides or ())
     if settings.model.source != "recipe":
@@ -76,8 +76,8 @@ def train(
 
     Stopped, or killed at any moment, the same command continues from the last checkpoint.
     """
-    from dapo_core.config import load_config
     from dapo_core.trainer import train as train_model
+    from flows.config import load_config
     from flows.progress import TrainingProgress
 
     settings = load_config(config, overrides or ())
@@ -138,8 +138,8 @@ def serve(
 
     Several servers (serve.num_servers) write to serve-PID.log files in the store's folder .logs.
     """
-    from dapo_core.config import load_config_or_defaults
-    from tasks.serve_model import serve_until_interrupted
+    from flows.config import load_config_or_defaults
+    from tasks.serve_model.servers import serve_until_interrupted
 
     # Without a recipe there are no prompts and responses that must fit.
     lengths = [] if config else ["data.max_prompt_tokens=1", "evaluate.max_response_tokens=1"]

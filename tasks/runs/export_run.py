@@ -14,16 +14,15 @@ from typing import Any
 
 from markupsafe import escape
 
-from dapo_core.config import Config, dump_config, load_config
 from dapo_core.config.derived import derive
-from dapo_core.config.operation import FlowConfig
-from dapo_core.config.sections import StoreConfig
+from dapo_core.config.loading import dump_config, read_tree, resolve
 from dapo_core.durable import sync, sync_tree
 from dapo_core.errors import StoreError
 from eval.pages import render
-from eval.prompts import DEFAULT, TEMPLATES
+from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts import MANIFEST_NAME, Artifact, ArtifactStore
 from tasks.artifacts.artifact import BLOCK_BYTES
+from tasks.config import ChainConfig
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
 
 MODEL_LABEL = "merge_checkpoint"
@@ -51,16 +50,15 @@ def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> 
         raise StoreError(f"the run {run.id} ({run.flow}, {run.state}) has no report; export a completed dapo run")
     if destination.exists() or destination.is_symlink():
         raise StoreError(f"{destination} is there already; name a new folder")
-    # How and where it was operated here is nobody else's concern, and may hold an address with a secret.
-    here = {"flow": FlowConfig(), "store": StoreConfig()}
-    config = load_config(run.folder / CONFIG_FILE).model_copy(update=here)
+    # How and where it was operated here concerns no other machine, and may hold an address with a secret.
+    config = resolve(ChainConfig, read_tree(run.folder / CONFIG_FILE) | {"flow": {}, "store": {}})
     portable = _Portable(run)
     with ArtifactStore(run.folder.parent.parent).kept_in_place(model), _published(destination) as folder:
         model = require_artifact(run, MODEL_LABEL)  # a build or collection may have had its turn first
         manifests = {label: artifact.manifest() for label, artifact in _artifacts(run).items()}
         num_bytes = _copy_model(model, folder, on_progress)
         _write_report(run.folder / REPORT_FOLDER, folder / REPORT_FOLDER, portable)
-        recipe = Config.model_validate(portable.value(config.model_dump(mode="json")))
+        recipe = ChainConfig.model_validate(portable.value(config.model_dump(mode="json")))
         (folder / CONFIG_FILE).write_text(dump_config(recipe), encoding="utf-8")
         (folder / MANIFESTS_FOLDER).mkdir()
         for label, manifest in manifests.items():
@@ -75,7 +73,7 @@ def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> 
 
 
 def model_card(
-    run: RecordedRun, config: Config, report: Mapping[str, Any], manifests: Mapping[str, Mapping[str, Any]]
+    run: RecordedRun, config: ChainConfig, report: Mapping[str, Any], manifests: Mapping[str, Mapping[str, Any]]
 ) -> str:
     """README.md as the Hugging Face Hub reads it: data, recipe, scores with their intervals, versions."""
     versions = {name: version for manifest in manifests.values() for name, version in manifest["versions"].items()}
@@ -95,7 +93,7 @@ def model_card(
     )
 
 
-def base_model_of(config: Config) -> str | None:
+def base_model_of(config: ChainConfig) -> str | None:
     """The base model's name on the Hugging Face Hub, where its folder tells: by its place, or by config.json."""
     if config.model.source != "path":
         return None
@@ -145,7 +143,7 @@ def _write_report(source: Path, target: Path, portable: _Portable) -> None:
         (target / path.name).write_text(portable.text(text), encoding="utf-8")
 
 
-def _own_paths(config: Config) -> list[str]:
+def _own_paths(config: ChainConfig) -> list[str]:
     """The keys that name files of the user's own."""
     data, model, scorer, prompt = config.data, config.model, config.custom_reward, config.evaluate.prompt
     paths = {
@@ -158,7 +156,7 @@ def _own_paths(config: Config) -> list[str]:
     return [f"`{key}`" for key, path in paths.items() if path is not None]
 
 
-def _benchmark(config: Config, report: Mapping[str, Any]) -> str:
+def _benchmark(config: ChainConfig, report: Mapping[str, Any]) -> str:
     own = "generated problems" if config.data.source == "arithmetic" else "a set of the user's own"
     return report["settings"]["benchmark"] or own
 

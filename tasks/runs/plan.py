@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dapo_core.config import Config
 from tasks.artifacts import Artifact, ArtifactStore, DamagedArtifact, StageKey
+from tasks.config import ChainConfig
 from tasks.runs.differences import differences_of
 from tasks.runs.history import RecordedRun, artifact_of, read_runs
 from tasks.stages import CHAIN, Link
@@ -38,7 +38,7 @@ class PlannedStage:
         return "; ".join([*filter(None, [self.note]), *shown]) + (f" +{more} more" if more else "")
 
 
-def plan_chain(config: Config) -> list[PlannedStage]:
+def plan_chain(config: ChainConfig) -> list[PlannedStage]:
     """The stages of dapo-full in order; the report is written in each run and has no key.
 
     Each is compared with the newest run of the same run.name that had the stage and whose artifact is still there.
@@ -71,12 +71,14 @@ def plan_chain(config: Config) -> list[PlannedStage]:
     return stages
 
 
-def is_built(config: Config) -> bool:
+def is_built(config: ChainConfig) -> bool:
     """Whether the store has the output of every stage."""
     return all(stage.state == "cached" for stage in plan_chain(config))
 
 
-def _plan_waiting(config: Config, link: Link, upstream: str, before: Mapping[str, Any] | None) -> PlannedStage:
+def _plan_waiting(
+    config: ChainConfig, link: Link, upstream: str, before: Mapping[str, Any] | None
+) -> PlannedStage:
     note = f"waits for {upstream}"
     if before is None:
         return PlannedStage(link.label, "runs", note, (), None, upstream, None)

@@ -15,13 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dapo_core.checkpoint import require_resume
-from dapo_core.config import Config, dump_config
+from dapo_core.checkpoint.resume import require_resume
+from dapo_core.config.loading import dump_config
 from dapo_core.data import require_columns
 from dapo_core.errors import RunSkipped, StoreError
 from dapo_core.reward import require_scorers
-from eval.prompts import find_template
+from eval.problems.prompts import find_template
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, held
+from tasks.config import ChainConfig
 from tasks.runs.history import CONFIG_FILE, point_at, read_runs, run_lock_path, write_link, write_record
 from tasks.serve_model.checks import require_positions, require_servable
 from tasks.stages import LINKS, prepare_data_inputs
@@ -50,7 +51,7 @@ class Run:
     by a worker that ends. From its start to then it holds a lock, so that others see whether it still goes on.
     """
 
-    config: Config
+    config: ChainConfig
     store: ArtifactStore
     folder: Path
     flow: str  # dapo-full, or the name of the one stage that is run
@@ -61,7 +62,7 @@ class Run:
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     @staticmethod
-    def start(config: Config, flow: str = "dapo-full", forced: Collection[str] = ()) -> Run:
+    def start(config: ChainConfig, flow: str = "dapo-full", forced: Collection[str] = ()) -> Run:
         """A new run under the store of the configuration; raises what `check_start` raises."""
         check_start(config)
         store = ArtifactStore(config.store.path)
@@ -190,7 +191,7 @@ def _speaking_of(label: str) -> Iterator[None]:
         current_stage.reset(token)
 
 
-def require_outputs(config: Config, labels: Iterable[str]) -> dict[str, Artifact]:
+def require_outputs(config: ChainConfig, labels: Iterable[str]) -> dict[str, Artifact]:
     """The outputs of these stages in the store, by label; raises StoreError when one is not there."""
     store = ArtifactStore(config.store.path)
     found: dict[str, Artifact] = {}
@@ -225,7 +226,7 @@ def _end(error: BaseException | None) -> dict[str, str]:
     return {"state": state, "error": type(error).__name__}
 
 
-def check_inputs(config: Config) -> None:
+def check_inputs(config: ChainConfig) -> None:
     """Raise when a file that the configuration names is not there, or not what a run can use.
 
     ConfigError, DataError, ModelError; BenchmarkError for a prompt.
@@ -241,12 +242,12 @@ def check_inputs(config: Config) -> None:
         require_servable(str(config.model.path), config.serve, os.environ)
 
 
-def check_start(config: Config) -> None:
+def check_start(config: ChainConfig) -> None:
     """Raise, before any work, what would end a run: what `check_inputs` raises, or StoreError."""
     check_inputs(config)
     ArtifactStore(config.store.path).check_writable()
 
 
-def runs_folder(config: Config) -> Path:
+def runs_folder(config: ChainConfig) -> Path:
     """Where runs are recorded."""
     return Path(config.store.path) / "runs"

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_core.config import DataConfig, RolloutConfig, ServeConfig
+from dapo_core.config.training import PromptsConfig, RolloutConfig
 from dapo_core.errors import ModelError
 from dapo_core.model_folder import INDEX_FILE, require_model_folder, weight_files
+from tasks.serve_model.config import ServeConfig
 
 # vLLM 0.32, transformers_utils/model_arch_config_convertor.py: the smallest of these that is set counts.
 _LENGTH_KEYS = (
@@ -48,7 +49,7 @@ def require_servable(model_path: str | Path, settings: ServeConfig, environment:
         )
 
 
-def require_positions(model_path: str | Path, data: DataConfig, rollout: RolloutConfig) -> None:
+def require_positions(model_path: str | Path, data: PromptsConfig, rollout: RolloutConfig) -> None:
     """Raise ModelError when prompt and response of a rollout may be longer than the model has positions for."""
     require_model_folder(model_path)
     longest = longest_sequence(_read_config(Path(model_path)))

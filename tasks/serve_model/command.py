@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from dapo_core.config import ServeConfig
 from dapo_core.device import Device, device_for
 from dapo_core.errors import ServeError
+from tasks.serve_model.config import ServeConfig
 
 SERVED_NAME = "policy"
 API_KEY_VARIABLE = "VLLM_API_KEY"

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import httpx
 
-from dapo_core.config import ServeConfig
 from dapo_core.errors import ServeError, ServerDied
-from eval.errors import EvaluationError
+from eval import EvaluationError
 from eval.event_loop import run_in_thread
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.serve_model.checks import require_servable
@@ -33,6 +32,7 @@ from tasks.serve_model.command import (
     serve_environments,
     shell_line,
 )
+from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import is_port_taken, raised_error, refused_argument
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from eval.benchmark import EvaluationSet, Item
+from eval.problems.items import EvaluationSet, Item
 
 
 class Handler(BaseHTTPRequestHandler):

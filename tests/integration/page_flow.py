@@ -11,7 +11,7 @@ from typing import Any
 
 from prefect import flow
 
-from dapo_core.config import load_config
+from flows.config import load_config
 from flows.notify import report_failure, report_result
 from tasks.artifacts import Artifact
 from tasks.fetch_model import fetch_model
@@ -59,7 +59,8 @@ def train_policy(run: Run, data: Artifact, model: Artifact, code: str) -> Artifa
 
 @flow(name="seen", on_failure=[report_failure])
 def seen(config: str, overrides: tuple[str, ...], code: str) -> None:
-    with Run.start(load_config(config, overrides)) as run:
+    settings = load_config(config, overrides)
+    with Run.start(settings) as run:
         data = prepare_data(run)
         model = fetch_model(run, data)
         training = train_policy(run, data, model, code)
@@ -68,7 +69,7 @@ def seen(config: str, overrides: tuple[str, ...], code: str) -> None:
             for side, verdicts in (("before", "rwww"), ("after", "rrrw"))
         )
         report = write_report(run, before, after, training)
-    report_result(run, report)
+    report_result(run, report, settings.flow.webhook)
 
 
 if __name__ == "__main__":

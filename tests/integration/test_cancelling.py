@@ -36,7 +36,7 @@ CHANGES = (f"train.total_steps={NUM_STEPS}", "checkpoint.save_every=100", "valid
 
 BUILD_MODEL = """
 import sys
-from dapo_core.config import load_config
+from flows.config import load_config
 from tasks.fetch_model import fetch_model
 from tasks.prepare_data import prepare_data
 from tasks.runs.run import Run

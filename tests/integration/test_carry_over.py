@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from dapo_core.arithmetic import generate_problems, write_parquet
-from dapo_core.checkpoint import TrainerState, latest_checkpoint, read_state
-from dapo_core.config import Config, resolve_config
+from dapo_core.checkpoint.folder import latest_checkpoint
+from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.sampler import FATES
 from dapo_core.trainer import train
+from flows.config import Config, resolve_config
 from tests.tiny_models import build_tiny_qwen3
 
 MAX_RESPONSE_TOKENS = 24

@@ -24,11 +24,11 @@ from dapo_core.checkpoint.shards import Shards, _Writer
 from dapo_core.cluster.answers import Roster
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.start import _connect, _PolicyRank
-from dapo_core.config import Config
 from dapo_core.device import Device
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
 from dapo_core.policy import Policy, UpdateSums
+from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config
 from tests.ranks import run_ranks

@@ -27,10 +27,10 @@ from dapo_core.batch import Batch
 from dapo_core.cluster import Cluster, RolloutGroup, answers, start_cluster
 from dapo_core.cluster.answers import Roster
 from dapo_core.cluster.start import _connect
-from dapo_core.config import Config
 from dapo_core.data import Prompt
 from dapo_core.errors import CheckpointError, DataError, WorkerDied
 from dapo_core.rollout import GroupRequest
+from flows.config import Config
 from tasks.processes.supervisor import descendants
 from tests.batches import random_batch
 from tests.trainings import World, config_of

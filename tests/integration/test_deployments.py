@@ -16,7 +16,7 @@ import pytest
 import tomllib
 from prefect.automations import Automation
 
-from dapo_core.config import load_config
+from flows.config import load_config
 from flows.services.registration import CRASH_AUTOMATION, crash_automation
 from tasks.training_lock import hold, night_lock_path
 from tests.integration.browser import Browser

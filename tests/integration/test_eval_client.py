@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from eval.benchmark import Item
 from eval.client import Answer, Endpoint, Sampling, _retry_after
 from eval.dispatch import Dispatcher, Limits, Outcome, Request
+from eval.problems.items import Item
 from eval.results import read_rows
 from eval.run import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Behaviour, Handler, make_set, running

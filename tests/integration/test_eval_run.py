@@ -16,15 +16,14 @@ from pathlib import Path
 import pytest
 
 from dapo_core.errors import ServeError
-from eval import judging
+from eval import EvaluationError, judging
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
-from eval.errors import EvaluationError
 from eval.regrade import regrade
 from eval.results import exclusive, load_results, read_rows
 from eval.run import evaluate
 from tasks.evaluation_settings import served_model_identity
-from tasks.serve_model import Server
+from tasks.serve_model.servers import Server
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.benchmark import load_set, sources
-from eval.benchmark.sources import fetch
-from eval.errors import BenchmarkError
+from eval.problems import BenchmarkError, sources
+from eval.problems.benchmarks import load_set
+from eval.problems.sources import fetch
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = b'{"problem": "1 + 1 = ?", "answer": "2"}\n' * 50
@@ -158,8 +158,8 @@ def test_a_path_stands_for_itself(tmp_path: Path) -> None:
 
 _FETCH = """
 import sys
-from eval.benchmark.sources import fetch
-from eval.errors import BenchmarkError
+from eval.problems.sources import fetch
+from eval.problems import BenchmarkError
 for source in sys.argv[1:]:
     try:
         print(fetch(source).read_bytes().count(b"problem"))

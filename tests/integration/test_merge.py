@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dapo_core.batch import split_batch
-from dapo_core.checkpoint import CheckpointWriter
+from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.engines import build_engine
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals

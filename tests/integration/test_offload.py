@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from dapo_core.config import TrainConfig
+from dapo_core.config.training import TrainConfig
 from dapo_core.device import device_for
 from dapo_core.policy.model import load_sharded
 from dapo_core.policy.offload import offload_model, offload_optimizer, onload_model, onload_optimizer

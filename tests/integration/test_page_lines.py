@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prefect.logging.handlers import APILogHandler, set_api_log_sink
 
-from dapo_core.config import load_config
+from flows.config import load_config
 from flows.console import QUIET_LOGGERS
 from tasks.artifacts import ArtifactStore, StageKey
 from tasks.processes import dapo_command as command

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from dapo_core.batch import Batch, split_batch
-from dapo_core.config import Config
 from dapo_core.errors import ModelError
 from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 from dapo_core.policy import Policy
+from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dapo_core.config import CustomRewardConfig, RewardConfig
+from dapo_core.config.training import CustomRewardConfig, RewardConfig
 from dapo_core.errors import ConfigError, DataError, RewardError, RolloutError
 from dapo_core.reward import RewardPool, Score, ScoreRequest
 from dapo_core.reward import pool as reward_pool

@@ -14,14 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dapo_core.config import EvaluateConfig, ServeConfig
 from dapo_core.errors import ModelError, ServeError
-from eval.benchmark import EvaluationSet, Item
+from eval.problems.items import EvaluationSet, Item
 from eval.run import evaluate
+from tasks.config import EvaluateConfig
 from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of
 from tasks.processes import supervisor
-from tasks.serve_model import Server, serve_model
 from tasks.serve_model.command import SOCKETS_VARIABLE
+from tasks.serve_model.config import ServeConfig
+from tasks.serve_model.servers import Server, serve_model
 from tests.tiny_models import build_tiny_qwen3
 
 SETTINGS = ServeConfig(

@@ -18,13 +18,14 @@ from types import FrameType
 import httpx
 import pytest
 
-from dapo_core.config import ServeConfig
 from dapo_core.errors import ServeError, ServerDied
-from eval.errors import EvaluationError
+from eval import EvaluationError
 from tasks.evaluation_settings import served_model_identity
 from tasks.processes import supervisor
 from tasks.retries import is_lasting
-from tasks.serve_model import Server, serve_model, serve_until_interrupted, servers
+from tasks.serve_model import servers
+from tasks.serve_model.config import ServeConfig
+from tasks.serve_model.servers import Server, serve_model, serve_until_interrupted
 from tests.processes import DEADLINE_SECONDS, start_time_of, wait_until
 from tests.tiny_models import build_tiny_qwen3
 
@@ -251,8 +252,9 @@ FLOW_PROCESS = """
 import sys
 from pathlib import Path
 from prefect.utilities.engine import capture_sigterm
-from dapo_core.config import ServeConfig
-from tasks.serve_model import serve_model, servers
+from tasks.serve_model.config import ServeConfig
+from tasks.serve_model import servers
+from tasks.serve_model.servers import serve_model
 model, log, stand_in = sys.argv[1:]
 servers.serve_command = lambda model_path, settings, port: [sys.executable, "-c", stand_in, "other", str(port)]
 settings = ServeConfig(num_servers=2, max_model_len=128, startup_seconds=600)

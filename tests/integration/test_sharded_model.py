@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from dapo_core.batch import split_batch
-from dapo_core.config import TrainConfig
+from dapo_core.config.training import TrainConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ModelError
 from dapo_core.loss import LossTotals

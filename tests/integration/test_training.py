@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dapo_core.checkpoint import TrainerState, read_state
+from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.errors import NotEnoughSignal, RolloutError
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from dapo_core.trainer import TrainResult, train

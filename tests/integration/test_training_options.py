@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from dapo_core.checkpoint import latest_checkpoint, read_state
-from dapo_core.config import load_config
+from dapo_core.checkpoint.folder import latest_checkpoint
+from dapo_core.checkpoint.state import read_state
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from dapo_core.trainer import train
+from flows.config import load_config
 from tests.metric_names import NAME_VALUE
 from tests.trainings import World, config_of
 

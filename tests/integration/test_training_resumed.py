@@ -19,17 +19,12 @@ import pytest
 import yaml
 
 from dapo_core import trainer
-from dapo_core.checkpoint import (
-    best_checkpoint,
-    checkpoint_folders,
-    latest_checkpoint,
-    read_state,
-    read_step_metrics,
-)
-from dapo_core.config import Config
+from dapo_core.checkpoint.folder import best_checkpoints, checkpoint_folders, latest_checkpoint
+from dapo_core.checkpoint.state import read_state, read_step_metrics
 from dapo_core.errors import CheckpointError, ConfigError, TrainingStopped
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from dapo_core.trainer import train
+from flows.config import Config
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.processes.dapo_command import dapo_command
 from tasks.processes.supervisor import descendants
@@ -113,7 +108,7 @@ def test_validation_is_told_and_decides_which_checkpoint_is_kept(begun: Begun) -
     best = max(begun.validated, key=lambda step: (begun.validated[step], -step))
     folder = begun.output / "checkpoints"
     assert [path.name for path in checkpoint_folders(folder)] == sorted({f"step_{best:06d}", "step_000004"})
-    kept = best_checkpoint(folder)
+    (kept,) = best_checkpoints(folder)
     assert kept == folder / f"step_{best:06d}"
     assert read_step_metrics(kept)["validation/accuracy"] == begun.validated[best]
 
@@ -159,7 +154,7 @@ def test_another_begins_from_its_checkpoint_with_what_is_allowed(
         go(["train.learning_rat"])
     assert not (tmp_path / "other" / METRICS_FILE).exists()
     go(["train.learning_rate"])
-    assert "going on from step_000004 with train.learning_rate 0.02 -> 0.01" in caplog.text
+    assert "continuing from step_000004 with train.learning_rate 0.02 -> 0.01" in caplog.text
     lines = read_metrics(tmp_path / "other" / METRICS_FILE)
     assert [line["step"] for line in lines] == [4, 5]  # where it begins is told, too
     assert lines[0]["actor/lr"] == pytest.approx(2e-2)

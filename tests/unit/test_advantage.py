@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dapo_core.advantage import group_advantages
-from dapo_core.config import AlgorithmConfig
+from dapo_core.config.training import AlgorithmConfig
 
 DAPO = AlgorithmConfig()
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from dapo_core.config import load_config
+from flows.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

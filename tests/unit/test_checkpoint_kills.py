@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from dapo_core.checkpoint import checkpoint_folders, find_start, latest_checkpoint, writer
-from dapo_core.checkpoint.folder import LATEST_FILE
+from dapo_core.checkpoint import writer
+from dapo_core.checkpoint.folder import LATEST_FILE, checkpoint_folders, latest_checkpoint
+from dapo_core.checkpoint.resume import find_start
 from dapo_core.errors import CheckpointError
-from tests.checkpoints import assert_complete, make_model_folder, make_state, make_writer, names_in, write
+from tests.checkpoints import assert_complete, end, make_model_folder, make_state, make_writer, names_in, write
 
 STATES = {
     5: make_state(5, accuracy=0.9),
@@ -28,7 +29,7 @@ STATES = {
     25: make_state(25, accuracy=0.3),
 }
 KEEP = {"keep_last": 2, "keep_best": 1}
-CHANGES = ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir")
+CHANGES = ("rename", "fsync", "mkdir", "unlink", "rmdir")
 
 
 class Killed(BaseException):
@@ -97,7 +98,7 @@ def _publish_20(folder: Path, model_path: Path) -> None:
 
 
 def _keep_final(folder: Path, model_path: Path) -> None:
-    make_writer(folder, model_path, **KEEP).keep_final()
+    end(make_writer(folder, model_path, **KEEP))
 
 
 def _failures(
@@ -174,7 +175,7 @@ def test_the_changes_of_a_publish_are_seen(tmp_path: Path, model_path: Path) -> 
     # Written: state, groups, configuration, names, 2 shards, latest, 5 files of the model.
     assert disk.names.count("open") == 12
     assert disk.names.count("mkdir") == 3  # checkpoints, which is there; the partial folder; huggingface
-    assert disk.names[-6:] == ["open", "fsync", "rename", "fsync", "replace", "fsync"]  # latest; the two names
+    assert disk.names[-7:] == ["rename", "fsync", "open", "fsync", "rename", "fsync", "unlink"]  # its name; latest
     # The output; 11 files, huggingface and the folder; latest; the checkpoints after each rename.
     assert disk.names.count("fsync") == 1 + 13 + 1 + 2
 
@@ -201,7 +202,7 @@ def test_a_full_disk_at_any_change_leaves_the_old_or_the_new_checkpoint(tmp_path
         steps = _assert_all_complete(folder)
         if told:
             assert "No space left on device" in told
-            assert f"training can go on from step_{steps[-1]:06d}. Make room" in told
+            assert f"training can continue from step_{steps[-1]:06d}. Make room" in told
             assert list(folder.glob("step_*.partial")) == []
         else:  # nothing failed but the removal of step 10
             assert steps[-1] == 20

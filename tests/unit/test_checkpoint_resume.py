@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dapo_core.checkpoint import find_start, locked, require_resume
+from dapo_core.checkpoint.resume import find_start, lock_checkpoints, require_resume
 from dapo_core.errors import CheckpointError, ConfigError
 from tests.checkpoints import assert_complete, make_model_folder, make_state, make_writer, names_in, write
 
@@ -36,7 +36,7 @@ def test_auto_goes_on_from_the_latest(output: Path, tmp_path: Path) -> None:
 
 def test_never_moves_all_of_the_training_aside(output: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    with locked(output / "checkpoints"):
+    with lock_checkpoints(output / "checkpoints"):
         assert find_start(output / "checkpoints", "never") is None
         assert names_in(output / "checkpoints") == ["lock"]  # it still keeps others out
     (aside,) = output.glob("superseded-*")
@@ -68,7 +68,7 @@ def test_a_training_begun_from_a_path_goes_on_from_its_own(
     assert find_start(folder, resume) == Path(resume)
     write(make_writer(folder, tmp_path / "model"), make_state(7))
     assert find_start(folder, resume) == folder / "step_000007"
-    assert f"going on from step_000007 of this output, not from checkpoint.resume={resume}" in caplog.text
+    assert f"continuing from step_000007 of this output, not from checkpoint.resume={resume}" in caplog.text
 
 
 def test_a_path_without_a_checkpoint_is_refused(output: Path, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_path_that_is_not_there_is_found_before_anything_starts(output: Path) 
 
 def _hold(folder: Path, told: Connection) -> None:
     """Lock the folder, start a process that outlives this one, and wait to be killed."""
-    with locked(folder):
+    with lock_checkpoints(folder):
         script = "import sys; sys.stdin.read()"
         stdin, _ = os.pipe()
         child = subprocess.Popen([sys.executable, "-c", script], stdin=stdin, close_fds=False)
@@ -106,13 +106,13 @@ def test_a_lock_ends_with_its_holder_and_not_with_its_children(tmp_path: Path) -
     try:
         with (
             pytest.raises(CheckpointError, match=rf"{folder} is in use by pid {holder.pid} on .* --output"),
-            locked(folder),
+            lock_checkpoints(folder),
         ):
             pytest.fail("two processes hold the lock")
         os.kill(holder.pid, signal.SIGKILL)
         holder.join()
         os.kill(child, 0)  # is alive
-        with locked(folder):
+        with lock_checkpoints(folder):
             assert (folder / "lock").read_text().startswith(f"pid {os.getpid()} on ")
         assert names_in(folder) == []
     finally:
@@ -133,9 +133,9 @@ def test_a_lock_on_a_file_that_its_holder_has_removed_is_taken_anew(
         real(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with locked(tmp_path):
+    with lock_checkpoints(tmp_path):
         assert len(calls) == 2
-        with pytest.raises(CheckpointError, match=f"in use by pid {os.getpid()} "), locked(tmp_path):
+        with pytest.raises(CheckpointError, match=f"in use by pid {os.getpid()} "), lock_checkpoints(tmp_path):
             pytest.fail("two hold the lock")
 
 
@@ -146,6 +146,6 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(fcntl, "flock", flock)
     with (
         pytest.raises(CheckpointError, match=r"cannot be locked .* not implemented.* name another --output"),
-        locked(tmp_path),
+        lock_checkpoints(tmp_path),
     ):
         pytest.fail("nothing is locked")

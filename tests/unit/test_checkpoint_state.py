@@ -9,20 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.checkpoint import (
+from dapo_core.checkpoint.folder import LATEST_FILE, best_checkpoints, checkpoint_folders, latest_checkpoint
+from dapo_core.checkpoint.state import (
+    GROUPS_FILE,
     STATE_FILE,
-    best_checkpoint,
-    checkpoint_folders,
-    copy_model_files,
-    latest_checkpoint,
     read_state,
     read_step,
     read_step_metrics,
     state_files,
 )
-from dapo_core.checkpoint.folder import LATEST_FILE
-from dapo_core.checkpoint.state import GROUPS_FILE
 from dapo_core.errors import CheckpointError
+from dapo_core.model_folder import copy_model_files
 from tests.checkpoints import make_model_folder, make_state
 
 
@@ -135,14 +132,13 @@ def test_the_latest_is_what_the_pointer_names(tmp_path: Path, latest: str | None
 
 
 def test_the_best_has_the_highest_accuracy_and_of_equals_the_earliest(tmp_path: Path) -> None:
-    assert best_checkpoint(tmp_path) is None
     _write_state(tmp_path, 5)
-    assert best_checkpoint(tmp_path) is None
+    assert best_checkpoints(tmp_path) == []
     for step, accuracy in ((10, 0.25), (15, 0.5), (20, 0.5), (25, float("nan")), (30, 0.75)):
         _write_state(tmp_path, step, accuracy)
-    assert best_checkpoint(tmp_path) == tmp_path / "step_000030"
+    assert [path.name for path in best_checkpoints(tmp_path, 3)] == ["step_000030", "step_000015", "step_000020"]
     (tmp_path / LATEST_FILE).write_text("step_000025", encoding="utf-8")  # 30 does not count
-    assert best_checkpoint(tmp_path) == tmp_path / "step_000015"
+    assert best_checkpoints(tmp_path) == [tmp_path / "step_000015"]
 
 
 def test_a_checkpoint_whose_metrics_cannot_be_read_is_not_the_best(
@@ -151,6 +147,6 @@ def test_a_checkpoint_whose_metrics_cannot_be_read_is_not_the_best(
     best = _write_state(tmp_path, 5, 0.9)
     second = _write_state(tmp_path, 10, 0.8)
     (best / STATE_FILE).write_text("{", encoding="utf-8")
-    assert best_checkpoint(tmp_path) == second
+    assert best_checkpoints(tmp_path) == [second]
     assert "not counted among the best" in caplog.text
     assert "remove the folder step_000005" in caplog.text

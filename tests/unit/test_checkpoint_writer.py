@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.checkpoint import TrainerState, checkpoint_folders, latest_checkpoint
-from dapo_core.checkpoint.folder import CONFIG_FILE, LATEST_FILE
-from dapo_core.config import load_config
+from dapo_core.checkpoint import writer as writer_module
+from dapo_core.checkpoint.folder import CONFIG_FILE, LATEST_FILE, checkpoint_folders, latest_checkpoint
+from dapo_core.checkpoint.state import TrainerState
 from dapo_core.errors import CheckpointError, WorkerDied
+from flows.config import load_config
 from tests.checkpoints import (
     FileShards,
     assert_complete,
+    end,
     make_model_folder,
     make_state,
     make_writer,
@@ -26,8 +28,9 @@ from tests.checkpoints import (
 
 
 @pytest.fixture(autouse=True)
-def _no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(writer_module, "POLL_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -68,48 +71,49 @@ def test_an_asynchronous_checkpoint_appears_when_its_shards_are_written(
 ) -> None:
     caplog.set_level(logging.INFO)
     writer = make_writer(folder, model_path)
-    assert writer.poll() is None  # nothing is in flight
-    assert writer.begin(make_state(20)) is None
-    assert writer.poll() is None
+    writer.poll()  # nothing is in flight
+    writer.begin(make_state(20))
+    writer.poll()
     assert latest_checkpoint(folder) is None
-    published = writer.poll()
-    assert published is not None
-    assert published.path == latest_checkpoint(folder) == folder / "step_000020"
-    assert_complete(published.path, make_state(20))
+    writer.poll()
+    assert latest_checkpoint(folder) == folder / "step_000020"
+    assert_complete(folder / "step_000020", make_state(20))
     assert names_in(folder) == ["latest", "step_000020"]
     assert (folder / LATEST_FILE).read_text(encoding="utf-8") == "step_000020\n"
-    assert load_config(published.path / CONFIG_FILE) == writer.config
-    assert published.num_bytes == sum(p.stat().st_size for p in published.path.rglob("*") if p.is_file())
-    assert 0 < published.waited_seconds <= published.write_seconds
-    assert f"checkpoint step_000020: {published.num_bytes:,} bytes in " in caplog.text
-    assert (writer.poll(), writer.finish()) == (None, None)
+    assert load_config(folder / "step_000020" / CONFIG_FILE) == writer.config
+    num_bytes = sum(path.stat().st_size for path in (folder / "step_000020").rglob("*") if path.is_file())
+    (text,) = [text for text in caplog.messages if "training waited" in text]
+    assert text.startswith(f"checkpoint step_000020: {num_bytes:,} bytes in ")
+    assert writer.take_polled_seconds() > 0
+    assert writer.take_polled_seconds() == 0
 
 
-def test_who_asks_often_is_answered_seldom(folder: Path, model_path: Path) -> None:
+def test_ranks_are_asked_at_most_once_a_second(
+    folder: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "POLL_SECONDS", 1e6)
     writer = make_writer(folder, model_path)
     writer.begin(make_state(20))
     for _ in range(3):
-        assert writer.poll(every_seconds=1e6) is None  # asked once: the shards are written at the second question
-    assert writer.poll() is not None
+        writer.poll()
+    assert latest_checkpoint(folder) is None  # asked once: the shards are written at the second question
+    writer.keep(make_state(21), is_due=False)  # a step's end asks whenever it comes
+    assert latest_checkpoint(folder) == folder / "step_000020"
 
 
 def test_a_synchronous_checkpoint_is_there_at_once(folder: Path, model_path: Path) -> None:
-    published = make_writer(folder, model_path, asynchronous=False).begin(make_state(20))
-    assert published is not None
-    assert published.path == latest_checkpoint(folder)
-    assert published.waited_seconds == pytest.approx(published.write_seconds, abs=0.01)
-    assert_complete(published.path, make_state(20))
+    make_writer(folder, model_path, asynchronous=False).begin(make_state(20))
+    assert_complete(folder / "step_000020", make_state(20))
+    assert latest_checkpoint(folder) == folder / "step_000020"
 
 
 def test_one_begun_finishes_the_one_before(folder: Path, model_path: Path) -> None:
     writer = make_writer(folder, model_path)
-    writer.begin(make_state(5))
-    published = writer.begin(make_state(10))
-    assert published is not None
-    assert published.path == latest_checkpoint(folder) == folder / "step_000005"
-    published = writer.finish()
-    assert published is not None
-    assert published.path == folder / "step_000010"
+    for step in (5, 10):
+        writer.begin(make_state(step))
+    assert latest_checkpoint(folder) == folder / "step_000005"
+    writer.finish()
+    assert latest_checkpoint(folder) == folder / "step_000010"
 
 
 def test_the_newest_and_the_best_are_kept_across_restarts(folder: Path, model_path: Path) -> None:
@@ -127,7 +131,7 @@ def test_the_newest_and_the_best_are_kept_across_restarts(folder: Path, model_pa
     for step, (accuracy, kept) in expected.items():
         write(make_writer(folder, model_path, keep_last=2, keep_best=2), make_state(step, accuracy))
         assert _steps(folder) == kept
-    make_writer(folder, model_path, keep_last=2, keep_best=1).keep_final()
+    end(make_writer(folder, model_path, keep_last=2, keep_best=1))
     assert names_in(folder) == ["latest", "step_000010", "step_000040"]
 
 
@@ -145,18 +149,25 @@ def test_a_lower_keep_last_makes_room_before_the_next_is_written(folder: Path, m
     assert _steps(folder) == [20]
 
 
-def test_whether_a_step_would_be_among_the_best(folder: Path, model_path: Path) -> None:
-    writer = make_writer(folder, model_path, keep_best=2)
-    assert writer.is_among_best(0.1)
-    write(writer, make_state(5, 0.3), make_state(10))
-    assert writer.is_among_best(0.1)  # the second of 0.3, 0.1
-    writer.begin(make_state(15, 0.5))
-    for _ in ("in flight", "on disk"):
-        assert not writer.is_among_best(0.1)
-        assert not writer.is_among_best(0.3)  # of equals the earlier is better
-        assert writer.is_among_best(0.4)
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_a_step_among_the_best_is_saved_though_none_is_due(
+    folder: Path, model_path: Path, is_on_disk: bool
+) -> None:
+    """keep_best=2: what counts are the best on disk and the one in flight; of equals the earlier is better."""
+
+    def is_saved(accuracy: float | None, keep_best: int = 2) -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        writer = make_writer(folder, model_path, keep_last=9, keep_best=keep_best)
+        write(writer, make_state(5, 0.3), make_state(10))
+        writer.begin(make_state(15, 0.5))
+        if is_on_disk:
+            writer.finish()
+        writer.keep(make_state(20, accuracy), is_due=False)
         writer.finish()
-    assert not make_writer(folder, model_path).is_among_best(1.0)  # keep_best=0
+        return 20 in _steps(folder)
+
+    assert [is_saved(accuracy) for accuracy in (None, 0.1, 0.3, 0.4)] == [False, False, False, True]
+    assert not is_saved(1.0, keep_best=0)
 
 
 def test_an_interrupt_while_publishing_leaves_a_writer_that_can_finish(
@@ -170,10 +181,10 @@ def test_an_interrupt_while_publishing_leaves_a_writer_that_can_finish(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", interrupt)  # the folder has its name, and `latest` does not name it
+        patch.setattr(writer_module, "write_atomically", interrupt)  # the folder has its name, unlike `latest`
         with pytest.raises(KeyboardInterrupt):
             writer.finish()
-    assert writer.finish() is None
+    writer.finish()
     assert latest_checkpoint(folder) == folder / "step_000005"
 
 
@@ -203,7 +214,7 @@ def test_a_folder_that_was_never_named_is_replaced(folder: Path, model_path: Pat
 def test_a_step_is_not_written_twice(folder: Path, model_path: Path) -> None:
     writer = make_writer(folder, model_path)
     write(writer, make_state(5))
-    with pytest.raises(CheckpointError, match=r"step_000005 could not be written .* there is one already"):
+    with pytest.raises(CheckpointError, match=r"step_000005 could not be written .* it exists already"):
         writer.begin(make_state(5, accuracy=0.5))
     assert_complete(folder / "step_000005", make_state(5))
 
@@ -212,21 +223,20 @@ def test_room_is_looked_for_before_anything_is_written(
     folder: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = make_writer(folder, model_path, keep_last=3, keep_best=1)
-    writer.begin(make_state(20, 0.5))
-    published = writer.finish()
-    assert published is not None
-    num_bytes = published.num_bytes  # the next has as many: its numbers have as many digits
+    write(writer, make_state(20, 0.5))
+    files = [path for path in (folder / "step_000020").rglob("*") if path.is_file()]
+    num_bytes = sum(path.stat().st_size for path in files)  # the next has as many: its numbers have as many digits
     free = num_bytes - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, free))
     with pytest.raises(
         CheckpointError,
         match=rf"checkpoint step_000030 needs {num_bytes:,} bytes, and {free:,} are free in {folder} .*; "
-        r"training can go on from step_000020\. Make room, lower checkpoint\.keep_last=3 or "
-        r"checkpoint\.keep_best=1, .* --output or a store\.path on a larger disk",
+        r"training can continue from step_000020\. Make room, lower checkpoint\.keep_last=3 or "
+        r"checkpoint\.keep_best=1 .* --output or a store\.path on a larger disk",
     ):
         writer.begin(make_state(30, 0.5))
     assert names_in(folder) == ["latest", "step_000020"]
-    with pytest.raises(CheckpointError, match="there is none yet to go on from"):
+    with pytest.raises(CheckpointError, match="there is no earlier checkpoint"):
         make_writer(folder.parent / "other", model_path).begin(make_state(30, 0.5))
     free = num_bytes
     write(writer, make_state(30, 0.5))
@@ -259,11 +269,11 @@ def test_shards_that_cannot_be_written_leave_what_was_there(
     writer = make_writer(folder, model_path, BrokenShards(place, error), keep_last=1)
     with pytest.raises(CheckpointError, match=message) as caught:
         write(writer, make_state(10))
-    assert "training can go on from step_000005" in str(caught.value)
+    assert "training can continue from step_000005" in str(caught.value)
     assert names_in(folder) == ["latest", "step_000005"]
     assert latest_checkpoint(folder) == folder / "step_000005"
     assert_complete(folder / "step_000005", make_state(5))
-    assert writer.finish() is None
+    writer.finish()  # nothing is in flight
     writer.shards = FileShards()
     write(writer, make_state(11))
     assert names_in(folder) == ["latest", "step_000011"]

@@ -23,7 +23,8 @@ from dapo_core.errors import (
     ServeError,
     TrainingStopped,
 )
-from eval.errors import EvaluationError, ResultsError
+from eval import EvaluationError
+from eval.results import ResultsError
 from flows.cli import app
 from tasks.retries import describe, exit_code_of
 from tasks.train_policy import resume_words

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dapo_core.config import load_config
 from dapo_core.errors import RunSkipped
+from flows.config import load_config
 from flows.dapo_nightly import check_in_time, seed_of_night
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.dataset import build_dataset

@@ -12,14 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dapo_core.config import EvaluateConfig
 from dapo_core.reward.choice import find_options as find_options_of_reward
-from eval.benchmark import BENCHMARKS, Item, load_set
-from eval.benchmark.choice import find_options, grade_choice
-from eval.benchmark.sources import file_sha256
-from eval.errors import BenchmarkError
-from eval.grading import grade
+from eval.answers.grading import grade
+from eval.problems import BenchmarkError
+from eval.problems.benchmarks import BENCHMARKS, load_set
+from eval.problems.choice import find_options, grade_choice
+from eval.problems.items import Item
+from eval.problems.sources import file_sha256
 from flows.cli.evaluation import DATASETS
+from tasks.config import EvaluateConfig
 
 
 def load_items(path: Path, benchmark: str | None = None) -> list[Item]:

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from eval.grading import extract_answer
-from eval.grading.extraction import find_answer
+from eval.answers.extraction import extract_answer, find_answer
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from eval.errors import EvaluationError
-from eval.grading import Judge, grade
+from eval import EvaluationError
+from eval.answers.grading import grade
+from eval.answers.judge import Judge
 
 MAX_ROW_SECONDS = 2.0  # of this process; its worker is killed by the clock
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from eval.client import Sampling
-from eval.errors import ResultsError
 from eval.history import make_history, render_markdown, write_page
 from eval.report import write_report
+from eval.results import ResultsError
 from tests.evaluations import make_items, write_results
 
 ITEMS = make_items(8)

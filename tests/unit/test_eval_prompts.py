@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.errors import BenchmarkError
-from eval.grading import extract_boxed
-from eval.prompts import TEMPLATES, Template, find_template, make_prompt
+from eval.answers.extraction import extract_boxed
+from eval.problems import BenchmarkError
+from eval.problems.prompts import TEMPLATES, Template, find_template, make_prompt
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "2 + 1 = ?"}

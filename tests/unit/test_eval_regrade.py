@@ -10,12 +10,12 @@ from typing import TextIO
 import pytest
 from typer.testing import CliRunner
 
-from eval.benchmark import Item
+from eval import EvaluationError
+from eval.answers.grading import GRADER
 from eval.client import Endpoint, Sampling
-from eval.errors import EvaluationError, ResultsError
-from eval.grading import GRADER
+from eval.problems.items import Item
 from eval.regrade import describe, regrade
-from eval.results import Row, exclusive, make_folder, make_settings, read_rows, write_rows
+from eval.results import ResultsError, Row, exclusive, make_folder, make_settings, read_rows, write_rows
 from flows.cli import app
 
 ROW = Row(

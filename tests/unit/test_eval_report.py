@@ -15,11 +15,11 @@ from xml.etree import ElementTree
 import pytest
 
 from eval.client import Sampling
-from eval.compare import compare, compare_evaluations
-from eval.errors import ComparisonError, ResultsError
+from eval.compare import ComparisonError, compare, compare_evaluations
 from eval.pages import format_duration
 from eval.plots import accuracy_plots
 from eval.report import make_report, render_markdown, write_report
+from eval.results import ResultsError
 from eval.samples import Evaluation
 from eval.training import read_training_metrics, training_totals, with_kept_share
 from eval.wording import verdict

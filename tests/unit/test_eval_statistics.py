@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from eval.errors import ResultsError
-from eval.grading import grade
+from eval.answers.grading import grade
+from eval.results import ResultsError
 from eval.samples import Evaluation, compare_metrics, item_metrics, majority_share, pass_at, same_answer_by
 from eval.statistics import (
     PValues,

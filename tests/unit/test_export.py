@@ -18,12 +18,12 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from dapo_core.config import load_config
 from dapo_core.errors import ConfigError, StoreError
 from eval.compare import compare
 from eval.plots import draw_plots
 from eval.report import render_html
 from flows.cli import app
+from flows.config import load_config
 from tasks.artifacts import hash_file, held
 from tasks.runs.collect_garbage import collect_garbage
 from tasks.runs.export_run import base_model_of, export_run, model_card

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dapo_core.errors import DataError, RunSkipped, StoreError
-from eval.errors import ResultsError
+from eval.results import ResultsError
 from flows import tables
 from flows.cli import app
 from flows.tables import print_runs

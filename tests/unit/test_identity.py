@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.config import is_volatile, known_keys
+from dapo_core.config.fields import is_volatile, known_fields
 from dapo_core.config.training import TrainConfig
 from dapo_core.data import Prompt, PromptStream
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.identity import refuse_other_training, training_identity
+from flows.config import Config
 from tests.configs import make_config
 
 BEFORE = {"run.seed": 3, "train.learning_rate": 1e-6, "train.weight_decay": 0.1, "prompts": "ab"}
@@ -64,7 +65,7 @@ def test_what_alters_the_training_is_bound(
 
 def test_keys_are_those_of_the_configuration_and_none_is_volatile(model_path: Path) -> None:
     identity = _identity(model_path)
-    assert set(identity) - {"prompts", "model"} <= set(known_keys())
+    assert set(identity) - {"prompts", "model"} <= set(known_fields(Config))
     trained = {name.removeprefix("train.") for name in identity if name.startswith("train.")}
     assert trained == {n for n in TrainConfig.model_fields if not is_volatile(TrainConfig, n)} - {"total_steps"}
     assert json.loads(json.dumps(identity)) == identity  # as a checkpoint gives it back

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dapo_core.config import KLConfig
+from dapo_core.config.training import KLConfig
 from dapo_core.errors import ConfigError
 from dapo_core.kl import KLController, kl_estimate, reward_penalties
 

@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3Config
 
 from dapo_core.batch import Batch, build_batch
-from dapo_core.config import KLConfig
+from dapo_core.config.training import KLConfig
 from dapo_core.data import Prompt
 from dapo_core.device import device_for
 from dapo_core.engines import FinishReason

@@ -14,8 +14,8 @@ import pytest
 from prefect.settings import temporary_settings
 from prefect.states import Cancelling, Crashed, Failed
 
-from dapo_core.config import WebhookConfig, load_config
 from dapo_core.errors import ConfigError
+from flows.config import WebhookConfig, load_config
 from flows.dapo_full import dapo_full
 from flows.notify import send, tell_failure, tell_report
 from flows.recipe_flow import name_run
@@ -49,7 +49,7 @@ def everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_finished_report_is_told_in_figures(receiver: Receiver, tmp_path: Path) -> None:
     config = load_config(CONFIG, (f"store.path={tmp_path}", f"flow.webhook.url={receiver.url()}"))
     run = Run.start(config)
-    tell_report(run, REPORT)
+    tell_report(run, REPORT, config.flow.webhook)
     assert receiver.received == [
         (
             "/hook",

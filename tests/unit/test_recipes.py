@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from dapo_core.config import Config, known_keys, load_config, resolve_config
 from dapo_core.config.derived import Derived, derive
+from dapo_core.config.fields import known_fields
 from dapo_core.errors import ConfigError
+from flows.config import Config, load_config, resolve_config
 from flows.tables import print_derived
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -196,7 +197,7 @@ def test_sharding_within_nodes_makes_copies() -> None:
 
 def test_grpo_differs_from_its_dapo_sibling_in_the_algorithm_and_the_task_alone() -> None:
     grpo, dapo = load("grpo_qwen3_8b_math"), load("dapo_qwen3_8b_choice")
-    differing = {key for key in known_keys() if value_of(grpo, key) != value_of(dapo, key)}
+    differing = {key for key in known_fields(Config) if value_of(grpo, key) != value_of(dapo, key)}
     task = {"run.name", "data.train_path", "data.eval_path", "custom_reward.path", "evaluate.benchmark"}
     assert differing - task == {
         "algorithm.clip_ratio_high",

@@ -21,7 +21,7 @@ from dapo_core.errors import (
     StoreError,
     WorkerDied,
 )
-from eval.errors import EvaluationError
+from eval import EvaluationError
 from tasks.evaluate_model import evaluate_model
 from tasks.fetch_model import fetch_model
 from tasks.merge_checkpoint import merge_checkpoint

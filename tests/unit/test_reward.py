@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.config import CustomRewardConfig, OverlongConfig, RewardConfig
+from dapo_core.config.training import CustomRewardConfig, OverlongConfig, RewardConfig
 from dapo_core.errors import ConfigError, DataError
 from dapo_core.reward import SCORERS, overlong_penalty, require_scorers, scorer_for
 from dapo_core.reward.geo3k import are_equal, has_format, score_geo3k

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dapo_core.config import CustomRewardConfig, RewardConfig
+from dapo_core.config.training import CustomRewardConfig, RewardConfig
 from dapo_core.errors import ConfigError
 from dapo_core.reward import Score, require_scorers
 from dapo_core.reward.custom import PARAMETERS, call_function, load_function, to_score

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_core.config import RolloutCorrectionConfig
+from dapo_core.config.training import RolloutCorrectionConfig
 from dapo_core.rollout_correction import correct_rollouts, mismatch_metrics
 
 NAN, INF = float("nan"), float("inf")

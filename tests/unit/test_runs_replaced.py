@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.config import Config
 from dapo_core.errors import StoreError
+from flows.config import Config
 from tasks.artifacts import ArtifactStore, StageKey
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run

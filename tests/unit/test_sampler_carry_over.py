@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.checkpoint import TrainerState, read_state, state_files
+from dapo_core.checkpoint.state import TrainerState, read_state, state_files
 from dapo_core.data import PromptStream
 from dapo_core.errors import NotEnoughSignal
 from dapo_core.sampler import Sampler

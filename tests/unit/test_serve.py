@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dapo_core.config import DataConfig, RolloutConfig, ServeConfig, result_values
+from dapo_core.config.fields import result_values
+from dapo_core.config.training import PromptsConfig, RolloutConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ModelError, ServeError
 from tasks.serve_model import command as serving
@@ -26,6 +27,7 @@ from tasks.serve_model.command import (
     shell_line,
     vllm_device,
 )
+from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import is_port_taken, raised_error, refused_argument
 from tests.tiny_models import build_tiny_qwen3
 
@@ -351,7 +353,7 @@ def test_a_server_s_own_words_are_found(lines: list[str], refused: str | None, r
 
 def test_rollouts_longer_than_the_model_are_refused(tmp_path: Path) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")  # 512 positions
-    data = DataConfig(source="arithmetic", max_prompt_tokens=112)
+    data = PromptsConfig(max_prompt_tokens=112)
     require_positions(model_path, data, RolloutConfig(max_response_tokens=400))
     with pytest.raises(
         ModelError, match=r"max_response_tokens = 112 \+ 401 is above the 512 positions of .*; lower"

@@ -16,9 +16,10 @@ import pytest
 from pydantic import BaseModel
 
 from dapo_core.arithmetic import generate_problems, write_parquet
-from dapo_core.config import Config, is_volatile, load_config, resolve_config
+from dapo_core.config.fields import is_volatile
 from dapo_core.errors import ConfigError, DataError, ModelError, StoreError
-from eval.errors import BenchmarkError
+from eval.problems import BenchmarkError
+from flows.config import Config, load_config, resolve_config
 from tasks.artifacts import Artifact, ArtifactStore, StageKey
 from tasks.artifacts.code import PROJECT_ROOT, _closure
 from tasks.dataset import build_dataset
@@ -146,7 +147,7 @@ def test_the_code_of_a_stage_is_what_makes_its_bytes(stage: Stage) -> None:
         assert {f"dapo_core.{name}" for name in ("loss", "sampler", "policy", "rollout", "advantage")} <= code
         assert "dapo_core.merge" not in code
     if stage is EVALUATE_MODEL:
-        assert {"eval.client", "eval.grading", "eval.benchmark"} <= code
+        assert {"eval.client", "eval.answers", "eval.problems"} <= code
         assert "eval.report" not in code
 
 

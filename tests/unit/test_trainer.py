@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from dapo_core.batch import build_batch
-from dapo_core.config import Config
 from dapo_core.data import Prompt, PromptStream
 from dapo_core.identity import training_identity
 from dapo_core.metrics import response_metrics
 from dapo_core.trainer import Trainer
+from flows.config import Config
 from tasks.stages import TRAIN_POLICY
 from tests.batches import UNSCORED, make_group
 from tests.configs import make_config

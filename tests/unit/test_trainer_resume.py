@@ -12,14 +12,10 @@ from typing import Any
 
 import pytest
 
-from dapo_core.checkpoint import (
-    TrainerState,
-    keeper,
-    latest_checkpoint,
-    read_state,
-    require_same_training,
-    state_files,
-)
+from dapo_core.checkpoint import writer
+from dapo_core.checkpoint.folder import latest_checkpoint
+from dapo_core.checkpoint.resume import require_same_training
+from dapo_core.checkpoint.state import TrainerState, read_state, state_files
 from dapo_core.data import Prompt, PromptStream
 from dapo_core.errors import CheckpointError, ConfigError, NotEnoughSignal, TrainingStopped, WorkerDied
 from dapo_core.identity import training_identity
@@ -176,7 +172,7 @@ def test_a_checkpoint_is_published_while_groups_are_waited_for(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step's draw may take half an hour: a kill in it must not cost a checkpoint whose shards are all there."""
-    monkeypatch.setattr(keeper, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(writer, "POLL_SECONDS", 0.0)
     trainer = _trainer(model_path, tmp_path, train={"train_prompts": 1, "mini_prompts": 1})
     trainer.checkpoints.begin(make_state(5))
     named: list[Path | None] = []
@@ -189,7 +185,7 @@ def test_a_checkpoint_is_published_while_groups_are_waited_for(
     trainer.sampler.source = Source([MIXED], Clock(), seconds=1.0, pause=4)
     trainer.sampler.draw(1)
     assert named == [None, None, *[tmp_path / "checkpoints" / "step_000005"] * 2]  # written at the second question
-    assert trainer.keeper.take_polled_seconds() > 0
+    assert trainer.checkpoints.take_polled_seconds() > 0
 
 
 class StoppingSource(SlowSource):
@@ -226,7 +222,7 @@ def _stopped_in_its_draw(
 
 def test_a_training_stopped_in_a_draw_saves_what_was_before_it(model_path: Path, tmp_path: Path) -> None:
     saved, state = _stopped_in_its_draw(
-        model_path, tmp_path, lambda trainer, own: trainer.keeper.keep(own, is_due=False)
+        model_path, tmp_path, lambda trainer, own: trainer.checkpoints.keep(own, is_due=False)
     )
     assert saved == tmp_path / "checkpoints" / "step_000003"
     assert read_state(saved) == state
@@ -240,7 +236,7 @@ def test_a_stopped_training_writes_no_second_checkpoint_of_a_step(
     caplog.set_level(logging.INFO)
 
     def keep(trainer: Trainer, state: TrainerState) -> None:
-        trainer.keeper.keep(state, is_due=True)
+        trainer.checkpoints.keep(state, is_due=True)
         if is_on_disk:
             trainer.checkpoints.finish()
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.config import Config
 from dapo_core.errors import RunSkipped
+from flows.config import Config
 from tasks import training_lock
 from tasks.artifacts import Artifact, ArtifactStore, StageKey
 from tasks.runs.run import Run

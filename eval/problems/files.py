@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmark.items import Problem
-from eval.errors import BenchmarkError
-from eval.prompts import Message, read_utf8
+from eval.problems import BenchmarkError
+from eval.problems.items import Problem
+from eval.problems.prompts import Message, read_utf8
 
 Row = Mapping[str, Any]
 SUFFIXES = (".parquet", ".jsonl", ".json")

@@ -7,13 +7,13 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eval.benchmark.choice import find_options, option_letters, question_text
-from eval.benchmark.files import Row, Schema, chat_of, last_of_chat, read_problems, text_of
-from eval.benchmark.items import EvaluationSet, Item, Problem, Ruler
-from eval.benchmark.sources import fetch
-from eval.errors import BenchmarkError
-from eval.grading import extract_boxed
-from eval.prompts import DEFAULT, Api, Template, find_template, make_prompt
+from eval.answers.extraction import extract_boxed
+from eval.problems import BenchmarkError
+from eval.problems.choice import find_options, option_letters, question_text
+from eval.problems.files import Row, Schema, chat_of, last_of_chat, read_problems, text_of
+from eval.problems.items import EvaluationSet, Item, Problem, Ruler
+from eval.problems.prompts import DEFAULT, Api, Template, find_template, make_prompt
+from eval.problems.sources import fetch
 
 
 def _boxed_or_answer(row: Row) -> str | None:

@@ -1,4 +1,4 @@
-"""Answers in plain notation (eval.grading.latex) to expression trees: nested tuples with the kind in front.
+"""Answers in plain notation (eval.answers.latex) to expression trees: nested tuples with the kind in front.
 
 ("num", Fraction)  ("var", name)  ("const", name)  ("neg", a)  ("add" | "sub" | "mul" | "div" | "pow", a, b)
 ("pm", +1 | -1, a, b)  ("call", name, argument, ...)  ("deg", a)  ("inf",)
@@ -10,8 +10,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from eval.grading.latex import FUNCTIONS
-from eval.grading.tokens import NotReadableError, number_of, tokens_of
+from eval.answers.latex import FUNCTIONS
+from eval.answers.tokens import NotReadableError, number_of, tokens_of
 
 Node = tuple[Any, ...]
 

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
-from eval.errors import BenchmarkError
+from eval.problems import BenchmarkError
 
 logger = logging.getLogger(__name__)
 

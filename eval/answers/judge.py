@@ -14,14 +14,14 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from eval.errors import EvaluationError
-from eval.grading.extraction import Found
-from eval.grading.latex import MAX_ANSWER_CHARS
-from eval.grading.verdict import Grade, grade_with
+from eval import EvaluationError
+from eval.answers.extraction import Found
+from eval.answers.grading import Grade, grade_with
+from eval.answers.latex import MAX_ANSWER_CHARS
 
 START_SECONDS = 60.0
 _ROOT = Path(__file__).resolve().parents[2]
-_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from eval.grading.worker import main; main()"
+_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from eval.answers.worker import main; main()"
 
 
 class Judge:
@@ -55,7 +55,7 @@ class Judge:
         return self._num_killed
 
     def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
-        """Verdicts on one response, as eval.grading.verdict.grade_with; blocks until they are there."""
+        """Verdicts on one response, as eval.answers.grading.grade_with; blocks until they are there."""
         return grade_with(self._is_gold, response, finish_reason, gold)
 
     def close(self) -> None:

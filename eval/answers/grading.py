@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from eval.grading.aisbench import extract_aisbench, is_equal_aisbench
-from eval.grading.extraction import Found, find_answer
+from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
+from eval.answers.extraction import Found, find_answer
 
 Verdict = Literal["right", "wrong", "no_answer", "truncated", "request_failed"]
 VERDICTS: tuple[Verdict, ...] = ("right", "wrong", "no_answer", "truncated", "request_failed")
@@ -78,7 +78,7 @@ def is_gold_exact(found: Found, gold: str) -> bool:
     Boxes side by side are a list of answers, or one answer in several forms; where the gold answer is a list, so
     may be all boxes of the response.
     """
-    from eval.grading.exact import is_equal_exact, is_list
+    from eval.answers.exact import is_equal_exact, is_list
 
     if any(is_equal_exact(answer, gold) for answer in found.answers):
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from eval.grading.expression import Node
+from eval.answers.expression import Node
 
 
 class Interval(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from eval.errors import BenchmarkError
+from eval.problems import BenchmarkError
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 Prompt = tuple[Message, ...] | str  # messages of a chat, or the text to complete

@@ -11,8 +11,8 @@ import resource
 import signal
 import sys
 
-from eval.grading.extraction import Found
-from eval.grading.verdict import is_gold_exact
+from eval.answers.extraction import Found
+from eval.answers.grading import is_gold_exact
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from eval.grading.latex import FUNCTIONS
+from eval.answers.latex import FUNCTIONS
 
 MAX_TOKENS = 1500
 MAX_DIGITS = 2000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from eval.prompts import TEMPLATES, Message, Prompt, Template
+from eval.problems.prompts import TEMPLATES, Message, Prompt, Template
 
 Ruler = Literal["mathematics", "choice"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from eval.grading.answers import INFINITY, Answer, Interval, Listing, Named, Point, Region, Value
-from eval.grading.expression import Node
-from eval.grading.numeric import sign_of_difference, variables
+from eval.answers.answers import INFINITY, Answer, Interval, Listing, Named, Point, Region, Value
+from eval.answers.expression import Node
+from eval.answers.numeric import sign_of_difference, variables
 
 
 def region_of_inequality(operators: list[str], sides: tuple[Node, ...]) -> Region | None:

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
-from eval.grading import Grade
+from eval.answers.grading import Grade
 
 CHOICE_GRADER = "choice-letters/1"
 

@@ -1,4 +1,4 @@
-"""Answers in plain notation to what they say: the kinds of eval.grading.answers."""
+"""Answers in plain notation to what they say: the kinds of eval.answers.answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 
-from eval.grading.answers import (
+from eval.answers.answers import (
     INFINITY,
     REALS,
     Answer,
@@ -23,11 +23,11 @@ from eval.grading.answers import (
     Value,
     Words,
 )
-from eval.grading.expression import Node, parse_expression
-from eval.grading.latex import clean
-from eval.grading.numeric import variables
-from eval.grading.regions import as_region, merged, ordered, region_of_inequality
-from eval.grading.units import split_unit
+from eval.answers.expression import Node, parse_expression
+from eval.answers.latex import clean
+from eval.answers.numeric import variables
+from eval.answers.regions import as_region, merged, ordered, region_of_inequality
+from eval.answers.units import split_unit
 
 MAX_NESTING = 12
 

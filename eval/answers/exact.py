@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from eval.grading.answers import (
+from eval.answers.answers import (
     Answer,
     Approximate,
     Interval,
@@ -27,12 +27,12 @@ from eval.grading.answers import (
     Value,
     Words,
 )
-from eval.grading.expression import Node, parse_expression
-from eval.grading.latex import clean
-from eval.grading.numeric import is_same_value, ratio_of, sign_of_difference
-from eval.grading.regions import as_region, merged
-from eval.grading.structure import read_answer, read_ungrouped
-from eval.grading.units import is_unit_conflict
+from eval.answers.expression import Node, parse_expression
+from eval.answers.latex import clean
+from eval.answers.numeric import is_same_value, ratio_of, sign_of_difference
+from eval.answers.regions import as_region, merged
+from eval.answers.structure import read_answer, read_ungrouped
+from eval.answers.units import is_unit_conflict
 
 MAX_LISTED = 200
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
 
-from eval.grading.expression import Node
+from eval.answers.expression import Node
 
 DIGITS = 70
 AGREEMENT = 45

@@ -1,0 +1,74 @@
+"""The whole configuration of a recipe, and how it is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from dapo_core.config import loading
+from dapo_core.config.fields import Section, volatile
+from tasks import config as tasks_config
+from tasks.config import ChainConfig
+
+
+class WebhookConfig(Section):
+    """Who is told by HTTP that a report is there, or that a run failed."""
+
+    url: str | None = volatile(
+        None, "Address that gets a POST with JSON; $NAME takes it from the environment, where secrets belong."
+    )
+    timeout_seconds: float = volatile(10.0, "How long it may take to answer.", gt=0, le=300)
+
+    @field_validator("url")
+    @classmethod
+    def _url_can_be_posted_to(cls, url: str | None) -> str | None:
+        if url is not None and not re.fullmatch(r"\$[A-Za-z_]\w*", url) and not is_http_address(url):
+            raise ValueError("flow.webhook.url is no http or https address, nor $NAME of an environment variable")
+        return url
+
+
+class FlowConfig(tasks_config.FlowConfig):
+    """How a run is watched, limited and reported."""
+
+    webhook: WebhookConfig = Field(default_factory=WebhookConfig)
+
+
+class Config(ChainConfig):
+    """One recipe, resolved."""
+
+    flow: FlowConfig = Field(default_factory=FlowConfig)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The resolved configuration: defaults < the file < overrides of the form `section.key=value`.
+
+    Raises ConfigError before anything starts; `loading.load` says for what.
+    """
+    return loading.load(Config, path, overrides)
+
+
+def load_config_or_defaults(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """`load_config`, or with no file the defaults and overrides, for commands that read one section only."""
+    if path is not None:
+        return load_config(path, overrides)
+    tree: dict[str, Any] = {"data": {"source": "arithmetic"}, "model": {"source": "recipe"}}
+    return resolve_config(loading.overridden(tree, overrides))
+
+
+def resolve_config(tree: dict[str, Any]) -> Config:
+    """The checked configuration for a plain tree of sections and keys; raises ConfigError."""
+    return loading.resolve(Config, tree)
+
+
+def is_http_address(text: str) -> bool:
+    """Whether the text is an http or https address with a host."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        return False

@@ -1,0 +1,188 @@
+"""The sections of a recipe that the chain of stages reads beside those of the training."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.training import PromptsConfig, TrainingConfig
+from tasks.serve_model.config import ServeConfig
+
+
+class StoreConfig(Section):
+    """Where artifacts live."""
+
+    path: str = volatile(".dapo", "Folder of artifacts and runs; shared between nodes when there are several.")
+
+
+class ArithmeticConfig(Section):
+    """The generated problems of `data.source: arithmetic`."""
+
+    num_train: int = key(4096, "Training problems.", ge=16, le=1_000_000)
+    num_eval: int = key(600, "Held-out problems, disjoint from training.", ge=1, le=100_000)
+    max_level: int = key(5, "Hardest difficulty level.", ge=1, le=5)
+    seed: int | None = key(None, "Seed of the problems; null: run.seed.", ge=0)
+
+
+class DataConfig(PromptsConfig):
+    """Training prompts and the held-out evaluation set."""
+
+    source: Literal["arithmetic", "path"] = key("path", "`arithmetic` generates problems, `path` reads parquet.")
+    train_path: str | None = key(None, "Training parquet in the DAPO-Math-17k schema (source: path).")
+    eval_path: str | None = key(None, "Evaluation parquet or MATH-500 jsonl (source: path).")
+    arithmetic: ArithmeticConfig = Field(default_factory=ArithmeticConfig)
+
+    @model_validator(mode="after")
+    def _paths_for_source(self) -> DataConfig:
+        if self.source == "path" and not (self.train_path and self.eval_path):
+            raise ValueError(
+                "data.source is path, but data.train_path or data.eval_path is not set; "
+                "set both, or data.source=arithmetic for the generated problems"
+            )
+        if self.source != "path" and (self.train_path or self.eval_path):
+            raise ValueError(
+                f"data.train_path={self.train_path} and data.eval_path={self.eval_path} would be ignored by "
+                f"data.source={self.source}; set data.source=path to use them, or remove them"
+            )
+        return self
+
+
+class ModelRecipeConfig(Section):
+    """The small Qwen3 that `model.source: recipe` builds and warms up."""
+
+    num_layers: int = key(2, "Decoder layers.", ge=1, le=64)
+    hidden_size: int = key(128, "Width of the residual stream.", ge=16, le=8192)
+    num_heads: int = key(4, "Attention heads.", ge=1, le=128)
+    num_steps: int = key(600, "Supervised steps before reinforcement learning.", ge=1, le=100_000)
+    batch_size: int = key(32, "Solutions per supervised step.", ge=1, le=65_536)
+    learning_rate: float = key(3e-3, "Peak AdamW rate of the supervised steps.", gt=0, le=1)
+
+
+class ModelConfig(Section):
+    """The model to improve."""
+
+    source: Literal["recipe", "path"] = key("path", "`recipe` builds a small model, `path` takes a local folder.")
+    path: str | None = key(None, "Hugging Face model folder (source: path).")
+    recipe: ModelRecipeConfig = Field(default_factory=ModelRecipeConfig)
+
+    @model_validator(mode="after")
+    def _path_for_source(self) -> ModelConfig:
+        if self.source == "path" and not self.path:
+            raise ValueError("model.source is path, but model.path is not set; set it to a Hugging Face folder")
+        if self.source != "path" and self.path:
+            raise ValueError(
+                f"model.path={self.path} would be ignored by model.source={self.source}; set model.source=path to "
+                "use it, or remove it"
+            )
+        return self
+
+
+class MergeConfig(Section):
+    """From FSDP shards to a Hugging Face folder."""
+
+    checkpoint: Literal["latest", "best"] = key(
+        "latest", "Which checkpoint of the training: the last one, or that of the highest validation/accuracy."
+    )
+    dtype: Literal["keep", "float32", "bfloat16", "float16"] = key(
+        "keep", "Precision of the merged weights; keep: as trained, which is float32."
+    )
+    max_shard_bytes: int = key(5 * 1000**3, "Size at which a new safetensors file begins.", ge=1024)
+
+
+class EvaluateConfig(Section):
+    """The before and after measurement."""
+
+    benchmark: (
+        Literal[
+            "math500", "aime24", "aime25", "amc23", "gsm8k", "olympiadbench", "minerva", "arithmetic", "choice"
+        ]
+        | None
+    ) = key(None, "Known set whose rows are counted and graded as such; unset: a set of your own.")
+    api: Literal["chat", "completions"] = key("chat", "completions: no chat template, as AISBench's guide asks.")
+    prompt: str = key(
+        "default",
+        "aisbench, cot, few-shot, bare, given, or a file that says {problem}; default: the benchmark's own.",
+    )
+    temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=10)
+    top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
+    top_k: int | None = key(None, "Likeliest tokens that are sampled from; unset: not sent.", ge=1)
+    max_response_tokens: int = key(20480, "Length limit of an answer.", ge=1)
+    seed: int = key(1234, "Sampling seed sent with each request; sample i of a problem has seed + i.", ge=0)
+    num_samples: int = key(1, "Answers to each problem.", ge=1, le=10_000)
+    concurrency: int = volatile(48, "Requests in flight at each server.", ge=1, le=10_000)
+    requests_per_second: float | None = volatile(None, "Most requests begun in a second; unset: no bound.", gt=0)
+    request_timeout_seconds: float = volatile(3600.0, "Time-out of a request as a whole.", gt=0)
+    max_attempts: int = volatile(
+        8, "Attempts per request; waits of half a second, one, two and so on.", ge=1, le=100
+    )
+    outage_seconds: float = volatile(
+        120.0, "How long a server that takes no connections may need to return.", ge=0
+    )
+    max_failed_ratio: float = key(0.0, "Share of failed requests above which the stage fails.", ge=0, lt=1)
+
+
+class TimeLimitsConfig(Section):
+    """Hours after which an attempt at a stage is ended, the last one; what it earned is kept. Unset: no limit."""
+
+    prepare_data_hours: float | None = volatile(2.0, "Limit of prepare-data.", gt=0)
+    fetch_model_hours: float | None = volatile(12.0, "Limit of fetch-model.", gt=0)
+    evaluate_model_hours: float | None = volatile(24.0, "Limit of evaluate-model, each of the two.", gt=0)
+    train_policy_hours: float | None = volatile(None, "Limit of train-policy.", gt=0)
+    merge_checkpoint_hours: float | None = volatile(6.0, "Limit of merge-checkpoint.", gt=0)
+
+
+class FlowConfig(Section):
+    """How a run of the chain behaves beside others, and when those who watch it go away."""
+
+    lock_path: str | None = volatile(
+        None,
+        "File whose kernel lock the one training of a cluster holds; unset: one in store.path. Give stores that "
+        "share devices the same file.",
+    )
+    unwatched_minutes: float = volatile(
+        30.0, "How long training goes on after the process that started it is gone; 0: it ends at once.", ge=0
+    )
+    stop_seconds: float = volatile(
+        120.0, "How long a training that is told to stop may take to write its last checkpoint.", ge=0
+    )
+    log_lines_per_minute: int = volatile(
+        120,
+        "Most lines of a stage's output that go to Prefect's page in a minute, and as many again that warn; its "
+        "log file has all.",
+        ge=1,
+    )
+    time_limits: TimeLimitsConfig = Field(default_factory=TimeLimitsConfig)
+
+
+class ChainConfig(TrainingConfig):
+    """What the stages of the chain read, checked together."""
+
+    store: StoreConfig = Field(default_factory=StoreConfig)
+    data: DataConfig
+    model: ModelConfig
+    merge: MergeConfig = Field(default_factory=MergeConfig)
+    serve: ServeConfig = Field(default_factory=ServeConfig)
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    flow: FlowConfig = Field(default_factory=FlowConfig)
+
+    @model_validator(mode="after")
+    def _merged_checkpoint_is_kept(self) -> ChainConfig:
+        if self.merge.checkpoint == "best" and not self.checkpoint.keep_best:
+            raise ValueError(
+                "merge.checkpoint=best needs a best checkpoint, and checkpoint.keep_best=0 keeps none; set "
+                "checkpoint.keep_best=1, or merge.checkpoint=latest"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _requests_fit_the_server(self) -> ChainConfig:
+        served = self.data.max_prompt_tokens + self.evaluate.max_response_tokens
+        if served > self.serve.max_model_len:
+            raise ValueError(
+                f"data.max_prompt_tokens + evaluate.max_response_tokens = {served} is above "
+                f"serve.max_model_len={self.serve.max_model_len}: the server would refuse requests; "
+                "raise serve.max_model_len"
+            )
+        return self

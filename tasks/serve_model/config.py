@@ -1,0 +1,109 @@
+"""The section `serve`: what `vllm serve` is started with."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from dapo_core.config.fields import Section, key, volatile
+
+# What says it instead. vLLM takes _ for - in long arguments, and = before a value.
+_SERVE_KEYS = {
+    "--tensor-parallel-size": "serve.tensor_parallel",
+    "-tp": "serve.tensor_parallel",
+    "--data-parallel-size": "serve.data_parallel",
+    "-dp": "serve.data_parallel",
+    "--dtype": "serve.dtype",
+    "--max-model-len": "serve.max_model_len",
+    "--max-num-seqs": "serve.max_num_seqs",
+    "--enforce-eager": "serve.eager",
+    "--no-enforce-eager": "serve.eager",
+    "--gpu-memory-utilization": "serve.memory_utilization",
+    "--kv-cache-memory-bytes": "serve.memory_gigabytes",
+    "--host": "serve.host",
+    "--port": "serve.port",
+    "--served-model-name": "nothing: the evaluation asks for its own name",
+    "--api-key": "the environment variable VLLM_API_KEY, which `ps` does not show",
+}
+
+
+# What says it instead. vLLM takes _ for - in long arguments, and = before a value.
+_SERVE_KEYS = {
+    "--tensor-parallel-size": "serve.tensor_parallel",
+    "-tp": "serve.tensor_parallel",
+    "--data-parallel-size": "serve.data_parallel",
+    "-dp": "serve.data_parallel",
+    "--dtype": "serve.dtype",
+    "--max-model-len": "serve.max_model_len",
+    "--max-num-seqs": "serve.max_num_seqs",
+    "--enforce-eager": "serve.eager",
+    "--no-enforce-eager": "serve.eager",
+    "--gpu-memory-utilization": "serve.memory_utilization",
+    "--kv-cache-memory-bytes": "serve.memory_gigabytes",
+    "--host": "serve.host",
+    "--port": "serve.port",
+    "--served-model-name": "nothing: the evaluation asks for its own name",
+    "--api-key": "the environment variable VLLM_API_KEY, which `ps` does not show",
+}
+
+
+class ServeConfig(Section):
+    """The `vllm serve` processes that answer the evaluation."""
+
+    num_servers: int = volatile(
+        1, "Independent servers that share an evaluation, each on devices of its own.", ge=1, le=1024
+    )
+    tensor_parallel: int = volatile(1, "Devices that share the layers of a server's model.", ge=1, le=1024)
+    data_parallel: int = volatile(1, "Copies of the model behind one server, vLLM's own way.", ge=1, le=1024)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the served weights.")
+    max_model_len: int = key(22528, "Prompt plus response tokens.", ge=2)
+    max_num_seqs: int = volatile(24, "Sequences decoded at once.", ge=1)
+    eager: bool = key(False, "Compile nothing: a small model is served sooner, a large one slower.")
+    memory_utilization: float | None = volatile(
+        None, "Share of a device's memory that a server takes; unset: vLLM's default.", gt=0, le=1
+    )
+    memory_gigabytes: float | None = volatile(
+        None,
+        "KV cache in place of a share of the memory, as a CPU wants it; unset: what vLLM takes by itself.",
+        gt=0,
+    )
+    host: str = volatile("127.0.0.1", "Address to bind, IPv4 or IPv6.", min_length=1)
+    port: int = volatile(
+        0, "Port to bind, and those after it for more servers; 0 takes free ones.", ge=0, le=65_535
+    )
+    startup_seconds: float = volatile(900.0, "Deadline for the first healthy answer of all servers.", gt=0)
+    extra_args: tuple[str, ...] = key((), "Further arguments of `vllm serve`, as typed.")
+
+    @property
+    def devices_per_server(self) -> int:
+        """Devices that one server works on."""
+        return self.tensor_parallel * self.data_parallel
+
+    @model_validator(mode="after")
+    def _one_word_on_memory(self) -> ServeConfig:
+        if self.memory_utilization is not None and self.memory_gigabytes is not None:
+            raise ValueError(
+                f"serve.memory_utilization={self.memory_utilization:g} would be ignored by serve.memory_gigabytes="
+                f"{self.memory_gigabytes:g}, which sizes the KV cache by itself; set one of the two to null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ports_exist(self) -> ServeConfig:
+        last = self.port + self.num_servers - 1
+        if self.port and last > 65_535:
+            raise ValueError(
+                f"serve.port={self.port} with serve.num_servers={self.num_servers} needs ports up to {last}, "
+                "beyond 65535; lower serve.port, or set it to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keys_before_arguments(self) -> ServeConfig:
+        for word in self.extra_args:
+            name = word.partition("=")[0]
+            name = name.replace("_", "-") if name.startswith("--") else name
+            if name in _SERVE_KEYS:
+                raise ValueError(f"serve.extra_args: {word} has a place of its own; use {_SERVE_KEYS[name]}")
+        return self
