@@ -52,10 +52,10 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
 
     os.environ["PREFECT_API_URL"] = url  # for child processes
     stack.enter_context(temporary_settings({PREFECT_API_URL: url, **(SETTINGS if server else {})}))
-    return lambda: _wait_until_healthy(url, server)
+    return lambda: wait_until_healthy(url, server)
 
 
-def _wait_until_healthy(url: str, server: SupervisedProcess | None) -> None:
+def wait_until_healthy(url: str, server: SupervisedProcess | None) -> None:
     """Return once the server answers; raises ServeError when it does not."""
     deadline = time.monotonic() + STARTUP_SECONDS
     while not is_healthy(url):

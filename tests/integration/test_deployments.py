@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 import tomllib
+from flows.services.registration import CRASH_AUTOMATION, crash_automation
 from prefect.automations import Automation
 
 from flows.config import load_config
-from flows.services.registration import CRASH_AUTOMATION, crash_automation
 from tasks.training_lock import hold, night_lock_path
 from tests.integration.browser import Browser
 from tests.prefect_servers import ROOT, PrefectServer, started_server, wait_for

@@ -24,6 +24,7 @@ from dapo_core.errors import ConfigError, ServeError, StoreError
 from flows import services
 from flows.cli import app
 from flows.prefect_plugin import complete_names, setup_environment
+from flows.prefect_server import named_api, wait_until_healthy
 from flows.prefect_settings import PROJECT_SETTINGS
 from flows.services import DATABASE_VARIABLE, Service, Services, bring_up, take_down, without_secrets
 from tests.prefect_servers import ROOT
@@ -126,11 +127,12 @@ def test_a_service_that_ends_at_once_is_shown_with_its_last_lines(tmp_path: Path
         service.wait_until(lambda: False, "does not answer")
 
 
-def test_a_failed_deployment_is_shown_with_prefects_own_words(tmp_path: Path) -> None:
-    (tmp_path / "prefect.yaml").write_text("deployments: [{name: a, entrypoint: nowhere.py:a}]")
-    environment = Services(tmp_path).environment(PREFECT_API_URL="http://127.0.0.1:9/api")
-    with pytest.raises(ServeError, match=r"(?s)`prefect deploy --all` ended with exit code 1 .*\n  \| "):
-        services.deploy(tmp_path, environment)
+def test_a_failed_deployment_is_shown_with_prefects_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "PREFECT", (sys.executable, "-c", "print('no such flow'); exit(1)"))
+    with pytest.raises(ServeError, match=r"`prefect deploy --all` ended with exit code 1 .*\n  \| no such flow"):
+        services.deploy(tmp_path, os.environ)
 
 
 def test_two_commands_do_not_change_services_at_once(tmp_path: Path) -> None:
@@ -174,21 +176,14 @@ def test_up_says_what_prefect_needs_to_find_the_server(
     assert lines[-1].endswith("dapo down" if store == ".dapo" else "dapo down --store 'a b'")
 
 
-def test_a_named_server_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
+def test_a_named_server_that_does_not_answer_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = "http://127.0.0.1:9/api"  # nothing listens there
-    store = f"store.path={tmp_path / 'store'}"
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "stage", "prepare-data", "configs/arith_cpu.yaml", "--set", store],
-        cwd=ROOT,
-        env={**os.environ, "PREFECT_HOME": str(tmp_path / "prefect"), "PREFECT_API_URL": url},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert done.stderr.startswith(f"ServeError: the Prefect server at {url} does not answer;")
-    assert not (tmp_path / "store" / "runs").exists()
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    assert named_api(tmp_path) == url
+    with pytest.raises(ServeError, match=f"the Prefect server at {url} does not answer; start it, or correct "):
+        wait_until_healthy(url, None)
 
 
 def set_up(monkeypatch: pytest.MonkeyPatch, *argv: str, api_url: str | None = None) -> dict[str, str] | None:
