@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import importlib.util
 import logging
@@ -12,17 +11,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from dapo_core.device import device_for
 from dapo_core.errors import ChildProcessFailed, ConfigError, StoreError
+from durable import locked
 from flows.prefect_server import named_api
 from flows.services import (
     CRASH_AUTOMATION,
@@ -49,8 +48,9 @@ BREAK_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 GIB = 1024**3
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 20 * GIB, 1 * GIB
 LITTLE_MEMORY_BYTES = 4 * GIB
-# Fails to lock the file that it gets as an argument while another process holds the lock.
-TRY_LOCK = "import fcntl, sys\nfcntl.flock(open(sys.argv[1], 'rb'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+# Exits with HELD_ELSEWHERE when another process holds the lock of the file that it gets as an argument.
+HELD_ELSEWHERE = 3
+TRY_LOCK = f"import durable, pathlib, sys; exit({HELD_ELSEWHERE} * durable.is_locked(pathlib.Path(sys.argv[1])))"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Finding:
 
 def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:
     """Findings in the order they are made; `wait_seconds` bounds the wait for Prefect's scheduler."""
-    for check in (check_python, check_packages, check_torch, check_supervision, check_hardware):
+    for check in (check_packages, check_torch, check_supervision, check_hardware):
         yield check()
     for check_store_part in (check_store, check_space, check_locks):
         finding = check_store_part(store)
@@ -88,26 +88,11 @@ def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[
     from prefect.client.orchestration import SyncPrefectClient
 
     with SyncPrefectClient(url) as client:
-        yield check_server_version(client, url)
-        yield check_worker(client)
-        yield check_crash_automation(client)
-        if not (project / PREFECT_FILE).is_file():
-            found = f"no {PREFECT_FILE} in {project} to compare with"
-            yield Finding("deployments", WARN, found, "type this in the project directory")
-            return
-        wanted = {deployment["name"] for deployment in read_deployments(project)}
-        registered = registered_deployments(client, wanted)
-        yield check_deployments(registered, wanted)
-        yield check_schedules(client, registered, wait_seconds)
-
-
-def check_python() -> Finding:
-    """Python's version against what the project takes."""
-    wanted = importlib.metadata.metadata(PROJECT)["Requires-Python"]
-    version = platform.python_version()
-    if SpecifierSet(wanted).contains(version):
-        return Finding("Python", OK, version)
-    return Finding("Python", FAIL, f"{version}, wanted {wanted}", "make the environment with another Python")
+        for check in (check_version, check_worker, check_crash_automation):
+            yield check(client)
+        if (project / PREFECT_FILE).is_file():
+            yield check_deployments(client, project)
+            yield check_schedules(client, wait_seconds)
 
 
 def check_packages() -> Finding:
@@ -126,8 +111,8 @@ def check_packages() -> Finding:
     if wrong:
         advice = "pip install -r the file in requirements/ that you used"
         return Finding("packages", FAIL, "; ".join(wrong), advice)
-    shown = ("prefect", "sqlalchemy", "fastapi", "ray", "transformers")
-    return Finding("packages", OK, ", ".join(f"{name} {_version(name)}" for name in shown))
+    shown = ", ".join(f"{name} {_version(name)}" for name in ("prefect", "sqlalchemy", "fastapi", "transformers"))
+    return Finding("packages", OK, f"Python {platform.python_version()}, {shown}")
 
 
 def check_torch() -> Finding:
@@ -185,25 +170,27 @@ def check_space(store: Path) -> Finding:
 
 def check_locks(store: Path) -> Finding:
     """Whether a lock that one process holds keeps another one out, on the store's file system."""
-    with tempfile.NamedTemporaryFile(dir=store, prefix=".lock-probe-") as probe:
-        command = [sys.executable, "-I", "-S", "-c", TRY_LOCK, probe.name]
-        could_lock_free = subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
-        fcntl.flock(probe, fcntl.LOCK_EX)
-        could_lock_held = subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
-    if could_lock_free and not could_lock_held:
-        return Finding("kernel locks", OK, "flock works in the store")
-    found = "a held flock excludes no other process" if could_lock_held else "flock is refused"
+    path = store / f".lock-probe-{os.getpid()}"
+    try:
+        with locked(path):
+            tried = subprocess.run([sys.executable, "-c", TRY_LOCK, path], capture_output=True, check=False)
+    except OSError as error:
+        found = f"flock is refused: {error.strerror}"
+    else:
+        if tried.returncode == HELD_ELSEWHERE:
+            return Finding("kernel locks", OK, "flock works in the store")
+        found = "a held flock excludes no other process"
+    finally:
+        path.unlink(missing_ok=True)
     return Finding("kernel locks", FAIL, found, "mount the store with locks (NFS: without nolock, local_lock)")
 
 
-def check_server_version(client: SyncPrefectClient, url: str) -> Finding:
+def check_version(client: SyncPrefectClient) -> Finding:
     """The server's version against the one installed here."""
-    import prefect
-
-    version = client.api_version()
-    if version == prefect.__version__:
-        return Finding("Prefect server", OK, f"{url}, version {version}")
-    found = f"{url} has version {version}, this environment {prefect.__version__}"
+    here, there = importlib.metadata.version("prefect"), client.api_version()
+    if here == there:
+        return Finding("Prefect server", OK, f"{client.api_url} has version {there}")
+    found = f"{client.api_url} has version {there}, this environment {here}"
     return Finding("Prefect server", FAIL, found, "install the server's version here, or restart the server")
 
 
@@ -226,58 +213,53 @@ def check_worker(client: SyncPrefectClient) -> Finding:
 
 def check_crash_automation(client: SyncPrefectClient) -> Finding:
     """The automation that marks a flow run whose process is gone."""
-    found = client.read_automations_by_name(CRASH_AUTOMATION)
-    if any(automation.enabled for automation in found):
-        return Finding("crash detection", OK, f"automation {CRASH_AUTOMATION!r}")
-    if found:
-        advice = "enable it on Prefect's page, under Automations"
-        return Finding("crash detection", WARN, f"automation {CRASH_AUTOMATION!r} is disabled", advice)
-    advice = "`dapo up`, or `prefect automation create --from-file flows/crashed_runs.yaml`"
-    return Finding("crash detection", WARN, f"no automation {CRASH_AUTOMATION!r}", advice)
+    name = f"automation {CRASH_AUTOMATION!r}"
+    if not (found := client.read_automations_by_name(CRASH_AUTOMATION)):
+        advice = "`dapo up`, or `prefect automation create --from-file flows/crashed_runs.yaml`"
+        return Finding("crash detection", WARN, f"no {name}", advice)
+    if not any(automation.enabled for automation in found):
+        return Finding("crash detection", WARN, f"{name} is disabled", f"prefect automation resume {name[11:]}")
+    return Finding("crash detection", OK, name)
 
 
-def registered_deployments(client: SyncPrefectClient, names: set[str]) -> list[DeploymentResponse]:
-    """Deployments of these names in our work pool; a server may have others, of other projects."""
-    from prefect.client.schemas.filters import DeploymentFilter, WorkPoolFilter
-
-    return client.read_deployments(
-        deployment_filter=DeploymentFilter.model_validate({"name": {"any_": sorted(names)}}),
-        work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [WORK_POOL]}}),
-    )
-
-
-def check_deployments(registered: Sequence[DeploymentResponse], wanted: set[str]) -> Finding:
-    """Deployments in the server against the names in prefect.yaml."""
-    if missing := sorted(wanted - {deployment.name for deployment in registered}):
+def check_deployments(client: SyncPrefectClient, project: Path) -> Finding:
+    """Deployments in our work pool against the names in prefect.yaml."""
+    wanted = {deployment["name"] for deployment in read_deployments(project)}
+    if missing := sorted(wanted - {deployment.name for deployment in _registered(client)}):
         advice = "`dapo up`, or `prefect --no-prompt deploy --all`"
         return Finding("deployments", FAIL, f"not registered: {', '.join(missing)}", advice)
     return Finding("deployments", OK, ", ".join(sorted(wanted)))
 
 
-def check_schedules(
-    client: SyncPrefectClient, registered: Sequence[DeploymentResponse], wait_seconds: float
-) -> Finding:
+def check_schedules(client: SyncPrefectClient, wait_seconds: float) -> Finding:
     """Whether each deployment with an active schedule has a run to come, waiting for Prefect's scheduler."""
-    expected = [
+    scheduled = [
         deployment
-        for deployment in registered
+        for deployment in _registered(client)
         if not deployment.paused and any(schedule.active for schedule in deployment.schedules)
     ]
     next_runs: dict[str, str] = {}
 
     def are_scheduled() -> bool:
-        next_runs.update({deployment.name: _next_run(client, deployment) for deployment in expected})
+        next_runs.update({deployment.name: _next_run(client, deployment) for deployment in scheduled})
         return all(next_runs.values())
 
-    if not expected:
-        return Finding("schedules", OK, "no deployment has an active schedule")
     logger.info("waiting up to %.0f s for Prefect's scheduler", wait_seconds)
-    if wait_until(are_scheduled, wait_seconds):
-        return Finding("schedules", OK, "; ".join(f"{name}: {when}" for name, when in next_runs.items()))
-    late = ", ".join(name for name, when in next_runs.items() if not when)
-    found = f"after {wait_seconds:.0f} s no run is scheduled of {late}"
-    advice = "see the server's log; with SQLAlchemy 2.1 or newer Prefect schedules nothing"
-    return Finding("schedules", FAIL, found, advice)
+    if not wait_until(are_scheduled, wait_seconds):
+        late = ", ".join(name for name, when in next_runs.items() if not when)
+        found = f"after {wait_seconds:.0f} s no run is scheduled of {late}"
+        advice = "see the server's log; with SQLAlchemy 2.1 or newer Prefect schedules nothing"
+        return Finding("schedules", FAIL, found, advice)
+    shown = "; ".join(f"{name}: {when}" for name, when in next_runs.items())
+    return Finding("schedules", OK, shown or "no deployment has an active schedule")
+
+
+def _registered(client: SyncPrefectClient) -> list[DeploymentResponse]:
+    """The deployments of our work pool; a server may have others, of other projects."""
+    from prefect.client.schemas.filters import WorkPoolFilter
+
+    pool = WorkPoolFilter.model_validate({"name": {"any_": [WORK_POOL]}})
+    return client.read_deployments(work_pool_filter=pool)
 
 
 def _next_run(client: SyncPrefectClient, deployment: DeploymentResponse) -> str:

@@ -1,6 +1,6 @@
 """`dapo up` and `dapo down`: a Prefect server and a worker that outlive the command that starts them.
 
-    STORE/.services/server.json, worker.json   pid, host and address of the last start
+    STORE/.services/server.json, worker.json   pid, machine and address of the last start
                     server.lock, worker.lock   locked by the service itself as long as it lives
                     server.log, worker.log     what it wrote since its last start
                     prefect/                   PREFECT_HOME of both: nothing outside the store is touched
@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 from uuid import UUID
 
 import yaml
@@ -45,17 +44,14 @@ CRASH_AUTOMATION = "dapo: crashed without a heartbeat"
 CRASH_AUTOMATION_FILE = Path(__file__).with_name("crashed_runs.yaml")
 PREFECT_FILE = "prefect.yaml"
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
-LOOPBACK, WILDCARD_HOSTS, DEFAULT_PORT = "127.0.0.1", ("0.0.0.0", "::"), 4200
-SQLITE = "sqlite"
-DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+LOOPBACK, DEFAULT_PORT = "127.0.0.1", 4200
+DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
 # They would lead our processes to another server, or to settings of another home.
-FOREIGN_VARIABLES = (
-    *(DATABASE_VARIABLE, "PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_API_URL", "PREFECT_API_KEY"),
-    *("PREFECT_PROFILE", "PREFECT_PROFILES_PATH", "PREFECT_RESULTS_LOCAL_STORAGE_PATH"),
-    "PREFECT_SERVER_MEMO_STORE_PATH",
-)
+FOREIGN_VARIABLES = {
+    *DATABASE_VARIABLES,
+    *("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"),
+}
 ACTIVE_STATES = ["PENDING", "RUNNING", "CANCELLING"]
-CAPTURED: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 START_SECONDS = 180.0
 STOP_SECONDS = 20.0
 CANCEL_SECONDS = 180.0  # training writes a last checkpoint within flow.stop_seconds
@@ -86,27 +82,20 @@ class Service:
         return record
 
     def start(self, command: tuple[str, ...], environment: Mapping[str, str], **record: Any) -> None:
-        """Start the command in a session of its own and record its pid. Raises ServeError when one is running."""
-        try:
-            with locked(self.lock) as descriptor, open(self.log, "wb") as log:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=dict(environment),
-                    pass_fds=[descriptor],  # keeps the lock; the children of the service do not inherit it
-                    start_new_session=True,
-                    preexec_fn=_restore_signals,
-                )
-                record = {"pid": process.pid, "machine": platform.node(), **record}
-                write_atomically(self.record_path, json.dumps(record))
-        except LockHeld:
-            machine = self.read().get("machine", "another machine")
-            raise ServeError(
-                f"a {self.name} of this store is running on {machine}: it holds {self.lock}. "
-                "Type `dapo down` there, or use another store"
-            ) from None
+        """Start the command in a session of its own and record its pid. Raises LockHeld when one is running."""
+        with locked(self.lock) as descriptor, open(self.log, "wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(environment),
+                pass_fds=[descriptor],  # keeps the lock; the children of the service do not inherit it
+                start_new_session=True,
+                preexec_fn=_restore_signals,
+            )
+            record |= {"pid": process.pid, "machine": platform.node()}
+            write_atomically(self.record_path, json.dumps(record))
         process.returncode = 0  # it outlives us: without this, Popen warns that it is left running
         logger.info("%s: started as pid %d", self.name, process.pid)
 
@@ -187,11 +176,11 @@ def bring_up(
     services = Services(store)
     read_deployments(project)  # refused before anything starts
     with services.changing():
-        if services.server.is_running:
-            _refuse_other_options(services.server.read(), {"host": host, "port": port, "database": database})
-            logger.info("server: running")
-        else:
+        last = services.server.read()
+        if not services.server.is_running:
             _start_server(services, host, port, database)
+        elif not {host, port} <= {None, last["host"], last["port"]}:
+            raise ServeError(f"the server runs at {services.api_url}; type `dapo down` before you move it")
         services.server.wait_until(lambda: is_healthy(services.api_url), "does not answer")
         logger.info("server: answers at %s", services.api_url)
         with services.client() as client:
@@ -256,26 +245,12 @@ def read_deployments(project: Path) -> list[dict[str, Any]]:
 def deploy(project: Path, environment: Mapping[str, str]) -> None:
     """Register what prefect.yaml describes. Raises ServeError with Prefect's own output when that fails."""
     command = [*PREFECT, "deploy", "--all"]
-    done = subprocess.run(command, cwd=project, env=dict(environment), stdin=subprocess.DEVNULL, **CAPTURED)
+    done = subprocess.run(
+        command, cwd=project, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     if done.returncode != 0:
-        output = indented(done.stdout.splitlines()[-NUM_LOG_LINES:])
+        output = indented((done.stdout + done.stderr).splitlines()[-NUM_LOG_LINES:])
         raise ServeError(f"`prefect deploy --all` ended with exit code {done.returncode} in {project}:\n{output}")
-
-
-def without_secrets(database: str) -> str:
-    """What may be recorded of a database's URL. Raises ConfigError for one that Prefect cannot use."""
-    if database == SQLITE:
-        return SQLITE
-    try:
-        url = urlsplit(database)
-    except ValueError:
-        url = urlsplit("")
-    if url.scheme not in ("postgresql+asyncpg", "sqlite+aiosqlite"):
-        raise ConfigError(
-            "--database is neither sqlite nor a URL that Prefect takes: postgresql+asyncpg://user@host/name or "
-            "sqlite+aiosqlite:///path"
-        )
-    return f"{url.scheme}://{url.hostname or ''}{url.path}"
 
 
 def create_pool_and_automation(client: SyncPrefectClient) -> None:
@@ -283,11 +258,9 @@ def create_pool_and_automation(client: SyncPrefectClient) -> None:
     from prefect.automations import AutomationCore
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists
-    from prefect.workers.process import ProcessWorker
 
     with contextlib.suppress(ObjectAlreadyExists):
-        template = ProcessWorker.get_default_base_job_template()
-        client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process", base_job_template=template))
+        client.create_work_pool(WorkPoolCreate(name=WORK_POOL, type="process"))
     automation = AutomationCore.model_validate(yaml.safe_load(CRASH_AUTOMATION_FILE.read_text(encoding="utf-8")))
     if not client.read_automations_by_name(CRASH_AUTOMATION):
         client.create_automation(automation)
@@ -309,56 +282,34 @@ def active_runs(client: SyncPrefectClient) -> dict[UUID, str]:
     return {run.id: f"{run.name} ({run.state_name} since {run.start_time}), id {run.id}" for run in runs}
 
 
-def _refuse_other_options(record: Mapping[str, Any], asked: dict[str, str | int | None]) -> None:
-    if asked["database"] is not None:
-        asked["database"] = without_secrets(str(asked["database"]))
-    for name, value in asked.items():
-        if value is not None and value != record[name]:
-            raise ServeError(
-                f"the server of this store is running with --{name} {record[name]}, not {value}; "
-                "type `dapo down` first, or leave the option out"
-            )
-
-
 def _start_server(services: Services, host: str | None, port: int | None, database: str | None) -> None:
-    last = {"host": LOOPBACK, "port": DEFAULT_PORT, "database": SQLITE, **services.server.read()}
-    if database is None and last["database"] != SQLITE:
+    last = services.server.read()
+    kind = database.partition(":")[0] if database else "sqlite"
+    if database is None and last.get("database", kind) != kind:
         raise ConfigError(
-            f"the server of this store keeps its runs in {last['database']}; its password is recorded nowhere: "
-            "give the whole URL with --database, or --database sqlite for a file in the store"
+            f"the server of this store keeps its runs in {last['database']}: give its URL with --database or "
+            f"{DATABASE_VARIABLES[0]}, or --database sqlite for a file in the store"
         )
-    database = database or SQLITE
-    host = host or last["host"]
-    port = _choose_port(host, port, last["port"])
-    api_url = f"{_address(LOOPBACK if host in WILDCARD_HOSTS else host, port)}/api"
-    page_url = _address(platform.node() if host in WILDCARD_HOSTS else host, port)
+    host = host or last.get("host", LOOPBACK)
+    port = port or _choose_port(host, last.get("port", DEFAULT_PORT))
+    api_url = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}/api"
+    page_url = f"http://{platform.node() if host == '0.0.0.0' else host}:{port}"
     environment = services.environment(PREFECT_API_URL=api_url, PREFECT_SERVER_UI_API_URL=f"{page_url}/api")
-    if database != SQLITE:
-        environment[DATABASE_VARIABLE] = database  # on no command line and in no file: it may hold a password
+    if database not in (None, "sqlite"):
+        environment[DATABASE_VARIABLES[0]] = str(database)  # not on the command line: it may hold a password
     options = ("--host", host, "--port", str(port), "--log-level", "WARNING", "--ui")
-    record = {"host": host, "port": port, "database": without_secrets(database)}
-    record |= {"api_url": api_url, "page_url": page_url}
+    record = {"host": host, "port": port, "database": kind, "api_url": api_url, "page_url": page_url}
     services.server.start((*PREFECT, "server", "start", *options), environment, **record)
 
 
-def _address(host: str, port: int) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _choose_port(host: str, asked: int | None, last: int) -> int:
-    """A port that a server can listen on: the one asked for, else the last one, 4200, or any."""
-    for port in (asked,) if asked else (last, DEFAULT_PORT, 0):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+def _choose_port(host: str, last: int) -> int:
+    """The port of the last time, else 4200, else any that is free; Prefect says what is wrong with the host."""
+    for port in (last, DEFAULT_PORT, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed server's connections linger
-            try:
-                probe.bind((host, port))
-                return int(probe.getsockname()[1])
-            except OSError as error:
-                refusal = error.strerror
-    raise ConfigError(
-        f"a server cannot listen at port {port} of {host}: {refusal}; --host takes an address of this machine, "
-        "--port a free one, above 1023 unless you are root"
-    )
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    return DEFAULT_PORT
 
 
 def _start_worker(services: Services) -> None:

@@ -32,12 +32,13 @@ class PrefectServer:
     api: str
     environment: dict[str, str]  # what a process needs, beside ours, to talk to it
 
-    def prefect(self, *words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-        """`prefect WORDS`, run to its end, as a person types it in the project directory."""
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """The command, run to its end as a person types it in the project directory."""
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         return subprocess.run(
-            [Path(sys.executable).with_name("prefect"), *words],
-            cwd=cwd,
-            env={**os.environ, **self.environment, **env},
+            command,
+            cwd=ROOT,
+            env={**os.environ, **self.environment, "PATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

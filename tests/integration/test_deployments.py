@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import configparser
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import prefect.settings
 import pytest
-import tomllib
+import yaml
 
 from flows.config import load_config
 from flows.services import CRASH_AUTOMATION
@@ -76,22 +75,16 @@ print(json.dumps(states))
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
     folder = tmp_path_factory.mktemp("deployments")
-    with started_server(folder, **plugin_installed(folder / "site")) as server:
+    with started_server(folder) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def deployed(server: PrefectServer) -> list[dict[str, Any]]:
-    """The deployments after the second of two times, which must leave them what they were."""
-    for words in (
-        ["work-pool", "create", "dapo", "--type", "process"],
-        ["automation", "create", "--from-file", "flows/services/crashed_runs.yaml"],
-    ):
-        done = server.prefect(*words)
-        assert done.returncode == 0, done.stdout + done.stderr
+    """The deployments of deploy/setup.sh, the second time of which must change nothing."""
     found = []
     for _ in range(2):
-        done = server.prefect("--no-prompt", "deploy", "--all")
+        done = server.run("deploy/setup.sh")
         assert done.returncode == 0, done.stdout + done.stderr
         found.append(ask(server, "/deployments/filter", sort="NAME_ASC").raise_for_status().json())
     first, second = (
@@ -99,33 +92,6 @@ def deployed(server: PrefectServer) -> list[dict[str, Any]]:
     )
     assert first == second
     return found[1]
-
-
-def plugin_installed(site: Path) -> dict[str, str]:
-    """The environment in which Prefect finds our plugin, also where the installation lacks its entry point."""
-    if importlib.metadata.entry_points(group="prefect.plugins", name="dapo"):
-        return {}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    metadata = site / "dapo_entry_points-0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dapo-entry-points\nVersion: 0\n")
-    plugins = project["entry-points"]["prefect.plugins"].items()
-    (metadata / "entry_points.txt").write_text(
-        "[prefect.plugins]\n" + "\n".join(f"{name} = {module}" for name, module in plugins)
-    )
-    return {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
-
-
-def run_python(server: PrefectServer, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`python WORDS`, run to its end, with this server as Prefect's."""
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env={**os.environ, **server.environment, **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 def ask(server: PrefectServer, path: str, **content: Any) -> httpx.Response:
@@ -163,8 +129,29 @@ def test_plain_prefect_makes_the_automation_that_dapo_up_looks_for(
     assert (automation["name"], automation["enabled"]) == (CRASH_AUTOMATION, True)
 
 
+def test_the_unit_files_use_commands_and_settings_that_prefect_has(server: PrefectServer) -> None:
+    units = {path.name: path.read_text() for path in (ROOT / "deploy").iterdir()}
+    assert set(units) == {"setup.sh", "compose.yaml", "dapo-server.service", "dapo-worker.service"}
+    start = re.compile(r"prefect ((?:server|worker) start.*?)[\n\"]")
+    commands = {command for text in units.values() for command in start.findall(text)}
+    assert len(commands) == 3
+    for command in commands:
+        words = command.split()
+        page = server.run("prefect", *words[:2], "--help").stdout
+        assert [word for word in words[2:] if word.startswith("--") and word not in page] == []
+    variables = {name for text in units.values() for name in re.findall(r"PREFECT_\w+", text)}
+    assert [name for name in variables if not hasattr(prefect.settings, name)] == []
+    services = yaml.safe_load(units["compose.yaml"])["services"]
+    assert list(services) == ["database", "server", "worker"]
+    for name in ("dapo-server.service", "dapo-worker.service"):
+        unit = configparser.ConfigParser(interpolation=None, strict=False)
+        unit.read_string(units[name])
+        assert unit["Service"]["WorkingDirectory"] == "%h/dapo-pipeline"
+        assert unit["Service"]["ExecStart"].startswith("%h/dapo-pipeline/.venv/bin/prefect ")
+
+
 def test_a_deployment_runs_by_its_name_alone(server: PrefectServer, deployed: list[dict[str, Any]]) -> None:
-    done = server.prefect("deployment", "run", "dapo-full", "--param", 'overrides=["run.seed=2"]')
+    done = server.run("prefect", "deployment", "run", "dapo-full", "--param", 'overrides=["run.seed=2"]')
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     [run] = flow_runs(server, "dapo-full")
@@ -198,12 +185,12 @@ def test_the_nightly_schedule_creates_runs(server: PrefectServer, deployed: list
 def test_states_say_why_a_run_ended(server: PrefectServer, deployed: list[dict[str, Any]], tmp_path: Path) -> None:
     config = load_config(ROOT / "configs/arith_cpu.yaml", [f"store.path={tmp_path / 'store'}"])
     with hold(night_lock_path(config), "the-other-night"):
-        done = run_python(server, "-c", STATES, str(tmp_path / "store"))
+        done = server.run(sys.executable, "-c", STATES, str(tmp_path / "store"))
     assert done.returncode == 0, done.stdout + done.stderr
     states = json.loads(done.stdout.splitlines()[-1])
     for night, reason in (
         ("night", "run the-other-night on "),
-        ("late", "came 5.0 hours late"),
+        ("late", "started 5.0 hours late"),
         ("late, but tried again", "run the-other-night on "),
     ):
         kind, name, message = states[night]
@@ -216,14 +203,14 @@ def test_states_say_why_a_run_ended(server: PrefectServer, deployed: list[dict[s
     assert "did you mean train.total_steps?" in states["misspelt"][2]
     assert "train.total_steps = -1 is refused" in states["out of bounds"][2]
     lines = [line["message"] for line in ask(server, "/logs/filter").raise_for_status().json()]
-    assert any(line.startswith("skipped: came 5.0 hours late") for line in lines)  # our own lines are on the page
+    assert any(line.startswith("skipped: started 5.0 hours late") for line in lines)  # on the page
     assert f"arith_cpu store.path={tmp_path / 'store'} train.total_steps=-1" in states["names"]
 
 
 def test_dapo_stage_runs_one_stage_and_says_where_its_output_is(server: PrefectServer, tmp_path: Path) -> None:
     changes = (f"store.path={tmp_path / 'store'}", "data.arithmetic.num_train=64", "data.arithmetic.num_eval=8")
     words = [word for change in changes for word in ("--set", change)]
-    done = run_python(server, "-m", "flows.cli", "stage", "prepare-data", "configs/arith_cpu.yaml", *words)
+    done = server.run(sys.executable, "-m", "flows.cli", "stage", "prepare-data", "configs/arith_cpu.yaml", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     output = Path(done.stdout.splitlines()[-1])
     assert (output / "train.parquet").is_file()
@@ -252,7 +239,7 @@ class Seen:
 def seen(server: PrefectServer, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("page")
     with started_receiver() as webhook, server.client() as client:
-        done = run_python(server, "-m", "tests.integration.page_flow", str(folder), webhook.url())
+        done = server.run(sys.executable, "-m", "tests.integration.page_flow", str(folder), webhook.url())
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
         def read(what: str, **query: Any) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import sqlite3
 import subprocess
@@ -50,11 +49,10 @@ class Project:
     def python(self, *words: str, status: int = 0, **env: str) -> str:
         """What `python WORDS` prints, which must end with this exit status."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-        python_path = os.pathsep.join([str(self.folder / "site"), str(ROOT)])
         done = subprocess.run(
             [sys.executable, *words],
             cwd=self.folder,
-            env={**inherited, "PYTHONPATH": python_path, "HOME": str(self.folder), **env},
+            env={**inherited, "PYTHONPATH": str(ROOT), "HOME": str(self.folder), **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -79,22 +77,12 @@ def project(tmp_path: Path) -> Iterator[Project]:
     folder.mkdir()
     for name in PROJECT_FILES:
         (folder / name).symlink_to(ROOT / name)
-    if not importlib.metadata.entry_points(group="prefect.plugins", name="dapo"):
-        write_entry_point(folder / "site")
     project = Project(folder)
     yield project
     if project.services.folder.exists():
         for pid in {process.pid for process in own_processes(project)}:
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).kill()
-
-
-def write_entry_point(site: Path) -> None:
-    """The plugin of pyproject.toml for an environment that was installed before it was written."""
-    metadata = site / "dapo_entry_points-0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dapo-entry-points\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text("[prefect.plugins]\ndapo = flows.prefect_plugin\n")
 
 
 def own_processes(project: Project) -> list[psutil.Process]:

@@ -21,36 +21,18 @@ from prefect.plugins import HookContext
 from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError, ServeError, StoreError
+from durable import LockHeld
 from flows import services
 from flows.cli import app
 from flows.prefect_plugin import complete_names, setup_environment
 from flows.prefect_server import named_api, wait_until_healthy
 from flows.prefect_settings import PROJECT_SETTINGS
-from flows.services import DATABASE_VARIABLE, Service, Services, bring_up, take_down, without_secrets
+from flows.services import DATABASE_VARIABLES, Service, Services, bring_up, take_down
 from tests.prefect_servers import ROOT
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 PASSWORD = "for-nobodys-eyes"
 POSTGRES = f"postgresql+asyncpg://me:{PASSWORD}@host:5433/db"
-
-
-@pytest.mark.parametrize(
-    ("url", "recorded"),
-    [
-        ("sqlite", "sqlite"),
-        (POSTGRES, "postgresql+asyncpg://host/db"),
-        (f"postgresql+asyncpg://me@/db?password={PASSWORD}&host=/run/pg", "postgresql+asyncpg:///db"),
-    ],
-)
-def test_the_password_of_a_database_is_not_recorded(url: str, recorded: str) -> None:
-    assert without_secrets(url) == recorded
-
-
-@pytest.mark.parametrize("url", ["postgresql://me:secret@host/db", "my:secret database", "postgresql://[secret"])
-def test_a_database_that_prefect_cannot_use_is_refused_without_repeating_it(url: str) -> None:
-    with pytest.raises(ConfigError, match="neither sqlite nor a URL that Prefect takes") as refusal:
-        without_secrets(url)
-    assert "secret" not in str(refusal.value)
 
 
 class Started(Service):
@@ -71,13 +53,13 @@ def test_the_database_of_a_server_stays_the_same_until_another_is_named(tmp_path
     place.server = server = Started(place.folder)
     services._start_server(place, None, None, POSTGRES)
     [(command, environment)] = server.commands
-    assert environment[DATABASE_VARIABLE] == POSTGRES
+    assert environment[DATABASE_VARIABLES[0]] == POSTGRES
     assert PASSWORD not in "".join(command) + server.record_path.read_text()
-    with pytest.raises(ConfigError, match=r"keeps its runs in postgresql\+asyncpg://host/db"):
+    with pytest.raises(ConfigError, match=r"keeps its runs in postgresql\+asyncpg: give"):
         services._start_server(place, None, None, None)
     port = server.read()["port"]
     services._start_server(place, None, None, "sqlite")
-    assert DATABASE_VARIABLE not in server.commands[-1][1]
+    assert DATABASE_VARIABLES[0] not in server.commands[-1][1]
     assert server.read()["port"] == port
 
 
@@ -86,18 +68,14 @@ def test_a_server_gets_another_port_when_its_own_is_taken() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         taken = other.getsockname()[1]
-        assert services._choose_port("127.0.0.1", None, taken) != taken
-        with pytest.raises(ConfigError, match=f"port {taken} of 127.0.0.1: Address already in use"):
-            services._choose_port("127.0.0.1", taken, 0)
-    with pytest.raises(ConfigError, match="takes an address of this machine"):
-        services._choose_port("192.0.2.1", None, 0)
+        assert services._choose_port("127.0.0.1", taken) != taken
 
 
 def test_a_second_service_is_not_started_and_only_our_own_process_is_stopped(tmp_path: Path) -> None:
     service = Service(tmp_path, "worker")
     service.start(SLEEP, os.environ)
     pid = service.read()["pid"]
-    with pytest.raises(ServeError, match="a worker of this store is running on"):
+    with pytest.raises(LockHeld):
         Service(tmp_path, "worker").start(SLEEP, os.environ)
     assert service.stop() == [f"worker, pid {pid}"]
     os.waitpid(pid, 0)
