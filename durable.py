@@ -38,7 +38,7 @@ def locked(path: Path, *, shared: bool = False, note: str = "", on_wait: OnWait 
     `on_wait(holder, seconds)` each time, which may raise to give up.
     """
     began = time.monotonic()
-    while (descriptor := _try_lock(path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)) is None:
+    while (descriptor := try_lock(path, shared=shared)) is None:
         waited = time.monotonic() - began
         if on_wait is not None:
             on_wait(read_holder(path), waited)
@@ -53,6 +53,24 @@ def locked(path: Path, *, shared: bool = False, note: str = "", on_wait: OnWait 
             os.write(descriptor, holder.encode())
         yield descriptor
     finally:
+        os.close(descriptor)
+
+
+def try_lock(path: Path, *, shared: bool = False) -> int | None:
+    """A descriptor that holds the file's lock until it is closed, None while another process does."""
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            if _is_at(descriptor, path):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError:
+            os.close(descriptor)
+            raise
         os.close(descriptor)
 
 
@@ -167,22 +185,6 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _try_lock(path: Path, kind: int) -> int | None:
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):
-                return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except OSError:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

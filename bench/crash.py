@@ -25,7 +25,7 @@ from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.metrics import METRICS_FILE, read_metrics
 from tasks.processes import supervisor
 from tasks.processes.child import SupervisedProcess, background_command, run_command
-from tasks.processes.dapo_command import dapo_command
+from tasks.stage_command import dapo_command
 
 if TYPE_CHECKING:
     import torch

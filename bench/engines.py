@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from dapo_core.engines import Engine
+    from dapo_core.engines.base import Engine
 
 EngineKind = Literal["vllm", "hf"]
 EXAMPLE = """example, on two cores, with one and with two threads per engine:
@@ -84,7 +84,7 @@ def build_recipe_model(path: Path, num_steps: int) -> Path:
 def measure(kind: EngineKind, model_path: Path, num_threads: int, load: Load) -> Measurement:
     """One engine's figures on the load."""
     started = time.perf_counter()
-    from dapo_core.engines import EngineSettings, build_engine
+    from dapo_core.engines.base import EngineSettings, build_engine
 
     prompts = _prompts(model_path, load.num_prompts)
     settings = EngineSettings(
@@ -186,7 +186,7 @@ def _time_weight_load(engine: Engine, model_path: Path, policy_version: int) -> 
 
 def _run_round(engine: Engine, prompts: list[list[int]], group_size: int, number: int) -> int:
     """Response tokens of one round over all prompts."""
-    from dapo_core.engines import GenerationRequest
+    from dapo_core.engines.base import GenerationRequest
 
     engine.submit(
         [

@@ -125,7 +125,7 @@ def _produce(store: ArtifactStore, key: StageKey, job: Job, words: Any, resumabl
     """The artifact of the key, made if need be by the `dapo` command that `words(folder)` gives."""
     from flows.progress import STEP_LINE
     from tasks.processes.child import run_command
-    from tasks.processes.dapo_command import METRICS_LINE, dapo_command
+    from tasks.stage_command import METRICS_LINE, dapo_command
 
     def tell(line: str) -> None:
         step = STEP_LINE.match(line)
@@ -165,7 +165,7 @@ def _answer(config: Config, store: ArtifactStore, data: Artifact, model: Artifac
 
 def _write_answers(config: Config, data: Artifact, model: Artifact, folder: Path) -> Mapping[str, Any]:
     from dapo_core.data import load_tokenizer
-    from dapo_core.engines import EngineSettings, GenerationRequest, build_engine
+    from dapo_core.engines.base import EngineSettings, GenerationRequest, build_engine
     from eval.answers.grading import grade
     from eval.problems.benchmarks import load_set
     from tasks.stages import eval_file

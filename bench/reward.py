@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dapo_core.config.training import CustomRewardConfig, RewardConfig
 from dapo_core.data import load_tokenizer
-from dapo_core.reward import RewardPool, Score, ScoreRequest, scorer_for
+from dapo_core.reward.pool import RewardPool, ScoreRequest
+from dapo_core.reward.scorers import DATA_SOURCES, SCORERS, Score
 
 REQUIRED_RATIO = 4.0
 GROUP_SIZE = 16
@@ -84,7 +85,7 @@ def measured(work: Callable[[], list[Score]]) -> tuple[list[Score], float]:
 def decode_everything(tokenizer: Any, requests: list[ScoreRequest]) -> list[Score]:
     """The peer: whole text, same rule, one process."""
     return [
-        scorer_for(request.data_source)(
+        SCORERS[DATA_SOURCES[request.data_source]](
             str(tokenizer.decode(request.response_ids, skip_special_tokens=True)), request.ground_truth
         )
         for request in requests

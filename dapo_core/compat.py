@@ -17,6 +17,7 @@ class Compat:
     advantages_in_float32: bool = False  # equal rewards keep their rounding noise, a group of one its reward
     token_mean_per_micro_batch: bool = False  # older verl: the mean of micro-batch means
     overlong_beyond_limit: bool = False  # the overlong penalty grows on beyond the response limit
+    math_dapo_to_the_letter: bool = False  # `Answer:` alone, never a box, and verl's normalisation
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig) -> Compat:
@@ -30,4 +31,5 @@ VERL = Compat(
     advantages_in_float32=True,
     token_mean_per_micro_batch=True,
     overlong_beyond_limit=True,
+    math_dapo_to_the_letter=True,
 )

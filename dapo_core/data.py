@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dapo_core.errors import DataError, ModelError
-from dapo_core.reward.math_dapo import last_boxed
+from eval.answers.extraction import extract_boxed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,7 +131,7 @@ def _math_row(item: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "data_source": MATH_DATA_SOURCE,
         "prompt": [{"role": "user", "content": MATH_PROMPT.format(problem=item.get("problem"))}],
-        "reward_model": {"ground_truth": last_boxed(str(item.get("solution") or "")) or item.get("answer")},
+        "reward_model": {"ground_truth": extract_boxed(str(item.get("solution") or "")) or item.get("answer")},
     }
 
 

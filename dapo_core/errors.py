@@ -4,6 +4,8 @@
 class DapoError(Exception):
     """Base of every error this project raises on purpose. Subclasses take one message and are picklable."""
 
+    is_lasting = True  # until the user changes something; a retry may mend the others
+
 
 class ConfigError(DapoError, ValueError):
     """The configuration contradicts itself, is misspelt or is out of bounds. Raised before work starts."""
@@ -28,9 +30,13 @@ class RewardError(DapoError, RuntimeError):
 class RolloutError(DapoError, RuntimeError):
     """An engine failed to produce rollouts or to take new weights."""
 
+    is_lasting = False
+
 
 class WorkerDied(DapoError, RuntimeError):
     """The process of a policy rank or rollout worker is gone; training goes on from its last checkpoint."""
+
+    is_lasting = False
 
 
 class TrainingStopped(DapoError, RuntimeError):
@@ -52,21 +58,8 @@ class ServeError(DapoError, RuntimeError):
 class ServerDied(ServeError):
     """A model server was killed while it started, or ended after it had answered."""
 
-
-class StageTimedOut(DapoError, TimeoutError):
-    """A stage was ended because it took longer than its flow.time_limits allow."""
+    is_lasting = False
 
 
 class StoreError(DapoError, OSError):
     """The artifact store cannot be written, or a stage left something in it that cannot be kept."""
-
-
-class RunSkipped(DapoError, RuntimeError):
-    """A run that is nobody's wish of this moment gives way: it came too late, or others hold what it needs."""
-
-
-class ChildProcessFailed(DapoError, RuntimeError):
-    """A child process ended with an error; the message carries its exit status, last lines and log path."""
-
-    exit_code: int | None = None  # minus the signal that killed it; None when it never ran
-    summary: str = ""  # the message without the last lines, for where these were shown already

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO, get_args
 import numpy as np
 
 from dapo_core.errors import CheckpointError
-from dapo_core.reward import Verdict
+from dapo_core.reward.scorers import Verdict
 from dapo_core.sampler import FATES, Draw
 
 if TYPE_CHECKING:

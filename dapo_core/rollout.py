@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from dapo_core.compat import Compat
 from dapo_core.data import Prompt
-from dapo_core.engines import Engine, FinishReason, GenerationRequest, Response
-from dapo_core.reward import RewardPool, Score, ScoreRequest, Verdict, overlong_penalty
+from dapo_core.engines.base import Engine, FinishReason, GenerationRequest, Response
+from dapo_core.reward.pool import RewardPool, ScoreRequest
+from dapo_core.reward.scorers import Score, Verdict, overlong_penalty
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +130,7 @@ class RolloutWorker:
         self.config = config
         self.compat = Compat.of(config.algorithm)
         self.group_size = config.rollout.group_size
-        self.pool = RewardPool(config.reward, config.custom_reward, tokenizer)
+        self.pool = RewardPool(config.reward, config.custom_reward, tokenizer, self.compat)
         self._open: dict[int, _OpenGroup] = {}
         self._num_scored = 0
         self._scoring: dict[str, tuple[int, int]] = {}  # the pool's key -> (group id, sample), of open groups

@@ -28,7 +28,6 @@ from dapo_core.checkpoint.state import TrainerState, read_state, read_step
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.cluster import Cluster, start_cluster
 from dapo_core.compat import Compat
-from dapo_core.config.derived import derive
 from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_rows, tokenize_prompts
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError, TrainingStopped
@@ -39,7 +38,7 @@ from dapo_core.loss import LossTotals
 from dapo_core.model_folder import require_model_folder
 from dapo_core.policy import UpdateSums, read_model_config, require_trainable
 from dapo_core.restarts import Restarts
-from dapo_core.reward import require_scorers
+from dapo_core.reward.routing import require_scorers
 from dapo_core.rollout_correction import correct_rollouts, mismatch_metrics
 from dapo_core.sampler import Sampler
 from dapo_core.stopping import StopRequest, StopRequested
@@ -251,7 +250,7 @@ class Trainer:
             with timer.phase("testing"):
                 metrics |= self._validate()
         metrics |= self._standing()
-        num_devices = derive(self.config).num_devices
+        num_devices = self.config.num_devices
         with timer.phase("save_checkpoint"):
             told = metrics | measure.timing_metrics(timer.read(), *num_tokens, num_devices)
             self.checkpoints.keep(self._state(told), self._is_due(self.config.checkpoint.save_every))

@@ -11,7 +11,7 @@ import numpy as np
 
 from dapo_core.data import Prompt, read_held_out, tokenize_prompts
 from dapo_core.errors import RewardError, RolloutError
-from dapo_core.reward import require_scorers
+from dapo_core.reward.routing import require_scorers
 from dapo_core.rollout import Group, GroupRequest, Rollout
 
 if TYPE_CHECKING:

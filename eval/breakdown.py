@@ -1,21 +1,21 @@
-"""Where a difference comes from: groups of items, format or content, response lengths, the two rulers."""
+"""Where a difference comes from: groups of items, format or content, lengths, the two graders, samples."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from eval.answers.grading import VERDICTS
-from eval.results import Row, group_by
-from eval.samples import Samples, num_right
-from eval.statistics import PValues, adjusted_interval, holm, mcnemar, paired_bootstrap, sign_flip_test
+from eval.results import Row, Samples, group_by, num_right
+from eval.statistics import adjusted_interval, bootstrap_mean, holm, paired_bootstrap, test_changes
+from eval.summary import IsSame, count_agreement, item_metrics, list_disagreements
 
 Pair = tuple[Samples, Samples]  # one item before and after, every request answered
-JUDGED = tuple(verdict for verdict in VERDICTS if verdict != "request_failed")
+ANSWERED = tuple(verdict for verdict in VERDICTS if verdict != "request_failed")
 UNFINISHED = ("no_answer", "truncated")
 QUANTILES = (5, 25, 50, 75, 95)
 NUM_BINS = 30
@@ -53,25 +53,29 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Rulers:
-    """AISBench's verdicts beside the exact ones, over the paired items."""
+class Graders:
+    """AISBench's verdicts beside the exact grader's, over the paired items."""
 
     before: float  # accuracy under AISBench's rule
     after: float
     difference: float
     ci95: tuple[float, float]
     p: float
-    raises: dict[str, int]  # side -> responses on which AISBench itself would have raised
+    raises: dict[str, int]  # side -> responses on which AISBench itself would raise
     agreement: dict[str, dict[str, int]]  # side -> {both_right, only_exact, only_aisbench, neither}
     disagreements: list[dict[str, Any]]
 
 
-def test_of(pairs: Sequence[Pair]) -> PValues:
-    """McNemar's test for one sample per item, the sign-flip test it is a case of for several."""
-    changes = changes_of(pairs)
-    if len(pairs[0][0]) == 1:
-        return mcnemar(changes.count(-1), changes.count(1))
-    return sign_flip_test(changes)
+@dataclass(frozen=True)
+class MetricChange:
+    """avg@k, pass@k or maj@k of both sides, with 95 % bootstrap intervals over items."""
+
+    before: float
+    before_interval: tuple[float, float]
+    after: float
+    after_interval: tuple[float, float]
+    difference: float
+    ci95: tuple[float, float]  # paired
 
 
 def changes_of(pairs: Iterable[Pair]) -> list[int]:
@@ -88,7 +92,11 @@ def group_changes(pairs: Sequence[Pair], fields: Sequence[str]) -> dict[str, dic
         }
         for field in fields
     }
-    p_values = {(field, key): test_of(group).p for field in fields for key, group in groups[field].items()}
+    p_values = {
+        (field, key): test_changes(changes_of(group), len(group[0][0])).p
+        for field in fields
+        for key, group in groups[field].items()
+    }
     adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     return {
         field: {
@@ -100,20 +108,20 @@ def group_changes(pairs: Sequence[Pair], fields: Sequence[str]) -> dict[str, dic
 
 
 def transitions_of(pairs: Iterable[Pair]) -> dict[str, dict[str, float]]:
-    """[x][y]: items with verdict x before and y after; with k samples, in each of the k * k ways to pair them."""
+    """[x][y]: items with verdict x before and y after; k samples count in each of the k * k ways to pair them."""
     counts: Counter[tuple[str, str]] = Counter()
     num_ways = 1
     for before, after in pairs:
         num_ways = len(before) * len(after)
         counts.update((x.verdict, y.verdict) for x in before for y in after)
-    return {x: {y: counts[x, y] if num_ways == 1 else counts[x, y] / num_ways for y in JUDGED} for x in JUDGED}
+    return {x: {y: counts[x, y] if num_ways == 1 else counts[x, y] / num_ways for y in ANSWERED} for x in ANSWERED}
 
 
 def gain_parts(pairs: Sequence[Pair]) -> dict[str, Part]:
     """{format, no_answer, truncated, content}: format = no_answer + truncated; format + content = the difference.
 
-    Format is what came from responses that had no finished answer: their share that became right, minus the
-    share of right ones that became such. Content is the same with wrong ones.
+    Format is the share of items that went from no finished answer to right, minus the share that went back.
+    Content is the same for wrong answers.
     """
     parts = {verdict: [_net(pair, (verdict,)) for pair in pairs] for verdict in UNFINISHED}
     parts = {"format": [_net(pair, UNFINISHED) for pair in pairs], **parts}
@@ -125,7 +133,7 @@ def gain_parts(pairs: Sequence[Pair]) -> dict[str, Part]:
 
 
 def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
-    """Lengths in tokens where the server counted all of them, else in characters."""
+    """Lengths in tokens if the server counted all of them, else in characters."""
     unit: Literal["tokens", "characters"] = "tokens"
     if any(row.response_tokens is None for row in (*before, *after)):
         unit = "characters"
@@ -150,29 +158,41 @@ def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
     )
 
 
-def compare_rulers(pairs: Sequence[Pair]) -> Rulers:
-    """AISBench's accuracies and where its verdicts differ from the exact ones."""
+def compare_graders(pairs: Sequence[Pair]) -> Graders:
+    """AISBench's accuracies, and where its verdicts differ from the exact ones."""
     k = len(pairs[0][0])
     counts = [[sum(row.aisbench_right for row in samples) for samples in pair] for pair in pairs]
     changes = [y - x for x, y in counts]
-    test = mcnemar(changes.count(-1), changes.count(1)) if k == 1 else sign_flip_test(changes)
     before, after = (sum(pair[side] for pair in counts) / (k * len(pairs)) for side in (0, 1))
     rows = {name: [row for pair in pairs for row in pair[side]] for side, name in enumerate(("before", "after"))}
-    return Rulers(
+    return Graders(
         before=before,
         after=after,
         difference=sum(changes) / (k * len(pairs)),
         ci95=paired_bootstrap([x / k for x, _ in counts], [y / k for _, y in counts]),
-        p=test.p,
+        p=test_changes(changes, k).p,
         raises={name: sum(row.aisbench_raises for row in side) for name, side in rows.items()},
-        agreement={name: _agreement(side) for name, side in rows.items()},
-        disagreements=[
-            _disagreement(name, row)
-            for name, side in rows.items()
-            for row in side
-            if row.is_right != row.aisbench_right
-        ],
+        agreement={name: count_agreement(side) for name, side in rows.items()},
+        disagreements=[{"side": name, **row} for name, side in rows.items() for row in list_disagreements(side)],
     )
+
+
+def compare_metrics(
+    before: Sequence[Samples], after: Sequence[Samples], is_same: IsSame
+) -> dict[str, MetricChange]:
+    """avg@k, pass@k and maj@k of both sides over the same items."""
+    right = item_metrics(after, is_same)
+    return {
+        name: MetricChange(
+            before=_mean(x),
+            before_interval=bootstrap_mean(x),
+            after=_mean(right[name]),
+            after_interval=bootstrap_mean(right[name]),
+            difference=_mean(right[name]) - _mean(x),
+            ci95=paired_bootstrap(x, right[name]),
+        )
+        for name, x in item_metrics(before, is_same).items()
+    }
 
 
 def _group_change(pairs: Sequence[Pair], p: float, p_holm: float) -> GroupChange:
@@ -190,36 +210,16 @@ def _group_change(pairs: Sequence[Pair], p: float, p_holm: float) -> GroupChange
 
 
 def _net(pair: Pair, verdicts: Sequence[str]) -> float:
-    """Of an item's ways to pair its samples, the share that lead from `verdicts` to right, minus those back."""
+    """Share of an item's pairs of samples that go from `verdicts` to right, minus the share that go back."""
     before, after = pair
-    gained = _count(before, lambda row: row.verdict in verdicts) * num_right(after)
-    lost = num_right(before) * _count(after, lambda row: row.verdict in verdicts)
+    gained = _count(before, verdicts) * num_right(after)
+    lost = num_right(before) * _count(after, verdicts)
     return (gained - lost) / (len(before) * len(after))
 
 
-def _count(samples: Samples, is_counted: Callable[[Row], bool]) -> int:
-    return sum(map(is_counted, samples))
+def _count(samples: Samples, verdicts: Sequence[str]) -> int:
+    return sum(row.verdict in verdicts for row in samples)
 
 
-def _agreement(rows: Sequence[Row]) -> dict[str, int]:
-    counts = Counter((row.is_right, row.aisbench_right) for row in rows)
-    return {
-        "both_right": counts[True, True],
-        "only_exact": counts[True, False],
-        "only_aisbench": counts[False, True],
-        "neither": counts[False, False],
-    }
-
-
-def _disagreement(side: str, row: Row) -> dict[str, Any]:
-    return {
-        "side": side,
-        "id": row.id,
-        "sample": row.sample,
-        "gold": row.gold,
-        "verdict": row.verdict,
-        "answer": row.answer,
-        "aisbench_right": row.aisbench_right,
-        "aisbench_answer": row.aisbench_answer,
-        "aisbench_raises": row.aisbench_raises,
-    }
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from eval import InputError, breakdown
 from eval.answers.grading import grade
-from eval.breakdown import GroupChange, Lengths, Pair, Part, Rulers
-from eval.results import Row, differences, group_by, mean_response_tokens, rate
-from eval.samples import (
+from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part
+from eval.results import (
     Evaluation,
-    MetricChange,
+    Row,
     Samples,
-    accuracy_interval,
-    compare_metrics,
+    describe_differences,
+    group_by,
     is_answered,
     load_evaluation,
+    mean_response_tokens,
     num_right,
-    same_answer_by,
+    rate,
 )
 from eval.statistics import (
-    adjusted_interval,
-    bootstrap_mean,
+    SIGNIFICANCE,
+    IntervalMethod,
+    accuracy_interval,
+    change_interval,
     minimal_detectable_difference,
     minimal_detectable_mean,
+    test_changes,
 )
+from eval.summary import same_answer_by
 
-SIGNIFICANCE = 0.05
 GROUP_FIELDS = ("level", "subject")
-# Settings that may differ: the model is what is compared, and the rest is looked at item by item.
+# Settings that may differ: the model is what is compared, the others are checked item by item.
 _NOT_COMPARED = ("model", "num_items", "prompts", "golds")
 
 
@@ -56,7 +57,7 @@ class Side:
     """One of the two models, over the paired items."""
 
     model: str
-    evaluation: str  # its digest: one for one measurement, wherever it is stored
+    evaluation: str  # digest of the measurement: copies share it
     n: int
     right: int
     accuracy: float
@@ -84,12 +85,12 @@ class Flip:
 
 @dataclass(frozen=True)
 class Unpaired:
-    """Items left out because a request failed, and where the difference over all items would then lie."""
+    """Items left out because a request failed, and bounds of the difference over all items."""
 
     num_items: int
-    before: int  # of them, those that failed before
+    before: int  # those that failed before
     after: int
-    difference_range: tuple[float, float]  # whatever the failed requests would have answered
+    difference_range: tuple[float, float]  # if every failed request were answered wrong, or right
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Comparison:
     unpaired: Unpaired
     difference: float
     ci95: tuple[float, float]
-    interval_method: Literal["paired bootstrap", "adjusted Wald"]
+    interval_method: IntervalMethod
     test: Literal["exact McNemar", "exact sign-flip"]
     p: float
     mid_p: float
@@ -119,7 +120,7 @@ class Comparison:
     gain: dict[str, Part]
     transitions: dict[str, dict[str, float]]
     lengths: Lengths
-    rulers: Rulers
+    graders: Graders
     metrics: dict[str, MetricChange]
     lost: tuple[Flip, ...]
     gained: tuple[Flip, ...]
@@ -128,7 +129,7 @@ class Comparison:
 
     @property
     def is_one_evaluation(self) -> bool:
-        """True when both sides are copies of one measurement, so that the items were asked once."""
+        """True when both sides are copies of one measurement."""
         return self.before.evaluation == self.after.evaluation
 
     @property
@@ -147,7 +148,7 @@ def compare(before_dir: str | Path, after_dir: str | Path) -> Comparison:
 
 
 def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
-    """As `compare`, of evaluations that have been read."""
+    """As `compare`, of evaluations that are already loaded."""
     _refuse_different(before, after)
     pairs = [(samples, after.items[identity]) for identity, samples in before.items.items()]
     paired = [(x, y) for x, y in pairs if is_answered(x) and is_answered(y)]
@@ -158,10 +159,11 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
     k, n = before.num_samples, len(paired)
     sides = [x for x, _ in paired], [y for _, y in paired]
     changes = breakdown.changes_of(paired)
-    test = breakdown.test_of(paired)
+    test = test_changes(changes, k)
     lost = [pair for pair, change in zip(paired, changes, strict=True) if change < 0]
     gained = [pair for pair, change in zip(paired, changes, strict=True) if change > 0]
-    ci95, method = _interval(changes, k)
+    ci95, method = change_interval(changes, k)
+    right_after = after.right
     return Comparison(
         before=_side(before, sides[0]),
         after=_side(after, sides[1]),
@@ -181,60 +183,40 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         gain=breakdown.gain_parts(paired),
         transitions=breakdown.transitions_of(paired),
         lengths=breakdown.length_change(_rows(sides[0]), _rows(sides[1])),
-        rulers=breakdown.compare_rulers(paired),
-        metrics=compare_metrics(*sides, same_answer_by(grade)) if k > 1 else {},
+        graders=breakdown.compare_graders(paired),
+        metrics=breakdown.compare_metrics(*sides, same_answer_by(grade)) if k > 1 else {},
         lost=_flips(lost, is_gain=False),
         gained=_flips(gained, is_gain=True),
-        items={x[0].id: (_right_or_none(x), _right_or_none(y)) for x, y in pairs},
-        settings=shared_settings(before.settings),
+        items={identity: (right, right_after[identity]) for identity, right in before.right.items()},
+        settings=before.shared_settings,
     )
 
 
-def shared_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What two evaluations that can be compared have in common: everything but the model."""
-    return {key: value for key, value in settings.items() if key != "model"}
-
-
-def evaluation_digest(evaluation: Evaluation) -> str:
-    """Sha256 of settings and rows; these hold each request's seconds, so that two measurements never share it."""
-    digest = hashlib.sha256(json.dumps(evaluation.settings, sort_keys=True).encode())
-    for samples in evaluation.items.values():
-        for row in samples:
-            digest.update(row.to_line().encode(errors="surrogatepass"))
-    return digest.hexdigest()
-
-
 def _refuse_different(before: Evaluation, after: Evaluation) -> None:
-    reasons = []
-    for key in sorted((before.settings.keys() | after.settings.keys()) - set(_NOT_COMPARED)):
-        reasons += differences(before.settings.get(key), after.settings.get(key), key)
+    left, right = (
+        {key: value for key, value in side.settings.items() if key not in _NOT_COMPARED}
+        for side in (before, after)
+    )
+    reasons = describe_differences(left, right)
+    hint = " Grade both by the same rule with `dapo grade`." if "grader:" in "; ".join(reasons) else ""
     if before.num_samples != after.num_samples:
         reasons.append(f"responses to each item: {before.num_samples} before, {after.num_samples} after")
-    for label, left, right in (("before", before.items, after.items), ("after", after.items, before.items)):
-        only = [identity for identity in left if identity not in right]
+    for label, side, other in (("before", before, after), ("after", after, before)):
+        only = [identity for identity in side.items if identity not in other.items]
         if only:
-            reasons.append(f"{len(only)} of {len(left)} items are only in {label} (first: {only[0]!r})")
+            reasons.append(f"{len(only)} of {len(side.items)} items are only in {label} (first: {only[0]!r})")
     shared = [identity for identity in before.items if identity in after.items]
     for field in ("prompt", "gold", "level", "subject"):
-        other = [i for i in shared if getattr(before.items[i][0], field) != getattr(after.items[i][0], field)]
-        if other:
-            reasons.append(f"{field}s: {len(other)} of {len(shared)} shared items differ (first: {other[0]!r})")
+        changed = [i for i in shared if getattr(before.items[i][0], field) != getattr(after.items[i][0], field)]
+        if changed:
+            reasons.append(
+                f"{field}s: {len(changed)} of {len(shared)} shared items differ (first: {changed[0]!r})"
+            )
     if reasons:
-        hint = " Grade both by the same rule with `dapo grade`." if "grader:" in "; ".join(reasons) else ""
         raise ComparisonError(
             f"the two evaluations cannot be compared: {'; '.join(reasons)}. A difference in accuracy would not "
             f"be the model's alone: evaluate both with the same evaluate.* settings.{hint}"
         )
-
-
-def _interval(
-    changes: Sequence[int], k: int
-) -> tuple[tuple[float, float], Literal["paired bootstrap", "adjusted Wald"]]:
-    """Bootstrap interval; where all items changed alike, which leaves it without width, the adjusted one."""
-    shares = [change / k for change in changes]
-    if len(set(changes)) == 1:
-        return adjusted_interval(shares), "adjusted Wald"
-    return bootstrap_mean(shares), "paired bootstrap"
 
 
 def _detectable(changes: Sequence[int], k: int) -> float:
@@ -245,23 +227,18 @@ def _detectable(changes: Sequence[int], k: int) -> float:
 
 def _unpaired(pairs: Sequence[Pair]) -> Unpaired:
     left_out = [(x, y) for x, y in pairs if not (is_answered(x) and is_answered(y))]
-    bounds = [(_bounds(x), _bounds(y)) for x, y in pairs]
-    k = len(pairs[0][0])
+    num_failed = [[sum(not row.is_answered for row in side) for side in pair] for pair in pairs]
+    known = sum(num_right(y) - num_right(x) for x, y in pairs)
+    num_responses = len(pairs[0][0]) * len(pairs)
     return Unpaired(
         num_items=len(left_out),
         before=sum(not is_answered(x) for x, _ in left_out),
         after=sum(not is_answered(y) for _, y in left_out),
         difference_range=(
-            sum(y[0] - x[1] for x, y in bounds) / (k * len(pairs)),
-            sum(y[1] - x[0] for x, y in bounds) / (k * len(pairs)),
+            (known - sum(before for before, _ in num_failed)) / num_responses,
+            (known + sum(after for _, after in num_failed)) / num_responses,
         ),
     )
-
-
-def _bounds(samples: Samples) -> tuple[int, int]:
-    """Fewest and most right responses that an item can have, whatever its failed requests would have answered."""
-    right = num_right(samples)
-    return right, right + sum(not row.is_answered for row in samples)
 
 
 def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
@@ -269,7 +246,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
     rows = _rows(items)
     return Side(
         model=str(evaluation.settings["model"]),
-        evaluation=evaluation_digest(evaluation),
+        evaluation=evaluation.digest,
         n=total.n,
         right=total.right,
         accuracy=total.accuracy,
@@ -278,7 +255,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         by_subject=_grouped(items, "subject"),
         no_answer_rate=rate(rows, lambda row: row.verdict == "no_answer"),
         truncated_rate=rate(rows, lambda row: row.verdict == "truncated"),
-        request_failed_rate=rate(_rows(list(evaluation.items.values())), lambda row: not row.is_answered),
+        request_failed_rate=rate(evaluation.rows, lambda row: not row.is_answered),
         mean_response_tokens=mean_response_tokens(rows),
     )
 
@@ -300,12 +277,8 @@ def _rows(items: Sequence[Samples]) -> list[Row]:
     return [row for samples in items for row in samples]
 
 
-def _right_or_none(samples: Samples) -> int | None:
-    return num_right(samples) if is_answered(samples) else None
-
-
 def _flips(pairs: Sequence[Pair], is_gain: bool) -> tuple[Flip, ...]:
-    """Flips, the largest first; of several samples those are shown that tell the change."""
+    """Flips, the largest first; of several samples, one that shows the change."""
     ordered = sorted(pairs, key=lambda pair: -abs(num_right(pair[1]) - num_right(pair[0])))
     flips = []
     for before, after in ordered:

@@ -1,4 +1,4 @@
-"""More than two evaluations: runs over time, paired with the run before and with the first, and their trend."""
+"""Evaluations over time: each paired with the previous one and with the first, and their trend."""
 
 from __future__ import annotations
 
@@ -10,12 +10,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.compare import SIGNIFICANCE, evaluation_digest, shared_settings
-from eval.pages import render
+from durable import write_atomically
+from eval.pages import plain_p, points, points_interval, render
 from eval.report import REPORT_JSON
-from eval.results import RESULTS_FILE, SETTINGS_FILE, ResultsError, differences, make_folder, write_atomically
-from eval.samples import accuracy_interval, is_answered, load_evaluation, num_right
-from eval.statistics import adjusted_interval, bootstrap_mean, holm, mcnemar, sign_flip_test
+from eval.results import (
+    RESULTS_FILE,
+    SETTINGS_FILE,
+    ResultsError,
+    describe_differences,
+    load_evaluation,
+    make_folder,
+)
+from eval.statistics import (
+    SIGNIFICANCE,
+    accuracy_interval,
+    bootstrap_mean,
+    change_interval,
+    holm,
+    test_changes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +46,7 @@ class Point:
     num_samples: int
     right: dict[str, int | None]
     evaluation: str  # digest of the measurement
-    num_repeats: int = 0  # later runs that took the same measurement from the store
+    num_repeats: int = 0  # later runs that used the same stored measurement
 
     @property
     def answered(self) -> list[int]:
@@ -75,7 +88,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Series:
-    """Points that can be compared, oldest first. `to_previous` and `to_first` hold None for the first point."""
+    """Comparable points, oldest first. `to_previous` and `to_first` hold None for the first point."""
 
     points: tuple[Point, ...]
     to_previous: tuple[Change | None, ...]
@@ -86,13 +99,13 @@ class Series:
 
     @property
     def expected_false_alarms(self) -> float:
-        """How many unadjusted p below 0.05 chance gives at most, if no run differed."""
+        """Upper bound on the expected number of p below 0.05 if no run differed."""
         return SIGNIFICANCE * self.num_tests
 
 
 def render_markdown(history: Sequence[Series]) -> str:
     """The history for a terminal."""
-    return render("history.md.j2", history=history)
+    return render("history.md.j2", history=history, change_cell=_change_cell, p_cell=_p_cell)
 
 
 def write_page(history: Sequence[Series], output_dir: str | Path) -> Path:
@@ -105,15 +118,26 @@ def write_page(history: Sequence[Series], output_dir: str | Path) -> Path:
         Markup(
             history_plot(
                 [f"{point.at:%Y-%m-%d}" for point in series.points],
-                series.points,
+                [(point.accuracy, point.interval) for point in series.points],
                 None if series.trend is None else (series.trend.first, series.trend.last),
             )
         )
         for series in history
     ]
     page = make_folder(output_dir) / HISTORY_PAGE
-    write_atomically(page, render("history.html.j2", history=history, drawings=drawings))
+    write_atomically(page, render("history.html.j2", history=history, drawings=drawings, p_cell=_p_cell))
     return page
+
+
+def _change_cell(change: Change | None) -> str:
+    return "" if change is None else f"{points(change.difference)} [{points_interval(change.ci95)}]"
+
+
+def _p_cell(change: Change | None) -> str:
+    """The p-value, with a star if it is significant after adjustment."""
+    if change is None:
+        return ""
+    return plain_p(change.p) + (" *" if change.is_significant else "")
 
 
 def make_history(paths: Sequence[str | Path]) -> list[Series]:
@@ -122,11 +146,11 @@ def make_history(paths: Sequence[str | Path]) -> list[Series]:
     A path is a results directory, a report.json or the folder with one (its "after" counts), or a store, whose
     runs' reports are taken. Raises ResultsError for anything else.
     """
-    points = sorted((point for path in paths for point in _points(Path(path))), key=lambda point: point.at)
-    if not points:
+    found = sorted((point for path in paths for point in _points(Path(path))), key=lambda point: point.at)
+    if not found:
         raise ResultsError(f"no evaluation in {', '.join(map(str, paths))}: no run there has a report")
     alike: dict[str, list[Point]] = {}
-    for point in _measured_once(points):
+    for point in _measured_once(found):
         key = json.dumps([point.settings, point.num_samples, sorted(point.right)], sort_keys=True)
         alike.setdefault(key, []).append(point)
     ordered = sorted(alike.values(), key=len, reverse=True)
@@ -134,7 +158,7 @@ def make_history(paths: Sequence[str | Path]) -> list[Series]:
 
 
 def _measured_once(points: Sequence[Point]) -> list[Point]:
-    """The first point of each measurement, with the number of others that only repeat it."""
+    """The first point of each measurement, with the number of later runs that reused it."""
     labels: dict[str, set[str]] = {}
     for point in points:
         labels.setdefault(point.evaluation, set()).add(point.label)
@@ -157,12 +181,12 @@ def _points(path: Path) -> list[Point]:
     if (path / "runs").is_dir():
         return _from_store(path)
     raise ResultsError(
-        f"{path} is no results directory of `dapo eval`, no {REPORT_JSON} or folder with one, and no store of runs"
+        f"{path} is not a results directory of `dapo eval`, a {REPORT_JSON}, a folder with one, or a store of runs"
     )
 
 
 def _from_store(store: Path) -> list[Point]:
-    """The runs that have a report; one that cannot be read is named in the log and left out."""
+    """The runs that have a report; an unreadable one is logged and left out."""
     points = []
     for path in sorted(store.glob(f"runs/*/report/{REPORT_JSON}")):
         try:
@@ -178,13 +202,10 @@ def _from_results(folder: Path) -> Point:
     return Point(
         label=folder.resolve().name,
         at=datetime.datetime.fromtimestamp(written, datetime.timezone.utc),
-        settings=shared_settings(evaluation.settings),
+        settings=evaluation.shared_settings,
         num_samples=evaluation.num_samples,
-        right={
-            identity: num_right(samples) if is_answered(samples) else None
-            for identity, samples in evaluation.items.items()
-        },
-        evaluation=evaluation_digest(evaluation),
+        right=evaluation.right,
+        evaluation=evaluation.digest,
     )
 
 
@@ -198,28 +219,24 @@ def _from_report(path: Path) -> Point:
             settings=report["settings"],
             num_samples=report["num_samples"],
             right={identity: after for identity, (_, after) in report["items"].items()},
-            # A report without a digest, of an earlier version, stands for itself.
-            evaluation=report["after"].get("evaluation", str(path)),
+            evaluation=report["after"].get("evaluation", str(path)),  # reports of earlier versions lack it
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ResultsError(
-            f"{path} is not a report that a history can be made of ({error!r}). Write it anew from its two "
+            f"{path} is not a report that a history can be made from ({error!r}). Write it again from its two "
             f"results directories, with `dapo report`."
         ) from error
 
 
 def _series(points: Sequence[Point], reference: Point) -> Series:
-    earlier = [*zip(points[1:], points, strict=False), *((point, points[0]) for point in points[2:])]
-    p_values = [_p_value(_changes(x, y), x.num_samples) for x, y in earlier]
-    adjusted = holm(p_values)
-    changes = [
-        _change(x, y, p, q < SIGNIFICANCE) for (x, y), p, q in zip(earlier, p_values, adjusted, strict=True)
-    ]
-    to_previous, to_first = changes[: len(points) - 1], changes[len(points) - 1 :]
+    to_previous = list(zip(points[1:], points, strict=False))
+    to_first = [(point, points[0]) for point in points[2:]]  # the second point's is its `to_previous`
+    changes = _compare_all([*to_previous, *to_first])
+    num_previous = len(to_previous)
     return Series(
         points=tuple(points),
-        to_previous=(None, *to_previous),
-        to_first=(None, *to_previous[:1], *to_first),
+        to_previous=(None, *changes[:num_previous]),
+        to_first=(None, *changes[:1], *changes[num_previous:]),
         trend=_trend(points),
         num_tests=len(changes),
         differs=tuple(_differences(reference, points[0])),
@@ -227,10 +244,7 @@ def _series(points: Sequence[Point], reference: Point) -> Series:
 
 
 def _differences(reference: Point, other: Point) -> list[str]:
-    found = [
-        phrase.replace(" before, ", " in the first table, ").replace(" after", " here")
-        for phrase in differences(reference.settings, other.settings)
-    ]
+    found = describe_differences(reference.settings, other.settings, "in the first table", "here")
     if reference.num_samples != other.num_samples:
         found.append(
             f"{reference.num_samples} responses to each item in the first table, {other.num_samples} here"
@@ -240,31 +254,28 @@ def _differences(reference: Point, other: Point) -> list[str]:
     return found
 
 
-def _changes(point: Point, earlier: Point) -> list[int]:
-    pairs = [(count, earlier.right[identity]) for identity, count in point.right.items()]
-    return [y - x for y, x in pairs if y is not None and x is not None]
-
-
-def _p_value(changes: Sequence[int], num_samples: int) -> float:
-    if num_samples == 1:
-        return mcnemar(changes.count(-1), changes.count(1)).p
-    return sign_flip_test(changes).p
-
-
-def _change(point: Point, earlier: Point, p: float, is_significant: bool) -> Change:
-    shares = [change / point.num_samples for change in _changes(point, earlier)]
-    alike = len(set(shares)) == 1
-    return Change(
-        n=len(shares),
-        difference=sum(shares) / len(shares),
-        ci95=adjusted_interval(shares) if alike else bootstrap_mean(shares),
-        p=p,
-        is_significant=is_significant,
-    )
+def _compare_all(pairs: Sequence[tuple[Point, Point]]) -> list[Change]:
+    """(point, earlier point) -> the change over the items that both answered, p adjusted over all pairs."""
+    found = []
+    for point, earlier in pairs:
+        right = [(earlier.right[identity], count) for identity, count in point.right.items()]
+        changes = [y - x for x, y in right if x is not None and y is not None]
+        found.append((changes, point.num_samples, test_changes(changes, point.num_samples).p))
+    adjusted = holm([p for *_, p in found])
+    return [
+        Change(
+            n=len(changes),
+            difference=sum(changes) / (k * len(changes)),
+            ci95=change_interval(changes, k)[0],
+            p=p,
+            is_significant=q < SIGNIFICANCE,
+        )
+        for (changes, k, p), q in zip(found, adjusted, strict=True)
+    ]
 
 
 def _trend(points: Sequence[Point]) -> Trend | None:
-    """Least squares through the accuracies: the mean over items of each item's own slope, hence its interval."""
+    """Least squares through the accuracies: the mean of each item's own slope, so items give its interval."""
     shared = [
         [count / point.num_samples for point in points if (count := point.right[identity]) is not None]
         for identity in points[0].right

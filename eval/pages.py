@@ -1,4 +1,4 @@
-"""Templates of the pages: how numbers are written, tables for terminals, pages that run no script but ours."""
+"""Rendering the report's templates: number formats, Markdown tables, pages that run only our own script."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.wording import format_p, percent, points
-
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
-
-    from eval.history import Change
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARKDOWN_WIDTH = 100
@@ -25,13 +21,13 @@ _MAX_ID_CHARS = 24
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of this package with these values; an .html.j2 escapes everything that is not Markup."""
+    """The rendered template; an .html.j2 escapes every value that is not Markup."""
     is_html = template.endswith(".html.j2")
     return _environment(is_html).get_template(template).render(**values)
 
 
 def inline_script(name: str) -> tuple[Markup, str]:
-    """(a script of ours to stand in a page, its hash for the page's content security policy)."""
+    """(the script as Markup, its hash for the page's content security policy)."""
     from markupsafe import Markup
 
     text = (TEMPLATES / name).read_text(encoding="utf-8")
@@ -40,9 +36,9 @@ def inline_script(name: str) -> tuple[Markup, str]:
 
 
 def field_of(content: Mapping[str, Any]) -> Callable[..., Markup]:
-    """`field(filter, *keys)`: that number of `content` as the page writes it, in an element that names it.
+    """`field(form, *keys)`: the value at these keys of `content`, formatted, in an element that names the keys.
 
-    The element's data-field is the path of the keys, so that the page can be checked against the JSON.
+    The element's data-field is the path of the keys, so a test can check the page against the JSON.
     """
     from markupsafe import Markup, escape
 
@@ -58,8 +54,28 @@ def field_of(content: Mapping[str, Any]) -> Callable[..., Markup]:
     return field
 
 
+def percent(share: float) -> str:
+    """A share as "81.8 %"."""
+    return f"{100 * share:.1f} %"
+
+
+def points(share: float) -> str:
+    """A difference of shares in signed percentage points; never "-0.0"."""
+    return f"{round(100 * share, 1) + 0.0:+.1f}"
+
+
+def format_p(p: float) -> str:
+    """A p-value with its relation sign, e.g. "= 0.0051" or "< 0.0001"."""
+    return "< 0.0001" if p < 0.0001 else f"= {p:.2g}" if p < 0.995 else "= 1"
+
+
+def plain_p(p: float) -> str:
+    """A p-value for a table: "0.0051" or "< 0.0001"."""
+    return format_p(p).removeprefix("= ")
+
+
 def format_duration(seconds: float | None) -> str:
-    """A duration for people: "0.4 s", "12 s", "3 min 05 s", "2 h 10 min"."""
+    """A duration as "0.4 s", "12 s", "3 min 05 s" or "2 h 10 min"."""
     if seconds is None:
         return "unknown"
     if seconds < 10:
@@ -84,7 +100,7 @@ def points_interval(bounds: Sequence[float]) -> str:
 
 
 def count(number: float | None) -> str:
-    """A count with thousands separators; of expected counts one decimal."""
+    """A count with thousands separators; small fractions keep one decimal."""
     if number is None:
         return "unknown"
     return f"{number:,.0f}" if number == int(number) or number >= 100 else f"{number:,.1f}"
@@ -96,7 +112,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "interval": interval,
     "points_interval": points_interval,
     "p_value": format_p,
-    "plain_p": lambda p: format_p(p).removeprefix("= "),
+    "plain_p": plain_p,
     "size": lambda share: f"{100 * share:.1f}",
     "points_2": lambda share: f"{round(100 * share, 2) + 0.0:+.2f}",
     "count": count,
@@ -124,8 +140,6 @@ def _environment(is_html: bool) -> Environment:
         "id_cell": _id_cell,
         "plain_cell": _plain_cell,
         "answer_cell": _answer_cell,
-        "change_cell": _change_cell,
-        "p_cell": _p_cell,
         "paragraph": _paragraph,
         "line": lambda text: " ".join(str(text).split()),
     }
@@ -134,7 +148,7 @@ def _environment(is_html: bool) -> Environment:
 
 
 def _shortened(text: str | None) -> str:
-    """A long text without its middle."""
+    """The text, without its middle if it is long."""
     if text is None:
         return ""
     if len(text) <= _MAX_TEXT_CHARS:
@@ -145,7 +159,7 @@ def _shortened(text: str | None) -> str:
 
 
 def _cell(text: Any) -> str:
-    """Text of a model or a problem as a one-line code span that cannot break a Markdown table."""
+    """Text from a model or a problem as a one-line code span that cannot break a Markdown table."""
     line = " ".join(str(text).split()).replace("`", "'")
     if len(line) > _MAX_CELL_CHARS:
         line = line[: _MAX_CELL_CHARS - 3] + "..."
@@ -153,36 +167,25 @@ def _cell(text: Any) -> str:
 
 
 def _id_cell(identity: str) -> str:
-    """The id of an item or a run in a table; of a long one the end, which tells them apart."""
+    """The id of an item or a run; a long one is cut at the front, since the end distinguishes them."""
     short = identity if len(identity) <= _MAX_ID_CHARS else "..." + identity[3 - _MAX_ID_CHARS :]
     return "`" + " ".join(short.split()).replace("`", "'").replace("|", "\\|") + "`"
 
 
 def _plain_cell(text: Any) -> str:
-    """A group's name as it is, or as a code span where it holds what Markdown reads."""
+    """A group's name, as a code span if it contains Markdown characters."""
     text = str(text)
     is_plain = all(char.isalnum() or char in " &-_.,:/" for char in text) and len(text) <= 1.5 * _MAX_CELL_CHARS
     return text if is_plain else _cell(text)
 
 
 def _answer_cell(side: Mapping[str, Any]) -> str:
-    """The answer of one side of a flip, or its verdict where it has none."""
+    """The answer of one side of a flip, or its verdict if it has none."""
     return side["verdict"].replace("_", " ") if side["answer"] is None else _cell(side["answer"])
 
 
-def _change_cell(change: Change | None) -> str:
-    return "" if change is None else f"{points(change.difference)} [{points_interval(change.ci95)}]"
-
-
-def _p_cell(change: Change | None) -> str:
-    """The p-value, with a star when it holds after adjustment."""
-    if change is None:
-        return ""
-    return format_p(change.p).removeprefix("= ") + (" *" if change.is_significant else "")
-
-
 def _paragraph(text: str, indent: str = "") -> str:
-    """A paragraph in lines that a terminal of MARKDOWN_WIDTH columns shows whole."""
+    """The paragraph wrapped at MARKDOWN_WIDTH columns."""
     return textwrap.fill(
         text,
         MARKDOWN_WIDTH,
@@ -193,7 +196,7 @@ def _paragraph(text: str, indent: str = "") -> str:
 
 
 def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table with padded columns: the first flush left, the others flush right."""
+    """A Markdown table with padded columns, the first left-aligned, the others right-aligned."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
     lines = [

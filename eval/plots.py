@@ -1,4 +1,4 @@
-"""Plots of the report, as SVG text that can stand inside an HTML page, in the page's colours, light and dark."""
+"""Plots of the report as SVG text for an HTML page, in the page's light and dark colours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eval.compare import Comparison, GroupResult, Side
 from eval.training import Steps, series, with_kept_share
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Drawn as these colours, which nothing else has, then replaced by the page's own, which are light or dark.
+# matplotlib draws in these unique colours; each is then replaced by the page's own light or dark one.
 _PAGE_COLOURS = {
     "#010101": "--ink", "#020202": "--soft", "#030303": "--line", "#040404": "--before", "#050505": "--after",
     "#060606": "--up", "#070707": "--down", "#080808": "--third", "#090909": "--fourth", "#0a0a0a": "--fifth",
@@ -24,7 +24,7 @@ _PAGE_COLOURS = {
 _COLOUR = {name.removeprefix("--"): code for code, name in _PAGE_COLOURS.items()}
 _LINE_COLOURS = tuple(_COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth"))
 Plots = dict[str, list[str]]
-_MARKED_BELOW = 12  # points of a curve: few are marked one by one
+_MARKED_BELOW = 12  # a curve with fewer points gets markers
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CurvePlot:
 
     title: str
     curves: Mapping[str, str]
-    has_zero: bool = False  # the axis starts at zero: shares, lengths, seconds
+    has_zero: bool = False  # the axis starts at zero
 
 
 CURVE_PLOTS = (
@@ -96,7 +96,7 @@ def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
 
 
 def training_plots(steps: Steps) -> list[str]:
-    """SVGs of the curves for which the steps carry values."""
+    """SVGs of the curves that the steps have values for."""
     steps = with_kept_share(steps)
     plots = []
     for plot in CURVE_PLOTS:
@@ -108,7 +108,7 @@ def training_plots(steps: Steps) -> list[str]:
 
 
 def accuracy_plots(before: Side, after: Side) -> list[str]:
-    """SVGs of both accuracies, overall and by level, then by subject where there are any, with 95 % intervals."""
+    """SVGs of both accuracies with 95 % intervals: overall and by level, and by subject if there are subjects."""
     levels = [(f"level {key}", x, after.by_level[key]) for key, x in before.by_level.items()]
     subjects = [(key, x, after.by_subject[key]) for key, x in before.by_subject.items()]
     plots = [_bars([("all", before, after), *levels], "Accuracy before and after, by level")]
@@ -155,7 +155,7 @@ def gain_plot(comparison: Comparison) -> str:
 
 
 def transition_plot(comparison: Comparison) -> str:
-    """SVG of how many items went from each verdict to each: one bar per verdict before, split by verdict after."""
+    """SVG of the transitions: one bar per verdict before, split by verdict after."""
     colours = dict(
         zip(comparison.transitions, (_COLOUR[x] for x in ("up", "down", "before", "third")), strict=True)
     )
@@ -173,24 +173,22 @@ def transition_plot(comparison: Comparison) -> str:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("items")
-    axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
+    _legend_above(axes, ncols=4)
     return _svg(figure, "Verdicts after, by verdict before")
 
 
-def history_plot(labels: Sequence[str], points: Sequence[Any], trend: tuple[float, float] | None) -> str:
-    """SVG of accuracies over runs with 95 % intervals; `points` have accuracy and interval, `trend` is the line's
-    first and last value.
-    """
+def history_plot(
+    labels: Sequence[str],
+    points: Sequence[tuple[float, tuple[float, float]]],
+    trend: tuple[float, float] | None,
+) -> str:
+    """SVG of accuracies with 95 % intervals over runs; `trend` is the line's first and last value."""
     figure, axes = _new_figure(width=7.6, height=3.0)
     places = list(range(len(points)))
-    values = [100 * point.accuracy for point in points]
-    errors = [
-        [100 * (point.accuracy - point.interval[0]) for point in points],
-        [100 * (point.interval[1] - point.accuracy) for point in points],
-    ]
     axes.errorbar(
-        places, values, yerr=errors, color=_COLOUR["after"], ecolor=_COLOUR["soft"], linewidth=1.5, elinewidth=1,
-        capsize=2.5, marker="o", markersize=4, label="accuracy, 95 % interval",
+        places, [100 * accuracy for accuracy, _ in points], yerr=_errors(points), color=_COLOUR["after"],
+        ecolor=_COLOUR["soft"], linewidth=1.5, elinewidth=1, capsize=2.5, marker="o", markersize=4,
+        label="accuracy, 95 % interval",
     )  # fmt: skip
     if trend is not None:
         line = [100 * value for value in trend]
@@ -198,7 +196,7 @@ def history_plot(labels: Sequence[str], points: Sequence[Any], trend: tuple[floa
     step = max(1, len(labels) // 8)
     axes.set_xticks(places[::step], [_plain(label) for label in labels[::step]])
     axes.set_ylabel("accuracy (%)")
-    axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
+    _legend_above(axes, ncols=2)
     return _svg(figure, "Accuracy over runs")
 
 
@@ -212,18 +210,23 @@ def _bars(groups: Sequence[tuple[str, Side | GroupResult, Side | GroupResult]], 
             width=0.36,
             color=_COLOUR[name],
             label=name,
-            yerr=[
-                [100 * max(0.0, r.accuracy - r.interval[0]) for r in results],
-                [100 * max(0.0, r.interval[1] - r.accuracy) for r in results],
-            ],
+            yerr=_errors([(result.accuracy, result.interval) for result in results]),
             error_kw={"ecolor": _COLOUR["ink"], "elinewidth": 1, "capsize": 2.5},
         )
     names = [f"{_plain(_wrapped(name))}\nn = {x.n}" for name, x, _ in groups]
     axes.set_xticks(range(len(groups)), names)
     axes.set_ylim(0, 100)
     axes.set_ylabel("accuracy (%)")
-    axes.legend(frameon=False, fontsize=8.5, loc="lower left", ncols=2, bbox_to_anchor=(0, 1), borderaxespad=0)
+    _legend_above(axes, ncols=2)
     return _svg(figure, label)
+
+
+def _errors(points: Sequence[tuple[float, tuple[float, float]]]) -> list[list[float]]:
+    """Lengths of the error bars below and above each point, in percent."""
+    return [
+        [100 * max(0.0, accuracy - low) for accuracy, (low, _) in points],
+        [100 * max(0.0, high - accuracy) for accuracy, (_, high) in points],
+    ]
 
 
 def _curve_svg(plot: CurvePlot, curves: Mapping[str, tuple[list[int], list[float]]]) -> str:
@@ -236,7 +239,7 @@ def _curve_svg(plot: CurvePlot, curves: Mapping[str, tuple[list[int], list[float
         axes.plot(steps, values, color=colour, label=label, linewidth=1.5, marker=marker, markersize=3)
     if plot.has_zero:
         axes.set_ylim(bottom=0)
-    if len(curves) > 1:  # room above the curves, so that the legend hides none
+    if len(curves) > 1:  # room for the legend above the curves
         bottom, top = axes.get_ylim()
         axes.set_ylim(top=top + (top - bottom) * 0.16 * ((len(curves) + 1) // 2))
         _legend(axes)
@@ -249,8 +252,12 @@ def _legend(axes: Axes) -> None:
     axes.legend(frameon=False, fontsize=7.5, ncols=2, loc="upper right", borderaxespad=0)
 
 
+def _legend_above(axes: Axes, ncols: int) -> None:
+    axes.legend(frameon=False, fontsize=8, ncols=ncols, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
+
+
 def _plain(text: str) -> str:
-    """Text as it stands: matplotlib takes what is between dollar signs for mathematics."""
+    """Literal text: matplotlib reads text between dollar signs as mathematics."""
     return text.replace("$", r"\$")
 
 
@@ -278,9 +285,9 @@ def _new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, label: str) -> str:
-    """The figure's <svg> element alone: text as text, and no date, so that equal data give equal bytes.
+    """The figure's <svg> element: text as text, and no date, so equal data give equal bytes.
 
-    `label` is what a screen reader says.
+    `label` is for screen readers.
     """
     import matplotlib
     from markupsafe import escape
@@ -290,7 +297,7 @@ def _svg(figure: Figure, label: str) -> str:
         matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}),
         warnings.catch_warnings(),
     ):
-        # Our font measures the text, the reader's draws it, and may know letters that ours does not.
+        # The reader's font draws the text; it may have glyphs that ours lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     drawing = buffer.getvalue()

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.judging import grader_name, open_judge, ruler_of
+from eval.answers.grading import GRADERS, grader_of
 from eval.results import (
     RESULTS_FILE,
     SETTINGS_FILE,
     SUMMARY_FILE,
+    Evaluation,
     Row,
     exclusive,
-    load_results,
-    write_atomically,
+    load_evaluation,
+    write_json,
     write_rows,
 )
 from eval.run import regrade_row
-from eval.samples import same_answer_by
-from eval.summary import Summary, summarise
+from eval.summary import Summary, same_answer_by, summarise
 
 
 @dataclass(frozen=True)
 class Regraded:
-    """What grading again changed: transitions (before, after) -> rows, for each ruler."""
+    """What grading again changed: transitions (before, after) -> rows, for each rule."""
 
     directory: Path
     grader_before: str
@@ -46,18 +45,17 @@ def regrade(path: str | Path) -> Regraded:
     directory = Path(path)
     if directory.name == RESULTS_FILE:
         directory = directory.parent
-    settings, rows = load_results(directory)
-    before = list(rows.values())
-    ruler = ruler_of(str(settings["grader"]))
-    regraded_settings: dict[str, Any] = {**settings, "grader": grader_name(ruler)}
-    with exclusive(directory), open_judge(ruler) as judge:
-        after = [regrade_row(row, judge) for row in before]
-        num_killed = judge.num_killed
-        summary = summarise(after, regraded_settings, same_answer_by(judge.grade))
+    evaluation = load_evaluation(directory)
+    settings, before = evaluation.settings, evaluation.rows
+    kind = GRADERS[grader_of(str(settings["grader"]))]
+    regraded_settings: dict[str, Any] = {**settings, "grader": kind.rule}
+    with exclusive(directory), kind() as grader:
+        after = [regrade_row(row, grader) for row in before]
+        num_killed = grader.num_killed
+        summary = summarise(Evaluation.of(regraded_settings, after), same_answer_by(grader.grade))
         write_rows(directory, after)
-        write_atomically(directory / SETTINGS_FILE, json.dumps(regraded_settings, indent=2) + "\n")
-        text = json.dumps(asdict(summary), indent=2, ensure_ascii=False)
-        write_atomically(directory / SUMMARY_FILE, text + "\n")
+        write_json(directory / SETTINGS_FILE, regraded_settings)
+        write_json(directory / SUMMARY_FILE, asdict(summary))
     return Regraded(
         directory=directory,
         grader_before=str(settings.get("grader")),
@@ -72,9 +70,9 @@ def describe(regraded: Regraded) -> str:
     """The changes as lines for a terminal."""
     grader = regraded.summary.settings["grader"]
     lines = [f"{regraded.directory}: {regraded.summary.num_items} items, {regraded.grader_before} -> {grader}"]
-    for ruler, transitions in (("exact", regraded.verdicts), ("aisbench", regraded.aisbench)):
+    for rule, transitions in (("exact", regraded.verdicts), ("aisbench", regraded.aisbench)):
         changes = [f"{count} {before} -> {after}" for (before, after), count in sorted(transitions.items())]
-        lines.append(f"{ruler}: {', '.join(changes) or 'no verdict changed'}")
+        lines.append(f"{rule}: {', '.join(changes) or 'no verdict changed'}")
     if regraded.num_killed:
         lines.append(f"{regraded.num_killed} rows went beyond the limits of time or memory and count as wrong")
     lines.append(f"accuracy {regraded.summary.accuracy:.1%} of {regraded.summary.n}")

@@ -9,12 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eval.compare import SIGNIFICANCE, Comparison, compare
-from eval.pages import field_of, inline_script, render
+from durable import write_atomically
+from eval.compare import Comparison, compare
+from eval.pages import field_of, format_p, inline_script, percent, points, render
 from eval.plots import Plots, draw_plots
-from eval.results import make_folder, write_atomically
+from eval.results import make_folder
+from eval.statistics import SIGNIFICANCE
 from eval.training import Steps, read_training_metrics, training_totals
-from eval.wording import notes, verdict
 
 REPORT_JSON, REPORT_MARKDOWN, REPORT_PAGE = "report.json", "report.md", "report.html"
 
@@ -45,8 +46,8 @@ def write_report(
         REPORT_PAGE: render_html(report, draw(comparison, steps)),
     }
     for name, text in files.items():
-        # A response may hold half of a surrogate pair, which no file can.
-        write_atomically(output_dir / name, text.encode(errors="replace").decode())
+        # A response may contain a lone surrogate, which UTF-8 cannot encode.
+        write_atomically(output_dir / name, text.encode(errors="replace"))
     return report
 
 
@@ -57,7 +58,7 @@ def make_report(
     artifacts: Mapping[str, str | Path],
     title: str,
 ) -> dict[str, Any]:
-    """The content of report.json: the comparison, what follows from it in words, the training, the run."""
+    """The content of report.json: the comparison and its verdict in words, the training, the run."""
     fields = asdict(comparison)
     flips = {kind: fields.pop(kind) for kind in ("gained", "lost")}
     num_lost, num_gained = fields.pop("b"), fields.pop("c")
@@ -71,7 +72,7 @@ def make_report(
         **fields,
         "num_gained": num_gained,
         "num_lost": num_lost,
-        "mcnemar": None,  # only of one sample per item
+        "mcnemar": None,  # unless each item has one sample
         "num_groups": num_groups,
         "expected_false_alarms": SIGNIFICANCE * num_groups,
         "flips": flips,
@@ -81,16 +82,16 @@ def make_report(
     }
     if comparison.num_samples == 1:
         report["mcnemar"] = {"b": num_lost, "c": num_gained, "p": comparison.p, "mid_p": comparison.mid_p}
-    return json.loads(json.dumps(report))  # tuples become lists, as a reader of the file finds them
+    return json.loads(json.dumps(report))  # as a reader of the file gets it: tuples become lists
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """report.md for terminals and Prefect's page: aligned tables, at most 100 columns but for paths."""
+    """report.md for terminals and Prefect's page: aligned tables, at most 100 columns except for paths."""
     return render("report.md.j2", report=report)
 
 
 def render_html(report: Mapping[str, Any], plots: Plots) -> str:
-    """report.html: one self-contained page; whatever a model wrote is escaped, and no script but ours may run."""
+    """report.html: one self-contained page; model output is escaped, and only our own script may run."""
     from markupsafe import Markup
 
     script, script_hash = inline_script("flips.js")
@@ -100,6 +101,98 @@ def render_html(report: Mapping[str, Any], plots: Plots) -> str:
         field=field_of(report),
         script=script,
         script_hash=script_hash,
-        # Markup only around SVG that we drew, whose texts come from levels and subjects: escaped by matplotlib.
+        # Our own SVG; matplotlib has escaped the levels and subjects in it.
         plots={name: [Markup(plot) for plot in drawn] for name, drawn in plots.items()},
     )
+
+
+def verdict(comparison: Comparison) -> str:
+    """One sentence or two: the change with its interval, the number of items, and the test."""
+    x, y = percent(comparison.before.accuracy), percent(comparison.after.accuracy)
+    if comparison.is_one_evaluation:
+        return (
+            f"Both sides are the same stored evaluation, {x} right on {_items(comparison)}: there was only one "
+            f"measurement, so nothing can be said about a change."
+        )
+    low, high = (points(bound) for bound in comparison.ci95)
+    if comparison.is_significant:
+        verb = "rose" if comparison.difference > 0 else "fell"
+        size = f"{100 * abs(comparison.difference):.1f} points (95 % interval of the change {low} to {high})"
+        first = f"Accuracy {verb} by {size}, from {x} to {y} on {_items(comparison)}: {_evidence(comparison)}."
+        return " ".join([first, *_left_out(comparison)])
+    first = (
+        f"No significant change in accuracy: {x} before, {y} after, {points(comparison.difference)} points "
+        f"(95 % interval {low} to {high}) on {_items(comparison)}: {_evidence(comparison)}."
+    )
+    detectable = comparison.minimal_detectable_difference
+    missed = (
+        f"with these items, a true change of less than about {100 * detectable:.1f} points is missed more than "
+        f"one time in five"
+        if detectable < 1
+        else "with so few items, no change is found reliably, however large"
+    )
+    second = f"That does not show that nothing changed: {missed}."
+    return " ".join([first, second, *_left_out(comparison)])
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Caveats that a careful reader needs, as sentences."""
+    if comparison.is_one_evaluation:
+        return []
+    low, high = comparison.ci95
+    found = []
+    if comparison.before.model == comparison.after.model:
+        found.append("Both sides are the same model: any change is noise of serving and sampling, not training.")
+    if (low > 0 or high < 0) != comparison.is_significant:
+        found.append(
+            f"Borderline: the interval {'excludes' if low > 0 or high < 0 else 'contains'} zero, but the exact "
+            f'test {"rejects" if comparison.is_significant else "does not reject"} "no change". More items or '
+            f"samples will settle it; choosing another test will not."
+        )
+    if comparison.interval_method == "adjusted Wald":
+        found.append(
+            "All items changed alike, so a bootstrap interval has no width; the adjusted Wald interval is given."
+        )
+    aisbench = comparison.graders
+    if aisbench.before == aisbench.after == 0 < max(comparison.before.accuracy, comparison.after.accuracy):
+        found.append(
+            "AISBench's rule marks no response of either side right: it looks for \\boxed{} and 'answer is', and "
+            "these responses give their answers in another form. Its figures mean nothing here."
+        )
+    elif (aisbench.p < SIGNIFICANCE) != comparison.is_significant:
+        found.append(
+            f"The graders differ: under AISBench's string rule the change is {points(aisbench.difference)} points "
+            f"(95 % interval {points(aisbench.ci95[0])} to {points(aisbench.ci95[1])}, p {format_p(aisbench.p)})."
+        )
+    found.append(
+        "This compares these two models on items like these. It does not predict the result of training again "
+        "with another seed."
+    )
+    return found
+
+
+def _items(comparison: Comparison) -> str:
+    plural = "s" if comparison.n > 1 else ""
+    if comparison.num_samples == 1:
+        return f"the same {comparison.n} item{plural}"
+    return f"the same {comparison.n} item{plural}, {comparison.num_samples} responses each"
+
+
+def _evidence(comparison: Comparison) -> str:
+    words = ("gained", "lost") if comparison.num_samples == 1 else ("items better", "worse")
+    counts = f"{comparison.c} {words[0]}, {comparison.b} {words[1]}"
+    return f"{counts}, {comparison.test} p {format_p(comparison.p)}"
+
+
+def _left_out(comparison: Comparison) -> list[str]:
+    unpaired = comparison.unpaired
+    if not unpaired.num_items:
+        return []
+    total = comparison.n + unpaired.num_items
+    low, high = (points(bound) for bound in unpaired.difference_range)
+    verb = "item is" if unpaired.num_items == 1 else "items are"
+    return [
+        f"{unpaired.num_items} further {verb} left out because a request failed ({unpaired.before} before, "
+        f"{unpaired.after} after); whatever the answers would have been, the change over all {total} items lies "
+        f"between {low} and {high} points."
+    ]

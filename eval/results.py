@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import logging
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from durable import UNSET, LockHeld, differences, locked, read_json_lines, write_atomically
 from eval import EvaluationError, InputError
-from eval.answers.grading import GRADER, VERDICTS, Verdict
+from eval.answers.grading import VERDICTS, MathGrader, Verdict
 from eval.client import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt, Template
-
-logger = logging.getLogger(__name__)
 
 SETTINGS_FILE = "settings.json"
 RESULTS_FILE = "results.jsonl"
@@ -36,7 +32,7 @@ class ResultsError(InputError):
 
 @dataclass(frozen=True)
 class Row:
-    """One item's outcome, as it stands on one line of results.jsonl."""
+    """One response to one item: a line of results.jsonl."""
 
     id: str  # of the item
     sample: int  # 0 to k - 1, of k responses to the item
@@ -44,9 +40,9 @@ class Row:
     response: str | None  # None: the request failed, `failure` says why
     finish_reason: str | None
     response_tokens: int | None
-    answer: str | None  # exact ruler
+    answer: str | None  # by the exact grader
     gold: str
-    verdict: Verdict  # exact ruler
+    verdict: Verdict  # of the exact grader
     aisbench_answer: str | None
     aisbench_right: bool
     aisbench_raises: bool
@@ -58,7 +54,7 @@ class Row:
 
     @property
     def key(self) -> RowKey:
-        """What tells this row from the others of an evaluation."""
+        """Identifies the row within its evaluation."""
         return self.id, self.sample
 
     @property
@@ -73,7 +69,7 @@ class Row:
 
     @property
     def is_answered(self) -> bool:
-        """False when no response came, so that the model cannot be judged on this item."""
+        """False when the request failed: the row says nothing about the model."""
         return self.verdict != "request_failed"
 
     def to_line(self) -> str:
@@ -81,69 +77,69 @@ class Row:
         return json.dumps(asdict(self), ensure_ascii=False) + "\n"
 
 
-def parse_row(line: str) -> Row | None:
-    """The row on a line of results.jsonl, or None when the line is torn or not ours."""
-    try:
-        fields = json.loads(line)
-        prompt = fields["prompt"]
-        row = Row(**{**fields, "prompt": prompt if isinstance(prompt, str) else tuple(prompt)})
-    except (ValueError, TypeError, KeyError):
-        return None
-    return row if row.verdict in VERDICTS else None
+Samples = tuple[Row, ...]  # the k rows of one item, by sample number
 
 
-def read_rows(directory: Path) -> dict[RowKey, Row]:
-    """Rows in file order; of several for one sample of an item the last counts, an unreadable line none."""
-    path = directory / RESULTS_FILE
-    if not path.is_file():
-        return {}
-    rows: dict[RowKey, Row] = {}
-    torn = 0
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            row = parse_row(line)
-            if row is None:
-                torn += 1
-            else:
-                rows[row.key] = row
-    if torn:
-        logger.warning("%s: %d unreadable lines (a write cut short); those rows count as missing", path, torn)
-    return rows
+@dataclass(frozen=True)
+class Evaluation:
+    """A finished evaluation: its settings, and k rows for each item."""
+
+    settings: dict[str, Any]
+    items: dict[str, Samples]
+    num_samples: int  # k
+
+    @staticmethod
+    def of(settings: dict[str, Any], rows: Iterable[Row]) -> Evaluation:
+        """Rows by item. Raises ResultsError when not every item has the samples 0 to k - 1."""
+        items: dict[str, list[Row]] = {}
+        for row in rows:
+            items.setdefault(row.id, []).append(row)
+        by_sample = {
+            identity: tuple(sorted(group, key=lambda row: row.sample)) for identity, group in items.items()
+        }
+        k = max(map(len, items.values()), default=1)
+        uneven = [
+            identity for identity, group in by_sample.items() if [row.sample for row in group] != list(range(k))
+        ]
+        if uneven:
+            raise ResultsError(
+                f"{len(uneven)} of {len(items)} items do not have the samples 0 to {k - 1} (first: {uneven[0]!r}"
+                f"): the evaluation did not finish. Run it again; it asks only for what is missing."
+            )
+        return Evaluation(settings, by_sample, k)
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows, item by item."""
+        return [row for samples in self.items.values() for row in samples]
+
+    @property
+    def right(self) -> dict[str, int | None]:
+        """Right responses of each item; None where a request failed."""
+        return {
+            identity: num_right(samples) if is_answered(samples) else None
+            for identity, samples in self.items.items()
+        }
+
+    @property
+    def shared_settings(self) -> dict[str, Any]:
+        """What two comparable evaluations have in common: everything but the model."""
+        return {key: value for key, value in self.settings.items() if key != "model"}
+
+    @property
+    def digest(self) -> str:
+        """Sha256 of settings and rows. Rows hold each request's seconds, so two measurements never share it."""
+        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode())
+        for row in self.rows:
+            digest.update(row.to_line().encode(errors="surrogatepass"))
+        return digest.hexdigest()
 
 
-def write_rows(directory: Path, rows: Iterable[Row]) -> None:
-    """Replace results.jsonl by these rows, atomically."""
-    write_atomically(directory / RESULTS_FILE, "".join(row.to_line() for row in rows))
-
-
-def read_settings(directory: Path) -> dict[str, Any] | None:
-    """The settings that a results directory was made with; None when it holds none that can be read."""
-    try:
-        settings = json.loads((directory / SETTINGS_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return settings if isinstance(settings, dict) else None
-
-
-def make_folder(path: str | Path) -> Path:
-    """The folder, made where there is none. Raises ResultsError when it cannot be, as where a file is."""
-    path = Path(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ResultsError(
-            f"{path} cannot be a folder: a file has that name; name another with --output"
-        ) from None
-    except OSError as error:
-        raise ResultsError(f"{path} cannot be made: {error.strerror}; name another with --output") from None
-    return path
-
-
-def load_results(directory: str | Path) -> tuple[dict[str, Any], dict[RowKey, Row]]:
-    """(settings, rows) of a finished evaluation. Raises ResultsError when it is not one, or not finished."""
+def load_evaluation(directory: str | Path) -> Evaluation:
+    """The finished evaluation in a results directory. Raises ResultsError when it is missing or unfinished."""
     directory = Path(directory)
     settings = read_settings(directory)
-    if settings is None or not _is_ours(settings):
+    if settings is None or not _is_complete(settings):
         fault = f"has no readable {SETTINGS_FILE}" if directory.is_dir() else "is not a folder"
         raise ResultsError(
             f"{directory} {fault}: it is not a results directory of `dapo eval`; name the one of its --output"
@@ -155,33 +151,87 @@ def load_results(directory: str | Path) -> tuple[dict[str, Any], dict[RowKey, Ro
             f"{directory} holds {len(rows)} of {expected} responses: the evaluation did not finish. "
             f"Run the same evaluation again; it asks only for what is missing."
         )
-    return settings, rows
+    return Evaluation.of(settings, rows.values())
 
 
-def _is_ours(settings: dict[str, Any]) -> bool:
-    """True when what a reader of the rows needs is there."""
+def _is_complete(settings: Mapping[str, Any]) -> bool:
+    """True when the settings hold what a reader of the rows needs."""
     sampling = settings.get("sampling")
     counts = (settings.get("num_items"), sampling.get("num_samples") if isinstance(sampling, dict) else None)
     return settings.keys() >= {"model", "grader"} and all(isinstance(count, int) for count in counts)
+
+
+def num_right(samples: Samples) -> int:
+    """How many of an item's responses are right."""
+    return sum(row.is_right for row in samples)
+
+
+def is_answered(samples: Samples) -> bool:
+    """True when every request for the item was answered."""
+    return all(row.is_answered for row in samples)
+
+
+def read_rows(directory: Path) -> dict[RowKey, Row]:
+    """Rows in file order, up to a torn line; of several for one sample of an item the last counts."""
+    rows = (_parse_row(fields) for fields in read_json_lines(directory / RESULTS_FILE))
+    return {row.key: row for row in rows if row is not None}
+
+
+def _parse_row(fields: Any) -> Row | None:
+    """None for a line that is not a row of this version."""
+    try:
+        prompt = fields["prompt"]
+        row = Row(**{**fields, "prompt": prompt if isinstance(prompt, str) else tuple(prompt)})
+    except (TypeError, KeyError):
+        return None
+    return row if row.verdict in VERDICTS else None
+
+
+def write_rows(directory: Path, rows: Iterable[Row]) -> None:
+    """Replace results.jsonl by these rows, atomically."""
+    write_atomically(directory / RESULTS_FILE, "".join(row.to_line() for row in rows))
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace settings.json or summary.json, atomically."""
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_settings(directory: Path) -> dict[str, Any] | None:
+    """The settings of a results directory; None when they are missing or unreadable."""
+    try:
+        settings = json.loads((directory / SETTINGS_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return settings if isinstance(settings, dict) else None
+
+
+def make_folder(path: str | Path) -> Path:
+    """The folder, created if missing. Raises ResultsError when it cannot be, e.g. because a file has its name."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ResultsError(f"{path} cannot be a folder: a file has that name; choose another --output") from None
+    except OSError as error:
+        raise ResultsError(f"{path} cannot be created: {error.strerror}; choose another --output") from None
+    return path
 
 
 @contextlib.contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
     """Keep other evaluations out of the directory. Raises EvaluationError when one is writing to it."""
     path = directory / ".lock"
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(lock.fileno()).st_nlink:  # its owner removed it: the next one locks a new file
-                raise BlockingIOError
-        except BlockingIOError:
-            raise EvaluationError(
-                f"another evaluation is writing to {directory}; wait for it, or name another folder with --output"
-            ) from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    try:
+        with locked(path):
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+    except LockHeld as error:
+        raise EvaluationError(
+            f"another evaluation is writing to {directory} ({error}); wait for it, or choose another --output"
+        ) from None
 
 
 def make_settings(
@@ -192,12 +242,12 @@ def make_settings(
     *,
     benchmark: str | None = None,
     template: Template | None = None,
-    grader: str = GRADER,
+    grader: str = MathGrader.rule,
 ) -> dict[str, Any]:
     """What the rows of a results directory depend on; equal settings mean that stored rows can be kept.
 
-    The model is its content digest where known, else its served name; the URL and the patience of the
-    client do not change an answer and are left out.
+    The model is its content digest where known, else its served name. The URL and the client's limits do not
+    change an answer and are left out.
     """
     return {
         "benchmark": benchmark,
@@ -212,15 +262,19 @@ def make_settings(
     }
 
 
-def differences(before: Any, after: Any, name: str = "") -> list[str]:
+def describe_differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], left: str = "before", right: str = "after"
+) -> list[str]:
     """One phrase per setting that differs, e.g. "sampling.max_tokens: 512 before, 256 after"."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        keys = sorted(before.keys() | after.keys())
-        prefix = f"{name}." if name else ""
-        return [
-            phrase for key in keys for phrase in differences(before.get(key), after.get(key), f"{prefix}{key}")
-        ]
-    return [] if before == after else [f"{name}: {before} before, {after} after"]
+    return [
+        f"{key}: {_shown(old)} {left}, {_shown(new)} {right}"
+        for key, old, new in differences(before, after)
+        if not all(value is UNSET or value is None for value in (old, new))
+    ]
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is UNSET else str(value)
 
 
 def rate(rows: Sequence[Row], is_counted: Callable[[Row], bool]) -> float:
@@ -242,16 +296,6 @@ def mean_response_tokens(rows: Iterable[Row]) -> float | None:
     """Mean over the rows whose tokens the server counted; None when it counted none."""
     counts = [row.response_tokens for row in rows if row.response_tokens is not None]
     return sum(counts) / len(counts) if counts else None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, sees the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _natural(key: str) -> tuple[int, float, str]:

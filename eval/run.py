@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from eval import EvaluationError
+from eval.answers.grading import GRADERS, Grader
 from eval.client import Endpoint, Sampling
-from eval.dispatch import Dispatcher, Limits, Outcome, Request
-from eval.event_loop import run_in_thread
-from eval.judging import Judge, grader_name, open_judge
+from eval.dispatch import Dispatcher, Limits, Outcome, Request, run_in_thread
 from eval.problems.items import EvaluationSet, Item
-from eval.progress import EvaluationProgress
 from eval.results import (
     GRADING_SETTINGS,
     RESULTS_FILE,
     SETTINGS_FILE,
     SUMMARY_FILE,
+    Evaluation,
     Row,
     RowKey,
-    differences,
+    describe_differences,
     exclusive,
     make_folder,
     make_settings,
     read_rows,
     read_settings,
-    write_atomically,
+    write_json,
     write_rows,
 )
-from eval.samples import same_answer_by
-from eval.summary import Summary, summarise
+from eval.summary import Summary, same_answer_by, summarise
 
 logger = logging.getLogger(__name__)
 
 _NUM_GRADING_THREADS = 4
+
+OnProgress = Callable[[int, int], None]  # requests finished, and in all
 
 
 def evaluate(
@@ -51,15 +54,15 @@ def evaluate(
     limits: Limits | None = None,
     model_digest: str | None = None,
     max_failed_ratio: float = 0.0,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Summary:
     """Ask for each sample of each item and return the summary, which is also written beside the rows.
 
     The endpoints serve one model and share the work. A directory with equal settings is continued: only missing
-    rows and failed requests are asked; where just the grader or the gold answers differ, its rows are graded
-    again. Other settings start anew, the old files moved to `superseded-N/`. Raises EvaluationError when more
-    than `max_failed_ratio` of the requests failed; every finished row is kept for the next attempt. `on_progress`
-    gets the number of requests that are done and of those to be done.
+    rows and failed requests are asked. If only the grader or the gold answers differ, its rows are graded again.
+    With other settings the evaluation starts over, and the old files move to `superseded-N/`. Raises
+    EvaluationError when more than `max_failed_ratio` of the requests failed; every finished row is kept for the
+    next attempt.
     """
     items = evaluation_set.items
     if not items or not endpoints:
@@ -72,59 +75,58 @@ def evaluate(
         model_digest,
         benchmark=evaluation_set.benchmark,
         template=evaluation_set.template,
-        grader=grader_name(evaluation_set.ruler),
+        grader=GRADERS[evaluation_set.grader].rule,
     )
     output_dir = make_folder(output_dir)
-    with exclusive(output_dir):
-        wanted = [(item, sample) for item in items for sample in range(sampling.num_samples)]
-        with open_judge(evaluation_set.ruler) as judge:
-            rows = _resume(output_dir, settings, items, judge)
-            missing = [Request(item, sample) for item, sample in wanted if (item.id, sample) not in rows]
+    wanted = [(item, sample) for item in items for sample in range(sampling.num_samples)]
+    with exclusive(output_dir), GRADERS[evaluation_set.grader]() as grader:
+        rows = _resume(output_dir, settings, items, grader)
+        missing = [Request(item, sample) for item, sample in wanted if (item.id, sample) not in rows]
+        if missing:
             max_failed = int(max_failed_ratio * len(wanted))
-            if missing:
-                dispatcher = Dispatcher(endpoints, sampling, limits or Limits())
-                recorder = _Recorder(output_dir, judge, dispatcher, max_failed, on_progress)
-                run_in_thread(recorder.record(missing), dispatcher.stop)
-                rows = read_rows(output_dir)
-                _refuse_failures(rows, dispatcher, endpoints, max_failed, len(wanted), output_dir)
-            # Rows are appended as they finish; a finished file has the items' order.
-            ordered = [rows[item.id, sample] for item, sample in wanted]
-            write_rows(output_dir, ordered)
-            summary = summarise(ordered, settings, same_answer_by(judge.grade))
-        text = json.dumps(asdict(summary), indent=2, ensure_ascii=False)
-        write_atomically(output_dir / SUMMARY_FILE, text + "\n")
+            dispatcher = Dispatcher(endpoints, sampling, limits or Limits())
+            recorder = _Recorder(output_dir, grader, dispatcher, max_failed, on_progress)
+            run_in_thread(recorder.record(missing), dispatcher.stop)
+            rows = read_rows(output_dir)
+            _refuse_failures(rows, dispatcher, endpoints, max_failed, len(wanted), output_dir)
+        # Rows are appended as they finish; a finished file has the items' order.
+        ordered = [rows[item.id, sample] for item, sample in wanted]
+        write_rows(output_dir, ordered)
+        summary = summarise(Evaluation.of(settings, ordered), same_answer_by(grader.grade))
+        write_json(output_dir / SUMMARY_FILE, asdict(summary))
     _log(summary)
     return summary
 
 
-def regrade_row(row: Row, judge: Judge, item: Item | None = None) -> Row:
-    """The row with the verdicts of a judge, and with the gold answer, subject and level of the item if given."""
+def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
+    """The row with new verdicts, and with the gold answer, subject and level of the item if given."""
     if item is not None:
         row = replace(row, gold=item.gold, subject=item.subject, level=item.level)
-    graded = judge.grade(row.response, row.finish_reason, row.gold)
+    graded = grader.grade(row.response, row.finish_reason, row.gold)
     return replace(row, **asdict(graded))
 
 
-def _resume(output_dir: Path, settings: dict[str, Any], items: Sequence[Item], judge: Judge) -> dict[RowKey, Row]:
-    """Rows of an earlier attempt that can be kept; leaves the directory ready to be appended to."""
-    stored = read_settings(output_dir)
-    graded_alike = {**settings, **{key: (stored or {}).get(key) for key in GRADING_SETTINGS}}
-    if stored != graded_alike:
-        if stored is not None or (output_dir / RESULTS_FILE).exists():
-            _move_aside(output_dir, differences(stored or {}, settings))
-        write_atomically(output_dir / SETTINGS_FILE, json.dumps(settings, indent=2) + "\n")
-        return {}
-    rows = {key: row for key, row in read_rows(output_dir).items() if row.is_answered}
-    if stored != settings:
-        logger.warning("%s: grading again (%s)", output_dir, "; ".join(differences(stored, settings)))
-        (output_dir / SUMMARY_FILE).unlink(missing_ok=True)
-        by_id = {item.id: item for item in items}
-        with ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads:
-            graded = threads.map(lambda row: regrade_row(row, judge, by_id[row.id]), rows.values())
-            rows = {row.key: row for row in graded}
-    # A torn last line has no newline: the next row must not be appended to it.
-    write_rows(output_dir, rows.values())
-    write_atomically(output_dir / SETTINGS_FILE, json.dumps(settings, indent=2) + "\n")
+def _resume(
+    output_dir: Path, settings: dict[str, Any], items: Sequence[Item], grader: Grader
+) -> dict[RowKey, Row]:
+    """The rows of an earlier attempt that can be kept; leaves the directory ready for more."""
+    stored = read_settings(output_dir) or {}
+    rows: dict[RowKey, Row] = {}
+    if stored != {**settings, **{key: stored.get(key) for key in GRADING_SETTINGS}}:
+        if stored or (output_dir / RESULTS_FILE).exists():
+            _move_aside(output_dir, describe_differences(stored, settings))
+    else:
+        rows = {key: row for key, row in read_rows(output_dir).items() if row.is_answered}
+        if stored != settings:
+            reasons = "; ".join(describe_differences(stored, settings))
+            logger.warning("%s: grading again (%s)", output_dir, reasons)
+            (output_dir / SUMMARY_FILE).unlink(missing_ok=True)
+            by_id = {item.id: item for item in items}
+            with ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads:
+                graded = threads.map(lambda row: regrade_row(row, grader, by_id[row.id]), rows.values())
+                rows = {row.key: row for row in graded}
+        write_rows(output_dir, rows.values())  # without a torn last line: rows are appended
+    write_json(output_dir / SETTINGS_FILE, settings)
     if rows:
         num_rows = settings["num_items"] * settings["sampling"]["num_samples"]
         logger.info("%s: continuing, %d of %d items are answered", output_dir, len(rows), num_rows)
@@ -133,77 +135,94 @@ def _resume(output_dir: Path, settings: dict[str, Any], items: Sequence[Item], j
 
 def _move_aside(output_dir: Path, reasons: Sequence[str]) -> None:
     number = 1
-    while (output_dir / f"superseded-{number}").exists():
+    while (aside := output_dir / f"superseded-{number}").exists():
         number += 1
-    aside = output_dir / f"superseded-{number}"
     aside.mkdir()
     for name in (RESULTS_FILE, SETTINGS_FILE, SUMMARY_FILE):
         if (output_dir / name).exists():
             (output_dir / name).rename(aside / name)
-    logger.warning("%s: starting anew, the old results are in %s (%s)", output_dir, aside, "; ".join(reasons))
+    logger.warning("%s: starting over, the old results are in %s (%s)", output_dir, aside, "; ".join(reasons))
 
 
 class _Recorder:
-    """Appends a row for each outcome, graded beside the requests; stops them when nobody answers any more."""
+    """Appends a graded row for each outcome; stops the requests when only failures come back."""
 
     def __init__(
         self,
         output_dir: Path,
-        judge: Judge,
+        grader: Grader,
         dispatcher: Dispatcher,
         max_failed: int,
-        on_progress: Callable[[int, int], None] | None,
+        on_progress: OnProgress | None,
     ) -> None:
         self._output_dir = output_dir
-        self._judge = judge
+        self._grader = grader
         self._dispatcher = dispatcher
         self._max_failed = max_failed
         self._on_progress = on_progress
-        self._failed = 0
-        self._failed_in_a_row = 0
-        self._grading: set[asyncio.Task[None]] = set()
+        self._num_failed = 0
+        self._num_failed_in_a_row = 0
 
     async def record(self, requests: Sequence[Request]) -> None:
-        """Rows of all requests that came to an end, also of those before an interruption."""
+        """Run the requests and record each that ends, also when they are interrupted."""
         with (
             (self._output_dir / RESULTS_FILE).open("a", encoding="utf-8") as file,
             ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads,
-            EvaluationProgress(len(requests), self._on_progress) as progress,
+            _Progress(len(requests), self._on_progress) as progress,
         ):
 
-            def finish(request: Request, outcome: Outcome) -> asyncio.Task[None]:
-                task = asyncio.create_task(self._write(request, outcome, file, threads, progress))
-                self._grading.add(task)
-                task.add_done_callback(self._stop_on_error)
-                return task
+            async def finish(request: Request, outcome: Outcome) -> None:
+                loop = asyncio.get_running_loop()
+                row = await loop.run_in_executor(threads, regrade_row, _make_row(request, outcome), self._grader)
+                self._append(row, file)
+                progress.advance(row.response_tokens)
 
-            try:
-                await self._dispatcher.run(requests, finish)
-            finally:
-                await asyncio.gather(*self._grading)
+            await self._dispatcher.run(requests, finish)
 
-    def _stop_on_error(self, task: asyncio.Task[None]) -> None:
-        """Ask no more when a row could not be written; `record` raises the reason."""
-        if task.cancelled() or task.exception() is not None:
-            self._dispatcher.stop()
-
-    async def _write(
-        self,
-        request: Request,
-        outcome: Outcome,
-        file: TextIO,
-        threads: ThreadPoolExecutor,
-        progress: EvaluationProgress,
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        row = await loop.run_in_executor(threads, regrade_row, _make_row(request, outcome), self._judge)
+    def _append(self, row: Row, file: TextIO) -> None:
         file.write(row.to_line())
         file.flush()
-        progress.advance(row.response_tokens)
-        self._failed += not row.is_answered
-        self._failed_in_a_row = 0 if row.is_answered else self._failed_in_a_row + 1
-        if self._failed > self._max_failed and self._failed_in_a_row >= self._dispatcher.patience:
+        self._num_failed += not row.is_answered
+        self._num_failed_in_a_row = 0 if row.is_answered else self._num_failed_in_a_row + 1
+        if self._num_failed > self._max_failed and self._num_failed_in_a_row >= self._dispatcher.patience:
             self._dispatcher.stop()
+
+
+class _Progress:
+    """How far an evaluation is: a bar on a terminal, otherwise a log line every tenth."""
+
+    def __init__(self, num_requests: int, on_progress: OnProgress | None) -> None:
+        self._num_requests = num_requests
+        self._on_progress = on_progress
+        self._num_done = self._num_tokens = 0
+        self._start = time.monotonic()
+        self._bar = Progress(
+            TextColumn("evaluate"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"),
+            TextColumn("left:"), TimeRemainingColumn(), refresh_per_second=4, disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+        self._task = self._bar.add_task("evaluate", total=num_requests, speed="")
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def advance(self, response_tokens: int | None) -> None:
+        """Count one finished request."""
+        self._num_done += 1
+        self._num_tokens += response_tokens or 0
+        if self._on_progress is not None:
+            self._on_progress(self._num_done, self._num_requests)
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        speed = f"{self._num_tokens / seconds:.0f} tokens/s"
+        self._bar.update(self._task, advance=1, speed=speed)
+        is_tenth = 10 * self._num_done // self._num_requests > 10 * (self._num_done - 1) // self._num_requests
+        if self._bar.disable and is_tenth:
+            left = seconds / self._num_done * (self._num_requests - self._num_done)
+            done = f"{self._num_done} of {self._num_requests} items done"
+            logger.info("%s, %s, about %.0f s left", done, speed, left)
 
 
 def _make_row(request: Request, outcome: Outcome) -> Row:
@@ -238,18 +257,18 @@ def _refuse_failures(
     num_wanted: int,
     output_dir: Path,
 ) -> None:
-    """Raise EvaluationError when requests failed beyond the bound, or were not asked at all."""
+    """Raise EvaluationError when too many requests failed, or some were not sent."""
     failures = [row for row in rows.values() if not row.is_answered]
     unasked = num_wanted - len(rows)
     if len(failures) <= max_failed and not unasked:
         return
-    given_up = f", {unasked} were not asked any more because nothing answered" if unasked else ""
+    given_up = f", {unasked} were not sent because nothing answered" if unasked else ""
     reason = failures[0].failure if failures else dispatcher.outage
     servers = ", ".join(endpoint.base_url for endpoint in endpoints)
     raise EvaluationError(
         f"{len(failures)} of {num_wanted} requests to {servers} failed{given_up}; "
         f"at most {max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. "
-        f"The answered items are kept in {output_dir}: the same evaluation continues from them."
+        f"The answers so far are kept in {output_dir}: run the same evaluation again to continue."
     )
 
 

@@ -6,8 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Literal
 
 import numpy as np
+
+SIGNIFICANCE = 0.05
+IntervalMethod = Literal["paired bootstrap", "adjusted Wald"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,9 @@ def mcnemar(b: int, c: int) -> PValues:
     """McNemar's test on the discordant pairs: `b` right before and wrong after, `c` wrong before and right after.
 
     Under "no change" b is binomial(b + c, 1/2); p is the probability of a split at least as uneven as this one.
-    The mid-p counts splits exactly as uneven by half (Fagerland et al., BMC Med Res Methodol 13:91, 2013): less
-    conservative, and over 0.05 a little more often than 5 % of the time. Both are 1 without a discordant pair.
+    The mid-p counts splits that are exactly as uneven by half (Fagerland et al., BMC Med Res Methodol 13:91,
+    2013); it is less conservative, and rejects slightly more often than 5 % of the time. Both are 1 without
+    discordant pairs.
     """
     num_discordant = b + c
     if num_discordant == 0:
@@ -38,11 +43,11 @@ def mcnemar(b: int, c: int) -> PValues:
 
 
 def sign_flip_test(changes: Sequence[int]) -> PValues:
-    """Exact permutation test of "no change" on integer changes, one per item: McNemar's for several samples.
+    """Exact permutation test of "no change" on integer changes, one per item: McNemar's test for several samples.
 
-    Under "no change" before and after could have been exchanged item by item, so each change could as well have
-    had the other sign. p is the share of all 2**items sign patterns whose sum is at least as far from zero.
-    With changes of -1, 0 and 1 it equals McNemar's exact p.
+    Under "no change" before and after are exchangeable item by item, so each change is as likely with the other
+    sign. p is the share of all 2**items sign patterns whose sum is at least as far from zero. With changes of -1,
+    0 and 1 it equals McNemar's exact p.
     """
     observed = abs(sum(changes))
     sizes, counts = np.unique(np.abs(np.asarray(changes, dtype=np.int64)), return_counts=True)
@@ -62,6 +67,32 @@ def sign_flip_test(changes: Sequence[int]) -> PValues:
     return PValues(min(1.0, beyond + same), min(1.0, beyond + same / 2))
 
 
+def test_changes(changes: Sequence[int], num_samples: int) -> PValues:
+    """The exact test of "no change" on each item's change in right responses: McNemar's, or the sign-flip test."""
+    if num_samples == 1:
+        return mcnemar(changes.count(-1), changes.count(1))
+    return sign_flip_test(changes)
+
+
+def change_interval(changes: Sequence[int], num_samples: int) -> tuple[tuple[float, float], IntervalMethod]:
+    """95 % interval of the mean change in accuracy: bootstrap, or adjusted Wald where all items changed alike."""
+    shares = [change / num_samples for change in changes]
+    if len(set(changes)) == 1:  # a bootstrap would have no width
+        return adjusted_interval(shares), "adjusted Wald"
+    return bootstrap_mean(shares), "paired bootstrap"
+
+
+def accuracy_interval(right: Sequence[int], num_samples: int) -> tuple[float, float]:
+    """95 % interval of an accuracy from each item's right responses.
+
+    One sample per item: Wilson's. Several: bootstrap over items, or Wilson's over as many items where the items do
+    not differ and a bootstrap would have no width.
+    """
+    if num_samples == 1 or len(set(right)) == 1:
+        return wilson_interval(round(sum(right) / num_samples), len(right))
+    return bootstrap_mean([count / num_samples for count in right])
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's step-down adjustment: below 0.05 anywhere with at most 5 % chance when nothing changed (1979)."""
     adjusted = [0.0] * len(p_values)
@@ -75,11 +106,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def bootstrap_mean(
     values: Sequence[float], confidence: float = 0.95, num_resamples: int = 20_000, seed: int = 0
 ) -> tuple[float, float]:
-    """Percentile interval of the mean when the items, one value each, are drawn again with replacement.
+    """Percentile bootstrap interval of the mean of one value per item.
 
-    An item's samples stay together in its value: the spread between items' means holds the noise of sampling
-    already, drawing samples again inside the items would count it twice. Drawing items is drawing how often each
-    distinct value occurs, hence the multinomial: the same distribution, without num_resamples * items numbers.
+    An item's samples stay together in its value: the spread between items already contains the sampling noise, and
+    resampling inside the items would count it twice. Resampling items amounts to drawing how often each distinct
+    value occurs, so one multinomial draw replaces num_resamples * items numbers.
     """
     distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)
     draws = np.random.default_rng(seed).multinomial(len(values), counts / len(values), size=num_resamples)
@@ -88,15 +119,15 @@ def bootstrap_mean(
 
 
 def paired_bootstrap(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """95 % percentile interval of mean(after) - mean(before) when the items are drawn again."""
+    """95 % percentile bootstrap interval of mean(after) - mean(before) over items."""
     return bootstrap_mean((np.asarray(after, dtype=float) - np.asarray(before, dtype=float)).tolist())
 
 
 def adjusted_interval(changes: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Interval of the mean change that holds for few items, and when all of them changed alike.
+    """Interval of the mean change that is valid for few items, and when all items changed alike.
 
     Wald's interval after adding one item that got better and one that got worse (Bonett and Price, J Educ Behav
-    Stat 37, 2012). A bootstrap of seven items without a change says "exactly zero"; this one does not.
+    Stat 37, 2012). A bootstrap over seven unchanged items has no width; this interval does.
     """
     padded = np.array([1.0, -1.0, *changes])
     half = NormalDist().inv_cdf((1 + confidence) / 2) * float(padded.std()) / math.sqrt(len(padded))
@@ -128,10 +159,10 @@ def minimal_detectable_difference(n: int, num_discordant: int, alpha: float = 0.
 
 
 def minimal_detectable_mean(changes: Sequence[float], alpha: float = 0.05, power: float = 0.8) -> float:
-    """Smallest true mean change that items with changes as spread out as these show with the given power.
+    """Smallest true mean change that is found with the given power, for several samples per item.
 
-    (z1 + z2) times the standard error, for several samples per item; padded as in `adjusted_interval`, so that
-    items without any change do not promise to find everything.
+    (z1 + z2) times the standard error of these changes, padded as in `adjusted_interval`: items without any change
+    would otherwise give zero.
     """
     z1, z2 = NormalDist().inv_cdf(1 - alpha / 2), NormalDist().inv_cdf(power)
     padded = np.array([1.0, -1.0, *changes])

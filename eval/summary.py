@@ -1,26 +1,40 @@
-"""The numbers of one evaluation, as in summary.json."""
+"""The numbers of one evaluation, as in summary.json; avg@k, pass@k and maj@k of several responses to each item."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import comb
 from typing import Any
 
-from eval.results import Row, group_by, mean_response_tokens, rate
-from eval.samples import Evaluation, IsSame, is_answered, item_metrics
+from eval.answers.grading import Grade
+from eval.results import (
+    Evaluation,
+    Row,
+    Samples,
+    group_by,
+    is_answered,
+    mean_response_tokens,
+    num_right,
+    rate,
+)
 from eval.statistics import bootstrap_mean
+
+IsSame = Callable[[str, str], bool]  # of two answers
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What came of an evaluation.
+    """The result of an evaluation.
 
     A failed request says nothing about the model: `n`, `accuracy`, the groups and the no-answer and truncated
     rates count answered rows only; `request_failed_rate` is over all rows. With several samples of each item,
     `n` counts samples and `accuracy` is their mean.
     """
 
-    accuracy: float  # exact ruler
+    accuracy: float  # by the exact grader
     n: int
     num_items: int
     num_samples: int  # of each item
@@ -30,24 +44,24 @@ class Summary:
     truncated_rate: float
     request_failed_rate: float
     mean_response_tokens: float | None
-    aisbench: dict[str, float]  # {accuracy, raises: rows on which AISBench itself would have raised}
-    agreement: dict[str, int]  # of the two rulers over answered rows, see _agreement
-    disagreements: list[dict[str, Any]]  # the rows that one ruler alone calls right
+    aisbench: dict[str, float]  # {accuracy, raises: rows on which AISBench itself would raise}
+    agreement: dict[str, int]  # of the two graders over answered rows, see count_agreement
+    disagreements: list[dict[str, Any]]  # the rows that only one grader calls right
     samples: dict[str, dict[str, Any]] | None  # avg@k, pass@k, maj@k -> {value, ci95}; None for one sample
     repeats: dict[str, float] | None  # of greedy samples, see _repeats; None without repeats
     settings: dict[str, Any]
 
 
-def summarise(rows: Sequence[Row], settings: dict[str, Any], is_same: IsSame) -> Summary:
-    """The summary of all rows of an evaluation; `is_same` says whether two answers count as one (maj@k)."""
+def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
+    """The summary of an evaluation; `is_same` says whether two answers count as one (maj@k)."""
+    settings, rows = evaluation.settings, evaluation.rows
     answered = [row for row in rows if row.is_answered]
-    sampling = settings["sampling"]
-    is_repeated = sampling["num_samples"] > 1 and sampling["temperature"] == 0
+    num_samples, temperature = evaluation.num_samples, settings["sampling"]["temperature"]
     return Summary(
         accuracy=rate(answered, lambda row: row.is_right),
         n=len(answered),
-        num_items=settings["num_items"],
-        num_samples=sampling["num_samples"],
+        num_items=len(evaluation.items),
+        num_samples=num_samples,
         by_level=_accuracy_by(answered, "level"),
         by_subject=_accuracy_by(answered, "subject"),
         no_answer_rate=rate(answered, lambda row: row.verdict == "no_answer"),
@@ -58,12 +72,78 @@ def summarise(rows: Sequence[Row], settings: dict[str, Any], is_same: IsSame) ->
             "accuracy": rate(answered, lambda row: row.aisbench_right),
             "raises": sum(row.aisbench_raises for row in answered),
         },
-        agreement=_agreement(answered),
-        disagreements=[_disagreement(row) for row in answered if row.is_right != row.aisbench_right],
-        samples=_samples(rows, settings, is_same) if sampling["num_samples"] > 1 else None,
-        repeats=_repeats(answered) if is_repeated else None,
+        agreement=count_agreement(answered),
+        disagreements=list_disagreements(answered),
+        samples=_sample_metrics(evaluation, is_same) if num_samples > 1 else None,
+        repeats=_repeats(answered) if num_samples > 1 and temperature == 0 else None,
         settings=settings,
     )
+
+
+def count_agreement(rows: Iterable[Row]) -> dict[str, int]:
+    """Rows by which of the two graders calls them right."""
+    counts = Counter((row.is_right, row.aisbench_right) for row in rows)
+    return {
+        "both_right": counts[True, True],
+        "only_exact": counts[True, False],
+        "only_aisbench": counts[False, True],
+        "neither": counts[False, False],
+    }
+
+
+def list_disagreements(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The rows that only one grader calls right, without their texts."""
+    names = (
+        "id", "sample", "gold", "verdict", "answer", "aisbench_right", "aisbench_answer", "aisbench_raises",
+    )  # fmt: skip
+    return [{name: getattr(row, name) for name in names} for row in rows if row.is_right != row.aisbench_right]
+
+
+def item_metrics(items: Sequence[Samples], is_same: IsSame) -> dict[str, list[float]]:
+    """{avg@k, pass@2, pass@4, ..., pass@k, maj@k: one value per item}, k being the samples per item."""
+    k = len(items[0])
+    sizes = sorted({size for size in (2**power for power in range(1, k.bit_length())) if size < k} | {k})
+    return {
+        f"avg@{k}": [num_right(samples) / k for samples in items],
+        **{f"pass@{size}": [pass_at(size, k, num_right(samples)) for samples in items] for size in sizes},
+        f"maj@{k}": [majority_share(samples, is_same) for samples in items],
+    }
+
+
+def pass_at(k: int, num_samples: int, num_right: int) -> float:
+    """Probability that k of the samples, drawn without replacement, include a right one: 1 - C(n-c, k) / C(n, k).
+
+    An unbiased estimate of the same probability for k new samples (Chen et al., arXiv:2107.03374, eq. 1).
+    """
+    return 1 - comb(num_samples - num_right, k) / comb(num_samples, k)
+
+
+def majority_share(samples: Samples, is_same: IsSame) -> float:
+    """1 when the most frequent answer is right, 0 when it is not, 1/m when it is one of m equally frequent ones.
+
+    Answers that `is_same` finds equal count as one; a response without an answer, or a truncated one, has no vote.
+    """
+    right = num_right(samples)
+    wrong = Counter(row.answer for row in samples if row.verdict == "wrong" and row.answer is not None)
+    if not right or max(wrong.values(), default=0) > right:
+        return 0.0  # merging equal wrong answers can only add to their votes
+    if sum(wrong.values()) < right:
+        return 1.0
+    votes: dict[str, int] = {}
+    for answer, count in wrong.most_common():
+        known = next((other for other in votes if is_same(answer, other)), answer)
+        votes[known] = votes.get(known, 0) + count
+    return 0.0 if max(votes.values()) > right else 1 / (1 + list(votes.values()).count(right))
+
+
+def same_answer_by(grade: Callable[[str, str, str], Grade]) -> IsSame:
+    """`is_same(answer, other)`: whether the exact grader accepts one answer where the other is gold."""
+
+    @functools.cache
+    def is_same(answer: str, other: str) -> bool:
+        return grade(f"\\boxed{{{answer}}}", "stop", other).verdict == "right"
+
+    return is_same
 
 
 def _accuracy_by(rows: Sequence[Row], field: str) -> dict[str, dict[str, float]]:
@@ -77,9 +157,9 @@ def _accuracy_by(rows: Sequence[Row], field: str) -> dict[str, dict[str, float]]
     }
 
 
-def _samples(rows: Sequence[Row], settings: dict[str, Any], is_same: IsSame) -> dict[str, dict[str, Any]]:
-    """Over the items of which every sample was answered, with bootstrap intervals over items."""
-    items = [samples for samples in Evaluation.of(settings, rows).items.values() if is_answered(samples)]
+def _sample_metrics(evaluation: Evaluation, is_same: IsSame) -> dict[str, dict[str, Any]]:
+    """Over the items with every sample answered, with bootstrap intervals over items."""
+    items = [samples for samples in evaluation.items.values() if is_answered(samples)]
     metrics = item_metrics(items, is_same) if items else {}
     return {
         name: {"value": sum(values) / len(values), "ci95": bootstrap_mean(values)}
@@ -87,43 +167,20 @@ def _samples(rows: Sequence[Row], settings: dict[str, Any], is_same: IsSame) -> 
     }
 
 
-def _agreement(rows: Sequence[Row]) -> dict[str, int]:
-    """Rows by which ruler calls them right."""
-    return {
-        "both": sum(row.is_right and row.aisbench_right for row in rows),
-        "exact_only": sum(row.is_right and not row.aisbench_right for row in rows),
-        "aisbench_only": sum(row.aisbench_right and not row.is_right for row in rows),
-        "neither": sum(not row.is_right and not row.aisbench_right for row in rows),
-    }
-
-
-def _disagreement(row: Row) -> dict[str, Any]:
-    return {
-        "id": row.id,
-        "sample": row.sample,
-        "gold": row.gold,
-        "answer": row.answer,
-        "verdict": row.verdict,
-        "aisbench_answer": row.aisbench_answer,
-        "aisbench_right": row.aisbench_right,
-    }
-
-
 def _repeats(rows: Sequence[Row]) -> dict[str, float]:
-    """Of the items answered more than once, the shares whose repeats differ; greedy ones should not at all."""
+    """Of the items answered more than once, the shares whose repeats differ; 0 for a deterministic server."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.id, []).append(row)
     repeated = [group for group in groups.values() if len(group) > 1]
 
-    def share_differing(value: Callable[[Row], Any]) -> float:
-        return (
-            sum(len({value(row) for row in group}) > 1 for group in repeated) / len(repeated) if repeated else 0.0
-        )
+    def share_differing(field: str) -> float:
+        num_differing = sum(len({getattr(row, field) for row in group}) > 1 for group in repeated)
+        return num_differing / len(repeated) if repeated else 0.0
 
     return {
         "num_items": len(repeated),
-        "differing_responses": share_differing(lambda row: row.response),
-        "differing_answers": share_differing(lambda row: row.answer),
-        "differing_verdicts": share_differing(lambda row: row.verdict),
+        "differing_responses": share_differing("response"),
+        "differing_answers": share_differing("answer"),
+        "differing_verdicts": share_differing("verdict"),
     }

@@ -1,40 +1,29 @@
-"""Reading a training run's metrics.jsonl for the report."""
+"""A training run's metrics.jsonl as the report shows it."""
 
 from __future__ import annotations
 
-import json
-import logging
+import math
 from pathlib import Path
 from typing import Any
 
+from durable import read_json_lines
 from eval.results import ResultsError
 
-logger = logging.getLogger(__name__)
-
-Steps = list[dict[str, Any]]  # one dict of metrics per training step, in order
-_FATES = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")  # of a group, as training counts them
+Steps = list[dict[str, Any]]  # the metrics of each training step, in order
+# What training counts as the outcome of a group.
+_OUTCOMES = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
 
 
 def read_training_metrics(path: str | Path) -> Steps:
-    """One dict per training step, ordered by step.
+    """One dict per training step, ordered by step; of a step that was trained again, the last line counts.
 
-    A step trained again after a resume counts once, as last written. Raises ResultsError when the file is
-    missing or holds no step.
+    Raises ResultsError when the file is missing or holds no step.
     """
     path = Path(path)
     if not path.is_file():
         raise ResultsError(f"{path} does not exist: the training metrics of the report must be a metrics.jsonl")
-    by_step: dict[int, dict[str, Any]] = {}
-    torn = 0
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                metrics = json.loads(line)
-                by_step[int(metrics["step"])] = metrics
-            except (ValueError, KeyError, TypeError):
-                torn += bool(line.strip())
-    if torn:
-        logger.warning("%s: %d unreadable lines are left out of the report", path, torn)
+    steps = [row for row in read_json_lines(path) if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    by_step = {metrics["step"]: metrics for metrics in steps}
     if not by_step:
         raise ResultsError(f"{path} holds no training step (a JSON object with `step` on each line)")
     return [by_step[step] for step in sorted(by_step)]
@@ -55,27 +44,22 @@ def training_totals(steps: Steps) -> dict[str, Any]:
 
 def series(steps: Steps, key: str) -> tuple[list[int], list[float]]:
     """(steps, values) where the metric is a finite number."""
-    points = [(int(m["step"]), m[key]) for m in steps if isinstance(m.get(key), (int, float))]
-    finite = [(step, float(value)) for step, value in points if abs(value) != float("inf") and value == value]
+    points = [(int(m["step"]), float(m[key])) for m in steps if isinstance(m.get(key), (int, float))]
+    finite = [(step, value) for step, value in points if math.isfinite(value)]
     return [step for step, _ in finite], [value for _, value in finite]
 
 
 def with_kept_share(steps: Steps) -> Steps:
-    """The steps with `sampler/kept_share`: groups trained on, of all whose fate the step decided."""
+    """The steps with `sampler/kept_share`: groups trained on, of all groups that the step decided on."""
     return [{**metrics, **_kept_share(metrics)} for metrics in steps]
 
 
 def _kept_share(metrics: dict[str, Any]) -> dict[str, float]:
-    counts = [metrics.get(f"sampler/{fate}_groups") for fate in _FATES]
-    total = sum(count for count in counts if isinstance(count, (int, float)))
-    return (
-        {"sampler/kept_share": metrics["sampler/kept_groups"] / total} if counts[0] is not None and total else {}
-    )
+    counts = [metrics.get(f"sampler/{outcome}_groups") or 0 for outcome in _OUTCOMES]
+    return {"sampler/kept_share": counts[0] / sum(counts)} if any(counts) else {}
 
 
 def _total(steps: Steps, key: str) -> float | None:
     _, values = series(steps, key)
-    if not values:
-        return None
     total = sum(values)
-    return int(total) if total == int(total) else total
+    return None if not values else int(total) if total == int(total) else total

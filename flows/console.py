@@ -14,7 +14,7 @@ QUIET_LOGGERS = (
     "prefect._internal",
     "APILogWorker",
     "EventsWorker",
-    "tasks.processes.dapo_command.page",
+    "tasks.stage_command.page",
 )
 STAGE_WIDTH = 16
 

@@ -8,12 +8,11 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, State
 from pydantic import Field
 
-from dapo_core.errors import RunSkipped
 from flows.config import load_config
 from flows.dapo_full import run_chain
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
-from tasks.runs.run import Run
-from tasks.training_lock import check_free, hold, night_lock_path, training_lock_path
+from tasks.runs.run import Run, RunSkipped
+from tasks.training_lock import check_free, hold, nightly_lock_path, training_lock_path
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ def dapo_nightly(
         with Run.start(settings, flow="dapo-nightly") as run:
             if flow_run.run_count == 1:  # a run that started in time may be tried again at any time
                 check_in_time(scheduled, datetime.datetime.now(datetime.timezone.utc), max_late_hours)
-            with hold(night_lock_path(settings), run.folder.name, gives_way=True):
+            with hold(nightly_lock_path(settings), run.folder.name, gives_way=True):
                 check_free(training_lock_path(settings), settings)
                 return run_chain(run, settings.flow.webhook, gives_way=True)
     except RunSkipped as reason:

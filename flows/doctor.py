@@ -20,7 +20,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from dapo_core.device import device_for
-from dapo_core.errors import ChildProcessFailed, ConfigError, StoreError
+from dapo_core.errors import ConfigError, StoreError
 from durable import locked
 from flows.prefect_server import named_api
 from flows.services import (
@@ -33,7 +33,7 @@ from flows.services import (
     wait_until,
 )
 from tasks.artifacts import ArtifactStore
-from tasks.processes.child import run_command
+from tasks.processes.child import ChildProcessFailed, run_command
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

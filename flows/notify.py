@@ -20,8 +20,8 @@ from prefect.utilities.urls import url_for
 
 from dapo_core.errors import ConfigError
 from eval.client import LOOPBACK
+from eval.pages import points
 from eval.report import REPORT_PAGE
-from eval.wording import points
 from flows.config import WebhookConfig, is_http_address, load_config
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.run import Run

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dapo_core.errors import ServeError
-from flows.services import PREFECT, api_url, indented, is_healthy
+from flows.services import PREFECT, ServicesError, api_url, indented, is_healthy
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.serve_model.command import free_ports
 
@@ -56,16 +55,16 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
 
 
 def wait_until_healthy(url: str, server: SupervisedProcess | None) -> None:
-    """Return once the server answers; raises ServeError when it does not."""
+    """Return once the server answers; raises ServicesError when it does not."""
     deadline = time.monotonic() + STARTUP_SECONDS
     while not is_healthy(url):
         if server is None:
-            raise ServeError(
+            raise ServicesError(
                 f"the Prefect server at {url} does not answer; start it, or correct PREFECT_API_URL or the "
                 "profile that names it; where none is named, a run has its own server"
             )
         if server.poll() is not None or time.monotonic() > deadline:
-            raise ServeError(
+            raise ServicesError(
                 f"Prefect's server for this run does not answer at {url}; {server.log_path} ends:\n"
                 + indented(server.tail(NUM_LOG_LINES))
             )

@@ -29,7 +29,7 @@ from uuid import UUID
 
 import yaml
 
-from dapo_core.errors import ConfigError, ServeError, StoreError
+from dapo_core.errors import ConfigError, DapoError, StoreError
 from durable import LockHeld, is_locked, locked, tail, write_atomically
 from flows.prefect_settings import apply_prefect_settings
 
@@ -57,6 +57,10 @@ STOP_SECONDS = 20.0
 CANCEL_SECONDS = 180.0  # training writes a last checkpoint within flow.stop_seconds
 POLL_SECONDS = 0.25
 NUM_LOG_LINES = 20
+
+
+class ServicesError(DapoError, RuntimeError):
+    """A Prefect server or worker cannot be started, reached or stopped."""
 
 
 class Service:
@@ -105,19 +109,21 @@ class Service:
             return []
         record = self.read()
         if record["machine"] != platform.node():
-            raise ServeError(f"the {self.name} was started on {record['machine']}: type this there")
+            raise ServicesError(f"the {self.name} was started on {record['machine']}: type this there")
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(record["pid"], number)
             if wait_until(lambda: not self.is_running, STOP_SECONDS):
                 return [f"{self.name}, pid {record['pid']}"]
-        raise ServeError(f"the {self.name}, pid {record['pid']}, survives SIGKILL")
+        raise ServicesError(f"the {self.name}, pid {record['pid']}, survives SIGKILL")
 
     def wait_until(self, check: Callable[[], bool], problem: str) -> None:
-        """Return once the check is true; raises ServeError with the end of the log when it is not."""
+        """Return once the check is true; raises ServicesError with the end of the log when it is not."""
         if not wait_until(lambda: not self.is_running or check(), START_SECONDS) or not self.is_running:
             why = f"not within {START_SECONDS:.0f} s" if self.is_running else "its process ended"
-            raise ServeError(f"the {self.name} {problem}: {why}. {self.log} ends:\n{indented(tail(self.log, 20))}")
+            raise ServicesError(
+                f"the {self.name} {problem}: {why}. {self.log} ends:\n{indented(tail(self.log, 20))}"
+            )
 
 
 class Services:
@@ -142,7 +148,7 @@ class Services:
             with locked(self.folder / "lock"):
                 yield
         except LockHeld as error:
-            raise ServeError(f"another `dapo up` or `dapo down` is at work: {error}; wait for it") from None
+            raise ServicesError(f"another `dapo up` or `dapo down` is at work: {error}; wait for it") from None
         except (FileExistsError, NotADirectoryError, PermissionError) as error:
             raise StoreError(
                 f"{error.filename} cannot be written: {error.strerror}; give --store a folder you may write"
@@ -180,7 +186,7 @@ def bring_up(
         if not services.server.is_running:
             _start_server(services, host, port, database)
         elif not {host, port} <= {None, last["host"], last["port"]}:
-            raise ServeError(f"the server runs at {services.api_url}; type `dapo down` before you move it")
+            raise ServicesError(f"the server runs at {services.api_url}; type `dapo down` before you move it")
         services.server.wait_until(lambda: is_healthy(services.api_url), "does not answer")
         logger.info("server: answers at %s", services.api_url)
         with services.client() as client:
@@ -194,7 +200,7 @@ def bring_up(
 
 
 def take_down(store: Path, cancel: bool) -> list[str]:
-    """End worker and server; returns what was ended, in words. Raises ServeError while flow runs are active."""
+    """End worker and server; returns what was ended, in words. Raises ServicesError while flow runs are active."""
     services = Services(store)
     if not services.folder.is_dir():
         return []
@@ -203,7 +209,7 @@ def take_down(store: Path, cancel: bool) -> list[str]:
             with services.client() as client:
                 _end_flow_runs(services, client, cancel)
         elif services.worker.is_running and not cancel:
-            raise ServeError(
+            raise ServicesError(
                 "the server does not answer, so its active flow runs are unknown: `dapo up` starts it again, and "
                 "`dapo down --cancel` ends the worker with whatever it runs"
             )
@@ -243,14 +249,16 @@ def read_deployments(project: Path) -> list[dict[str, Any]]:
 
 
 def deploy(project: Path, environment: Mapping[str, str]) -> None:
-    """Register what prefect.yaml describes. Raises ServeError with Prefect's own output when that fails."""
+    """Register what prefect.yaml describes. Raises ServicesError with Prefect's own output when that fails."""
     command = [*PREFECT, "deploy", "--all"]
     done = subprocess.run(
         command, cwd=project, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
     if done.returncode != 0:
         output = indented((done.stdout + done.stderr).splitlines()[-NUM_LOG_LINES:])
-        raise ServeError(f"`prefect deploy --all` ended with exit code {done.returncode} in {project}:\n{output}")
+        raise ServicesError(
+            f"`prefect deploy --all` ended with exit code {done.returncode} in {project}:\n{output}"
+        )
 
 
 def create_pool_and_automation(client: SyncPrefectClient) -> None:
@@ -329,7 +337,7 @@ def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) 
 
     active = active_runs(client)
     if active and not cancel:
-        raise ServeError(
+        raise ServicesError(
             "flow runs are active and would end with the worker:\n  " + "\n  ".join(active.values()) + "\n"
             "wait for them, or type `dapo down --cancel`: training then writes a checkpoint to resume from"
         )

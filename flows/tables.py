@@ -15,7 +15,7 @@ from rich.text import Text
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 
 if TYPE_CHECKING:
-    from dapo_core.config.derived import Derived
+    from dapo_core.config.derived import Quantity
     from tasks.runs.collect_garbage import Unused
     from tasks.runs.differences import Difference
     from tasks.runs.history import RecordedRun
@@ -139,12 +139,12 @@ def print_json(value: Any) -> None:
     Console(highlight=False, soft_wrap=True).print(Text(json.dumps(value, indent=2)))
 
 
-def print_derived(derived: Derived) -> None:
+def print_derived(derived: Sequence[Quantity]) -> None:
     """What a configuration means in numbers, to standard error: standard output holds the configuration itself."""
     table = Table("of", "", "unit", "from", title="What follows from it", title_justify="left")
     table.columns[1].justify = "right"
-    for what, number, unit, formula in derived.rows():
-        table.add_row(what, f"{number:,}", unit, formula)
+    for label, number, unit, formula in derived:
+        table.add_row(label, f"{number:,}", unit, formula)
     print_table(table, is_error=True)
 
 

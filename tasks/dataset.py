@@ -9,7 +9,7 @@ from typing import Any
 
 from dapo_core.arithmetic import DATA_SOURCE, generate_problems, write_parquet
 from dapo_core.data import read_rows
-from dapo_core.reward import require_scorers
+from dapo_core.reward.routing import require_scorers
 from eval.problems.benchmarks import load_set
 from tasks.config import ChainConfig
 from tasks.stages import EVAL_STEM, TRAIN_FILE

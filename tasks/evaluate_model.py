@@ -11,9 +11,9 @@ from eval.run import evaluate
 from tasks.artifacts import Artifact
 from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of, set_of
 from tasks.page import StageProgress
-from tasks.processes.dapo_command import link_log
 from tasks.runs.run import Run
 from tasks.serve_model.servers import serve_model
+from tasks.stage_command import link_log
 from tasks.stage_task import stage_task
 from tasks.stages import EVALUATE_MODEL, eval_file, evaluate_model_inputs
 

@@ -12,8 +12,8 @@ from dapo_core.model_folder import require_model_folder
 from tasks.artifacts import MANIFEST_NAME, Artifact
 from tasks.config import ChainConfig
 from tasks.page import StageProgress
-from tasks.processes.dapo_command import run_dapo
 from tasks.runs.run import Run
+from tasks.stage_command import run_dapo
 from tasks.stage_task import stage_task
 from tasks.stages import FETCH_MODEL, TRAIN_FILE, fetch_model_inputs
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.artifacts import Artifact
-from tasks.processes.dapo_command import run_dapo
 from tasks.runs.run import Run
+from tasks.stage_command import run_dapo
 from tasks.stage_task import stage_task
 from tasks.stages import MERGE_CHECKPOINT, merge_checkpoint_inputs
 

@@ -1,25 +1,25 @@
-"""How a stage becomes a Prefect task: retried, limited in time, and seen on Prefect's page."""
+"""How a stage becomes a Prefect task: retried, limited in time, and shown on Prefect's page."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from prefect import State, Task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
-from dapo_core.errors import ChildProcessFailed, RunSkipped, ServeError
+from dapo_core.errors import ServeError
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact
 from tasks.config import TimeLimitsConfig
 from tasks.page import show_stage
-from tasks.processes.time_limit import time_limit
-from tasks.retries import NUM_RETRIES, draw_delays, may_succeed_next_time, shortened
-from tasks.runs.run import Run
+from tasks.processes.child import ChildProcessFailed
+from tasks.retries import RETRY_DELAYS_SECONDS, may_succeed_next_time, shortened
+from tasks.runs.run import Run, RunSkipped
+from tasks.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ StageFunction = Callable[Concatenate[Run, P], Artifact]
 # Our store decides what is cached; Prefect's own cache would not see a deleted artifact.
 RETRIED: dict[str, Any] = {
     "cache_policy": NO_CACHE,
-    "retries": NUM_RETRIES,
-    "retry_delay_seconds": draw_delays(),
+    "retries": len(RETRY_DELAYS_SECONDS),
+    "retry_delay_seconds": RETRY_DELAYS_SECONDS,
     "retry_condition_fn": may_succeed_next_time,
 }
 
@@ -42,7 +42,7 @@ def retried_task(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
 
 
 class StageTask(Task[Concatenate[Run, P], State[Artifact | RunSkipped]]):
-    """A task that ends in a state which says what happened; calling it gives the artifact that the state holds.
+    """A task that ends in a state which says what happened; calling it returns the artifact that the state holds.
 
     Raises RunSkipped when its stage did, although the task counts as completed.
     """
@@ -62,9 +62,9 @@ def stage_task(
     task_run_name: str | None = None,
     afterwards: str = "run it again",
 ) -> Callable[[StageFunction[P]], StageTask[P]]:
-    """Decorate a stage's function, whose first argument is the run and whose `label` is its name at this place.
+    """Decorate a stage's function: its first argument is the run; `label`, if it has one, names it in the chain.
 
-    `hours` picks its limit, `afterwards` says what becomes of its work when that is reached.
+    `hours` picks its time limit; `afterwards` says what to do when that is reached.
     """
 
     def decorate(function: StageFunction[P]) -> StageTask[P]:
@@ -75,10 +75,16 @@ def stage_task(
         def run_stage(run: Run, *args: P.args, **kwargs: P.kwargs) -> State[Artifact | RunSkipped]:
             label = signature.bind(run, *args, **kwargs).arguments.get("label", function.__name__)
             try:
-                with _short_errors(), time_limit(hours(run.config.flow.time_limits), key, afterwards):
+                with time_limit(hours(run.config.flow.time_limits), key, afterwards):
                     artifact = function(run, *args, **kwargs)
             except RunSkipped as reason:  # no failure on the page; `__call__` raises it for the flow
                 return Completed(name="Skipped", message=str(reason), data=reason)
+            except (ChildProcessFailed, ServeError) as error:  # a state's message is for one line
+                if not error.summary:
+                    raise
+                if isinstance(error, ServeError):  # a command's lines came to the log as they were written
+                    logger.error("%s", error)
+                raise shortened(error) from None
             show_stage(run, label, artifact)
             return _state(run, label, artifact)
 
@@ -90,19 +96,5 @@ def stage_task(
 def _state(run: Run, label: str, artifact: Artifact) -> State[Artifact | RunSkipped]:
     manifest, record = artifact.manifest(), run.stages[label]
     key = artifact.key[:SHORT_KEY_LENGTH]
-    what = f"built in {manifest['seconds']:.1f} s on {manifest['ended_at'][:10]}, key {key}"
-    return Completed(name="Cached" if record.cached else "Completed", message=what, data=artifact)
-
-
-@contextlib.contextmanager
-def _short_errors() -> Iterator[None]:
-    """Raise a child's error without its last lines, which the log has: a state's message is for one line."""
-    try:
-        yield
-    except ChildProcessFailed as error:  # its lines came to the log as they were written
-        raise (shortened(error) if error.summary else error) from None
-    except ServeError as error:
-        if not error.summary:
-            raise
-        logger.error("%s", error)
-        raise shortened(error) from None
+    message = f"built in {manifest['seconds']:.1f} s on {manifest['ended_at'][:10]}, key {key}"
+    return Completed(name="Cached" if record.cached else "Completed", message=message, data=artifact)

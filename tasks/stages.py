@@ -13,7 +13,7 @@ from dapo_core.checkpoint.resume import resume_digest
 from dapo_core.config.fields import result_values
 from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
-from dapo_core.reward import require_scorers
+from dapo_core.reward.routing import require_scorers
 from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts import MANIFEST_NAME, Artifact, StageKey, code_digest, hash_file, package_versions
 from tasks.config import ChainConfig

@@ -11,7 +11,7 @@ from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER, NAMES_FILE
 from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.data import Prompt
-from dapo_core.engines import Response
+from dapo_core.engines.base import Response
 from dapo_core.rollout import GroupRequest
 from tests.batches import make_group
 from tests.configs import make_config

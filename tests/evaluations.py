@@ -11,8 +11,7 @@ from eval.answers.grading import VERDICTS
 from eval.client import Endpoint, Sampling
 from eval.compare import Comparison, compare_evaluations
 from eval.problems.items import Item
-from eval.results import Row, make_settings, write_rows
-from eval.samples import Evaluation
+from eval.results import Evaluation, Row, make_settings, write_rows
 
 SAMPLING = Sampling(max_tokens=64)
 # One letter per response: r right, w wrong, n no answer, t truncated, f failed request.
@@ -34,7 +33,7 @@ def make_items(num_items: int, per_level: int = 4) -> list[Item]:
 
 
 def make_row(item: Item, letter: str, sample: int = 0, **changes: Any) -> Row:
-    """The row of one response; both rulers agree unless `changes` say otherwise."""
+    """The row of one response; both graders agree unless `changes` say otherwise."""
     answer = {"r": item.gold, "w": "-1"}.get(letter)
     texts = {"n": "no idea", "t": f"\\boxed{{{item.gold}}} or", "f": None}
     fields: dict[str, Any] = {

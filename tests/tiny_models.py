@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from dapo_core.engines import EngineSettings
+from dapo_core.engines.base import EngineSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

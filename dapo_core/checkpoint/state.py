@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dapo_core.data import Prompt
-from dapo_core.engines import Response
+from dapo_core.engines.base import Response
 from dapo_core.errors import CheckpointError
 from dapo_core.rollout import Group, GroupRequest, Rollout
 

@@ -27,7 +27,7 @@ from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.data import load_tokenizer
 from dapo_core.device import Device, device_for
-from dapo_core.engines import EngineSettings, build_engine
+from dapo_core.engines.base import EngineSettings, build_engine
 from dapo_core.errors import ConfigError
 from dapo_core.policy import Policy
 from dapo_core.rollout import RolloutWorker

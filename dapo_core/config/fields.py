@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 
@@ -12,6 +12,17 @@ class Section(BaseModel):
     """A frozen part of the configuration; unknown keys, infinities and NaN are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections_are_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        fields = cls.model_fields
+        return {
+            str(name): {} if value is None and name in fields and is_section(fields[name].annotation) else value
+            for name, value in values.items()
+        }
 
 
 def key(default: Any, description: str, **bounds: Any) -> Any:

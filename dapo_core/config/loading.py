@@ -6,12 +6,13 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from dapo_core.config.fields import Section, is_section, known_fields
+from dapo_core.config.fields import Section, known_fields
 from dapo_core.errors import ConfigError
 
 Root = TypeVar("Root", bound=Section)
@@ -63,15 +64,16 @@ def load(root: type[Root], path: str | Path, overrides: Sequence[str] = ()) -> R
 
 
 def resolve(root: type[Root], tree: Mapping[str, Any]) -> Root:
-    """The checked configuration for a plain tree of sections and keys; raises ConfigError."""
-    problems = [*_unknown_keys(root, tree), *_placeholders(tree)]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    """The checked configuration for a plain tree of sections and keys; raises ConfigError with all problems."""
+    problems = list(_placeholders(tree))
     required: dict[str, Any] = {name: {} for name, field in root.model_fields.items() if field.is_required()}
     try:
-        return root.model_validate({**required, **_without_empty_sections(root, tree)})
+        config = root.model_validate({**required, **tree})
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
+        problems += [_explain(root, problem) for problem in error.errors()]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
 
 
 def dump_config(config: Section) -> str:
@@ -83,74 +85,39 @@ def read_tree(path: Path) -> dict[str, Any]:
     """The sections and keys that a file sets; raises ConfigError when it cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
-            tree = yaml.load(file, Loader=_Loader)
+            tree = _parse(file, f"configuration {path}") or {}
     except OSError as error:
         raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date such as 2024-13-01
-        raise ConfigError(f"configuration {path} is not valid YAML: {error}") from None
-    if tree is None:
-        return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"configuration {path} holds {type(tree).__name__}, not sections with keys")
     return tree
 
 
 def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The tree after overrides of the form `section.key=value`, the last one first."""
+    """The tree after overrides of the form `section.key=value` in their order."""
     for override in overrides:
-        _apply_override(tree, override)
+        name, separator, text = override.partition("=")
+        if not separator or "." not in name:
+            raise ConfigError(f"--set {override!r} is not of the form section.key=value, such as run.seed=2")
+        *sections, leaf = name.strip().split(".")
+        node = tree
+        for section in sections:
+            if node.get(section) is None:
+                node[section] = {}
+            node = node[section]
+            if not isinstance(node, dict):
+                raise ConfigError(f"--set {name}: {section} is a value, not a section")
+        node[leaf] = _parse(text, f"--set {override!r}: the value")
     return tree
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    name, separator, text = override.partition("=")
-    if not separator or "." not in name:
-        raise ConfigError(f"--set {override!r} is not of the form section.key=value, such as run.seed=2")
-    *sections, leaf = name.strip().split(".")
-    node = tree
-    for section in sections:
-        if node.get(section) is None:
-            node[section] = {}
-        child = node[section]
-        if not isinstance(child, dict):
-            raise ConfigError(f"--set {name}: {section} is a value, not a section")
-        node = child
+def _parse(text: str | TextIO, source: str) -> Any:
     try:
-        node[leaf] = yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_Loader)
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from None
-
-
-def _without_empty_sections(section: type[BaseModel], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree without `section:` lines that nothing follows, which YAML reads as null."""
-    kept = {}
-    for name, value in tree.items():
-        annotation = section.model_fields[name].annotation
-        if is_section(annotation):
-            if isinstance(value, dict):
-                kept[name] = _without_empty_sections(annotation, value)
-        else:
-            kept[name] = value
-    return kept
-
-
-def _unknown_keys(
-    root: type[BaseModel], tree: Mapping[str, Any], section: type[BaseModel] | None = None, prefix: str = ""
-) -> Iterator[str]:
-    section = section or root
-    for name, value in tree.items():
-        field = section.model_fields.get(str(name))
-        if field is None:
-            yield f"unknown key {prefix}{name} = {value!r}{_nearest(root, f'{prefix}{name}')}"
-        elif is_section(field.annotation):
-            if isinstance(value, dict):
-                yield from _unknown_keys(root, value, field.annotation, f"{prefix}{name}.")
-            elif value is not None:
-                yield f"{prefix}{name} is a section with keys, not the value {value!r}"
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date such as 2024-13-01
+        raise ConfigError(f"{source} is not valid YAML: {error}") from None
 
 
 def _nearest(root: type[BaseModel], name: str) -> str:
@@ -177,11 +144,16 @@ def _placeholders(value: Any, name: str = "") -> Iterator[str]:
         yield f"{name} = {value!r} still holds a placeholder; put the real value there"
 
 
-def _explain(problem: Any) -> str:
-    name = ".".join(str(part) for part in problem["loc"])
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if problem["type"] == "value_error":
-        return message
-    if problem["type"] == "tuple_type":
-        message = "input should be a list, such as [first, second]"
-    return f"{name} = {problem['input']!r} is refused: {message[0].lower()}{message[1:]}"
+def _explain(root: type[BaseModel], problem: ErrorDetails) -> str:
+    name, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
+    message = problem["msg"].removeprefix("Value error, ")
+    match problem["type"]:
+        case "value_error":
+            return message
+        case "extra_forbidden":
+            return f"unknown key {name} = {value!r}{_nearest(root, name)}"
+        case "model_type":
+            return f"{name} is a section with keys, not the value {value!r}"
+        case "tuple_type":
+            message = "input should be a list, such as [first, second]"
+    return f"{name} = {value!r} is refused: {message[0].lower()}{message[1:]}"

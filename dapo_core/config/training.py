@@ -287,6 +287,11 @@ class TrainingConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
 
+    @property
+    def num_devices(self) -> int:
+        """Devices of the policy's ranks and of the rollout workers."""
+        return self.train.num_ranks + self.rollout.num_workers
+
     @model_validator(mode="after")
     def _batches_divide(self) -> TrainingConfig:
         num_responses = self.train.mini_prompts * self.rollout.group_size

@@ -1,12 +1,13 @@
-"""What the trainer asks of an inference engine, whichever one runs underneath."""
+"""What every inference engine does, and what it refuses; subclasses compute."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from dapo_core.errors import ModelError, RolloutError
 
@@ -63,13 +64,35 @@ class EngineSettings:
     threads: int  # CPU threads
 
 
-class Engine(Protocol):
+@dataclass
+class Row:
+    """A response that an engine is still sampling."""
+
+    request: GenerationRequest
+    response_ids: list[int]  # those of the request, then the sampled ones
+    rollout_log_probs: list[float]
+
+    def response(self, reason: FinishReason) -> Response:
+        """What the row holds."""
+        return Response(self.request.request_id, self.response_ids, self.rollout_log_probs, reason)
+
+
+class Engine(ABC):
     """Continuous-batching text generation with replaceable weights.
 
     The owner calls `submit`, then `step` until what it waits for came back. Not thread-safe.
     """
 
-    policy_version: int
+    def __init__(
+        self, settings: EngineSettings, shapes: Mapping[str, tuple[int, ...]], optional: Collection[str]
+    ) -> None:
+        """`shapes` are those of all tensors by Hugging Face name; `optional` tensors are copies of another one."""
+        self.settings = settings
+        self.policy_version = 0
+        self._shapes = shapes
+        self._optional = optional
+        self._rows: dict[str, Row] = {}  # unfinished, by request id
+        self._has_whole_weights = True
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; nothing is computed until `step`.
@@ -77,21 +100,33 @@ class Engine(Protocol):
         Raises RolloutError for a request id already unfinished, a prompt that is empty or leaves no room for a
         whole response, and a response to continue that is whole already or lacks log-probs.
         """
+        self._require_whole_weights()
+        check_requests(requests, self._rows, self.settings)
+        for request in requests:
+            row = Row(request, list(request.response_ids), list(request.rollout_log_probs))
+            self._queue(row)
+            self._rows[request.request_id] = row
 
+    @abstractmethod
     def step(self) -> list[Response]:
         """Decode one token for the running sequences (or prefill) and return the responses that finished."""
 
     def num_unfinished(self) -> int:
         """Requests submitted and neither returned nor aborted."""
+        return len(self._rows)
 
     def num_unfinished_tokens(self) -> int:
         """Response tokens that the unfinished requests have so far, those they came with included."""
+        return sum(len(row.response_ids) for row in self._rows.values())
 
     def abort(self, request_ids: Sequence[str]) -> list[Response]:
         """Stop unfinished requests; returns what they have so far, with finish reason `abort`.
 
         Ids that are not unfinished are passed over.
         """
+        stopped = {name: self._rows.pop(name) for name in request_ids if name in self._rows}
+        self._drop(stopped)
+        return [row.response("abort") for row in stopped.values()]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Replace all weights (Hugging Face names, full tensors) and drop every cached prefix.
@@ -99,15 +134,63 @@ class Engine(Protocol):
         Raises RolloutError when requests are unfinished, or naming the tensors that do not fit, are unknown or
         are missing; the engine then refuses work until weights were loaded whole.
         """
+        self._require_idle("load weights")
+        self._has_whole_weights = False
+        self._replace_weights(check_weights(weights, self._shapes, self._optional))
+        self._has_whole_weights = True
+        self.policy_version = policy_version
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """Log-probabilities of given (prompt_ids, response_ids) pairs at temperature 1, one list [R] each.
 
         The probe that proves that the engine holds the policy's weights; refused while requests are unfinished.
         """
+        self._require_whole_weights()
+        self._require_idle("compute log-probs")
+        return self._log_probs(sequences)
 
+    @abstractmethod
     def close(self) -> None:
         """Free the model and everything the engine started."""
+
+    @abstractmethod
+    def _queue(self, row: Row) -> None:
+        """Take a new row."""
+
+    @abstractmethod
+    def _drop(self, request_ids: Collection[str]) -> None:
+        """Stop computing these rows."""
+
+    @abstractmethod
+    def _replace_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take weights that fit."""
+
+    @abstractmethod
+    def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+        """The log-probs of `log_probs`, from an idle engine with whole weights."""
+
+    def _require_idle(self, what: str) -> None:
+        if self._rows:
+            raise RolloutError(
+                f"cannot {what} while {len(self._rows)} requests are unfinished; finish or abort them first"
+            )
+
+    def _require_whole_weights(self) -> None:
+        if not self._has_whole_weights:
+            raise RolloutError("the last load_weights failed half-way; load a whole set of weights first")
+
+
+def build_engine(
+    kind: Literal["vllm", "hf"], model_path: str | Path, settings: EngineSettings, seed: int, device: str = "cpu"
+) -> Engine:
+    """An engine with the folder's weights. vLLM finds its device itself; `device` is where Hugging Face runs."""
+    if kind == "vllm":
+        from dapo_core.engines.vllm_engine import VllmEngine
+
+        return VllmEngine(model_path, settings, seed)
+    from dapo_core.engines.hf_engine import HuggingFaceEngine
+
+    return HuggingFaceEngine(model_path, settings, device)
 
 
 def check_requests(

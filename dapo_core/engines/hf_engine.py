@@ -7,7 +7,7 @@ running rows; finished rows leave the cache once enough of them have gathered.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, Cache, DynamicLayer
 
 from dapo_core.engines.base import (
+    Engine,
     EngineSettings,
     FinishReason,
     GenerationRequest,
     Response,
-    check_requests,
-    check_weights,
+    Row,
     read_eos_ids,
 )
 from dapo_core.engines.sampling import sample
@@ -80,26 +80,10 @@ class _GrowingCache(Cache):
 
 
 @dataclass
-class _Row:
-    request: GenerationRequest
-    response_ids: list[int]
-    log_probs: list[float]
-
-    @classmethod
-    def of(cls, request: GenerationRequest) -> _Row:
-        """The row of a request, with the tokens it comes with."""
-        return cls(request, list(request.response_ids), list(request.rollout_log_probs))
-
-    def response(self, reason: FinishReason) -> Response:
-        """What the row holds."""
-        return Response(self.request.request_id, self.response_ids, self.log_probs, reason)
-
-
-@dataclass
 class _Batch:
     """Rows decoded together; None where a row has finished. All rows end at the cache's last column."""
 
-    rows: list[_Row | None]
+    rows: list[Row | None]
     cache: _GrowingCache
     ids: torch.Tensor  # [N], the newest token, not in the cache yet
     positions: torch.Tensor  # [N], of that token
@@ -132,97 +116,74 @@ class _Batch:
             layer.replace(_stack(layer.keys, more.keys), _stack(layer.values, more.values))
 
 
-class HuggingFaceEngine:
+class HuggingFaceEngine(Engine):
     """Generation with plain transformers; slower to scale than vLLM, and runs wherever torch does."""
 
-    def __init__(self, model_path: str | Path, settings: EngineSettings, seed: int, device: str = "cpu") -> None:
-        self.settings = settings
-        self.seed = seed
-        self.policy_version = 0
-        self.device = torch.device(device)
+    def __init__(self, model_path: str | Path, settings: EngineSettings, device: str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._model, self._views = _load(model_path, settings.dtype, self._device)
+        super().__init__(
+            settings, {name: tuple(view.shape) for name, view in self._views.items()}, _copies(self._model)
+        )
         self._stop_ids = set(read_eos_ids(model_path))
-        self._model, self._views = _load(model_path, settings.dtype, self.device)
-        if self.device.type == "cpu":
+        if self._device.type == "cpu":
             torch.set_num_threads(settings.threads)
         self._max_rows = min(settings.max_num_seqs, self._rows_that_fit())
-        self._waiting: deque[GenerationRequest] = deque()
+        self._waiting: deque[Row] = deque()
         self._batch: _Batch | None = None
-        self._is_torn = False
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        self._require_whole_weights()
-        check_requests(requests, self._unfinished_ids(), self.settings)
-        self._waiting.extend(requests)
 
     @torch.inference_mode()
     def step(self) -> list[Response]:
         num_free = self._max_rows - (self._batch.num_live() if self._batch else 0)
         if self._waiting and num_free >= min(len(self._waiting), WAVE_SHARE * self._max_rows):
             return self._admit(num_free)
-        return self._decode() if self._batch else []
+        return self._decode(self._batch) if self._batch else []
 
-    def num_unfinished(self) -> int:
-        return len(self._waiting) + (self._batch.num_live() if self._batch else 0)
+    def close(self) -> None:
+        self._rows.clear()
+        self._waiting.clear()
+        self._batch = None
+        self._model = None
+        self._views = {}
 
-    def num_unfinished_tokens(self) -> int:
-        rows = self._batch.rows if self._batch else []
-        num_running = sum(len(row.response_ids) for row in rows if row is not None)
-        return num_running + sum(len(request.response_ids) for request in self._waiting)
+    def _queue(self, row: Row) -> None:
+        self._waiting.append(row)
 
-    def abort(self, request_ids: Sequence[str]) -> list[Response]:
-        stopped = set(request_ids)
-        partial = [
-            _Row.of(request).response("abort") for request in self._waiting if request.request_id in stopped
-        ]
-        self._waiting = deque(request for request in self._waiting if request.request_id not in stopped)
-        rows = self._batch.rows if self._batch else []
-        for index, row in enumerate(rows):
-            if row is not None and row.request.request_id in stopped:
-                partial.append(row.response("abort"))
-                rows[index] = None
+    def _drop(self, request_ids: Collection[str]) -> None:
+        self._waiting = deque(row for row in self._waiting if row.request.request_id not in request_ids)
+        if self._batch is not None:
+            self._batch.rows = [
+                None if row is None or row.request.request_id in request_ids else row for row in self._batch.rows
+            ]
         self._shrink()
-        return partial
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        self._require_idle("load weights")
-        self._is_torn = True
-        shapes = {name: tuple(view.shape) for name, view in self._views.items()}
-        for name, tensor in check_weights(weights, shapes, optional=_copies(self._model)):
+    def _replace_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
             self._views[name].copy_(tensor)
-        self._is_torn = False
-        self.policy_version = policy_version
 
     @torch.inference_mode()
-    def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
-        self._require_whole_weights()
-        self._require_idle("compute log-probs")
+    def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         results: list[list[float]] = []
         for prompt_ids, response_ids in sequences:
-            token_ids = torch.tensor([[*prompt_ids, *response_ids]], device=self.device)
+            token_ids = torch.tensor([[*prompt_ids, *response_ids]], device=self._device)
             logits = self._model(input_ids=token_ids, use_cache=False, logits_to_keep=len(response_ids) + 1).logits
             log_probs = logits[0, :-1].float().log_softmax(dim=-1)
             chosen = token_ids[0, len(prompt_ids) :].unsqueeze(-1)
             results.append(log_probs.gather(1, chosen).squeeze(-1).tolist())
         return results
 
-    def close(self) -> None:
-        self._waiting.clear()
-        self._batch = None
-        self._model = None
-        self._views = {}
-
     def _admit(self, num_free: int) -> list[Response]:
-        """Prefill one wave of waiting requests, sample their first tokens and let them join the batch."""
-        requests, prompts = self._next_wave(num_free)
-        numbers = torch.tensor([prompts[_tokens_so_far(request)] for request in requests], device=self.device)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        """Prefill one wave of waiting rows, sample their first tokens and let them join the batch."""
+        rows, prompts = self._next_wave(num_free)
+        numbers = torch.tensor([prompts[_tokens_so_far(row)] for row in rows], device=self._device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
         longest = max(len(prompt) for prompt in prompts)
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-        positions = torch.arange(longest, device=self.device) - (longest - lengths).unsqueeze(-1)
+        positions = torch.arange(longest, device=self._device) - (longest - lengths).unsqueeze(-1)
         cache = _GrowingCache()
         logits = self._model(
-            input_ids=torch.tensor(padded, device=self.device),
+            input_ids=torch.tensor(padded, device=self._device),
             attention_mask=(positions >= 0).long(),
             position_ids=positions.clamp(min=0),
             past_key_values=cache,
@@ -230,15 +191,16 @@ class HuggingFaceEngine:
         ).logits[:, -1]
         for layer in cache.layers:
             layer.replace(layer.keys.index_select(0, numbers), layer.values.index_select(0, numbers))
-        uniforms = torch.stack([self._uniforms(request) for request in requests]).to(self.device)
-        newest = lengths[numbers]  # the position of each row's token to sample
-        prompt_lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=self.device)
-        chances = uniforms.gather(1, (newest - prompt_lengths).unsqueeze(-1)).squeeze(-1)
-        is_greedy = torch.tensor([request.is_greedy for request in requests], device=self.device)
-        ids, log_probs = sample(logits[numbers], chances, is_greedy, self.settings)
-        rows: list[_Row | None] = [_Row.of(request) for request in requests]
-        wave = _Batch(rows, cache, ids, newest, prompt_lengths, uniforms, is_greedy)
-        finished = self._collect(wave, log_probs)
+        wave = _Batch(
+            rows=list(rows),
+            cache=cache,
+            ids=torch.zeros_like(numbers),
+            positions=lengths[numbers],
+            prompt_lengths=torch.tensor([len(row.request.prompt_ids) for row in rows], device=self._device),
+            uniforms=torch.stack([self._uniforms(row.request) for row in rows]).to(self._device),
+            is_greedy=torch.tensor([row.request.is_greedy for row in rows], device=self._device),
+        )
+        finished = self._sample(wave, logits[numbers])
         if self._batch is None:
             self._batch = wave
         else:
@@ -247,56 +209,53 @@ class HuggingFaceEngine:
         self._shrink()
         return finished
 
-    def _next_wave(self, num_free: int) -> tuple[list[GenerationRequest], dict[tuple[int, ...], int]]:
-        """Requests from the queue's head and their distinct prompts, numbered: as many as one prefill may hold.
+    def _next_wave(self, num_free: int) -> tuple[list[Row], dict[tuple[int, ...], int]]:
+        """Rows from the queue's head and their distinct prompts, numbered: as many as one prefill may hold.
 
         To the prompt of a response that is continued belong the tokens it has.
         """
-        requests: list[GenerationRequest] = []
+        rows: list[Row] = []
         prompts: dict[tuple[int, ...], int] = {}
         longest = 0
-        while self._waiting and len(requests) < num_free:
+        while self._waiting and len(rows) < num_free:
             prompt = _tokens_so_far(self._waiting[0])
             longest = max(longest, len(prompt))
             if prompts and prompt not in prompts and (len(prompts) + 1) * longest > PREFILL_TOKENS:
                 break
             prompts.setdefault(prompt, len(prompts))
-            requests.append(self._waiting.popleft())
-        return requests, prompts
+            rows.append(self._waiting.popleft())
+        return rows, prompts
 
-    def _decode(self) -> list[Response]:
+    def _decode(self, batch: _Batch) -> list[Response]:
         """One more token for every row."""
-        batch = self._batch
-        assert batch is not None
         num_columns = batch.cache.get_seq_length() + 1
-        columns = torch.arange(num_columns, device=self.device)
+        columns = torch.arange(num_columns, device=self._device)
         logits = self._model(
             input_ids=batch.ids.unsqueeze(-1),
             attention_mask=(columns >= (num_columns - 1 - batch.positions).unsqueeze(-1)).long(),
             position_ids=batch.positions.unsqueeze(-1),
             past_key_values=batch.cache,
         ).logits[:, -1]
-        live = torch.tensor([row is not None for row in batch.rows], device=self.device)
-        batch.positions = batch.positions + live
-        numbers = (batch.positions - batch.prompt_lengths).clamp(max=self.settings.max_response_tokens - 1)
-        chances = batch.uniforms.gather(1, numbers.unsqueeze(-1)).squeeze(-1)
-        batch.ids, log_probs = sample(logits, chances, batch.is_greedy, self.settings)
-        finished = self._collect(batch, log_probs)
+        batch.positions = batch.positions + torch.tensor([row is not None for row in batch.rows]).to(self._device)
+        finished = self._sample(batch, logits)
         self._shrink()
         return finished
 
-    def _collect(self, batch: _Batch, log_probs: torch.Tensor) -> list[Response]:
-        """Add the newest tokens to their rows; returns the responses that this ended."""
+    def _sample(self, batch: _Batch, logits: torch.Tensor) -> list[Response]:
+        """Sample each row's next token; returns the responses that this ended."""
+        numbers = (batch.positions - batch.prompt_lengths).clamp(max=self.settings.max_response_tokens - 1)
+        chances = batch.uniforms.gather(1, numbers.unsqueeze(-1)).squeeze(-1)
+        batch.ids, log_probs = sample(logits, chances, batch.is_greedy, self.settings)
         finished = []
         for index, (token, log_prob) in enumerate(zip(batch.ids.tolist(), log_probs.tolist(), strict=True)):
             row = batch.rows[index]
             if row is None:
                 continue
             row.response_ids.append(token)
-            row.log_probs.append(log_prob)
+            row.rollout_log_probs.append(log_prob)
             reason: FinishReason = "stop" if token in self._stop_ids else "length"
             if reason == "stop" or len(row.response_ids) == self.settings.max_response_tokens:
-                finished.append(row.response(reason))
+                finished.append(self._rows.pop(row.request.request_id).response(reason))
                 batch.rows[index] = None
         return finished
 
@@ -321,8 +280,8 @@ class HuggingFaceEngine:
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         token_bytes = 2 * config.num_hidden_layers * num_heads * head_dim * self._model.dtype.itemsize
         available, key = self.settings.memory_bytes, "rollout.memory_gigabytes"
-        if self.device.type != "cpu":
-            free, total = getattr(torch, self.device.type).mem_get_info(self.device)
+        if self._device.type != "cpu":
+            free, total = getattr(torch, self._device.type).mem_get_info(self._device)
             available = int(free - (1 - self.settings.memory_utilization) * total)
             key = "rollout.memory_utilization"
         num_rows = available // (token_bytes * self.settings.max_model_tokens)
@@ -334,24 +293,9 @@ class HuggingFaceEngine:
             )
         return num_rows
 
-    def _unfinished_ids(self) -> set[str]:
-        ids = {request.request_id for request in self._waiting}
-        rows = self._batch.rows if self._batch else []
-        return ids | {row.request.request_id for row in rows if row is not None}
 
-    def _require_idle(self, what: str) -> None:
-        if self.num_unfinished():
-            raise RolloutError(
-                f"cannot {what} while {self.num_unfinished()} requests are unfinished; finish or abort them first"
-            )
-
-    def _require_whole_weights(self) -> None:
-        if self._is_torn:
-            raise RolloutError("the last load_weights failed half-way; load a whole set of weights first")
-
-
-def _tokens_so_far(request: GenerationRequest) -> tuple[int, ...]:
-    return (*request.prompt_ids, *request.response_ids)
+def _tokens_so_far(row: Row) -> tuple[int, ...]:
+    return (*row.request.prompt_ids, *row.response_ids)
 
 
 def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

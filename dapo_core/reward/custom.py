@@ -1,4 +1,4 @@
-"""A scorer in a file of the user's own."""
+"""A scorer in a file of the user's own, and what a scoring process runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.errors import ConfigError
-from dapo_core.reward.score import Score
+from dapo_core.reward.scorers import SCORERS, Score
 
+MAX_ANSWER_CHARACTERS = 300
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -70,6 +71,26 @@ def _names_bound(statement: ast.stmt) -> list[str]:
         node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     ]
     return assigned + [found for child in nested for found in _names_bound(child)]
+
+
+def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[Any, ...]]:
+    """The function of a scoring process: the name of a scorer (None: the user's function) and PARAMETERS in.
+
+    It returns the fields of a Score, or raises what the scorer raises.
+    """
+    function = None if path is None else load_function(path, name)
+    runner = asyncio.Runner()
+
+    def score(scorer: str | None, *arguments: Any) -> tuple[Any, ...]:
+        if scorer is not None:
+            result = SCORERS[scorer](arguments[1], arguments[2])
+        else:
+            assert function is not None
+            result = call_function(function, runner, arguments)
+        answer = None if result.answer is None else result.answer[:MAX_ANSWER_CHARACTERS]
+        return result.value, result.verdict, answer, result.acc
+
+    return score
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:

@@ -2,59 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dapo_core.errors import ConfigError, DataError
-from dapo_core.reward import gsm8k, math_dapo
-from dapo_core.reward.choice import score_choice
 from dapo_core.reward.custom import require_function
-from dapo_core.reward.geo3k import score_geo3k
-from dapo_core.reward.score import Score
+from dapo_core.reward.scorers import DATA_SOURCES, SCORERS
 
 if TYPE_CHECKING:
     from dapo_core.config.training import CustomRewardConfig, RewardConfig
-
-
-@dataclass(frozen=True)
-class Scorer:
-    """A rule, and how much of the response it reads: the last characters, or everything (None).
-
-    A rule with a window is run without a time limit: it must not raise, and its time must be linear.
-    """
-
-    rule: Callable[[str, str], Score]
-    window_characters: int | None = None
-
-    def __call__(self, response: str, ground_truth: str) -> Score:
-        return self.rule(response, ground_truth)
-
-
-SCORERS: Mapping[str, Scorer] = {
-    "math_dapo": Scorer(math_dapo.score_math, math_dapo.WINDOW_CHARACTERS),
-    "choice": Scorer(score_choice),
-    "geo3k": Scorer(score_geo3k),
-    "gsm8k": Scorer(gsm8k.score_gsm8k, gsm8k.WINDOW_CHARACTERS),
-}
-# Names of ours, and those that verl's default_compute_score sends to the same rules.
-DATA_SOURCES: Mapping[str, str] = {
-    "arithmetic": "math_dapo",
-    "math_dapo": "math_dapo",
-    "math_dapo_reasoning": "math_dapo",
-    "math": "math_dapo",
-    "aime": "math_dapo",
-    "aime24": "math_dapo",
-    "aime25": "math_dapo",
-    "choice": "choice",
-    "cflue": "choice",
-    "cflue_mcq": "choice",
-    "openai/gsm8k": "gsm8k",
-    "gsm8k": "gsm8k",
-    "hiyouga/geometry3k": "geo3k",
-    "geometry3k": "geo3k",
-}
 
 
 def routes(entries: Sequence[str] = ()) -> dict[str, str]:
@@ -86,11 +43,6 @@ def scorer_name(data_source: str, table: Mapping[str, str]) -> str:
             f"{', '.join(sorted(SCORERS))}), or set custom_reward.path to a file with a scorer of your own"
         )
     return table[data_source]
-
-
-def scorer_for(data_source: str) -> Scorer:
-    """The scorer that a data source has without further entries; raises DataError as scorer_name does."""
-    return SCORERS[scorer_name(data_source, DATA_SOURCES)]
 
 
 def require_scorers(data_sources: Collection[str], reward: RewardConfig, custom: CustomRewardConfig) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from eval.answers.math_dapo import MINERVA_REMOVED, MINERVA_REPLACED
+
 _CUE = re.compile(r"final answer|answer is")
 
 
@@ -128,17 +130,9 @@ def _plain_fraction(text: str) -> str | None:
     return f"\\frac{{{above}}}{{{below}}}" if is_plain else text
 
 
-_REPLACED = (
-    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
-    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"), ("\\le", "<"),
-)  # fmt: skip
-_REMOVED = (
-    "square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units", "\\ldots", "sue",
-    "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges",
-    "students", "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2",
-    "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"',
-    "\\dots", "\n", "\r", "\f",
-)  # fmt: skip
+_REPLACED = (*MINERVA_REPLACED, ("\\le", "<"))
+_HOURS = MINERVA_REMOVED.index("hours")
+_REMOVED = (*MINERVA_REMOVED[:_HOURS], "ft", *MINERVA_REMOVED[_HOURS:], "\n", "\r", "\f")
 
 
 def normalise(text: str) -> str:

@@ -19,7 +19,7 @@ class Found(NamedTuple):
     looks_cut: bool
 
 
-class _Box(NamedTuple):
+class Box(NamedTuple):
     start: int  # of the macro
     end: int  # behind the closing brace
     content: str
@@ -62,16 +62,16 @@ def find_answer(response: str) -> Found:
     response that is nothing but a formula. A last box that does not close is an answer cut off, and thinking that
     does not end has none.
     """
-    text, is_thinking = _behind_thinking(response)
+    text, is_thinking = behind_thinking(response)
     text = text[-MAX_CHARS:]
     if is_thinking:
         return Found((), (), (), True)
-    boxes, is_open = _boxes(text)
+    boxes, is_open = find_boxes(text)
     if is_open:
         return Found((), (), (), True)
     if boxes:
         last = boxes[-1]
-        run = tuple(dict.fromkeys(box.content for box in _beside_last(boxes, text)))
+        run = tuple(dict.fromkeys(box.content for box in boxes_side_by_side(boxes, text)))
         contents = tuple(dict.fromkeys(box.content for box in boxes[-MAX_BOXES:]))
         return Found((", ".join(run),), run, contents, _looks_cut(text, last.end))
     return _cued(text)
@@ -85,11 +85,11 @@ def extract_answer(response: str) -> str | None:
 
 def extract_boxed(text: str) -> str | None:
     """Content of the last \\boxed{} that closes, else of the last \\fbox{}; None when empty or absent. O(n)."""
-    boxes, _ = _boxes(text)
+    boxes, _ = find_boxes(text)
     return boxes[-1].content if boxes else None
 
 
-def _behind_thinking(text: str) -> tuple[str, bool]:
+def behind_thinking(text: str) -> tuple[str, bool]:
     """(text behind the last </think>, False), or (text, True) when thinking begins and does not end.
 
     What a model goes on to write behind the end of its turn is no part of its answer.
@@ -101,20 +101,20 @@ def _behind_thinking(text: str) -> tuple[str, bool]:
     return (after, "<think>" in after) if end else (text, "<think>" in text)
 
 
-def _boxes(text: str) -> tuple[list[_Box], bool]:
+def find_boxes(text: str) -> tuple[list[Box], bool]:
     """(boxes with content in order of their beginning, True when the last one never closes)."""
     first = _MACRO.search(text)
     if first is None:
         return [], False
     open_braces: list[tuple[str, int, int]] = []  # (macro or "", its index, index behind the brace)
-    closed: dict[str, list[_Box]] = {"boxed": [], "fbox": [], "framebox": []}
+    closed: dict[str, list[Box]] = {"boxed": [], "fbox": [], "framebox": []}
     for match in _BRACES.finditer(text, first.start()):
         token = match.group()
         if token == "}" and open_braces:
             macro, start, inner = open_braces.pop()
             content = text[inner : match.start()].strip() if macro else ""
             if not _PLACEHOLDER.fullmatch(content) and not _inside(closed[macro], start):
-                closed[macro].append(_Box(start, match.end(), content))
+                closed[macro].append(Box(start, match.end(), content))
         elif token == "{" or match.group(1):
             open_braces.append((match.group(1) or "", match.start(), match.end()))
     boxes = closed["boxed"] or closed["fbox"] or closed["framebox"]
@@ -122,22 +122,22 @@ def _boxes(text: str) -> tuple[list[_Box], bool]:
     if last_open > (boxes[-1].start if boxes else -1):
         return [], True
     if not closed["boxed"]:
-        bare = [_Box(m.start(), m.end(), m.group(1).rstrip(".,")) for m in _BARE_BOX.finditer(text)]
+        bare = [Box(m.start(), m.end(), m.group(1).rstrip(".,")) for m in _BARE_BOX.finditer(text)]
         boxes = [box for box in bare if box.content] or boxes
     return boxes, False
 
 
-def _inside(boxes: list[_Box], start: int) -> bool:
+def _inside(boxes: list[Box], start: int) -> bool:
     """True when a box that begins here holds one that closed before: the inner one is the answer."""
     return bool(boxes) and boxes[-1].start > start
 
 
-def _beside_last(boxes: list[_Box], text: str) -> list[_Box]:
+def boxes_side_by_side(boxes: list[Box], text: str, between: re.Pattern[str] = _BETWEEN) -> list[Box]:
     """The last box and those before it that only a comma, an "or" or the like separates."""
     run = [boxes[-1]]
     for box in reversed(boxes[-MAX_BOXES:-1]):
-        between = text[box.end : run[0].start]
-        if len(between) > _MAX_BETWEEN or not _BETWEEN.fullmatch(between) or "\n\n" in between:
+        gap = text[box.end : run[0].start]
+        if len(gap) > _MAX_BETWEEN or not between.fullmatch(gap) or "\n\n" in gap:
             break
         run.insert(0, box)
     return run

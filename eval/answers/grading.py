@@ -1,21 +1,28 @@
-"""Response text to verdicts under two rulers, in place or with the exact ruler's work in a worker."""
+"""Graders: the verdict on one response, under the exact rule with AISBench's beside it, or on options as a set."""
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from types import TracebackType
+from typing import Any, Literal
 
+from eval import EvaluationError
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
+from eval.answers.choice import find_options
 from eval.answers.extraction import Found, find_answer
+from eval.answers.latex import MAX_ANSWER_CHARS
+from eval.answers.pool import CallFailed, Pool, StartFailed
+
+logger = logging.getLogger(__name__)
 
 Verdict = Literal["right", "wrong", "no_answer", "truncated", "request_failed"]
 VERDICTS: tuple[Verdict, ...] = ("right", "wrong", "no_answer", "truncated", "request_failed")
-
-# Recorded with every result: a row graded by another rule is never mixed with these.
-GRADER = "exact/3+aisbench-v2/1"
+GraderName = Literal["mathematics", "choice"]
 
 _MAX_NUMBER_CHARS = 100
 # The server ended the response, not the model: max_tokens, shutdown or a filter.
@@ -26,9 +33,9 @@ Comparison = Callable[[Found, str], bool]  # True when what was found is the gol
 
 @dataclass(frozen=True)
 class Grade:
-    """What the two rulers say of one response.
+    """What the two rules say of one response.
 
-    `answer` and `verdict` are the exact ruler's, the headline; `aisbench_*` are AISBench's, which knows right and
+    `answer` and `verdict` are the exact rule's, the headline; `aisbench_*` are AISBench's, which knows right and
     wrong only and does not look at how the response ended.
     """
 
@@ -39,13 +46,123 @@ class Grade:
     aisbench_raises: bool  # AISBench itself would have raised here
 
 
-def grade(response: str | None, finish_reason: str | None, gold: str) -> Grade:
-    """Verdicts on one response, in place and without limits: for trusted text. `Judge.grade` has the limits."""
-    return grade_with(is_gold_exact, response, finish_reason, gold)
+class Grader:
+    """Grades one response at a time, from any thread, and raises nothing. A context manager."""
+
+    rule: str  # and its version, recorded with every result: rows graded by another are never mixed with these
+    num_killed = 0  # rows that went beyond a limit of time or memory and count as wrong
+
+    def __enter__(self) -> Grader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
+        """The verdict on a response; None stands for a failed request."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what the grader started."""
 
 
-def grade_with(is_gold: Comparison, response: str | None, finish_reason: str | None, gold: str) -> Grade:
-    """Verdicts on one response; `response` None means that the request failed.
+class ChoiceGrader(Grader):
+    """Right when the response names exactly the gold options, in any order; a cut-off one never is.
+
+    AISBench has no string rule for such sets: its columns hold the same comparison, made whether or not the
+    response was finished.
+    """
+
+    rule = "choice-letters/2"
+
+    def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
+        """The verdict on a response; None stands for a failed request."""
+        if response is None:
+            return Grade(None, "request_failed", None, False, False)
+        answer = find_options(response) or None
+        is_equal = answer == gold
+        verdict: Verdict = "right" if is_equal else "wrong" if answer else "no_answer"
+        return Grade(answer, "truncated" if finish_reason == "length" else verdict, answer, is_equal, False)
+
+
+class MathGrader(Grader):
+    """The exact rule; what strings and plain numbers do not decide runs in a process that can be killed.
+
+    A row that takes longer than `timeout_seconds` or more than `memory_bytes` is graded wrong and counted. The
+    process starts with the first row that needs it.
+    """
+
+    rule = "exact/3+aisbench-v2/1"
+
+    def __init__(self, timeout_seconds: float = 1.5, memory_bytes: int = 1 << 30) -> None:
+        self.memory_bytes = memory_bytes
+        self._pool = Pool(
+            f"{__name__}:load_exact_rule", timeout_seconds=timeout_seconds, memory_bytes=memory_bytes
+        )
+        self._lock = threading.Lock()
+
+    def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
+        """As the function `grade`; blocks until the verdict is there."""
+        return grade(response, finish_reason, gold, self._is_gold)
+
+    def close(self) -> None:
+        """End the process; rows that other threads wait for meanwhile are graded wrong."""
+        self._pool.close()
+
+    def _is_gold(self, found: Found, gold: str) -> bool:
+        if len(gold) > MAX_ANSWER_CHARS or max(map(len, found.answers)) > MAX_ANSWER_CHARS:
+            return False  # equal strings are right without it
+        if sum(map(len, found.boxes)) > MAX_ANSWER_CHARS:
+            found = found._replace(boxes=())
+        try:
+            return bool(self._pool.submit(tuple(found), gold).result())
+        except CallFailed as error:
+            logger.info("comparing %r with %r %s", found.answers[0][:100], gold, error)
+            with self._lock:
+                self.num_killed += 1
+            return False
+        except StartFailed as error:
+            raise EvaluationError(
+                f"the grading process {error}; its output is in the log. A limit of {self.memory_bytes:,} bytes "
+                "of memory may be too low."
+            ) from None
+
+
+GRADERS: dict[GraderName, type[Grader]] = {"mathematics": MathGrader, "choice": ChoiceGrader}
+
+
+def grader_of(rule: str) -> GraderName:
+    """The grader whose rule settings.json records, in whatever version."""
+    return "choice" if rule.partition("/")[0] == ChoiceGrader.rule.partition("/")[0] else "mathematics"
+
+
+def load_exact_rule() -> Callable[[tuple[Any, ...], str], bool]:
+    """The comparison for a grading process; loads mpmath before the first row's time runs."""
+    is_gold_exact(Found(("\\sqrt{2}",), (), (), False), "\\sqrt{3}")
+    return lambda found, gold: is_gold_exact(Found(*found), gold)
+
+
+def is_gold_exact(found: Found, gold: str) -> bool:
+    """True when the answer found in a response is the gold answer under the exact rule.
+
+    Boxes side by side are a list of answers, or one answer in several forms; where the gold answer is a list, so
+    may be all boxes of the response.
+    """
+    from eval.answers.exact import is_equal_exact, is_list
+
+    if any(is_equal_exact(answer, gold) for answer in found.answers):
+        return True
+    if len(found.run) > 1 and all(is_equal_exact(box, gold) for box in found.run):
+        return True
+    return len(found.boxes) > len(found.run) and is_list(gold) and is_equal_exact(", ".join(found.boxes), gold)
+
+
+def grade(
+    response: str | None, finish_reason: str | None, gold: str, is_gold: Comparison = is_gold_exact
+) -> Grade:
+    """Verdicts on one response; `response` None means that the request failed. In place, without limits.
 
     A response stopped by the length limit or the server is `truncated` whatever it holds: unfinished text never
     grades right, since a box halfway through a solution is not the answer the model would have given. Where the
@@ -66,28 +183,13 @@ def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold:
         return "truncated"
     if not found.answers:
         return "no_answer"
-    decided = decide_quickly(found.answers, gold)
+    decided = _decide_quickly(found.answers, gold)
     if decided is None:
         decided = is_gold(found, gold)
     return "right" if decided else "wrong"
 
 
-def is_gold_exact(found: Found, gold: str) -> bool:
-    """True when the answer found in a response is the gold answer under the exact ruler.
-
-    Boxes side by side are a list of answers, or one answer in several forms; where the gold answer is a list, so
-    may be all boxes of the response.
-    """
-    from eval.answers.exact import is_equal_exact, is_list
-
-    if any(is_equal_exact(answer, gold) for answer in found.answers):
-        return True
-    if len(found.run) > 1 and all(is_equal_exact(box, gold) for box in found.run):
-        return True
-    return len(found.boxes) > len(found.run) and is_list(gold) and is_equal_exact(", ".join(found.boxes), gold)
-
-
-def decide_quickly(answers: Sequence[str], gold: str) -> bool | None:
+def _decide_quickly(answers: Sequence[str], gold: str) -> bool | None:
     """The verdict where strings or plain numbers decide it, else None."""
     if gold in answers:
         return True

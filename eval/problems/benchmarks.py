@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from eval.answers.choice import find_options, option_letters
 from eval.answers.extraction import extract_boxed
+from eval.answers.grading import GraderName
 from eval.problems import BenchmarkError
-from eval.problems.choice import find_options, option_letters, question_text
 from eval.problems.files import Row, Schema, chat_of, last_of_chat, read_problems, text_of
-from eval.problems.items import EvaluationSet, Item, Problem, Ruler
+from eval.problems.items import EvaluationSet, Item, Problem
 from eval.problems.prompts import DEFAULT, Api, Template, find_template, make_prompt
 from eval.problems.sources import fetch
 
@@ -48,10 +50,34 @@ def _ground_truth(row: Row) -> str | None:
     return text_of(row["reward_model"], "ground_truth")
 
 
+def _cflue_question(row: Row) -> str | None:
+    """A CFLUE row (question, choices, task) as DianJin-R1 asks it; None when a part is missing."""
+    choices = row["choices"]
+    if isinstance(choices, str):
+        try:
+            choices = ast.literal_eval(choices)
+        except (ValueError, SyntaxError):
+            return None
+    question, kind = str(row["question"] or "").strip(), _CFLUE_KINDS.get(str(row["task"]))
+    if not question or kind is None or not isinstance(choices, dict) or not choices:
+        return None
+    options = "\n".join(f"{letter}. {text}" for letter, text in choices.items())
+    return (
+        f"假设你是一位金融行业专家，请回答下列问题。\n注意：{kind}\n\n{question}\n{options}\n\n"
+        "请一步步思考，并把答案选项放到\\boxed{}中，如\\boxed{A}。"
+    )
+
+
 def _letters(text: str | None) -> str | None:
     return option_letters(text or "") or None
 
 
+# CFLUE's kinds of question in the words of DianJin-R1 (arXiv:2504.15716).
+_CFLUE_KINDS = {
+    "单项选择题": "题目是单选题，只需要返回一个最合适的选项，若有多个合适的答案，只返回最准确的即可。",
+    "多项选择题": "题目是多选题，可能存在多个正确的答案。",
+    "判断题": "题目是判断题，只需要返回一个选项。",
+}
 _NO_LETTERS = "no options A to G as the answer"
 MATH = Schema(
     ("problem",),
@@ -100,7 +126,7 @@ CHOICE_CHAT = Schema(
 )
 CFLUE = Schema(
     ("question", "choices", "answer", "task"),
-    question_text,
+    _cflue_question,
     lambda row: _letters(text_of(row, "answer")),
     "no question with options",
     _NO_LETTERS,
@@ -108,7 +134,7 @@ CFLUE = Schema(
 DIANJIN = Schema(
     ("instruction", "output"),
     lambda row: text_of(row, "instruction"),
-    lambda row: find_options(text_of(row, "output") or ""),
+    lambda row: find_options(text_of(row, "output") or "") or None,
     "no instruction",
     _NO_LETTERS,
 )
@@ -122,7 +148,7 @@ class Benchmark:
     num_items: int | None  # None: any number
     schemas: tuple[Schema, ...]
     template: str = "aisbench"
-    ruler: Ruler = "mathematics"
+    grader: GraderName = "mathematics"
     source: str | None = None
 
     def load(self, path: Path) -> list[Problem]:
@@ -201,7 +227,7 @@ BENCHMARKS: dict[str, Benchmark] = {
             source=_simple_rl("minerva_math", "0e656b430d3a0a1dab6aa853f453ba3805e28e2cabe4fc72486a897cc09d8ba2"),
         ),
         Benchmark("arithmetic", None, (CHAT,), template="given"),
-        Benchmark("choice", None, (DIANJIN, CFLUE, CHOICE_CHAT), template="given", ruler="choice"),
+        Benchmark("choice", None, (DIANJIN, CFLUE, CHOICE_CHAT), template="given", grader="choice"),
     )
 }
 
@@ -230,7 +256,7 @@ def load_set(
     template = find_template(prompt, known.template)
     problems = known.load(path)
     items = tuple(known.prompt(problem, template, api) for problem in problems)
-    return EvaluationSet(items, benchmark, template, known.ruler)
+    return EvaluationSet(items, benchmark, template, known.grader)
 
 
 def find_benchmark(name: str) -> Benchmark:

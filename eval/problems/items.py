@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from eval.answers.grading import GraderName
 from eval.problems.prompts import TEMPLATES, Message, Prompt, Template
-
-Ruler = Literal["mathematics", "choice"]
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,9 @@ class Item:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Items that are asked in one way and graded by one ruler."""
+    """Items that are asked in one way and graded by one grader."""
 
     items: tuple[Item, ...]
     benchmark: str | None = None  # None: a file of the user's own
     template: Template = TEMPLATES["given"]
-    ruler: Ruler = "mathematics"
+    grader: GraderName = "mathematics"

@@ -149,8 +149,7 @@ def compare(
         report(before, after, output)
         return
     from eval.compare import compare as compare_results
-    from eval.report import make_report, render_markdown
-    from eval.wording import verdict
+    from eval.report import make_report, render_markdown, verdict
     from flows.console import print_markdown
 
     comparison = compare_results(before, after)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tasks.processes.time_limit import clock_stopped
+from tasks.time_limit import clock_stopped
 
 logger = logging.getLogger(__name__)
 

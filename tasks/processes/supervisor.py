@@ -1,192 +1,120 @@
-"""A small process between ours and a command, so that nothing the command started outlives us. Linux only.
+"""Runs one command and leaves nothing of it behind. Linux only.
 
-Run by path, never imported by the command's side:  python -I -S supervisor.py SETTINGS COMMAND...
-where SETTINGS is JSON: parent_pid, grace_seconds, `watch`, null or the arguments of `Watch`, and `folder`, null or
-what is removed when the command and all below it are gone.
+    python -I -S supervisor.py SETTINGS COMMAND...     SETTINGS: the other arguments of `Supervisor`, as JSON
 
-As child subreaper it stays the ancestor of everything below the command, daemons in other sessions included.
-It ends all of that when its parent dies (parent-death signal), when it gets SIGTERM, and when the command ends;
-then it ends as the command did (same exit code or signal). A watched command may outlive the parent: it goes on
-as long as somebody watches. Imports the standard library only: it starts in 50 ms.
+As child subreaper the supervisor stays the ancestor of everything below the command, daemons in other sessions
+included. It ends all of that when it receives SIGTERM (SIGQUIT: without a grace period), when the command ends,
+and when its parent dies; then it ends as the command did (same exit code or signal).
+
+A detached command may outlive the parent. Its files lie beside its log, on a file system that hosts may share:
+
+    STEM.log     its output; locked while the supervisor lives
+    STEM.json    its record: who supervises it, on what it works, why it is being stopped, how it ended. Watchers
+                 touch it; the command is stopped when they have not for `unwatched_seconds`
+    STEM.stop    an empty file that requests a stop; STEM.kill: one without a grace period
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # which isolated mode (-I) leaves out
+import durable
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_MAY_BE_DEAD = signal.SIGUSR1  # also sent when only the thread that started us ends
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-WATCHED_SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD, PARENT_MAY_BE_DEAD)
-PARENT_POLL_SECONDS = 1.0
-WATCH_POLL_SECONDS = 0.5
+STOP, KILL = signal.SIGTERM, signal.SIGQUIT  # requests: with and without a grace period
+STOP_SIGNALS = (STOP, KILL, signal.SIGINT, signal.SIGHUP)
+AWAITED_SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD, PARENT_MAY_BE_DEAD)
+RECORD_SUFFIX = ".json"
+REQUEST_SUFFIXES = {STOP: ".stop", KILL: ".kill"}
+REQUESTED, UNWATCHED, ORPHANED = "requested", "unwatched", "orphaned"  # why a command is stopped
+POLL_SECONDS = 0.5
 SCAN_SECONDS = 0.05
 LINGER_SECONDS = 0.5  # helpers such as multiprocessing's resource tracker end by themselves just after the command
 KILL_SECONDS = 10.0  # a process in uninterruptible sleep outlasts SIGKILL; waiting longer does not help
 CANNOT_START_EXIT_CODE = 127  # as a shell has it
-WATCH_SUFFIX = ".watch"
-RECORD_SUFFIX = ".json"
-STOP, KILL = "stop", "kill"  # requests; the second is for those who cannot wait for the first
-REQUEST_SIGNALS = {STOP: signal.SIGTERM, KILL: signal.SIGQUIT}  # the same where no request can be written
-UNWATCHED, ASKED, ORPHANED = "unwatched", "asked", "orphaned"  # why a command is stopped
 
 
 def descendants(ancestor_pid: int) -> dict[int, str]:
-    """Returns {pid: start time} of every living process below `ancestor_pid`, parents before children."""
-    children: dict[int, list[tuple[int, str]]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (fields := _stat_fields(int(entry))) and fields[0] != "Z":
-            children.setdefault(int(fields[1]), []).append((int(entry), fields[19]))
+    """{pid: start time} of the living processes below a process, parents before children."""
+    children: dict[int, dict[int, str]] = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        if (fields := _stat_fields(pid)) and fields[0] != "Z":
+            children.setdefault(int(fields[1]), {})[pid] = fields[19]
     found: dict[int, str] = {}
     waiting = [ancestor_pid]
-    while waiting:
-        for pid, start_time in children.get(waiting.pop(0), []):
-            found[pid] = start_time
-            waiting.append(pid)
-    return found
-
-
-def signal_descendants(ancestor_pid: int, signal_number: int) -> dict[int, str]:
-    """Sends the signal to every process below `ancestor_pid` and returns them as {pid: start time}."""
-    found = descendants(ancestor_pid)
-    for pid, start_time in found.items():
-        # The pid may have been given to a stranger since the scan: the start time tells.
-        if (fields := _stat_fields(pid)) and fields[19] == start_time:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal_number)
+    for ancestor in waiting:
+        below = children.get(ancestor, {})
+        found |= below
+        waiting += below
     return found
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat after the name (state, ppid, ... start time at 19), [] when gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _describe(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
-            return f"{pid} ({comm.read().strip()})"
-    except OSError:
-        return str(pid)
-
-
-def _say(message: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk must not stop the supervision
-        os.write(2, f"[supervisor] {message}\n".encode())
-
-
-class Watch:
-    """The files beside a log by which its command is found, watched and stopped from anywhere that shares them.
-
-    STEM.watch: touched by those who watch; holds a request, "stop ID" or "kill ID"; locked while we live.
-    STEM.json: who we are, what the command works on, why the command is being stopped, and how it ended.
-    """
-
-    def __init__(self, stem: str, run_id: str, unwatched_seconds: float, stop_seconds: float, work: str) -> None:
-        self.path = stem + WATCH_SUFFIX
-        self.record_path = stem + RECORD_SUFFIX
-        self.run_id = run_id
-        self.unwatched_seconds = unwatched_seconds
-        self.stop_seconds = stop_seconds
-        self.work = work
-        self.lock = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)  # the command does not inherit it
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
-        self.record: dict[str, Any] = {}
-        self.touched: tuple[int, str] = (0, "")
-        self.touched_at = time.monotonic()
-
-    def write(self, **changes: Any) -> None:
-        """Adds to the record, in one step for those who read it."""
-        self.record |= changes
-        partial = f"{self.record_path}.partial"
-        try:
-            with open(partial, "w", encoding="utf-8") as file:
-                json.dump(self.record, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, self.record_path)
-        except OSError as error:  # a full disk must not stop the supervision
-            _say(f"cannot write {self.record_path}: {error}")
-
-    def look(self) -> str:
-        """Returns what is asked of us, STOP, KILL or nothing, and notes whether somebody watches."""
-        try:
-            # Opened anew: a network file system shows another host's changes only then.
-            with open(self.path, encoding="utf-8", errors="replace") as file:
-                touched = (os.fstat(file.fileno()).st_mtime_ns, file.read(200))
-        except OSError:  # the shared file system is away, and so are those who would watch through it
-            return ""
-        if touched != self.touched:  # by our own clock: those of other hosts may differ
-            self.touched, self.touched_at = touched, time.monotonic()
-        request, _, run_id = touched[1].strip().partition(" ")
-        return request if run_id == self.run_id else ""
-
-    def is_unwatched(self) -> bool:
-        """Whether nobody has touched the file for too long."""
-        return 0 < self.unwatched_seconds <= time.monotonic() - self.touched_at
+    """The fields of /proc/PID/stat after the name (state, ppid, ... start time at 19), [] when it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", errors="replace") as stat:
+        return stat.read().rpartition(")")[2].split()
+    return []
 
 
 class Supervisor:
     """Runs one command and ends with it; `run` does not return."""
 
     def __init__(
-        self, parent_pid: int, grace_seconds: float, watch: Watch | None, folder: str | None, command: list[str]
+        self,
+        command: list[str],
+        parent_pid: int,
+        grace_seconds: float,
+        stop_seconds: float,
+        folder: str | None,
+        detached: dict[str, Any] | None,
     ) -> None:
+        self.command = command
         self.parent_pid = parent_pid
         self.grace_seconds = grace_seconds
-        self.watch = watch
-        self.folder = folder
-        self.command = command
+        self.stop_seconds = stop_seconds  # for the command alone, before all below it get SIGTERM
+        self.folder = folder  # removed at the end
+        self.stem = Path(detached.pop("stem")) if detached else None
+        self.record = detached or {}
+        self.unwatched_seconds = self.record.get("unwatched_seconds", 0.0)
+        self.touched_at, self.touched = time.monotonic(), 0
         self.command_pid = 0
         self.wait_status: int | None = None
-        self.stop_reason = ""
+        self.stopping = ""
         self.is_hurried = False
         self.libc = ctypes.CDLL(None, use_errno=True)
 
     def run(self) -> NoReturn:
-        """Runs the command to its end, or to ours, and exits the way the command did."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED_SIGNALS)
+        """Run the command to its end, or to ours, and exit the way the command did."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED_SIGNALS)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited "ignore" would hide how the command ended
         self._prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._prctl(PR_SET_PDEATHSIG, PARENT_MAY_BE_DEAD)
-        self._introduce()
-        if not self._is_orphaned():
+        self._write_record(pid=os.getpid(), host=os.uname().nodename, started_at=time.time())
+        self._look_for_parent()
+        if not self.stopping:
             self.command_pid = os.fork()
             if self.command_pid == 0:
                 self._exec_command()
-            self._watch()
-        self._end_everything()
+            while self.wait_status is None and not self.stopping:
+                self._pause(POLL_SECONDS)
+            self._end_everything()
         if self.folder is not None:
-            import shutil  # as long to import as all else here
-
             shutil.rmtree(self.folder, ignore_errors=True)
         self._exit_as_command()
-
-    def _introduce(self) -> None:
-        if self.watch is not None:
-            self.watch.write(
-                run_id=self.watch.run_id,
-                pid=os.getpid(),
-                host=os.uname().nodename,
-                started_at=time.time(),
-                log_offset=os.fstat(2).st_size,
-                unwatched_seconds=self.watch.unwatched_seconds,
-                work=self.watch.work,
-            )
 
     def _exec_command(self) -> NoReturn:
         try:
@@ -196,6 +124,10 @@ class Supervisor:
             for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):  # the command would inherit that
                 signal.signal(ignored_by_python, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor > 2:  # a lock, which is the supervisor's alone
+                    with contextlib.suppress(OSError):
+                        os.close(descriptor)
             os.execvp(self.command[0], self.command)
         except (OSError, ValueError) as error:
             _say(f"cannot start {self.command[0]!r}: {error}")
@@ -206,99 +138,103 @@ class Supervisor:
         if self.libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
-    def _is_orphaned(self) -> bool:
-        """Whether the parent is dead whom the command must not outlive."""
-        may_outlive = self.watch is not None and self.watch.unwatched_seconds > 0
-        return not may_outlive and os.getppid() != self.parent_pid
-
-    def _watch(self) -> None:
-        """Returns once the command ended, or there is a reason to stop it."""
-        while self.wait_status is None and not self.stop_reason:
-            self._pause(WATCH_POLL_SECONDS if self.watch else PARENT_POLL_SECONDS)
-            if self._is_orphaned():
-                _say(f"parent process {self.parent_pid} is gone: ending the command")
-                self.stop_reason = ORPHANED
-            elif self.watch is not None and self.watch.is_unwatched():
-                _say(f"nobody has watched for {self.watch.unwatched_seconds:g} s: stopping the command")
-                self.stop_reason = UNWATCHED
+    def _write_record(self, **changes: Any) -> None:
+        if self.stem is not None:
+            self.record |= changes
+            try:
+                durable.write_atomically(self.stem.with_suffix(RECORD_SUFFIX), json.dumps(self.record))
+            except OSError as error:  # a full disk must not stop the supervision
+                _say(f"cannot write the record: {error}")
 
     def _pause(self, seconds: float) -> None:
-        """Sleeps until a watched signal comes or `seconds` are over; notes requests, reaps dead children."""
-        received = signal.sigtimedwait(WATCHED_SIGNALS, seconds)
+        """Wait for a signal or `seconds`; notice reasons to stop the command, and reap dead children."""
+        received = signal.sigtimedwait(AWAITED_SIGNALS, seconds)
         if received is not None and received.si_signo in STOP_SIGNALS:
-            self._note_request(f"{signal.Signals(received.si_signo).name} of process {received.si_pid}")
-            self.is_hurried |= received.si_signo == REQUEST_SIGNALS[KILL]
-        if self.watch is not None and (request := self.watch.look()):
-            self._note_request(f"a run that watched it and was stopped itself, in {self.watch.path}")
-            self.is_hurried |= request == KILL
+            self._accept(received.si_signo, f"by {signal.Signals(received.si_signo).name} of {received.si_pid}")
+        self._look_for_parent()
+        if self.stem is not None:
+            self._look_for_watchers(self.stem)
         with contextlib.suppress(ChildProcessError):
             while (reaped := os.waitpid(-1, os.WNOHANG))[0] != 0:
                 if reaped[0] == self.command_pid:
                     self.wait_status = reaped[1]
 
-    def _note_request(self, by: str) -> None:
-        if not self.stop_reason:
-            self.stop_reason = ASKED
-            if self.watch is not None:  # whose other watchers must learn why it ends
-                _say(f"asked to stop by {by}")
+    def _look_for_parent(self) -> None:
+        if not self.stopping and self.unwatched_seconds <= 0 and os.getppid() != self.parent_pid:
+            _say(f"parent process {self.parent_pid} is gone: ending the command")
+            self.stopping = ORPHANED
+
+    def _look_for_watchers(self, stem: Path) -> None:
+        for request, suffix in REQUEST_SUFFIXES.items():
+            if stem.with_suffix(suffix).exists():
+                self._accept(request, f"by a run that watched it, with {stem.with_suffix(suffix)}")
+        # Opened each time: a network file system shows another host's changes only then.
+        with contextlib.suppress(OSError), stem.with_suffix(RECORD_SUFFIX).open() as file:
+            if (touched := os.fstat(file.fileno()).st_mtime_ns) != self.touched:
+                self.touched, self.touched_at = touched, time.monotonic()  # the clocks of hosts may differ
+        if not self.stopping and 0 < self.unwatched_seconds <= time.monotonic() - self.touched_at:
+            _say(f"not watched for {self.unwatched_seconds:g} s: stopping the command")
+            self.stopping = UNWATCHED
+
+    def _accept(self, request: int, origin: str) -> None:
+        if not self.stopping:
+            self.stopping = REQUESTED
+            if self.stem is not None:
+                _say(f"stop requested {origin}")
+        self.is_hurried |= request == KILL
 
     def _end_everything(self) -> None:
-        """Ends all descendants: SIGTERM, `grace_seconds` to clean up, SIGKILL."""
-        if self.wait_status is None and self.command_pid and self.watch is not None:
-            self.watch.write(stopping=self.stop_reason)
-            self._stop_command_alone(self.watch.stop_seconds)
-        if self.wait_status is not None and self._are_all_gone(time.monotonic() + LINGER_SECONDS):
+        """End all descendants: SIGTERM, `grace_seconds` to clean up, SIGKILL."""
+        if self.wait_status is None:
+            self._write_record(stopping=self.stopping)
+            if self.stop_seconds > 0:  # with all its helpers alive: a training writes its last checkpoint
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.command_pid, signal.SIGTERM)
+                self._wait_for(self._has_command_ended, self.stop_seconds)
+        if self._has_command_ended() and self._wait_for(self._is_alone, LINGER_SECONDS):
             return
         deadline = time.monotonic() + self.grace_seconds
-        if self.wait_status is None and self.command_pid:
-            self._terminate_command_group()
+        if not self._has_command_ended():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.command_pid, signal.SIGTERM)
             # What the command started is first left to the command: it may want to end it in order.
-            while self.wait_status is None and not self._is_over(deadline):
-                self._pause(SCAN_SECONDS)
+            self._wait_for(self._has_command_ended, self.grace_seconds)
         if left_over := descendants(os.getpid()):
             _say(f"ending processes that were left over: {', '.join(map(_describe, left_over))}")
-            signal_descendants(os.getpid(), signal.SIGTERM)
-        if self._are_all_gone(deadline):
+            _signal(left_over, signal.SIGTERM)
+        if self._wait_for(self._is_alone, deadline - time.monotonic()):
             return
         give_up = time.monotonic() + KILL_SECONDS
-        while killed := signal_descendants(os.getpid(), signal.SIGKILL):
+        while stubborn := descendants(os.getpid()):
             if time.monotonic() > give_up:
-                _say(f"not even SIGKILL ended: {', '.join(map(_describe, killed))}")
+                _say(f"not even SIGKILL ended: {', '.join(map(_describe, stubborn))}")
                 return
+            _signal(stubborn, signal.SIGKILL)
             self._pause(SCAN_SECONDS)
         self._pause(0)
 
-    def _stop_command_alone(self, stop_seconds: float) -> None:
-        """Lets the command end in order with all its helpers alive: a training writes its last checkpoint."""
-        deadline = time.monotonic() + stop_seconds
-        if stop_seconds > 0:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.command_pid, signal.SIGTERM)
-        while self.wait_status is None and not self._is_over(deadline):
-            self._pause(SCAN_SECONDS)
+    def _has_command_ended(self) -> bool:
+        return self.wait_status is not None
 
-    def _is_over(self, deadline: float) -> bool:
-        return self.is_hurried or time.monotonic() >= deadline
+    def _is_alone(self) -> bool:
+        if descendants(os.getpid()):
+            return False
+        self._pause(0)  # reaps the last ones
+        return True
 
-    def _terminate_command_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.command_pid, signal.SIGTERM)
-
-    def _are_all_gone(self, deadline: float) -> bool:
-        """Returns whether no descendant is left, waiting for that until `deadline`."""
-        while descendants(os.getpid()):
-            if self._is_over(deadline):
+    def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.is_hurried or time.monotonic() >= deadline:
                 return False
             self._pause(SCAN_SECONDS)
-        self._pause(0)
         return True
 
     def _exit_as_command(self) -> NoReturn:
         exit_code = 128 + signal.SIGTERM
         if self.wait_status is not None:
             exit_code = os.waitstatus_to_exitcode(self.wait_status)
-        if self.watch is not None:
-            self.watch.write(exit_code=exit_code)  # our locks are released after it, by our end
+        self._write_record(exit_code=exit_code)  # the locks are released after it, by our end
         if exit_code < 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has dumped its core already
             with contextlib.suppress(OSError, ValueError):
@@ -308,12 +244,24 @@ class Supervisor:
         os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
 
 
-def main(settings: str, command: list[str]) -> NoReturn:
-    """Supervises the command as SETTINGS say."""
-    chosen = json.loads(settings)
-    watch = Watch(**chosen["watch"]) if chosen["watch"] else None
-    Supervisor(chosen["parent_pid"], chosen["grace_seconds"], watch, chosen["folder"], command).run()
+def _signal(processes: dict[int, str], number: int) -> None:
+    for pid, start_time in processes.items():
+        # Since the scan the pid may have been given to another process: the start time differs then.
+        if (fields := _stat_fields(pid)) and fields[19] == start_time:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
+
+def _describe(pid: int) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", errors="replace") as comm:
+        return f"{pid} ({comm.read().strip()})"
+    return str(pid)
+
+
+def _say(message: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk must not stop the supervision
+        os.write(2, f"[supervisor] {message}\n".encode())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    Supervisor(sys.argv[2:], **json.loads(sys.argv[1])).run()

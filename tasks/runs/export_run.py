@@ -14,7 +14,6 @@ from typing import Any
 
 from markupsafe import escape
 
-from dapo_core.config.derived import derive
 from dapo_core.config.loading import dump_config, read_tree, resolve
 from dapo_core.durable import sync, sync_tree
 from dapo_core.errors import StoreError
@@ -88,7 +87,6 @@ def model_card(
         manifests=manifests,
         base_model=base_model,
         own_paths=_own_paths(config),
-        derived=derive(config),
         versions={name: version for name, version in sorted(versions.items()) if version != "absent"},
     )
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.metrics import METRICS_FILE
+from durable import write_atomically
 from eval.compare import Comparison
 from eval.plots import Plots, draw_plots
 from eval.report import write_report
-from eval.results import write_atomically
 from eval.training import Steps
 from tasks.artifacts import Artifact, StageKey, code_digest, package_versions
 from tasks.runs.history import REPORT_FOLDER, read_runs

@@ -18,8 +18,8 @@ from typing import Any
 from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.loading import dump_config
 from dapo_core.data import require_columns
-from dapo_core.errors import RunSkipped, StoreError
-from dapo_core.reward import require_scorers
+from dapo_core.errors import DapoError, StoreError
+from dapo_core.reward.routing import require_scorers
 from eval.problems.prompts import find_template
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, held
 from tasks.config import ChainConfig
@@ -30,6 +30,10 @@ from tasks.stages import LINKS, prepare_data_inputs
 logger = logging.getLogger(__name__)
 
 current_stage: ContextVar[str] = ContextVar("current_stage", default="")  # for those who show log lines
+
+
+class RunSkipped(DapoError, RuntimeError):
+    """The run was skipped: it started too late, or another run holds a lock that it needs."""
 
 
 @dataclass

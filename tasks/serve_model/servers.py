@@ -17,7 +17,7 @@ import httpx
 
 from dapo_core.errors import ServeError, ServerDied
 from eval import EvaluationError
-from eval.event_loop import run_in_thread
+from eval.dispatch import run_in_thread
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.serve_model.checks import require_servable
 from tasks.serve_model.command import (

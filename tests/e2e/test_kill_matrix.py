@@ -37,9 +37,9 @@ import yaml
 
 from bench.small_chain import CONFIG, SMALL
 from flows.services import CRASH_AUTOMATION_FILE
-from tasks.processes.supervisor import ASKED, UNWATCHED
-from tasks.processes.watched_command import read_record
-from tasks.training_lock import TRAINING_LOCK, read_holder
+from tasks.processes.detached import read_record
+from tasks.processes.supervisor import REQUESTED, UNWATCHED
+from tasks.training_lock import TRAINING_LOCK, find_holder
 from tests.operated import GONE_SECONDS, ROOT, Site, assert_all_gone, find_command
 from tests.postgres_servers import started_postgres
 from tests.webhooks import started_receiver
@@ -165,7 +165,7 @@ def attached(site: Site, training: Paused, evaluation: Stopped) -> Stopped:
     wait_for_log(site, flow_run, "attached to")
     processes = site.tree(flow_run)
     site.cancel(flow_run)
-    lines = training.end(ASKED)
+    lines = training.end(REQUESTED)
     assert_all_gone(processes)
     assert_state(site, flow_run, "CANCELLED")
     return Stopped(flow_run, lines)
@@ -196,14 +196,14 @@ class Away:
 def waited(site: Site, unwatched: Paused) -> None:
     """A run has waited for that training's lock, and was cancelled."""
     path = site.store / ".locks" / TRAINING_LOCK
-    holder = read_holder(path)
+    holder = find_holder(path)
     waiting = site.create_run("train-policy", "train.total_steps=1")
     wait_for_log(site, waiting, "waiting for the lock")
     processes = site.tree(waiting)
     site.cancel(waiting)
     assert_all_gone(processes)
     assert_state(site, waiting, "CANCELLED")
-    assert read_holder(path) == holder is not None
+    assert find_holder(path) == holder is not None
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,7 @@ def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Pa
     kill(site.service("server"))
     back_at = time.monotonic() + AWAY_SECONDS
     lines = unwatched.end(UNWATCHED)
-    assert read_holder(site.store / ".locks" / TRAINING_LOCK) is None
+    assert find_holder(site.store / ".locks" / TRAINING_LOCK) is None
     site.wait_for("40 s", lambda: time.monotonic() >= back_at, AWAY_SECONDS)
     site.up()
     assert site.services.server.read()["port"] == port

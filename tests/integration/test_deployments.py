@@ -18,7 +18,7 @@ import yaml
 
 from flows.config import load_config
 from flows.services import CRASH_AUTOMATION
-from tasks.training_lock import hold, night_lock_path
+from tasks.training_lock import hold, nightly_lock_path
 from tests.prefect_servers import ROOT, PrefectServer, started_server, wait_for
 from tests.webhooks import started_receiver
 
@@ -184,7 +184,7 @@ def test_the_nightly_schedule_creates_runs(server: PrefectServer, deployed: list
 
 def test_states_say_why_a_run_ended(server: PrefectServer, deployed: list[dict[str, Any]], tmp_path: Path) -> None:
     config = load_config(ROOT / "configs/arith_cpu.yaml", [f"store.path={tmp_path / 'store'}"])
-    with hold(night_lock_path(config), "the-other-night"):
+    with hold(nightly_lock_path(config), "the-other-night"):
         done = server.run(sys.executable, "-c", STATES, str(tmp_path / "store"))
     assert done.returncode == 0, done.stdout + done.stderr
     states = json.loads(done.stdout.splitlines()[-1])

@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo_core.engines import Engine, EngineSettings, GenerationRequest, Response, build_engine
-from dapo_core.engines.base import read_eos_ids
+from dapo_core.engines.base import Engine, EngineSettings, GenerationRequest, Response, build_engine, read_eos_ids
 from dapo_core.errors import ModelError, RolloutError
 from tests.tiny_models import build_tiny_qwen3
 

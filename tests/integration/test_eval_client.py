@@ -57,11 +57,8 @@ def ask(
 ) -> Outcome:
     outcomes: list[Outcome] = []
 
-    async def keep(outcome: Outcome) -> None:
+    async def finish(request: Request, outcome: Outcome) -> None:
         outcomes.append(outcome)
-
-    def finish(request: Request, outcome: Outcome) -> asyncio.Task[None]:
-        return asyncio.create_task(keep(outcome))
 
     async def one() -> None:
         dispatcher = Dispatcher([endpoint], SAMPLING, replace(LIMITS, **limits))

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from dapo_core.errors import ServeError
-from eval import EvaluationError, judging
+from eval import EvaluationError
+from eval.answers.grading import MathGrader
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
 from eval.regrade import regrade
-from eval.results import exclusive, load_results, read_rows
+from eval.results import exclusive, load_evaluation, read_rows
 from eval.run import evaluate
 from tasks.evaluation_settings import served_model_identity
 from tasks.serve_model.servers import Server
@@ -59,7 +60,7 @@ def test_rows_and_summary_hold_what_was_asked_and_answered(
     assert (summary.mean_response_tokens, summary.num_samples, summary.repeats) == (5.0, 1, None)
     # AISBench does not look at how a response ended, so it alone calls the cut-off item 0 right.
     assert summary.aisbench == {"accuracy": 0.75, "raises": 0}
-    assert summary.agreement == {"both": 2, "exact_only": 0, "aisbench_only": 1, "neither": 1}
+    assert summary.agreement == {"both_right": 2, "only_exact": 0, "only_aisbench": 1, "neither": 1}
     assert [(row["id"], row["verdict"]) for row in summary.disagreements] == [("item-0", "truncated")]
     stored = json.loads((tmp_path / "summary.json").read_text())
     assert (stored["accuracy"], stored["settings"]["sampling"]["max_tokens"]) == (0.5, 64)
@@ -109,9 +110,11 @@ def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_told(
     }
     bodies = [body for _, _, body in server.requests if body["messages"][-1]["content"] == "3 + 1 = ?"]
     assert sorted(body["seed"] for body in bodies) == [7, 8, 9]
-    _, rows = load_results(tmp_path)
-    assert list(rows) == [(f"item-{item}", sample) for item in range(4) for sample in range(3)]
-    assert [rows["item-1", sample].verdict for sample in range(3)] == ["right", "wrong", "wrong"]
+    finished = load_evaluation(tmp_path)
+    assert [row.key for row in finished.rows] == [
+        (f"item-{item}", sample) for item in range(4) for sample in range(3)
+    ]
+    assert [row.verdict for row in finished.items["item-1"]] == ["right", "wrong", "wrong"]
 
     # A sample that is missing is asked with its own seed; the others are not asked again.
     lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
@@ -149,7 +152,7 @@ def test_a_server_that_refuses_everything_is_given_up_early(
     endpoints: list[Endpoint], server: ArithmeticServer, tmp_path: Path
 ) -> None:
     server.behave = lambda handler, prompt, attempt: handler.send(403, b"no")
-    with pytest.raises(EvaluationError, match=r"were not asked any more because nothing answered.*HTTP 403: no"):
+    with pytest.raises(EvaluationError, match=r"were not sent because nothing answered.*HTTP 403: no"):
         evaluate(make_set(400), endpoints, SAMPLING, tmp_path, limits=LIMITS)
     assert len(server.requests) < 60
 
@@ -163,7 +166,7 @@ def test_a_server_that_dies_for_good_leaves_what_it_answered(
         return len(server.requests) >= 30 and handler.drop()
 
     server.behave = die
-    with pytest.raises(EvaluationError, match=r"0 of 90 requests .* not asked any more .*ClientConnectorError"):
+    with pytest.raises(EvaluationError, match=r"0 of 90 requests .* not sent .*ClientConnectorError"):
         evaluate(make_set(90), endpoints, SAMPLING, tmp_path, limits=LIMITS)
     assert 20 <= len(read_rows(tmp_path)) < 30
     with running() as another:
@@ -212,7 +215,7 @@ def test_another_grader_or_gold_grades_again_and_asks_nothing(
     assert evaluate(make_set(3), endpoints, SAMPLING, tmp_path).accuracy == 1.0
     first, *others = make_set(3).items
     corrected = replace(make_set(3), items=(replace(first, gold="5", subject="sum"), *others))
-    monkeypatch.setattr(judging, "GRADER", "numbers/2")
+    monkeypatch.setattr(MathGrader, "rule", "numbers/2")
     with caplog.at_level(logging.WARNING):
         summary = evaluate(corrected, endpoints, SAMPLING, tmp_path)
     assert "grading again" in caplog.text
@@ -231,11 +234,11 @@ def test_letters_are_regraded_as_letters(
     choice = {"choices": [{"message": {"content": "\\boxed{C}\\boxed{A}"}, "finish_reason": "stop"}]}
     server.behave = lambda handler, prompt, attempt: handler.send(200, json.dumps(choice).encode())
     items = tuple(replace(item, gold="AC") for item in make_set(3).items)
-    evaluation_set = replace(make_set(3), items=items, benchmark="choice", ruler="choice")
+    evaluation_set = replace(make_set(3), items=items, benchmark="choice", grader="choice")
     assert evaluate(evaluation_set, endpoints, SAMPLING, tmp_path).accuracy == 1.0
     regraded = regrade(tmp_path)
     assert (regraded.summary.accuracy, regraded.verdicts, regraded.num_killed) == (1.0, {}, 0)
-    assert regraded.summary.settings["grader"] == "choice-letters/1"
+    assert regraded.summary.settings["grader"] == "choice-letters/2"
 
 
 def test_two_evaluations_do_not_write_to_one_folder(

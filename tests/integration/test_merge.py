@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dapo_core.batch import split_batch
 from dapo_core.checkpoint.writer import CheckpointWriter
-from dapo_core.engines import build_engine
+from dapo_core.engines.base import build_engine
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
 from dapo_core.merge import MERGE_MANIFEST, merge_checkpoint

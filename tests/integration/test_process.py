@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -10,33 +11,32 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+import threading
 import time
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
-from dapo_core.errors import ChildProcessFailed
 from dapo_core.stopping import ECHO_SECONDS
 from tasks.processes import supervisor
-from tasks.processes.child import background_command, run_command
+from tasks.processes.child import ChildProcessFailed, background_command, run_command
 from tests.processes import DEADLINE_SECONDS, folder_of, python, start_time_of, wait_until
 
-# A tree with everything that escapes a plain killpg: each process writes "name pid start_time" into `roster`.
+# A tree with everything that escapes a plain killpg: each process writes "name pid start_time" into `members`.
 TREE = textwrap.dedent(
     """
     import os, signal, subprocess, sys, time
-    roster = sys.argv[1]
-
-    def enlist(name):
-        start_time = open("/proc/self/stat").read().rpartition(")")[2].split()[19]
-        fd = os.open(roster, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(fd, f"{name} {os.getpid()} {start_time}\\n".encode())
-        os.close(fd)
+    members = sys.argv[1]
 
     def sleep_as(name):
-        enlist(name)
+        start_time = open("/proc/self/stat").read().rpartition(")")[2].split()[19]
+        fd = os.open(members, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(fd, f"{name} {os.getpid()} {start_time}\\n".encode())
+        os.close(fd)
         while True:
             time.sleep(60)
 
@@ -60,19 +60,25 @@ TREE = textwrap.dedent(
     """
 )
 TREE_NAMES = {"child", "stubborn", "daemon", "command"}
+SLEEP = python("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
 
 
-def read_roster(path: Path) -> dict[str, tuple[int, str]]:
+def read_members(tmp_path: Path) -> dict[str, tuple[int, str]]:
+    path = tmp_path / "members"
     rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     return {name: (int(pid), start_time) for name, pid, start_time in rows}
 
 
-def living(roster: dict[str, tuple[int, str]]) -> set[str]:
-    return {name for name, (pid, start_time) in roster.items() if start_time_of(pid) == start_time}
+def living(members: dict[str, tuple[int, str]]) -> set[str]:
+    return {name for name, (pid, start_time) in members.items() if start_time_of(pid) == start_time}
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
 
 
 def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes]:
-    """Starts a process that runs TREE with a folder of its own, and waits until the whole tree stands."""
+    """Starts a process that runs TREE with a folder for sockets, and waits until the whole tree stands."""
     code = f"""
         import sys, time
         from tasks.processes.child import background_command
@@ -81,55 +87,54 @@ def start_parent(tmp_path: Path, grace_seconds: float) -> subprocess.Popen[bytes
             while tree.poll() is None:
                 time.sleep(0.1)
     """
-    roster = tmp_path / "roster"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), TREE, str(roster), str(tmp_path / "log")],
-        stderr=subprocess.PIPE,
-    )
-    wait_until(lambda: set(read_roster(roster)) == TREE_NAMES, "the tree to start")
+    words = [sys.executable, "-c", textwrap.dedent(code), TREE, str(tmp_path / "members"), str(tmp_path / "log")]
+    parent = subprocess.Popen(words, stderr=subprocess.PIPE)
+    wait_until(lambda: set(read_members(tmp_path)) == TREE_NAMES, "the tree to start")
     return parent
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
-def test_a_dead_parent_leaves_no_orphan(tmp_path: Path, ending: signal.Signals) -> None:
+def test_a_killed_parent_leaves_no_orphan_and_the_next_attempt_waits_for_the_end(tmp_path: Path) -> None:
     parent = start_parent(tmp_path, grace_seconds=1.0)
-    roster = read_roster(tmp_path / "roster")
-    below = supervisor.descendants(parent.pid)
+    members = read_members(tmp_path)
+    below = psutil.Process(parent.pid).children(recursive=True)
     # supervisor, command, child, stubborn, daemon, and the sleeper in a session of its own
     assert len(below) == 6
-    assert living(roster) == TREE_NAMES
-    place = folder_of(roster["command"][0])
+    folder = folder_of(members["command"][0])
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(place / str(uuid.uuid4())))  # as vLLM names them
-    parent.send_signal(ending)
-    _, stderr = parent.communicate(timeout=DEADLINE_SECONDS)
-    wait_until(lambda: not any(start_time_of(pid) == start for pid, start in below.items()), "all to end")
-    assert not place.exists()
-    if ending == signal.SIGKILL:
-        assert parent.returncode == -signal.SIGKILL
-        assert f"parent process {parent.pid} is gone" in (tmp_path / "log").read_text()
-    else:
-        assert b"KeyboardInterrupt" in stderr  # raised again after the tree is down
+        listener.bind(str(folder / str(uuid.uuid4())))  # as vLLM names them
+    parent.kill()
+    parent.communicate()
+    assert "stubborn" in living(members)  # in its second of grace
+    alive_at_start: list[set[str]] = []
+    run_command(
+        python("print('next attempt')"),
+        log_path=tmp_path / "log",
+        label="tree",
+        on_line=lambda line: alive_at_start.append(living(members)),
+    )
+    assert alive_at_start == [set()]
+    assert all_gone(below)
+    assert not folder.exists()
+    assert f"parent process {parent.pid} is gone" in (tmp_path / "log").read_text()
 
 
-def test_a_second_interrupt_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_tree_and_a_second_one_does_not_wait(tmp_path: Path) -> None:
     parent = start_parent(tmp_path, grace_seconds=300.0)
-    below = supervisor.descendants(parent.pid)
-    begin = time.monotonic()
+    below = psutil.Process(parent.pid).children(recursive=True)
+    began = time.monotonic()
     parent.send_signal(signal.SIGINT)
-    wait_until(lambda: living(read_roster(tmp_path / "roster")) == {"stubborn"}, "all but the stubborn to end")
-    wait_until(lambda: time.monotonic() > begin + ECHO_SECONDS + 0.2, "a second interrupt to be one")
+    wait_until(lambda: living(read_members(tmp_path)) == {"stubborn"}, "all but the stubborn to end")
+    wait_until(lambda: time.monotonic() > began + ECHO_SECONDS + 0.2, "a second interrupt to be one")
     parent.send_signal(signal.SIGINT)
-    parent.communicate(timeout=DEADLINE_SECONDS)
-    wait_until(lambda: not any(start_time_of(pid) == start for pid, start in below.items()), "all to end")
-    assert time.monotonic() - begin < DEADLINE_SECONDS
+    assert b"KeyboardInterrupt" in parent.communicate(timeout=DEADLINE_SECONDS)[1]
+    wait_until(lambda: all_gone(below), "all to end")
 
 
-# At SIGTERM, which it tells, takes a moment to end in order.
+# At SIGTERM takes a moment to end in order.
 TIDY = """
     import os, signal, time
     def tidy(*_):
-        print("told to end", flush=True)
+        print("ending", flush=True)
         time.sleep(0.5)
         print("in order", flush=True)
         os._exit(143)
@@ -158,7 +163,7 @@ INTERRUPTED = """
 def test_an_interrupt_early_in_the_end_does_not_hurry_it_and_is_not_lost(
     tmp_path: Path, ends_anyway: bool
 ) -> None:
-    """It may be the first once more; or, in a block that ends anyway, the first."""
+    """It may be the first one repeated; or, in a block that ends anyway, the first."""
     log = tmp_path / "log"
     words = [str(log), json.dumps(python(TIDY)), *(["block"] if ends_anyway else [])]
     command = [sys.executable, "-c", textwrap.dedent(INTERRUPTED), *words]
@@ -166,10 +171,9 @@ def test_an_interrupt_early_in_the_end_does_not_hurry_it_and_is_not_lost(
     wait_until(lambda: log.exists() and "up" in log.read_text(), "the command to be up")
     if not ends_anyway:
         parent.send_signal(signal.SIGINT)
-    wait_until(lambda: "told to end" in log.read_text(), "the command to be told")
+    wait_until(lambda: "ending" in log.read_text(), "the command to end")
     parent.send_signal(signal.SIGINT)
-    said = parent.communicate(timeout=DEADLINE_SECONDS)[0]
-    assert said.decode().split() == ["interrupted"]
+    assert parent.communicate(timeout=DEADLINE_SECONDS)[0].decode().split() == ["interrupted"]
     assert "in order" in log.read_text()
 
 
@@ -182,23 +186,17 @@ def test_a_cancel_exception_ends_the_command_and_is_raised_again(tmp_path: Path)
     def cancel(line: str) -> None:
         raise Cancelled(line)
 
+    command = [sys.executable, "-S", "-c", TREE, str(tmp_path / "members")]
     with pytest.raises(Cancelled, match="tree is up"):
-        run_command(
-            [sys.executable, "-S", "-c", TREE, str(tmp_path / "roster")],
-            log_path=tmp_path / "log",
-            label="tree",
-            on_line=cancel,
-            grace_seconds=0.5,
-        )
-    assert living(read_roster(tmp_path / "roster")) == set()
+        run_command(command, log_path=tmp_path / "log", label="tree", on_line=cancel, grace_seconds=0.5)
+    assert living(read_members(tmp_path)) == set()
     assert supervisor.descendants(os.getpid()).keys() <= before
 
 
 def test_left_over_processes_of_a_good_command_are_ended_and_named(tmp_path: Path) -> None:
     code = """
-        import os, subprocess, sys
-        left = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        print(left.pid, flush=True)
+        import subprocess
+        print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
     """
     lines: list[str] = []
     run_command(python(code), log_path=tmp_path / "log", label="leaver", on_line=lines.append)
@@ -235,33 +233,25 @@ def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
         run_command(["no-such-program"], log_path=tmp_path / "log", label="train")
 
 
-def test_no_line_is_lost_or_told_twice(tmp_path: Path) -> None:
+def test_each_line_comes_once_whatever_bytes_it_holds(tmp_path: Path) -> None:
     # Written in bursts around the polls; the last line has no newline and comes right before the end.
-    code = """
-        import sys, time
-        for i in range(20000):
-            sys.stdout.write(f"{i}\\n")
-            if i % 4000 == 0:
-                time.sleep(0.15)
-        sys.stdout.write("end")
-    """
-    lines: list[str] = []
-    run_command(python(code), log_path=tmp_path / "log", label="talker", on_line=lines.append)
-    assert lines == [str(i) for i in range(20000)] + ["end"]
-
-
-def test_output_is_decoded_whatever_it_holds(tmp_path: Path) -> None:
     code = r"""
-        import os, time
+        import os, sys, time
+        for i in range(20000):
+            sys.stdout.write(f"{i}\n")
+            if i % 10000 == 0:
+                time.sleep(0.15)
+        sys.stdout.flush()
         os.write(1, b"bad \xff byte\n")
         os.write(1, "\u00e9t".encode()[:1])  # half a character, the other half after a poll
         time.sleep(0.3)
         os.write(1, "\u00e9t".encode()[1:] + b"\r\n")
         os.write(1, b"step 1\rstep 2\rstep 3\n")
+        sys.stdout.write("end")
     """
     lines: list[str] = []
     run_command(python(code), log_path=tmp_path / "log", label="talker", on_line=lines.append)
-    assert lines == ["bad \ufffd byte", "\u00e9t", "step 3"]
+    assert lines == [str(i) for i in range(20000)] + ["bad \ufffd byte", "\u00e9t", "step 3", "end"]
 
 
 def test_lines_go_to_our_log_by_default_and_the_file_is_appended_to(
@@ -270,11 +260,8 @@ def test_lines_go_to_our_log_by_default_and_the_file_is_appended_to(
     caplog.set_level(logging.INFO, logger="tasks.processes.child")
     for attempt in ("first", "second"):
         run_command(python(f"print('{attempt}')"), log_path=tmp_path / "log", label="stage")
-    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("[stage]")]
-    assert told == [
-        "[stage] first",
-        "[stage] second",
-    ]  # the second attempt does not tell the first one's lines again
+    logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("[stage]")]
+    assert logged == ["[stage] first", "[stage] second"]  # the second attempt does not repeat the first one's
     assert (tmp_path / "log").read_text() == "first\nsecond\n"
 
 
@@ -295,37 +282,71 @@ def test_environment_directory_and_input_of_the_command(tmp_path: Path, monkeypa
     assert lines == [f"yes too {tmp_path} ''"]
 
 
-def test_the_command_gets_no_blocked_or_ignored_signals(tmp_path: Path) -> None:
+def test_the_command_ignores_no_signal_but_what_we_were_started_to_ignore(tmp_path: Path) -> None:
+    """Python ignores SIGPIPE by itself; nohup has us, and so the command, ignore SIGHUP."""
     lines: list[str] = []
     command = ["grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status"]
     run_command(command, log_path=tmp_path / "log", label="asker", on_line=lines.append)
     masks = {name: int(mask, 16) for name, mask in (line.split() for line in lines)}
     settable = sum(1 << (number - 1) for number in signal.valid_signals())  # glibc keeps 32 and 33 to itself
-    assert {name: mask & settable for name, mask in masks.items()} == {"SigBlk:": 0, "SigIgn:": 0}
+    hangup = 1 << (signal.SIGHUP - 1)
+    ignored = hangup if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 0
+    assert {name: mask & settable for name, mask in masks.items()} == {"SigBlk:": 0, "SigIgn:": ignored}
 
 
-def test_a_server_lives_for_the_block_and_is_torn_down_after_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-S", "-c", TREE, str(tmp_path / "roster")]
-    with background_command(command, log_path=tmp_path / "log", label="server", grace_seconds=0.5) as server:
-        wait_until(lambda: set(read_roster(tmp_path / "roster")) == TREE_NAMES, "the tree to start")
+def test_a_server_lives_for_the_block_and_is_torn_down_when_that_fails(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", TREE, str(tmp_path / "members")]
+    with contextlib.suppress(ZeroDivisionError), contextlib.ExitStack() as block:
+        server = block.enter_context(
+            background_command(command, log_path=tmp_path / "log", label="server", grace_seconds=0.5)
+        )
+        wait_until(lambda: set(read_members(tmp_path)) == TREE_NAMES, "the tree to start")
         assert server.poll() is None
         assert server.tail(5) == ["tree is up"]
-        assert living(read_roster(tmp_path / "roster")) == TREE_NAMES
-    assert server.poll() is not None
-    assert living(read_roster(tmp_path / "roster")) == set()
+        assert living(read_members(tmp_path)) == TREE_NAMES
+        raise ZeroDivisionError
+    assert server.poll() == -signal.SIGTERM  # which a sleeping command does not handle
+    assert living(read_members(tmp_path)) == set()
 
 
-def test_a_new_attempt_waits_for_the_processes_of_a_killed_one(tmp_path: Path) -> None:
-    parent = start_parent(tmp_path, grace_seconds=1.0)
-    roster = read_roster(tmp_path / "roster")
-    parent.kill()
-    parent.communicate()
-    assert "stubborn" in living(roster)  # in its second of grace
-    alive_at_start: list[set[str]] = []
-    run_command(
-        python("print('next attempt')"),
-        log_path=tmp_path / "log",
-        label="tree",
-        on_line=lambda line: alive_at_start.append(living(roster)),
-    )
-    assert alive_at_start == [set()]
+def test_a_server_that_dies_says_so(tmp_path: Path) -> None:
+    code = "import sys; print('address in use'); sys.exit(9)"
+    with background_command(python(code), log_path=tmp_path / "log", label="server") as server:
+        wait_until(lambda: server.poll() is not None, "the server to die")
+        assert "server ended with exit code 9" in str(server.failure())
+        assert "  | address in use" in str(server.failure())
+
+
+def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
+    # The parent-death signal also comes when only the starting thread ends; that must not end the server.
+    context = background_command(SLEEP, log_path=tmp_path / "log", label="server")
+    servers = []
+    starter = threading.Thread(target=lambda: servers.append(context.__enter__()))
+    starter.start()
+    starter.join()
+    try:
+        time.sleep(2 * supervisor.POLL_SECONDS)
+        assert servers[0].poll() is None
+    finally:
+        context.__exit__(None, None, None)
+    assert servers[0].poll() == -signal.SIGTERM
+
+
+def test_a_supervisor_that_is_killed_takes_the_command_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder goes too; and the path of a socket in there fits, however long that of temporary files."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    log_path = tmp_path / "log"
+    with background_command(SLEEP, log_path=log_path, label="server", folder_variable="PLACE") as server:
+        wait_until(lambda: len(server.tail(1)) == 1, "the command to start")
+        command_pid = int(server.tail(1)[0])
+        folder = folder_of(command_pid)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / str(uuid.uuid4())))
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: start_time_of(command_pid) is None, "the command to end")
+        assert server.poll() == -signal.SIGKILL
+    assert not folder.exists()

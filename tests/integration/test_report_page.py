@@ -96,7 +96,7 @@ def test_the_numbers_of_the_page_are_those_of_the_json(browser: Browser, report:
         f"{side}/{name}" for side in ("before", "after") for name in ("accuracy", "interval", "truncated_rate")
     ]
     parts = [f"gain/{name}/difference" for name in ("format", "content")]
-    assert {"verdict", "difference", "ci95", "p", "mid_p", "rulers/ci95", *groups, *sides, *parts} <= seen
+    assert {"verdict", "difference", "ci95", "p", "mid_p", "graders/ci95", *groups, *sides, *parts} <= seen
     assert len(seen) > 150
 
 

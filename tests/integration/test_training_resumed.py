@@ -26,8 +26,8 @@ from dapo_core.metrics import METRICS_FILE, read_metrics
 from dapo_core.trainer import train
 from flows.config import Config
 from tasks.artifacts.code import PROJECT_ROOT
-from tasks.processes.dapo_command import dapo_command
 from tasks.processes.supervisor import descendants
+from tasks.stage_command import dapo_command
 from tests.trainings import World, config_of
 
 FAR = 120.0

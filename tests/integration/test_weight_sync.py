@@ -13,7 +13,7 @@ import torch
 from dapo_core import weight_sync
 from dapo_core.batch import Batch, split_batch
 from dapo_core.data import load_tokenizer
-from dapo_core.engines import build_engine
+from dapo_core.engines.base import build_engine
 from dapo_core.errors import RolloutError
 from dapo_core.policy import Policy
 from dapo_core.policy.model import reshard

@@ -34,9 +34,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_NESTING = 400, 60, 8, 4
 NESTING = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 # Around untrusted text, at shutdown, in health polls: each with its reason.
 BROAD_EXCEPT_ALLOWED: dict[str, str] = {
-    "dapo_core/reward/process.py": "a user's scorer may raise anything; that is the verdict `error`",
+    "eval/answers/pool.py": "a user's scorer may raise anything; that is the verdict `error`",
     "tasks/processes/child.py": "what interrupts a stop, no Exception, is raised again, an echo in the end",
-    "tasks/processes/watched_command.py": "what interrupts a stop, no Exception, is raised again but for an echo",
 }
 HEAVY = ("torch", "ray", "vllm", "prefect", "transformers", "matplotlib")
 PLACES = re.compile(r"(?<![\w.$~{}/-])/(?:work|root|home|Users|mnt|media|opt|srv)/[\w.]")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dapo_core.batch import balance_over_ranks, build_batch, micro_batches, split_batch, workload
 from dapo_core.data import Prompt
-from dapo_core.engines import FinishReason
+from dapo_core.engines.base import FinishReason
 from dapo_core.errors import DataError
 from dapo_core.rollout import Group, Rollout
 from tests.batches import make_group, random_batch

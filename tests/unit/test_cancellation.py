@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import signal
 import socket
-import sys
 import threading
 import time
-import uuid
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from prefect.exceptions import TerminationSignal
-from prefect.runner._control_channel import ControlChannel
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.processes import cancellation
 from tasks.processes.cancellation import WORKER_VARIABLE, is_worker_restart
-from tests.processes import DEADLINE_SECONDS
 
 FLOW_RUN = "00000000-0000-0000-0000-000000000001"
 SIGTERM = TerminationSignal(signal.SIGTERM)
@@ -51,7 +45,7 @@ def test_a_server_that_does_not_answer_leaves_it_running(
         with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{silent.getsockname()[1]}/api"}):
             assert is_worker_restart(SIGTERM)
     assert 0.5 < time.monotonic() - began < 3.0
-    assert "Prefect does not say whether flow run" in caplog.text
+    assert "cannot ask Prefect whether" in caplog.text
 
 
 class SlowServer(BaseHTTPRequestHandler):
@@ -86,44 +80,3 @@ def test_a_busy_server_is_asked_until_it_answers(
         finally:
             server.shutdown()
             thread.join()
-
-
-CANCELLED_FLOW = """
-import signal
-from prefect.utilities.engine import capture_sigterm
-from tasks.processes.cancellation import is_worker_restart
-try:
-    with capture_sigterm():
-        print("up", flush=True)
-        signal.pause()
-except BaseException as error:
-    print(is_worker_restart(error), flush=True)
-"""
-
-
-def test_a_worker_that_cancels_says_so_without_the_server() -> None:
-    async def cancel() -> str:
-        async with ControlChannel(ack_timeout=DEADLINE_SECONDS) as channel:
-            flow_run = uuid.uuid4()
-            port, token = channel.register(flow_run)
-            env = {
-                "PREFECT__CONTROL_PORT": str(port),
-                "PREFECT__CONTROL_TOKEN": token,
-                "PREFECT_API_URL": "http://127.0.0.1:1/api",
-                WORKER_VARIABLE: str(flow_run),
-            }
-            child = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", CANCELLED_FLOW, env=os.environ | env, stdout=asyncio.subprocess.PIPE
-            )
-            assert child.stdout is not None
-            try:
-                assert await child.stdout.readline() == b"up\n"
-                while not await channel.signal(flow_run, "cancel"):  # connected, but not yet noticed
-                    await asyncio.sleep(0.02)
-                child.terminate()
-                return (await child.communicate())[0].decode().strip()
-            finally:
-                if child.returncode is None:
-                    child.kill()
-
-    assert asyncio.run(asyncio.wait_for(cancel(), DEADLINE_SECONDS)) == "False"

@@ -16,7 +16,6 @@ import typer
 import yaml
 
 from dapo_core.errors import (
-    ChildProcessFailed,
     ConfigError,
     NotEnoughSignal,
     RolloutError,
@@ -26,6 +25,7 @@ from dapo_core.errors import (
 from eval import EvaluationError
 from eval.results import ResultsError
 from flows.cli import app
+from tasks.processes.child import ChildProcessFailed
 from tasks.retries import describe, exit_code_of
 from tasks.train_policy import resume_words
 from tests.evaluations import write_results
@@ -139,13 +139,6 @@ def test_serve_takes_its_own_keys_alone_and_looks_at_the_model_first(tmp_path: P
     ],
 )
 def test_the_status_says_whether_the_user_must_act(error: Exception, status: int) -> None:
-    assert exit_code_of(error) == status
-
-
-@pytest.mark.parametrize(("child", "status"), [(2, 2), (1, 1), (-9, 1), (None, 1), (143, 2), (130, 2)])
-def test_a_failed_child_passes_its_verdict_on(child: int | None, status: int) -> None:
-    error = ChildProcessFailed("train ended. Its last lines, from t.log:\n  | boom")
-    error.exit_code = child
     assert exit_code_of(error) == status
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dapo_core.errors import RunSkipped
 from flows.config import load_config
 from flows.dapo_nightly import check_in_time, seed_of_night
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.dataset import build_dataset
+from tasks.runs.run import RunSkipped
 
 DUE = datetime.datetime(2026, 1, 31, 2, 0, tzinfo=datetime.timezone.utc)
 

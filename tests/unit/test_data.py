@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dapo_core.data import Prompt, PromptStream, load_tokenizer, read_held_out, read_rows, tokenize_prompts
 from dapo_core.errors import DataError, ModelError
-from dapo_core.reward import scorer_for
+from dapo_core.reward.scorers import score_math
 from tests.tiny_models import tiny_tokenizer
 
 PROMPTS = [Prompt(index, (index,), "arithmetic", str(index)) for index in range(5)]
@@ -217,12 +217,11 @@ if "DAPO_TEST_DATA" in os.environ:
 
     def test_gold_answers_of_the_real_math500_score_right_and_others_do_not() -> None:
         truths = [row["reward_model"]["ground_truth"] for row in read_held_out(MATH_500)]
-        score = scorer_for("math_dapo")
         ending = "Therefore, the final answer is: $\\boxed{{{}}}$. I hope it is correct."
-        assert [score(ending.format(truth), truth).verdict for truth in truths] == ["right"] * 500
-        assert [score(ending.format(f"{truth}1"), truth).verdict for truth in truths] == ["wrong"] * 500
+        assert [score_math(ending.format(truth), truth).verdict for truth in truths] == ["right"] * 500
+        assert [score_math(ending.format(f"{truth}1"), truth).verdict for truth in truths] == ["wrong"] * 500
         solutions = [json.loads(line)["solution"] for line in MATH_500.read_text(encoding="utf-8").splitlines()]
-        verdicts = Counter(score(*pair).verdict for pair in zip(solutions, truths, strict=True))
+        verdicts = Counter(score_math(*pair).verdict for pair in zip(solutions, truths, strict=True))
         # 22 boxes begin more than 300 characters before the end; 2 solutions have another `answer:` after the box
         assert verdicts == {"right": 476, "no_answer": 22, "wrong": 2}
 

@@ -253,3 +253,14 @@ def test_differences_name_every_leaf() -> None:
         ("empty", {}, UNSET),
     ]
     assert differences(before, before) == []
+
+
+def test_a_file_of_any_content_can_be_locked_and_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("step 1\n")
+    descriptor = durable.try_lock(path)
+    assert descriptor is not None
+    assert durable.try_lock(path) is None
+    os.close(descriptor)
+    assert not durable.is_locked(path)
+    assert path.read_text() == "step 1\n"

@@ -12,11 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dapo_core.reward.choice import find_options as find_options_of_reward
-from eval.answers.grading import grade
+from eval.answers.grading import ChoiceGrader, grade
 from eval.problems import BenchmarkError
 from eval.problems.benchmarks import BENCHMARKS, load_set
-from eval.problems.choice import find_options, grade_choice
 from eval.problems.items import Item
 from eval.problems.sources import file_sha256
 from flows.cli.evaluation import DATASETS
@@ -256,41 +254,7 @@ def test_a_cflue_question_is_put_as_dianjin_does(tmp_path: Path) -> None:
         "我国金融市场体系包括（）。\nA. 货币市场\nB. 商品市场\n\n"
         "请一步步思考，并把答案选项放到\\boxed{}中，如\\boxed{A}。",
     }
-    assert (item.subject, item.level, loaded.ruler) == ("证券从业资格", "多项选择题", "choice")
-
-
-RESPONSES = {
-    "所以 \\boxed{A}\\boxed{C}": "AC",
-    "\\boxed{CA}": "AC",
-    "\\boxed{C, A}": "AC",
-    "\\boxed{\\text{B}}": "B",
-    "\\boxed{A}\n再想一想，应为 \\boxed{B}": "B",
-    "<think>\\boxed{A}</think>答案：BD": "BD",
-    "<think>x</think><answer>答案选项为\\boxed{A}、\\boxed{D}。</answer>": "AD",
-    "The answer is (C)": "C",
-    "**Answer: A and C**": "AC",
-    "ＡＢ": "AB",
-    "\\boxed{4}": None,
-    "Answer: A bank lends.": None,
-    "A股上涨": None,
-    "no idea\nat all": None,
-    "": None,
-}
-
-
-@pytest.mark.parametrize(("response", "options"), RESPONSES.items())
-def test_options_are_found_as_the_reward_finds_them(response: str, options: str | None) -> None:
-    assert find_options(response) == options
-    assert find_options_of_reward(response) == (options or "")
-
-
-def test_letters_are_a_set_and_a_cut_off_choice_is_never_right() -> None:
-    assert grade_choice("\\boxed{CA}", "stop", "AC").verdict == "right"
-    assert grade_choice("\\boxed{A}", "stop", "AC").verdict == "wrong"
-    assert grade_choice("\\boxed{ABC}", "stop", "AC").verdict == "wrong"
-    assert grade_choice("I do not know.\n", "stop", "AC").verdict == "no_answer"
-    assert grade_choice("\\boxed{AC} and", "length", "AC").verdict == "truncated"
-    assert grade_choice(None, None, "AC").verdict == "request_failed"
+    assert (item.subject, item.level, loaded.grader) == ("证券从业资格", "多项选择题", "choice")
 
 
 def test_the_configuration_offers_every_benchmark() -> None:
@@ -319,7 +283,7 @@ def test_real_choice_questions_and_both_forms_of_math500() -> None:
     assert [item.gold for item in loaded] == ["".join(sorted(row["answer"])) for row in rows]
     outputs = [row["output"] for row in json.loads(dianjin.read_text(encoding="utf-8"))]
     items = load_set(dianjin, "choice").items
-    assert [grade_choice(o, "stop", i.gold).verdict for o, i in zip(outputs, items, strict=True)] == [
+    assert [ChoiceGrader().grade(o, "stop", i.gold).verdict for o, i in zip(outputs, items, strict=True)] == [
         "right"
     ] * 600
     math500 = folder / "math500"

@@ -104,11 +104,11 @@ def test_what_was_measured_once_counts_once(tmp_path: Path) -> None:
 
 
 def test_what_is_no_evaluation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ResultsError, match="is no results directory of `dapo eval`"):
+    with pytest.raises(ResultsError, match="is not a results directory of `dapo eval`"):
         make_history([tmp_path])
     (tmp_path / "runs").mkdir()
     with pytest.raises(ResultsError, match="no run there has a report"):
         make_history([tmp_path])
     (tmp_path / "report.json").write_text(json.dumps({"created_at": "2026-01-01T00:00:00+00:00"}))
-    with pytest.raises(ResultsError, match=r"not a report that a history can be made of.*`dapo report`"):
+    with pytest.raises(ResultsError, match=r"not a report that a history can be made from.*`dapo report`"):
         make_history([tmp_path / "report.json"])

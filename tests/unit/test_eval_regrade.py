@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 from typer.testing import CliRunner
 
-from eval import EvaluationError
-from eval.answers.grading import GRADER
+from eval.answers.grading import MathGrader
 from eval.client import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.regrade import describe, regrade
-from eval.results import ResultsError, Row, exclusive, make_folder, make_settings, read_rows, write_rows
+from eval.results import ResultsError, Row, make_folder, make_settings, read_rows, write_rows
 from flows.cli import app
 
 ROW = Row(
@@ -49,7 +47,7 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
     after = read_rows(directory)
     assert [row.verdict for row in after.values()] == ["right", "truncated", "request_failed", "right"]
     assert [row.response for row in after.values()] == [row.response for row in rows]
-    assert json.loads((directory / "settings.json").read_text())["grader"] == GRADER
+    assert json.loads((directory / "settings.json").read_text())["grader"] == MathGrader.rule
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["accuracy"], summary["n"]) == (2 / 3, 3)  # a and d of the three that were answered
     assert "old/1" in describe(regraded)
@@ -71,20 +69,10 @@ def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
         refused = CliRunner().invoke(app, [*words, str(directory), str(directory), "--output", str(file)])
         assert isinstance(refused.exception, ResultsError)
         assert (
-            str(refused.exception)
-            == f"{file} cannot be a folder: a file has that name; name another with --output"
+            str(refused.exception) == f"{file} cannot be a folder: a file has that name; choose another --output"
         )
     with pytest.raises(ResultsError, match="cannot be a folder"):
         make_folder(file / "below")
-
-
-def test_a_lock_whose_owner_removed_it_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(lock: TextIO, operation: int) -> None:
-        (tmp_path / ".lock").unlink()  # the owner finished between our opening the file and our locking it
-
-    monkeypatch.setattr("eval.results.fcntl.flock", flock)
-    with pytest.raises(EvaluationError, match="another evaluation is writing to"), exclusive(tmp_path):
-        pass
 
 
 def test_what_is_no_results_directory_is_refused(tmp_path: Path) -> None:

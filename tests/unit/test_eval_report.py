@@ -18,11 +18,9 @@ from eval.client import Sampling
 from eval.compare import ComparisonError, compare, compare_evaluations
 from eval.pages import format_duration
 from eval.plots import accuracy_plots
-from eval.report import make_report, render_markdown, write_report
-from eval.results import ResultsError
-from eval.samples import Evaluation
+from eval.report import make_report, render_markdown, verdict, write_report
+from eval.results import Evaluation, ResultsError
 from eval.training import read_training_metrics, training_totals, with_kept_share
-from eval.wording import verdict
 from tests.evaluations import compared, evaluation, make_items, make_row, make_rows, settings_of, write_results
 
 ITEMS = make_items(8)
@@ -172,7 +170,7 @@ def test_holm_spans_the_groups_of_both_fields() -> None:
     assert result.groups["level"]["2"].p_holm == 1.0
 
 
-def test_both_rulers_and_their_disagreements() -> None:
+def test_both_graders_and_their_disagreements() -> None:
     before = make_rows(ITEMS, "rrrr wwww")
     after = make_rows(ITEMS, "rrrr rrww")
     before[0] = replace(before[0], aisbench_right=False, aisbench_answer="1.0")
@@ -180,17 +178,17 @@ def test_both_rulers_and_their_disagreements() -> None:
     result = compare_evaluations(
         Evaluation.of(settings_of(ITEMS), before), Evaluation.of(settings_of(ITEMS), after)
     )
-    rulers = result.rulers
-    assert (rulers.before, rulers.after, rulers.difference) == (3 / 8, 7 / 8, 0.5)
-    assert rulers.p == 0.125  # none lost, four gained: 2 / 2^4
-    assert rulers.agreement["before"] == {"both_right": 3, "only_exact": 1, "only_aisbench": 0, "neither": 4}
-    assert rulers.agreement["after"] == {"both_right": 6, "only_exact": 0, "only_aisbench": 1, "neither": 1}
-    assert rulers.raises == {"before": 0, "after": 1}
-    assert [(row["side"], row["id"], row["aisbench_right"]) for row in rulers.disagreements] == [
+    graders = result.graders
+    assert (graders.before, graders.after, graders.difference) == (3 / 8, 7 / 8, 0.5)
+    assert graders.p == 0.125  # none lost, four gained: 2 / 2^4
+    assert graders.agreement["before"] == {"both_right": 3, "only_exact": 1, "only_aisbench": 0, "neither": 4}
+    assert graders.agreement["after"] == {"both_right": 6, "only_exact": 0, "only_aisbench": 1, "neither": 1}
+    assert graders.raises == {"before": 0, "after": 1}
+    assert [(row["side"], row["id"], row["aisbench_right"]) for row in graders.disagreements] == [
         ("before", "0", False),
         ("after", "7", True),
     ]
-    lines = render_markdown(make_report(result, [], {}, {}, "rulers")).splitlines()
+    lines = render_markdown(make_report(result, [], {}, {}, "graders")).splitlines()
     assert "Disagreements (2):" in lines
     assert [line.replace("|", "").split() for line in lines if "exact |" in line or "AISBench |" in line] == [
         ["`0`", "before", "`1`", "exact", "`1`"],

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from eval.answers.grading import grade
-from eval.results import ResultsError
-from eval.samples import Evaluation, compare_metrics, item_metrics, majority_share, pass_at, same_answer_by
+from eval.breakdown import compare_metrics
+from eval.results import Evaluation, ResultsError
 from eval.statistics import (
     PValues,
     adjusted_interval,
@@ -25,6 +25,7 @@ from eval.statistics import (
     sign_flip_test,
     wilson_interval,
 )
+from eval.summary import item_metrics, majority_share, pass_at, same_answer_by
 from tests.evaluations import evaluation, make_items, make_row, make_rows, settings_of
 
 IS_SAME = same_answer_by(grade)
@@ -256,5 +257,5 @@ def test_interval_of_avg_covers_the_noise_of_sampling() -> None:
 def test_items_with_missing_samples_are_refused() -> None:
     items = make_items(2)
     rows = make_rows(items, "rw rw")
-    with pytest.raises(ResultsError, match=r"1 of 2 items have not the samples 0 to 1 \(first: '1'\)"):
+    with pytest.raises(ResultsError, match=r"1 of 2 items do not have the samples 0 to 1 \(first: '1'\)"):
         Evaluation.of(settings_of(items), rows[:3])

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from eval.compare import compare_evaluations
-from eval.samples import Evaluation
-from eval.wording import notes, verdict
+from eval.report import notes, verdict
+from eval.results import Evaluation
 from tests.evaluations import compared, evaluation, make_items, make_rows, settings_of
 
 ITEMS = make_items(8)
@@ -23,8 +23,8 @@ def test_verdict_of_a_significant_change() -> None:
         "same 500 items: 28 gained, 10 lost, exact McNemar p = 0.0051."
     )
     assert notes(result) == [
-        "This compares these two models on items like these. It does not tell how another training with another "
-        "seed would end."
+        "This compares these two models on items like these. It does not predict the result of training again "
+        "with another seed."
     ]
     assert verdict(compared("r" * 8, "w" * 8)).startswith(
         "Accuracy fell by 100.0 points (95 % interval of the change -"
@@ -50,7 +50,7 @@ def test_an_interval_has_width_where_all_items_changed_alike(before: str, after:
     result = compared(before, after)
     assert result.interval_method == "adjusted Wald"
     assert result.ci95[1] - result.ci95[0] > 0.3
-    assert any("so a bootstrap has no width" in note for note in notes(result))
+    assert any("so a bootstrap interval has no width" in note for note in notes(result))
 
 
 def test_notes_tell_what_makes_a_reader_careful() -> None:
@@ -59,7 +59,7 @@ def test_notes_tell_what_makes_a_reader_careful() -> None:
     # 5 of 5 gained among 20: p = 0.0625, while the interval leaves out zero.
     borderline = compared("w" * 5 + "r" * 15, "r" * 20)
     assert any(
-        "Borderline: the interval leaves out zero, yet the exact test does not reject" in n
+        "Borderline: the interval excludes zero, but the exact test does not reject" in n
         for n in notes(borderline)
     )
     first, *others = make_rows(ITEMS, "r" * 8)
@@ -74,7 +74,8 @@ def test_notes_tell_what_makes_a_reader_careful() -> None:
 def test_one_stored_evaluation_is_not_called_two_measurements() -> None:
     result = compare_evaluations(*2 * [evaluation(ITEMS, AFTER)])
     assert verdict(result) == (
-        "Both sides are the same stored evaluation, 75.0 % right on the same 8 items: nothing was measured twice, "
+        "Both sides are the same stored evaluation, 75.0 % right on the same 8 items: there was only one "
+        "measurement, "
         "so nothing can be said about a change."
     )
     assert notes(result) == []
@@ -86,6 +87,6 @@ def test_one_stored_evaluation_is_not_called_two_measurements() -> None:
 
 def test_a_ruler_that_reads_nothing_is_said_to() -> None:
     result = compared("w" * 20 + "r" * 20, "r" * 40)
-    unread = replace(result, rulers=replace(result.rulers, before=0.0, after=0.0, difference=0.0, p=1.0))
-    assert any("AISBench's rule calls no response of either side right" in note for note in notes(unread))
-    assert not any("The rulers differ" in note for note in notes(unread))
+    unread = replace(result, graders=replace(result.graders, before=0.0, after=0.0, difference=0.0, p=1.0))
+    assert any("AISBench's rule marks no response of either side right" in note for note in notes(unread))
+    assert not any("The graders differ" in note for note in notes(unread))

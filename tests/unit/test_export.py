@@ -160,7 +160,7 @@ def test_the_card_says_what_was_measured(run: RecordedRun, exported: Path) -> No
     low, high = (100 * bound for bound in report["after"]["interval"])
     assert cells["95 % interval"][1] == f"{low:.1f} to {high:.1f}"
     assert cells["benchmark"] == ["generated problems"]
-    assert cells["ruler"] == [report["settings"]["grader"]]
+    assert cells["grader"] == [report["settings"]["grader"]]
     assert cells["clip range"] == ["-0.2, +0.28", "ratio"]
     assert cells["prompts of a training step"] == ["16", "prompts"]
     assert cells["optimizer steps in all"] == ["120", "steps"]  # 60 x 16 / 8

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.tables import print_garbage
 from tasks.artifacts import ArtifactStore, StageKey, held
-from tasks.processes.dapo_command import link_log
 from tasks.runs.collect_garbage import Unused, _kept, collect_garbage
 from tasks.runs.history import artifact_of, read_runs, short_ids
 from tasks.runs.run import Run, current_stage
+from tasks.stage_command import link_log
 from tasks.stages import LINKS
 from tests.garbage import artifacts, collect, make_old, names, nights, own_of
 from tests.recorded_runs import Outcome, record_run, small_config
@@ -191,7 +191,7 @@ def test_what_nobody_went_on_with_goes_on_demand(tmp_path: Path, is_forced: bool
     (attempt / "checkpoint").write_text("a" * 1000)
     log_path = store.log_path("train_policy", key)
     log_path.parent.mkdir()
-    files = [log_path.with_suffix(suffix) for suffix in (".log", ".watch", ".json")]
+    files = [log_path.with_suffix(suffix) for suffix in (".log", ".stop", ".json")]
     for file in files:
         file.touch()
     make_old(attempt, run.folder)

@@ -17,7 +17,7 @@ from prefect.exceptions import TerminationSignal
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dapo_core.errors import DataError, RunSkipped, StoreError
+from dapo_core.errors import DataError, StoreError
 from eval.results import ResultsError
 from flows import tables
 from flows.cli import app
@@ -37,7 +37,7 @@ from tasks.runs.history import (
     short_ids,
     write_record,
 )
-from tasks.runs.run import Run, require_outputs
+from tasks.runs.run import Run, RunSkipped, require_outputs
 from tasks.stages import LINKS
 from tests.recorded_runs import Outcome, record_run, small_config
 
@@ -338,7 +338,7 @@ def test_a_spoilt_run_is_refused_with_the_file(store: Path, own: Path) -> None:
     (newest.folder / "report" / "report.json").write_text("{")
     with pytest.raises(StoreError, match=r"report\.json is not JSON .*dapo stage compare"):
         read_report(newest)
-    with pytest.raises(ResultsError, match="/proc/no/where cannot be made: "):
+    with pytest.raises(ResultsError, match="/proc/no/where cannot be created: "):
         dapo(
             "compare",
             "latest~1",

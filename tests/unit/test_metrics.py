@@ -14,7 +14,7 @@ from dapo_core.batch import Batch, build_batch
 from dapo_core.config.training import KLConfig
 from dapo_core.data import Prompt
 from dapo_core.device import device_for
-from dapo_core.engines import FinishReason
+from dapo_core.engines.base import FinishReason
 from dapo_core.flops import ActorUtilization
 from dapo_core.metrics import (
     batch_metrics,
@@ -25,7 +25,7 @@ from dapo_core.metrics import (
     update_metrics,
 )
 from dapo_core.policy import UpdateSums
-from dapo_core.reward import Verdict
+from dapo_core.reward.scorers import Verdict
 from dapo_core.rollout import Group, Rollout
 from dapo_core.sampler import Draw, TokenAccount
 from tests.batches import make_group

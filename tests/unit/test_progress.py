@@ -11,7 +11,7 @@ from flows.progress import STEP_LINE, StepBar, bytes_progress
 
 
 def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
-    return logging.LogRecord("tasks.processes.dapo_command", level, __file__, 1, message, (), None)
+    return logging.LogRecord("tasks.stage_command", level, __file__, 1, message, (), None)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dapo_core.config.derived import Derived, derive
+from dapo_core.config.derived import derive
 from dapo_core.config.fields import known_fields
 from dapo_core.errors import ConfigError
 from flows.config import Config, load_config, resolve_config
@@ -78,121 +77,82 @@ def test_paths_are_relative_and_files_of_ours_exist(path: Path) -> None:
         assert (CONFIGS.parent / config.custom_reward.path).is_file()
 
 
-def test_derived_numbers_of_the_demo() -> None:
-    assert derive(load("arith_cpu")) == Derived(
-        num_policy_devices=2,
-        num_rollout_devices=1,
-        num_devices=3,
-        num_data_ranks=2,  # 2 ranks / 1 for each sequence
-        num_weight_copies=1,
-        prompts_per_step=16,
-        responses_per_step=128,  # 16 x 8
-        most_response_tokens_per_step=7_168,  # 128 x 56
-        most_tokens_per_step=15_360,  # 128 x (64 + 56)
-        most_prompts_drawn_per_step=320,  # 32 x 10
-        optimizer_steps_per_step=2,  # 16 / 8
-        num_optimizer_steps=120,  # 2 x 60
-        num_warmup_steps=10,
-        num_trained_prompts=960,  # 16 x 60
-        responses_per_optimizer_step=64,  # 8 x 8
-        responses_per_rank=32,  # 64 / 2
-        longest_sequence_tokens=120,  # 64 + 56
-        most_tokens_per_device=16_384,
-        longest_sequences_per_micro_batch=136,  # 16,384 / 120 = 136.5
-        num_responses_decoded_at_once=256,  # 1 x 256
-        most_cached_tokens_per_engine=30_720,  # 256 x 120
-    )
-
-
-def test_derived_numbers_of_the_papers_recipe() -> None:
-    assert derive(load("dapo_qwen2_5_32b_math")) == Derived(
-        num_policy_devices=64,
-        num_rollout_devices=64,
-        num_devices=128,  # 16 nodes x 8
-        num_data_ranks=16,  # 64 / 4
-        num_weight_copies=1,
-        prompts_per_step=512,
-        responses_per_step=8_192,  # 512 x 16
-        most_response_tokens_per_step=167_772_160,  # 8,192 x 20,480
-        most_tokens_per_step=184_549_376,  # 8,192 x 22,528
-        most_prompts_drawn_per_step=15_360,  # 1,536 x 10
-        optimizer_steps_per_step=16,  # 512 / 32: the paper's 16 gradient updates for each rollout step
-        num_optimizer_steps=3_200,  # 16 x 200
-        num_warmup_steps=320,  # the paper's 20 rollout steps x 16
-        num_trained_prompts=102_400,  # 512 x 200
-        responses_per_optimizer_step=512,  # 32 x 16: the paper's mini-batch
-        responses_per_rank=32,  # 512 / 16
-        longest_sequence_tokens=22_528,  # 2,048 + 16,384 + 4,096
-        most_tokens_per_device=22_528,
-        longest_sequences_per_micro_batch=4,  # 22,528 x 4 / 22,528
-        num_responses_decoded_at_once=16_384,  # 64 x 256
-        most_cached_tokens_per_engine=5_767_168,  # 256 x 22,528
-    )
-
-
-def test_derived_numbers_of_qwen3_32b() -> None:
-    assert derive(load("dapo_qwen3_32b_math")) == Derived(
-        num_policy_devices=32,
-        num_rollout_devices=32,
-        num_devices=64,  # 4 nodes x 16 dies
-        num_data_ranks=8,  # 32 / 4
-        num_weight_copies=1,
-        prompts_per_step=64,
-        responses_per_step=1_024,  # 64 x 16
-        most_response_tokens_per_step=20_971_520,  # 1,024 x 20,480
-        most_tokens_per_step=23_068_672,  # 1,024 x 22,528
-        most_prompts_drawn_per_step=1_920,  # 192 x 10
-        optimizer_steps_per_step=2,  # 64 / 32
-        num_optimizer_steps=400,  # 2 x 200
-        num_warmup_steps=20,  # 10 x 2
-        num_trained_prompts=12_800,  # 64 x 200
-        responses_per_optimizer_step=512,  # 32 x 16
-        responses_per_rank=64,  # 512 / 8
-        longest_sequence_tokens=22_528,  # 2,048 + 20,480
-        most_tokens_per_device=5_632,
-        longest_sequences_per_micro_batch=1,  # 5,632 x 4 / 22,528
-        num_responses_decoded_at_once=8_192,  # 32 x 256
-        most_cached_tokens_per_engine=5_767_168,  # 256 x 22,528
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "num_prompts_drawn"),
-    [
-        ("dapo_qwen3_8b_choice", 1_920),  # 192 x 10
-        ("grpo_qwen3_8b_math", 640),  # 64 x 10, of which the first 64 are enough
+DERIVED = {  # in the order of the table
+    "arith_cpu": [
+        2,  # policy: devices
+        1,  # rollouts: devices
+        3,  # policy and rollouts: devices
+        2,  # data-parallel ranks: ranks, 2 ranks / 1 for each sequence
+        1,  # copies of the trained weights: copies
+        120,  # longest sequence: tokens, 64 + 56
+        16,  # a training step: prompts
+        128,  # a training step: responses, 16 x 8
+        7_168,  # a training step, at most: response tokens, 128 x 56
+        15_360,  # a training step, at most: tokens, 128 x (64 + 56)
+        320,  # drawn for a step, at most: prompts, 32 x 10
+        2,  # a training step: optimizer steps, 16 / 8
+        120,  # the training: optimizer steps, 2 x 60
+        10,  # warm-up, of these: optimizer steps
+        960,  # the training: prompts, 16 x 60
+        64,  # an optimizer step: responses, 8 x 8
+        32,  # an optimizer step, of each data-parallel rank: responses, 64 / 2
+        16_384,  # a micro-batch on a device, at most: tokens
+        136,  # a micro-batch of longest sequences: sequences, 16,384 / 120 = 136.5
+        256,  # decoded at once by all engines, at most: responses, 1 x 256
+        30_720,  # keys and values to decode them all to the end, an engine: tokens, 256 x 120
     ],
-)
-def test_derived_numbers_of_qwen3_8b(name: str, num_prompts_drawn: int) -> None:
-    assert derive(load(name)) == Derived(
-        num_policy_devices=8,
-        num_rollout_devices=8,
-        num_devices=16,  # one node
-        num_data_ranks=4,  # 8 / 2
-        num_weight_copies=1,
-        prompts_per_step=64,
-        responses_per_step=1_024,  # 64 x 16
-        most_response_tokens_per_step=8_388_608,  # 1,024 x 8,192
-        most_tokens_per_step=10_485_760,  # 1,024 x 10,240
-        most_prompts_drawn_per_step=num_prompts_drawn,
-        optimizer_steps_per_step=4,  # 64 / 16
-        num_optimizer_steps=400,  # 4 x 100
-        num_warmup_steps=40,  # 10 x 4
-        num_trained_prompts=6_400,  # 64 x 100
-        responses_per_optimizer_step=256,  # 16 x 16
-        responses_per_rank=64,  # 256 / 4
-        longest_sequence_tokens=10_240,  # 2,048 + 8,192
-        most_tokens_per_device=10_240,
-        longest_sequences_per_micro_batch=2,  # 10,240 x 2 / 10,240
-        num_responses_decoded_at_once=2_048,  # 8 x 256
-        most_cached_tokens_per_engine=2_621_440,  # 256 x 10,240
-    )
+    "dapo_qwen2_5_32b_math": [
+        64,  # policy: devices
+        64,  # rollouts: devices
+        128,  # policy and rollouts: devices, 16 nodes x 8
+        16,  # data-parallel ranks: ranks, 64 / 4
+        1,  # copies of the trained weights: copies
+        22_528,  # longest sequence: tokens, 2,048 + 16,384 + 4,096
+        512,  # a training step: prompts
+        8_192,  # a training step: responses, 512 x 16
+        167_772_160,  # a training step, at most: response tokens, 8,192 x 20,480
+        184_549_376,  # a training step, at most: tokens, 8,192 x 22,528
+        15_360,  # drawn for a step, at most: prompts, 1,536 x 10
+        16,  # a training step: optimizer steps, 512 / 32: the paper's 16 gradient updates for each rollout step
+        3_200,  # the training: optimizer steps, 16 x 200
+        320,  # warm-up, of these: optimizer steps, the paper's 20 rollout steps x 16
+        102_400,  # the training: prompts, 512 x 200
+        512,  # an optimizer step: responses, 32 x 16: the paper's mini-batch
+        32,  # an optimizer step, of each data-parallel rank: responses, 512 / 16
+        22_528,  # a micro-batch on a device, at most: tokens
+        4,  # a micro-batch of longest sequences: sequences, 22,528 x 4 / 22,528
+        16_384,  # decoded at once by all engines, at most: responses, 64 x 256
+        5_767_168,  # keys and values to decode them all to the end, an engine: tokens, 256 x 22,528
+    ],
+    "dapo_qwen3_32b_math": [
+        *map(int, ["32", "32", "64", "8", "1", "22528", "64", "1024", "20971520", "23068672", "1920"]),
+        *map(int, ["2", "400", "20", "12800", "512", "64", "5632", "1", "8192", "5767168"]),
+    ],
+    "dapo_qwen3_8b_choice": [
+        *map(int, ["8", "8", "16", "4", "1", "10240", "64", "1024", "8388608", "10485760", "1920"]),
+        *map(int, ["4", "400", "40", "6400", "256", "64", "10240", "2", "2048", "2621440"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_derived_numbers(name: str) -> None:
+    assert [quantity.number for quantity in derive(load(name))] == DERIVED[name]
+
+
+def test_derived_numbers_of_grpo_are_its_siblings_but_for_the_prompts_drawn() -> None:
+    grpo, dapo = derive(load("grpo_qwen3_8b_math")), derive(load("dapo_qwen3_8b_choice"))
+    differing = [quantity for quantity, other in zip(grpo, dapo, strict=True) if quantity != other]
+    drawn = ("drawn for a step, at most", 640, "prompts")  # 64 x 10, of which the first 64 are enough
+    assert [quantity[:3] for quantity in differing] == [drawn]
 
 
 def test_sharding_within_nodes_makes_copies() -> None:
-    derived = derive(load("dapo_qwen2_5_32b_math", "train.fsdp_size=8"))
-    assert derived.num_weight_copies == 8  # 64 / 8
-    assert derived.num_data_ranks == 16  # sharding does not change who sees which response
+    derived = {
+        quantity.label: quantity.number for quantity in derive(load("dapo_qwen2_5_32b_math", "train.fsdp_size=8"))
+    }
+    assert derived["copies of the trained weights"] == 8  # 64 / 8
+    assert derived["data-parallel ranks"] == 16  # sharding does not change who sees which response
 
 
 def test_grpo_differs_from_its_dapo_sibling_in_the_algorithm_and_the_task_alone() -> None:
@@ -223,33 +183,3 @@ def test_the_papers_recipe_is_the_defaults_but_for_hardware_warm_up_and_evaluati
 def test_a_placeholder_in_a_recipe_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.path = '<MODEL>' still holds a placeholder"):
         load("dapo_qwen3_32b_math", "model.path=<MODEL>")
-
-
-@pytest.mark.parametrize(
-    ("response", "ground_truth", "is_right"),
-    [
-        (r"<think>\boxed{A}?</think> It is \boxed{D}.", "D", True),
-        (r"<think>\boxed{D}</think> It is \boxed{A}.", "D", False),  # the thinking's box does not count
-        (r"<think>so \boxed{D}", "D", False),  # cut while thinking
-        (r"It is \boxed{D}.", "D", True),  # a model that does not think aloud
-        (r"\boxed{A}\boxed{B}\boxed{D}", "ABD", True),
-        (r"\boxed{D, B and A}", "ABD", True),
-        (r"\boxed{ABD}", "A,B,D", True),
-        (r"\boxed{A}\boxed{B}", "ABD", False),  # not all
-        (r"\boxed{ABCD}", "ABD", False),  # one too many
-        (r"\boxed{D. Bond}", "D", True),  # the B of a word is no option
-        ("The answer is D.", "D", False),  # no box
-        (r"\boxed{}", "D", False),
-        (r"\boxed{H}", "D", False),
-        (r"\boxed{D} " + 300 * ".", "D", False),  # further than 300 characters from the end
-    ],
-)
-def test_the_finance_reward(response: str, ground_truth: str, is_right: bool) -> None:
-    custom = load("dapo_qwen3_8b_choice").custom_reward
-    spec = importlib.util.spec_from_file_location("finance_choice", CONFIGS.parent / str(custom.path))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    verdict = getattr(module, custom.name)("finance", response, ground_truth, None)
-    assert (verdict["score"], verdict["acc"]) == ((1.0, True) if is_right else (-1.0, False))

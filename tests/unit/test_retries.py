@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -11,13 +12,11 @@ from prefect.states import Failed
 
 from dapo_core.errors import (
     CheckpointError,
-    ChildProcessFailed,
     DataError,
     NotEnoughSignal,
     RolloutError,
     ServeError,
     ServerDied,
-    StageTimedOut,
     StoreError,
     WorkerDied,
 )
@@ -26,9 +25,12 @@ from tasks.evaluate_model import evaluate_model
 from tasks.fetch_model import fetch_model
 from tasks.merge_checkpoint import merge_checkpoint
 from tasks.prepare_data import prepare_data
-from tasks.retries import draw_delays, is_lasting, may_succeed_next_time, shortened
+from tasks.processes.child import ChildProcessFailed, run_command
+from tasks.retries import exit_code_of, is_lasting, may_succeed_next_time, shortened
+from tasks.time_limit import StageTimedOut
 from tasks.train_policy import train_policy
 from tasks.write_report import write_report
+from tests.processes import python
 
 
 @pytest.mark.parametrize(
@@ -66,30 +68,17 @@ def test_what_stays_is_not(error: Exception) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "lasting"),
-    [
-        (1, False),
-        (-9, False),
-        (-6, False),
-        (None, False),
-        (2, True),
-        (143, True),
-        (130, True),
-        (-15, True),
-        (-2, True),
-    ],
+    ("code", "lasting"),
+    [("sys.exit(1)", False), ("sys.exit(2)", True), ("sys.exit(143)", True), ("os.kill(os.getpid(), 9)", False)],
 )
-def test_a_child_that_was_asked_to_stop_is_not_started_again(exit_code: int | None, lasting: bool) -> None:
-    error = ChildProcessFailed("train ended")
-    error.exit_code = exit_code
+def test_a_child_that_was_stopped_or_needs_the_user_is_not_started_again(
+    code: str, lasting: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(ChildProcessFailed) as caught:
+        run_command(python(f"import os, sys\n{code}"), log_path=tmp_path / "log", label="train")
+    error = pickle.loads(pickle.dumps(caught.value))
     assert is_lasting(error) is lasting
-
-
-def test_delays_double_and_differ_by_chance() -> None:
-    draws = [draw_delays() for _ in range(200)]
-    for number, middle in enumerate((10, 20, 40)):
-        delays = [draw[number] for draw in draws]
-        assert 0.7 * middle <= min(delays) < 0.9 * middle < 1.1 * middle < max(delays) <= 1.3 * middle
+    assert exit_code_of(error) == (2 if lasting else 1)
 
 
 def test_every_task_is_declared_alike() -> None:

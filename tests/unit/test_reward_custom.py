@@ -11,8 +11,9 @@ import pytest
 
 from dapo_core.config.training import CustomRewardConfig, RewardConfig
 from dapo_core.errors import ConfigError
-from dapo_core.reward import Score, require_scorers
 from dapo_core.reward.custom import PARAMETERS, call_function, load_function, to_score
+from dapo_core.reward.routing import require_scorers
+from dapo_core.reward.scorers import Score
 
 
 @pytest.mark.parametrize(

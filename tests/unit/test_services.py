@@ -20,14 +20,14 @@ from prefect.logging.configuration import DEFAULT_LOGGING_SETTINGS_PATH
 from prefect.plugins import HookContext
 from typer.testing import CliRunner
 
-from dapo_core.errors import ConfigError, ServeError, StoreError
+from dapo_core.errors import ConfigError, StoreError
 from durable import LockHeld
 from flows import services
 from flows.cli import app
 from flows.prefect_plugin import complete_names, setup_environment
 from flows.prefect_server import named_api, wait_until_healthy
 from flows.prefect_settings import PROJECT_SETTINGS
-from flows.services import DATABASE_VARIABLES, Service, Services, bring_up, take_down
+from flows.services import DATABASE_VARIABLES, Service, Services, ServicesError, bring_up, take_down
 from tests.prefect_servers import ROOT
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
@@ -91,7 +91,7 @@ def test_a_service_of_another_machine_is_not_signalled(tmp_path: Path) -> None:
     service.start(SLEEP, os.environ)
     record = service.read()
     service.record_path.write_text(json.dumps({**record, "machine": "far-away"}))
-    with pytest.raises(ServeError, match="was started on far-away: type this there"):
+    with pytest.raises(ServicesError, match="was started on far-away: type this there"):
         service.stop()
     service.record_path.write_text(json.dumps(record))
     service.stop()
@@ -101,7 +101,7 @@ def test_a_service_of_another_machine_is_not_signalled(tmp_path: Path) -> None:
 def test_a_service_that_ends_at_once_is_shown_with_its_last_lines(tmp_path: Path) -> None:
     service = Service(tmp_path, "server")
     service.start((sys.executable, "-c", "print('no such database')"), os.environ)
-    with pytest.raises(ServeError, match=r"does not answer: its process ended.*\n  \| no such database"):
+    with pytest.raises(ServicesError, match=r"does not answer: its process ended.*\n  \| no such database"):
         service.wait_until(lambda: False, "does not answer")
 
 
@@ -109,12 +109,18 @@ def test_a_failed_deployment_is_shown_with_prefects_own_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(services, "PREFECT", (sys.executable, "-c", "print('no such flow'); exit(1)"))
-    with pytest.raises(ServeError, match=r"`prefect deploy --all` ended with exit code 1 .*\n  \| no such flow"):
+    with pytest.raises(
+        ServicesError, match=r"`prefect deploy --all` ended with exit code 1 .*\n  \| no such flow"
+    ):
         services.deploy(tmp_path, os.environ)
 
 
 def test_two_commands_do_not_change_services_at_once(tmp_path: Path) -> None:
-    with Services(tmp_path).changing(), pytest.raises(ServeError, match="at work"), Services(tmp_path).changing():
+    with (
+        Services(tmp_path).changing(),
+        pytest.raises(ServicesError, match="at work"),
+        Services(tmp_path).changing(),
+    ):
         pass
 
 
@@ -160,7 +166,7 @@ def test_a_named_server_that_does_not_answer_is_one_message(
     url = "http://127.0.0.1:9/api"  # nothing listens there
     monkeypatch.setenv("PREFECT_API_URL", url)
     assert named_api(tmp_path) == url
-    with pytest.raises(ServeError, match=f"the Prefect server at {url} does not answer; start it, or correct "):
+    with pytest.raises(ServicesError, match=f"the Prefect server at {url} does not answer; start it, or correct "):
         wait_until_healthy(url, None)
 
 
@@ -238,7 +244,7 @@ class Runs:
 
 def test_down_refuses_while_runs_are_active_and_cancels_them_when_asked(tmp_path: Path) -> None:
     client: Any = Runs("proud-owl")
-    with pytest.raises(ServeError, match="proud-owl"):
+    with pytest.raises(ServicesError, match="proud-owl"):
         services._end_flow_runs(Services(tmp_path), client, cancel=False)
     assert client.states == []
     services._end_flow_runs(Services(tmp_path), client, cancel=True)  # there is no worker to wait for

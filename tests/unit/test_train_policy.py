@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from prefect.states import State
 
-from dapo_core.errors import RunSkipped
+from tasks import stage_command
 from tasks.artifacts import Artifact
-from tasks.processes import dapo_command
-from tasks.runs.run import Run
+from tasks.runs.run import Run, RunSkipped
 from tasks.train_policy import train_policy
 from tasks.training_lock import hold, training_lock_path
 from tests.recorded_runs import Outcome, produce, small_config
@@ -32,7 +31,7 @@ WAIT_SECONDS = 1.5  # longer than one that gives way is patient
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr("tasks.page.PageArtifact.show", lambda *_: None)  # there is no server
     monkeypatch.setattr(
-        dapo_command, "dapo_command", lambda *words: [sys.executable, "-c", TRAIN, *map(str, words)]
+        stage_command, "dapo_command", lambda *words: [sys.executable, "-c", TRAIN, *map(str, words)]
     )
     return Run.start(small_config(tmp_path / "store"))
 
@@ -49,8 +48,8 @@ def test_a_night_gives_way_at_its_first_attempt(run: Run, monkeypatch: pytest.Mo
     with hold(training_lock_path(run.config), "other"):
         state = train(run, monkeypatch, attempt=1)
     assert (state.type.value, state.name) == ("COMPLETED", "Skipped")
-    assert "training is under way already: run other on " in str(state.message)
-    with pytest.raises(RunSkipped, match="run other on "):  # as what the flow sees of it
+    assert "The run was skipped because run other (pid " in str(state.message)
+    with pytest.raises(RunSkipped, match="run other "):  # as what the flow sees of it
         raise state.result()
 
 
@@ -65,4 +64,4 @@ def test_a_later_attempt_waits_for_who_took_the_lock_since(
         state = train(run, monkeypatch, attempt=2)
         timer.join()
     assert state.name == "Completed"
-    assert "training.lock, held by run other on " in caplog.text
+    assert "training.lock, held by run other (pid " in caplog.text

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from tasks.artifacts import StageKey
 from tasks.processes.child import run_command
-from tasks.processes.watched_command import Outlive, watch_command
+from tasks.processes.detached import DetachOptions, attach_or_start
 from tasks.runs.run import Run, current_stage
 
 logger = logging.getLogger(__name__)
-page_logger = logging.getLogger(f"{__name__}.page")  # for what only Prefect's page needs to say
+page_logger = logging.getLogger(f"{__name__}.page")  # for what only Prefect's page shows
 
 METRICS_LINE = "step:"  # whole metric lines stay in the log file
-NOTEWORTHY = re.compile(r"\[supervisor\]|\b(?:WARNING|ERROR|CRITICAL|Traceback)\b|\w+Error:")
+WARNS = re.compile(r"\[supervisor\]|\b(?:WARNING|ERROR|CRITICAL|Traceback)\b|\w+Error:")
 
 
 def dapo_command(*words: str | Path) -> list[str]:
@@ -32,20 +32,20 @@ def run_dapo(
     run: Run,
     key: StageKey,
     *,
-    outlive: Outlive | None = None,
+    detach: DetachOptions | None = None,
     on_line: Callable[[str], None] | None = None,
 ) -> None:
-    """Run `dapo WORDS` to its end, its lines into the stage's log file, a link to which is in the run's folder.
+    """Run `dapo WORDS` to its end, its output in the stage's log file, which the run's folder links to.
 
-    Lines go to our log as well, but for metrics, and of these so many to Prefect's page as `PageLines` says;
-    `on_line` gets all. With `outlive` the command may outlive us, and is attached to when it runs already.
+    Lines other than metrics also go to our log, and to Prefect's page within the limits of `PageLines`; `on_line`
+    gets all of them. With `detach` the command may outlive us, and one that already runs is attached to.
     Raises ChildProcessFailed with the exit code, the last lines and the log's path.
     """
     log_path = run.store.log_path(key.stage, key.key)
     link_log(run, log_path)
     page = PageLines(run.config.flow.log_lines_per_minute, log_path)
 
-    def tell(line: str) -> None:
+    def pass_on(line: str) -> None:
         if line.strip() and not line.startswith(METRICS_LINE):
             logger.info("%s", line.rstrip(), extra={"send_to_api": page.admits(line)})
         if on_line is not None:
@@ -53,10 +53,10 @@ def run_dapo(
 
     command = dapo_command(*words)
     try:
-        if outlive is None:
-            run_command(command, log_path=log_path, label=key.stage, on_line=tell)
+        if detach is None:
+            run_command(command, log_path=log_path, label=key.stage, on_line=pass_on)
         else:
-            watch_command(command, log_path=log_path, label=key.stage, outlive=outlive, on_line=tell)
+            attach_or_start(command, log_path=log_path, label=key.stage, options=detach, on_line=pass_on)
     finally:
         page.close_minute()
 
@@ -69,14 +69,14 @@ def link_log(run: Run, log_path: Path) -> None:
 
 
 class PageLines:
-    """Which lines of a command go to Prefect's page: so many in a minute, and as many again that warn."""
+    """Which lines of a command go to Prefect's page: N lines per minute, plus N that warn."""
 
     def __init__(self, lines_per_minute: int, log_path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.lines_per_minute = lines_per_minute
         self.log_path = log_path
         self._clock = clock
         self._minute_began = clock()
-        self._num_admitted = {False: 0, True: 0}  # of lines that warn: True
+        self._num_admitted = {False: 0, True: 0}  # True: lines that warn
         self._num_left_out = 0
 
     def admits(self, line: str) -> bool:
@@ -84,15 +84,16 @@ class PageLines:
         if self._clock() - self._minute_began >= 60.0:
             self.close_minute()
             self._minute_began = self._clock()
-        is_noteworthy = NOTEWORTHY.search(line) is not None
-        is_admitted = self._num_admitted[is_noteworthy] < self.lines_per_minute
-        self._num_admitted[is_noteworthy] += is_admitted
+        warns = WARNS.search(line) is not None
+        is_admitted = self._num_admitted[warns] < self.lines_per_minute
+        self._num_admitted[warns] += is_admitted
         self._num_left_out += not is_admitted
         return is_admitted
 
     def close_minute(self) -> None:
-        """Say on the page how many lines it lacks since it was last said."""
+        """Say on the page how many lines it lacks since the last such line."""
         if self._num_left_out:
-            words = "... %d lines left out in this minute; all are in %s"
-            page_logger.info(words, self._num_left_out, self.log_path)
+            page_logger.info(
+                "... %d lines left out in this minute; all are in %s", self._num_left_out, self.log_path
+            )
         self._num_admitted, self._num_left_out = {False: 0, True: 0}, 0

@@ -1,4 +1,4 @@
-"""The exact ruler on a labelled table, AISBench's rule on verdicts worked out by hand, and the two together."""
+"""The exact rule on a labelled table, AISBench's rule on verdicts worked out by hand, and the two together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eval.answers.exact import is_equal_exact
 from eval.answers.grading import grade, parse_number
 from eval.problems.benchmarks import load_set
 
-TABLE = Path(__file__).resolve().parents[1] / "grading" / "pairs.tsv"
+TABLE = Path(__file__).resolve().parents[1] / "answers" / "pairs.tsv"
 # Only a prediction may leave out a base or brackets, or add a choice's text: the gold answer tells what is asked.
 ONE_WAY = {
     "52 | 52_8", "52_8 | 52", "6, 31, -1 | (6,31,-1)", "(6, 31, -1) | 6, 31, -1", "(1,-2) | 1,-2",
@@ -140,7 +140,7 @@ def test_aisbench_does_not_look_at_the_finish_reason() -> None:
     assert (graded.verdict, graded.aisbench_right, graded.aisbench_raises) == ("right", True, True)
 
 
-def test_rulers_disagree_where_one_is_wrong() -> None:
+def test_the_two_rules_disagree_where_one_is_wrong() -> None:
     graded = grade(r"\boxed{1,2}", "stop", "12")
     assert (graded.verdict, graded.aisbench_right) == ("wrong", True)
     graded = grade(r"\boxed{0.5}", "stop", r"\frac{1}{2}")

@@ -1,0 +1,192 @@
+"""Scorers: rules that say what a response is worth. Loaded by scoring processes, so nothing heavy."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from dapo_core.errors import DataError
+from eval.answers.choice import find_options, option_letters
+from eval.answers.extraction import extract_boxed
+from eval.answers.math_dapo import WINDOW_CHARACTERS, answer_line, normalize, normalize_as_verl
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import OverlongConfig
+
+Verdict = Literal["right", "wrong", "no_answer", "error", "timeout"]
+
+GEO3K_FORMAT_WEIGHT = 0.1
+MAX_GEO3K_CHARACTERS = 200
+_TOWER = re.compile(r"\^\s*[{(]|\^\s*\d+\s*\^|\^\s*\d\d")
+_FINAL_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a scorer says of one response.
+
+    With the verdicts `error` and `timeout` the scorer failed and says nothing of the response. Their value is 0.0,
+    midway between math_dapo's right and wrong.
+    """
+
+    value: float
+    verdict: Verdict
+    answer: str | None = None
+    acc: float = 0.0  # what the filter metric `acc` looks at: 1 right, 0 not, unless the scorer says otherwise
+
+
+def failed_score(verdict: Literal["error", "timeout"]) -> Score:
+    """The score of a response whose scorer failed."""
+    return Score(0.0, verdict)
+
+
+def score_math(response: str, ground_truth: str) -> Score:
+    r"""+1 when the response's final answer equals the ground truth, else -1.
+
+    The answer is the last `Answer:` line within the last 300 characters, else the last \boxed{} there. Both
+    sides are normalised as strings; nothing is computed.
+    """
+    answer = answer_line(response)
+    if answer is None:
+        answer = extract_boxed(response[-WINDOW_CHARACTERS:])
+    return _equal(answer, ground_truth, normalize)
+
+
+def score_math_as_verl(response: str, ground_truth: str) -> Score:
+    """As verl's `math_dapo`: the last `Answer:` line alone, under verl's normalisation."""
+    return _equal(answer_line(response), ground_truth, normalize_as_verl)
+
+
+def _equal(answer: str | None, ground_truth: str, normal: Callable[[str], str]) -> Score:
+    if answer is None:
+        return Score(-1.0, "no_answer")
+    answer = normal(answer)
+    if answer == normal(ground_truth):
+        return Score(1.0, "right", answer, 1.0)
+    return Score(-1.0, "wrong", answer) if answer else Score(-1.0, "no_answer")
+
+
+def score_gsm8k(response: str, ground_truth: str) -> Score:
+    """1 when the last `#### number` of the last 300 characters is the ground truth, else 0.
+
+    As in verl (`reward_score/gsm8k.py`, method strict, format score 0) a number counts only behind `#### `,
+    commas are dropped, and the rest is compared as a string: `18.0` is not `18`.
+    """
+    numbers = _FINAL_NUMBER.findall(response[-WINDOW_CHARACTERS:])
+    if not numbers:
+        return Score(0.0, "no_answer")
+    answer = numbers[-1].replace(",", "")
+    is_right = answer == ground_truth
+    return Score(float(is_right), "right" if is_right else "wrong", answer, float(is_right))
+
+
+def score_choice(response: str, ground_truth: str) -> Score:
+    """+1 when the response names exactly the options of the ground truth, in any order, else -1.
+
+    Raises DataError for a ground truth that names no options.
+    """
+    truth = option_letters(ground_truth)
+    if not truth:
+        raise DataError(f"ground_truth {ground_truth!r} names no options A to G; correct the training parquet")
+    answer = find_options(response)
+    if not answer:
+        return Score(-1.0, "no_answer")
+    is_right = answer == truth
+    return Score(1.0 if is_right else -1.0, "right" if is_right else "wrong", answer, float(is_right))
+
+
+def score_geo3k(response: str, ground_truth: str) -> Score:
+    r"""0.9 for a right answer in the last \boxed{}, and 0.1 for the format: from 0 to 1.
+
+    As in verl (`reward_score/geo3k.py`) the format is `<think>` at the beginning, `</think>`, then a \boxed{};
+    the answer counts without it too. Answers are equal as normalised strings or, where verl asks sympy through
+    mathruler, when math-verify finds them equal: 5\sqrt{2} and \sqrt{50}, 13.5 and \frac{27}{2}.
+    """
+    answer = (extract_boxed(response) or "").strip()
+    format_value = GEO3K_FORMAT_WEIGHT * has_geo3k_format(response)
+    if not answer:
+        return Score(format_value, "no_answer")
+    is_right = is_same_value(answer, ground_truth)
+    value = (1.0 - GEO3K_FORMAT_WEIGHT) * is_right + format_value
+    return Score(value, "right" if is_right else "wrong", answer, float(is_right))
+
+
+def has_geo3k_format(response: str) -> bool:
+    r"""Whether the response is `<think>...</think>...\boxed{...}...`. O(n), unlike the regular expression."""
+    end_of_thinking = response.find("</think>", len("<think>"))
+    box = response.find("\\boxed{", end_of_thinking)
+    return response.startswith("<think>") and end_of_thinking >= 0 and box >= 0 and "}" in response[box:]
+
+
+def is_same_value(answer: str, ground_truth: str) -> bool:
+    """Whether two answers are the same string after normalisation, or the same value to math-verify.
+
+    As in mathruler, the value of something with a large or nested exponent is not asked for: 9^{9^9} would take
+    the memory of the machine. Other ways to keep sympy busy end at the time limit of the process.
+    """
+    if normalize(answer) == normalize(ground_truth):
+        return True
+    if len(answer) > MAX_GEO3K_CHARACTERS or _TOWER.search(answer):
+        return False
+    from math_verify import parse, verify  # loads sympy, half a second: only where strings differ
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits (SIGALRM) are off
+    gold, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (ground_truth, answer))
+    return bool(verify(gold, given, timeout_seconds=None))
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A rule, and how much of the response it reads: the last characters, or everything (None).
+
+    A rule with a window runs without a time limit: it must not raise, and its time must be linear.
+    """
+
+    rule: Callable[[str, str], Score]
+    window_characters: int | None = None
+
+    def __call__(self, response: str, ground_truth: str) -> Score:
+        return self.rule(response, ground_truth)
+
+
+SCORERS: Mapping[str, Scorer] = {
+    "math_dapo": Scorer(score_math, WINDOW_CHARACTERS),
+    "choice": Scorer(score_choice),
+    "geo3k": Scorer(score_geo3k),
+    "gsm8k": Scorer(score_gsm8k, WINDOW_CHARACTERS),
+}
+VERL_SCORERS: Mapping[str, Scorer] = {**SCORERS, "math_dapo": Scorer(score_math_as_verl, WINDOW_CHARACTERS)}
+# The project's names, and those that verl's default_compute_score sends to the same rules.
+DATA_SOURCES: Mapping[str, str] = {
+    "arithmetic": "math_dapo",
+    "math_dapo": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    "math": "math_dapo",
+    "aime": "math_dapo",
+    "aime24": "math_dapo",
+    "aime25": "math_dapo",
+    "choice": "choice",
+    "cflue": "choice",
+    "cflue_mcq": "choice",
+    "openai/gsm8k": "gsm8k",
+    "gsm8k": "gsm8k",
+    "hiyouga/geometry3k": "geo3k",
+    "geometry3k": "geo3k",
+}
+
+
+def overlong_penalty(
+    num_tokens: int, max_response_tokens: int, overlong: OverlongConfig, is_clamped: bool = True
+) -> float:
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13): from 0 down to -penalty_factor.
+
+    0 up to max_response_tokens - buffer_tokens, then linear, -penalty_factor at the limit. A response beyond
+    the limit gets no less than that, unless `is_clamped` is False: then the line goes on, as in verl.
+    """
+    if not overlong.enabled:
+        return 0.0
+    excess = max(num_tokens - (max_response_tokens - overlong.buffer_tokens), 0) / overlong.buffer_tokens
+    return -overlong.penalty_factor * (min(excess, 1.0) if is_clamped else excess)

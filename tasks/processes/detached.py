@@ -1,0 +1,193 @@
+"""A command that may outlive the process that started it: it runs while it is watched, and is found by its log.
+
+Its files, by which another host can watch and stop it too, are described in supervisor.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import durable
+from tasks.processes.child import (
+    GRACE_SECONDS,
+    STOP_MARGIN_SECONDS,
+    RunningCommand,
+    lock_log,
+    prepare_log,
+    start_supervisor,
+)
+from tasks.processes.supervisor import RECORD_SUFFIX, REQUEST_SUFFIXES
+
+logger = logging.getLogger(__name__)
+
+TOUCH_SECONDS = 1.0
+STOP_WAIT_SECONDS = 20.0  # Prefect kills a cancelled flow process after 30
+
+
+@dataclass(frozen=True)
+class DetachOptions:
+    """How a command goes on without the process that started it, and how it is stopped."""
+
+    unwatched_seconds: float  # 0: it ends with the process that started it
+    stop_seconds: float  # for the command alone to end in order, before all below it get SIGTERM
+    goes_on_after: Callable[[BaseException], bool] = lambda error: False  # although this error ends us
+    lock: Callable[[], AbstractContextManager[int | None]] = contextlib.nullcontext  # to hold while it runs
+    work: str = ""  # such as a folder: a command on other work that has the same log is waited for
+    grace_seconds: float = GRACE_SECONDS
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the supervisor of a detached command says of it."""
+
+    pid: int  # the supervisor's
+    host: str
+    started_at: float
+    unwatched_seconds: float
+    work: str
+    stopping: str | None = None  # why, from the moment it is being stopped
+    exit_code: int | None = None  # minus the signal that killed it; None while it runs
+
+    def __str__(self) -> str:
+        since = datetime.datetime.fromtimestamp(self.started_at, datetime.timezone.utc)
+        return f"pid {self.pid} on {self.host}, started {since.isoformat(timespec='seconds')}"
+
+
+class DetachedProcess(RunningCommand):
+    """A detached command that we started, or attached to; an error that leaves the block stops it or not."""
+
+    def __init__(
+        self,
+        label: str,
+        log_path: Path,
+        log_offset: int,
+        options: DetachOptions,
+        popen: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        super().__init__(label, log_path, log_offset)
+        self.options = options
+        self._started = popen  # None when another process started it
+        self._touched_at = float("-inf")
+
+    def __enter__(self) -> DetachedProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or self.poll() is not None:
+            return
+        unwatched_minutes, stop_seconds = self.options.unwatched_seconds / 60, self.options.stop_seconds
+        fate = (
+            f"goes on for flow.unwatched_minutes={unwatched_minutes:g}: the next run with its key attaches to it"
+        )
+        if not (unwatched_minutes > 0 and self.options.goes_on_after(error)):
+            self.stop(STOP_WAIT_SECONDS)
+            fate = f"ends within flow.stop_seconds={stop_seconds:g}: the next run with its key waits for it"
+        if self.poll() is None:
+            logger.warning("%s (%s) %s", self.label, read_record(self.log_path), fate)
+
+    def poll(self) -> int | None:
+        """None while the command runs, which keeps it watched; -SIGKILL when it died with its supervisor."""
+        if self._started is not None:
+            exit_code = self._started.poll()
+        elif durable.is_locked(self.log_path):
+            exit_code = None
+        else:
+            record = read_record(self.log_path)  # written before the lock was released
+            outcome = record.exit_code if record is not None else None
+            exit_code = -signal.SIGKILL if outcome is None else outcome
+        if exit_code is None:
+            self._touch()
+        return exit_code
+
+    def request(self, request: signal.Signals) -> None:
+        """Have the supervisor STOP or KILL the command, by an empty file: that works on a full disk too."""
+        self.log_path.with_suffix(REQUEST_SUFFIXES[request]).touch()
+
+    def _touch(self) -> None:
+        if time.monotonic() - self._touched_at >= TOUCH_SECONDS:
+            self._touched_at = time.monotonic()
+            with contextlib.suppress(FileNotFoundError):  # the supervisor is still starting
+                os.utime(self.log_path.with_suffix(RECORD_SUFFIX))
+
+
+def attach_or_start(
+    command: Sequence[str],
+    *,
+    log_path: str | Path,
+    label: str,
+    options: DetachOptions,
+    on_line: Callable[[str], None] | None = None,
+) -> None:
+    """Run a command to its end, or attach to the one that does its work already; hand on each line.
+
+    Whatever interrupts us stops the command, unless `options.goes_on_after` it; then the next run attaches.
+    Raises ChildProcessFailed when the command does not end with exit code 0.
+    """
+    with _find_or_start(command, prepare_log(log_path, label), label, options) as process:
+        process.hand_lines_to(on_line)
+
+
+def read_record(log_path: Path) -> Record | None:
+    """What the supervisor of the log's last detached command left, if anything."""
+    with contextlib.suppress(FileNotFoundError):
+        return Record(**json.loads(log_path.with_suffix(RECORD_SUFFIX).read_text(encoding="utf-8")))
+    return None
+
+
+def find_running(log_path: Path) -> Record | None:
+    """The record of the detached command that writes to this log, unless it is being stopped."""
+    if not durable.is_locked(log_path) or (record := read_record(log_path)) is None:
+        return None
+    is_requested = any(log_path.with_suffix(suffix).exists() for suffix in REQUEST_SUFFIXES.values())
+    return None if is_requested or record.stopping or record.exit_code is not None else record
+
+
+def _find_or_start(command: Sequence[str], path: Path, label: str, options: DetachOptions) -> DetachedProcess:
+    def is_running() -> bool:
+        record = find_running(path)
+        return record is not None and record.work == options.work
+
+    # One on other work ends when it is no longer watched; the lock of the log is free after that.
+    patience_seconds = options.unwatched_seconds + options.stop_seconds + options.grace_seconds
+    lock = lock_log(path, label, patience_seconds + STOP_MARGIN_SECONDS, should_stop_waiting=is_running)
+    if lock is not None:
+        return _start(command, path, lock, label, options)
+    logger.info("%s already runs: attached to %s; its output is in %s", label, find_running(path), path)
+    return DetachedProcess(label, path, path.stat().st_size, options)
+
+
+def _start(
+    command: Sequence[str], path: Path, log_lock: int, label: str, options: DetachOptions
+) -> DetachedProcess:
+    """Start the command, whose log is locked."""
+    for suffix in (RECORD_SUFFIX, *REQUEST_SUFFIXES.values()):
+        path.with_suffix(suffix).unlink(missing_ok=True)
+    settings = {
+        "grace_seconds": options.grace_seconds,
+        "stop_seconds": options.stop_seconds,
+        "folder": None,
+        "detached": {
+            "stem": str(path.with_suffix("")),
+            "unwatched_seconds": options.unwatched_seconds,
+            "work": options.work,
+        },
+    }
+    log_offset = path.stat().st_size
+    with os.fdopen(log_lock), options.lock() as lock:
+        popen = start_supervisor(command, path, [log_lock] if lock is None else [log_lock, lock], settings)
+    logger.info("%s runs under pid %d, its output is in %s", label, popen.pid, path)
+    return DetachedProcess(label, path, log_offset, options, popen)

@@ -1,0 +1,128 @@
+"""Grading in a process: the same verdicts as in place, and limits that hold whatever the text."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from eval import EvaluationError
+from eval.answers.grading import MathGrader, grade
+from eval.answers.pool import CallFailed, Pool
+
+MAX_ROW_SECONDS = 2.0  # of this process; its worker is killed by the clock
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[MathGrader]:
+    with MathGrader() as grader:
+        grader.grade(r"\boxed{\sqrt{2}}", "stop", "1")  # its start is not part of a row
+        yield grader
+
+
+HOSTILE = {
+    "boxes that never close": "\\boxed{" * 20_000,
+    "tower": r"\boxed{9^9^9^9}",
+    "braced tower": r"\boxed{9^{9^{9^{9}}}}",
+    "tower of factorials": r"\boxed{1000!!!!}",
+    "factorial": r"\boxed{99999999!}",
+    "binomial": r"\boxed{\binom{10^9}{10^8}}",
+    "exponentials": r"\boxed{e^{e^{e^{e^{e}}}}}",
+    "huge sine": r"\boxed{\sin(10^{10^{9}})}",
+    "exponent": r"\boxed{1e99999}",
+    "nested fractions": "\\boxed{" + "\\frac{1}{" * 300 + "2" + "}" * 300 + "}",
+    "nested roots": "\\boxed{" + "\\sqrt{" * 500 + "2" + "}" * 500 + "}",
+    "parentheses": "\\boxed{" + "(" * 2000 + "1" + ")" * 2000 + "}",
+    "signs": "\\boxed{" + "-" * 3000 + "1}",
+    "product": "\\boxed{" + "(x+1)" * 600 + "}",
+    "sum": "\\boxed{" + "+".join(f"x^{{{i}}}" for i in range(250)) + "}",
+    "list": "\\boxed{" + ",".join(f"\\sqrt{{{i}}}" for i in range(400)) + "}",
+    "intervals": "\\boxed{" + "[1,2)\\cup " * 400 + "[3,4)}",
+    "empty entries": "\\boxed{\\begin{pmatrix}" + "1&" * 1000 + "\\end{pmatrix}}",
+    "bars": "\\boxed{" + "|" * 1000 + "}",
+    "spaces": "\\boxed{5" + " " * 3900 + "x}",
+    "lone surrogate": "\\boxed{\ud800}",
+    "surrogates in a formula": "\\boxed{\\sqrt{\udfff}+\ud800}",
+    "digits": "\\boxed{" + "9" * 1_000_000 + "}",
+    "a megabyte": "a" * 1_000_000,
+    "braces": "{" * 1_000_000,
+    "many boxes": "\\boxed{1}" * 100_000,
+    "openings": "\\text{(" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_text_takes_long_or_raises_or_is_right(grader: MathGrader, name: str) -> None:
+    for gold in ("5", r"\sqrt{2}", "1,2", r"\text{Evelyn}"):
+        started = time.process_time()
+        graded = grader.grade(HOSTILE[name], "stop", gold)
+        assert time.process_time() - started < MAX_ROW_SECONDS
+        assert graded.verdict in ("wrong", "no_answer")
+
+
+def test_nul_bytes_are_left_out(grader: MathGrader) -> None:
+    assert grader.grade("\\boxed{\x00\\frac{1}{2}}", "stop", "0.5").verdict == "right"
+
+
+def test_grading_in_a_process_and_in_place_agree(grader: MathGrader) -> None:
+    rows = [(r"\boxed{2\sqrt3}", r"\sqrt{12}"), (r"\boxed{2,1}", "1,2"), ("no", "1"), (r"\boxed{1.41}", r"\sqrt2")]
+    grades = [grader.grade(response, "stop", gold) for response, gold in rows]
+    assert grades == [grade(response, "stop", gold) for response, gold in rows]
+    assert [graded.verdict for graded in grades] == ["right", "right", "no_answer", "wrong"]
+
+
+def test_limits_cost_their_row_only_and_are_counted() -> None:
+    hard, gold = r"\boxed{\sqrt{8}}", r"2\sqrt2"
+    with MathGrader(timeout_seconds=5.0) as grader:
+        assert grader.grade(hard, "stop", gold).verdict == "right"
+        [process] = grader._pool._processes
+        [pid] = grader._pool.pids
+        process.timeout_seconds = 0.2
+        os.kill(pid, signal.SIGSTOP)  # never answers
+        started = time.perf_counter()
+        assert grader.grade(hard, "stop", gold).verdict == "wrong"
+        assert time.perf_counter() - started < 4.0
+        assert (grader.num_killed, grader._pool.pids) == (1, set())
+        process.timeout_seconds = 5.0
+        assert grader.grade(hard, "stop", gold).verdict == "right"
+        [second] = grader._pool.pids
+        os.kill(second, signal.SIGKILL)  # while it has nothing to do: no row pays
+        os.waitid(os.P_PID, second, os.WEXITED | os.WNOWAIT)
+        assert grader.grade(hard, "stop", gold).verdict == "right"
+        assert grader.num_killed == 1
+
+
+def test_threads_share_the_process_and_closing_ends_it() -> None:
+    with MathGrader() as grader:
+        rows = [(f"\\boxed{{\\sqrt{{{4 * n + 8}}}}}", f"2\\sqrt{{{n + 2}}}") for n in range(80)]  # sqrt(4 (n + 2))
+        with ThreadPoolExecutor(4) as threads:
+            verdicts = list(threads.map(lambda row: grader.grade(row[0], "stop", row[1]).verdict, rows))
+        [pid] = grader._pool.pids
+    assert verdicts == ["right"] * 80
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_strings_and_numbers_start_no_process() -> None:
+    with MathGrader() as grader:
+        assert grader.grade(r"\boxed{42}", "stop", "42").verdict == "right"
+        assert grader.grade(r"\boxed{41}", "stop", "42").verdict == "wrong"
+        assert grader.grade(r"\boxed{0.5}", "stop", r"\frac12").verdict == "right"
+        assert grader._pool.pids == set()
+
+
+def test_too_little_memory_is_said_and_too_much_of_it_is_wrong() -> None:
+    with (
+        MathGrader(memory_bytes=1 << 20) as grader,
+        pytest.raises(EvaluationError, match="1,048,576 bytes"),
+    ):
+        grader.grade(r"\boxed{\sqrt{8}}", "stop", r"2\sqrt2")
+    pool = Pool("builtins:eval", ("bytearray",), timeout_seconds=60.0, memory_bytes=1 << 30)
+    assert pool.submit(1 << 20).exception() is not None  # a bytearray is no JSON
+    with pytest.raises(CallFailed, match="MemoryError"):
+        pool.submit(1 << 31).result()
+    pool.close()
