@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from pathlib import Path
 from flows.services import PREFECT, ServicesError, api_url, indented, is_healthy
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.serve_model.command import free_ports
+
+logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 STARTUP_SECONDS = 180.0
@@ -44,6 +47,7 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
     stack = contextlib.ExitStack()
     atexit.register(stack.close)  # before Prefect's own exit functions are, so after their last messages
     if url is None:
+        logger.info("starting a Prefect server for this run")
         port = free_ports(HOST)[0]
         url = f"http://{HOST}:{port}/api"
         server = stack.enter_context(_private_server(url, port))
