@@ -151,7 +151,7 @@ def _answer(config: Config, store: ArtifactStore, data: Artifact, model: Artifac
     stage = Stage(
         name="bench_learning_answers",
         sections=("evaluate.max_response_tokens",),
-        modules=("dapo_core.engines.hf_engine", "eval.problems", "eval.answers"),
+        code=("dapo_core/engines", "eval/problems", "eval/answers"),
         packages=("torch", "transformers"),
     )
     key = stage.key(config, evaluate_model_inputs(config, data, model))

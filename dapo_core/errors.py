@@ -59,7 +59,3 @@ class ServerDied(ServeError):
     """A model server was killed while it started, or ended after it had answered."""
 
     is_lasting = False
-
-
-class StoreError(DapoError, OSError):
-    """The artifact store cannot be written, or a stage left something in it that cannot be kept."""

@@ -20,7 +20,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from dapo_core.device import device_for
-from dapo_core.errors import ConfigError, StoreError
+from dapo_core.errors import ConfigError
 from durable import locked
 from flows.prefect_server import named_api
 from flows.services import (
@@ -32,7 +32,7 @@ from flows.services import (
     read_deployments,
     wait_until,
 )
-from tasks.artifacts import ArtifactStore
+from tasks.artifacts import ArtifactStore, StoreError
 from tasks.processes.child import ChildProcessFailed, run_command
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from uuid import UUID
 
 import yaml
 
-from dapo_core.errors import ConfigError, DapoError, StoreError
+from dapo_core.errors import ConfigError, DapoError
 from durable import LockHeld, is_locked, locked, tail, write_atomically
 from flows.prefect_settings import apply_prefect_settings
 
@@ -150,7 +150,7 @@ class Services:
         except LockHeld as error:
             raise ServicesError(f"another `dapo up` or `dapo down` is at work: {error}; wait for it") from None
         except (FileExistsError, NotADirectoryError, PermissionError) as error:
-            raise StoreError(
+            raise ServicesError(
                 f"{error.filename} cannot be written: {error.strerror}; give --store a folder you may write"
             ) from None
 

@@ -120,8 +120,8 @@ def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[
     for item in found:
         outcome = f"stays: {item.left}" if item.left else gone
         table.add_row(
-            Text(item.path.name),
-            item.stage,
+            Text(f"{item.attempt.short_key}/{item.attempt.path.name}"),
+            item.attempt.stage,
             f"{item.frees_bytes:,}",
             short_ids[item.last_run] if item.last_run else "no run",
             outcome,

@@ -18,7 +18,7 @@ def collect(store: Path, keep_runs: int = 1, **options: bool) -> list[Unused]:
 
 
 def nights(store: Path, *weights: str) -> list[Run]:
-    """A run for each word, which differ in training and what follows."""
+    """A run for each word; they differ in training and what follows."""
     runs = []
     for step, word in enumerate(weights, start=60):
         config = small_config(store, f"train.total_steps={step}")
@@ -26,21 +26,21 @@ def nights(store: Path, *weights: str) -> list[Run]:
     return runs
 
 
-def names(items: list[Unused], is_left: bool = False) -> set[str]:
-    return {item.path.name for item in items if bool(item.left) == is_left}
+def keys(items: list[Unused], is_left: bool = False) -> set[str]:
+    return {item.attempt.short_key for item in items if bool(item.left) == is_left}
 
 
-def artifacts(store: Path) -> set[str]:
-    return {path.parent.name for path in store.glob("*/*/manifest.json")}
+def stored_keys(store: Path) -> set[str]:
+    return {path.parents[1].name for path in store.glob("*_*/*/*/manifest.json")}
 
 
 def own_of(run: Run) -> set[str]:
-    """What a night made for itself: training, merge, evaluation after."""
+    """The keys that a night built for itself: training, merge, evaluation after."""
     return {run.stages[label].key[:16] for label in ("train_policy", "merge_checkpoint", "evaluate_after")}
 
 
 def make_old(*paths: Path, days: float = 2) -> None:
-    """Has the paths, and all below them, look untouched for days."""
+    """Make the paths, and all below them, look unchanged for days."""
     then = time.time() - days * 86400
     for path in paths:
         for each in (path, *path.rglob("*")):

@@ -1,9 +1,8 @@
 """The artifact store: the truth about which stages are done (DESIGN section 4)."""
 
-from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, hash_file
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, StoreError, hash_file
 from tasks.artifacts.code import code_digest
-from tasks.artifacts.lock import held, held_if_free, is_held
-from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey, package_versions, stage_key
+from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey, package_versions
 from tasks.artifacts.store import ArtifactStore
 from tasks.artifacts.verify import DamagedArtifact
 
@@ -14,11 +13,8 @@ __all__ = [
     "ArtifactStore",
     "DamagedArtifact",
     "StageKey",
+    "StoreError",
     "code_digest",
     "hash_file",
-    "held",
-    "held_if_free",
-    "is_held",
     "package_versions",
-    "stage_key",
 ]

@@ -1,4 +1,4 @@
-"""A finished stage output on disk: the handle that tasks pass on, its manifest, and the check of its files."""
+"""A finished stage output on disk: the handle that tasks pass on, its manifest, and its files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo_core.errors import StoreError
+from dapo_core.errors import DapoError
 from tasks.artifacts.stage_key import canonical_json
 
 MANIFEST_NAME = "manifest.json"
-BLOCK_BYTES = 1024 * 1024
+
+
+class StoreError(DapoError, OSError):
+    """The artifact store cannot be written, lacks something, or a stage wrote what cannot be kept."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Artifact:
     stage: str
     key: str  # 64 hexadecimal digits
     path: str  # absolute directory
-    digest: str  # of the content: equal bytes under equal names give equal digests, whenever and wherever made
+    digest: str  # of the content: equal bytes under equal names give equal digests
 
     def manifest(self) -> dict[str, Any]:
         """Returns manifest.json: files, inputs, config, code_digest, versions, host, times, metrics."""
@@ -50,20 +53,13 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def artifact_at(directory: Path) -> Artifact | None:
-    """Returns the artifact whose manifest is there, unchecked; None where none is, or none that can be read."""
+    """Returns the artifact that the manifest describes, its files unchecked; None without a readable manifest."""
     try:
         manifest = read_manifest(directory)
         artifact = Artifact(manifest["stage"], manifest["key"], str(directory), manifest["digest"])
     except (OSError, ValueError, KeyError):
         return None
     return artifact if all(isinstance(text, str) for text in vars(artifact).values()) else None
-
-
-def subfolders(folder: Path) -> list[Path]:
-    """Returns the folders in a folder by name, none where there is no such folder; links are no folders."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
 
 
 def content_digest(entries: Sequence[FileEntry]) -> str:
@@ -92,18 +88,8 @@ def content_files(directory: Path) -> Iterator[str]:
 
 def hash_file(path: Path) -> str:
     """Returns the sha256 of a file, read block by block."""
-    digest = hashlib.sha256()
-    block = memoryview(bytearray(BLOCK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while num_bytes := file.readinto(block):
-            digest.update(block[:num_bytes])
-    return digest.hexdigest()
-
-
-def file_entry(directory: Path, relative: str) -> FileEntry:
-    """Returns the size and sha256 of one file in the directory, as they are on disk."""
-    path = directory / relative
-    return FileEntry(relative, path.stat().st_size, hash_file(path))
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _raise(error: OSError) -> None:

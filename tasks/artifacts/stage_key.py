@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 SHORT_KEY_LENGTH = 16
@@ -23,31 +23,8 @@ class StageKey:
 
     @property
     def key(self) -> str:
-        """The full key, 64 hexadecimal digits."""
-        return stage_key(self.stage, self.config, self.inputs, self.code_digest, self.versions)
-
-    @property
-    def name(self) -> str:
-        """The name under which the store keeps locks and working directories: STAGE-KEY, key shortened."""
-        return f"{self.stage}-{self.key[:SHORT_KEY_LENGTH]}"
-
-
-def stage_key(
-    stage: str,
-    config_slice: Mapping[str, Any],
-    input_digests: Mapping[str, str],
-    code_digest: str,
-    versions: Mapping[str, str],
-) -> str:
-    """Returns sha256 over the canonical JSON of the parts. Raises TypeError on values JSON cannot hold."""
-    parts = {
-        "stage": stage,
-        "config": dict(config_slice),
-        "inputs": dict(input_digests),
-        "code": code_digest,
-        "versions": dict(versions),
-    }
-    return hashlib.sha256(canonical_json(parts)).hexdigest()
+        """sha256 over the canonical JSON of the parts. Raises TypeError on values JSON cannot hold."""
+        return hashlib.sha256(canonical_json(asdict(self))).hexdigest()
 
 
 def canonical_json(value: Any) -> bytes:

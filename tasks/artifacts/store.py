@@ -1,17 +1,18 @@
 """The store of stage outputs: finds a finished one, or has it built once and publishes it in one step.
 
-ROOT/STAGE/KEY16/           content and manifest.json: finished, verified on each use
-ROOT/STAGE/KEY16.DIGEST16/  what stood there before it was built again by force, for the runs that used it
-ROOT/.work/STAGE-KEY16/     being built; kept after a failed attempt of a resumable stage; KEY16.forced by force
-ROOT/.damaged/STAGE-KEY16-TIME/   moved aside, never deleted
-ROOT/.removed/STAGE-KEY16-TIME/   no longer part of the store, being deleted
-ROOT/.locks  ROOT/.verified       who builds what; which files were found right, and when
+ROOT/STAGE/KEY16/3          the third attempt at a key: content and manifest.json, finished, verified on each use
+ROOT/STAGE/KEY16/3.partial  being built; the next attempt of a resumable stage continues it
+ROOT/STAGE/KEY16/3.damaged  found to be other than its manifest says, or without one; never used, never continued
+ROOT/STAGE/KEY16/3.removed  being deleted by a garbage collection
+ROOT/STAGE/KEY16/3.verified which of its files were found right, and when
+ROOT/.locks  ROOT/.logs     who builds what, and who uses the store; what the commands of a stage wrote
+
+The newest finished attempt is the artifact of the key. Earlier ones stay for the runs that link to them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import errno
 import json
@@ -22,35 +23,45 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo_core.durable import sync, sync_tree
-from dapo_core.errors import StoreError
-from tasks.artifacts import lock
-from tasks.artifacts.artifact import (
-    MANIFEST_NAME,
-    Artifact,
-    artifact_at,
-    content_digest,
-    content_files,
-    file_entry,
-    read_manifest,
-    subfolders,
-)
+from durable import LockHeld, OnWait, is_locked, locked, publish, read_holder, sync
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, StoreError, content_digest
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
-from tasks.artifacts.verify import DamagedArtifact, identify, verify_directory, write_stamp
+from tasks.artifacts.verify import STAMP_SUFFIX, DamagedArtifact, list_files, verify_directory
 
 logger = logging.getLogger(__name__)
 
 Build = Callable[[Path], Mapping[str, Any]]
-Replace = Callable[[Artifact], None]
 
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 NO_FOLDER_ERRORS = (errno.EEXIST, errno.ENOENT)  # from mkdir: a file of that name, or a file system like /proc
 PROBE_BYTES = 64 * 1024
-_NAME = re.compile(rf"(\w+)-([0-9a-f]{{{SHORT_KEY_LENGTH}}})")
+REMIND_SECONDS = 60.0
+FINISHED, PARTIAL, DAMAGED, REMOVED = "", ".partial", ".damaged", ".removed"
+_ATTEMPT = re.compile(r"(\d+)(|\.partial|\.damaged|\.removed)")
+_KEY_FOLDER = re.compile(rf"\w+/[0-9a-f]{{{SHORT_KEY_LENGTH}}}")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at an artifact: a folder in the folder of its key."""
+
+    path: Path
+    number: int
+    state: str  # FINISHED, PARTIAL, DAMAGED or REMOVED: what its name ends with
+
+    @property
+    def stage(self) -> str:
+        return self.path.parent.parent.name
+
+    @property
+    def short_key(self) -> str:
+        return self.path.parent.name
 
 
 class ArtifactStore:
@@ -59,31 +70,27 @@ class ArtifactStore:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
 
-    def directory(self, stage: str, key: str) -> Path:
-        """Returns where the artifact of this key is, or would be."""
+    def key_folder(self, stage: str, key: str) -> Path:
+        """Returns where the attempts at this key are."""
         return self.root / stage / key[:SHORT_KEY_LENGTH]
-
-    def superseded_directory(self, stage: str, key: str, digest: str) -> Path:
-        """Returns where the artifact of this content is, or would be, once another has taken its place."""
-        return self.root / stage / f"{key[:SHORT_KEY_LENGTH]}.{digest[:SHORT_KEY_LENGTH]}"
-
-    def working_directory(self, stage: str, key: str, is_forced: bool = False) -> Path:
-        """Returns where the artifact of this key is being built, or a failed attempt was left."""
-        return self.root / ".work" / (_name(stage, key) + (".forced" if is_forced else ""))
 
     def log_path(self, stage: str, key: str) -> Path:
         """Returns where the commands of a stage log: outside the content, whose digest a log would change.
 
         It is the same for each attempt at a key, so that run_command there waits for what a killed one left.
         """
-        return self.root / ".logs" / f"{_name(stage, key)}.log"
+        return self.root / ".logs" / f"{stage}-{key[:SHORT_KEY_LENGTH]}.log"
+
+    def lock_path(self, stage: str, key: str) -> Path:
+        """Returns the lock that is held while the key is built."""
+        return self.root / ".locks" / f"{stage}-{key[:SHORT_KEY_LENGTH]}.lock"
 
     def check_writable(self) -> None:
         """Writes and removes a small file in the store; raises StoreError when that cannot be done."""
         with self._disk_errors(NO_FOLDER_ERRORS):
-            for folder in (".work", ".locks", ".damaged"):
-                (self.root / folder).mkdir(parents=True, exist_ok=True)
-            probe = self.root / ".work" / f".probe-{platform.node()}-{os.getpid()}"
+            locks = self.root / ".locks"
+            locks.mkdir(parents=True, exist_ok=True)
+            probe = locks / f".probe-{platform.node()}-{os.getpid()}"
             try:
                 probe.write_bytes(bytes(PROBE_BYTES))
                 sync(probe)
@@ -91,198 +98,157 @@ class ArtifactStore:
                 probe.unlink(missing_ok=True)
 
     def lookup(self, stage: str, key: str) -> Artifact | None:
-        """Returns the finished, verified artifact, or None; a damaged one is moved aside and named in the log."""
-        with self._disk_errors():
-            directory = self.directory(stage, key)
-            if not directory.is_dir():
-                return None
-            try:
-                return self._verify(stage, key)
-            except DamagedArtifact as damage:
-                logger.warning("artifact %s is damaged: %s", directory, damage)
-            self._lock_path(stage, key).parent.mkdir(exist_ok=True)
-            # Moved only under the lock: its holder may just have put a good one in its place.
-            with lock.held_if_free(self._lock_path(stage, key)) as is_held:
-                return self._lookup_locked(stage, key) if is_held else None
-
-    def peek(self, stage: str, key: str) -> Artifact | None:
-        """As `lookup`, but changes nothing in the store: raises DamagedArtifact for a damaged one."""
-        directory = self.directory(stage, key)
-        if not directory.is_dir():
+        """Returns the finished, verified artifact, or None; a damaged one is named in the log."""
+        try:
+            return self.check(stage, key)
+        except DamagedArtifact as damage:
+            logger.warning("artifact %s is damaged: %s", self._newest(stage, key), damage)
             return None
-        return verify_directory(directory, stage, key, self._stamp_path(stage, key), keeps_stamp=False)
+
+    def check(self, stage: str, key: str) -> Artifact | None:
+        """As `lookup`, but raises DamagedArtifact for a damaged one."""
+        directory = self._newest(stage, key)
+        if directory is None:
+            return None
+        try:
+            return verify_directory(directory, stage, key)
+        except DamagedArtifact:
+            if directory.exists():
+                raise
+            return None  # a garbage collection took it meanwhile
 
     def builder(self, stage: str, key: str) -> str | None:
         """Returns who builds the artifact of this key, as "pid 12 on node3 since TIME"; None when nobody does."""
-        path = self._lock_path(stage, key)
-        return lock.read_holder(path) if lock.is_held(path) else None
+        path = self.lock_path(stage, key)
+        return read_holder(path) if is_locked(path) else None
 
-    def find(self, stage: str, key: str, digest: str) -> Artifact | None:
-        """Returns the artifact of this content, also a superseded one, or None; only its manifest is read."""
-        for directory in (self.directory(stage, key), self.superseded_directory(stage, key, digest)):
-            if _digest_at(directory) == digest:
-                return Artifact(stage=stage, key=key, path=str(directory), digest=digest)
-        return None
+    def unfinished(self, stage: str, key: str) -> Path | None:
+        """Returns what the newest attempt at the key left, when it did not finish."""
+        attempts = _attempts_in(self.key_folder(stage, key))
+        begun = [attempt for attempt in attempts if attempt.state in (FINISHED, PARTIAL)]
+        return begun[-1].path if begun and begun[-1].state == PARTIAL else None
+
+    def attempts(self) -> list[Attempt]:
+        """Returns every attempt at every key. Links and what else lies in the store are left out."""
+        folders = [
+            folder
+            for folder in sorted(self.root.glob("*/*"))
+            if _KEY_FOLDER.fullmatch(folder.relative_to(self.root).as_posix())
+            and not folder.is_symlink()
+            and not folder.parent.is_symlink()
+        ]
+        return [attempt for folder in folders for attempt in _attempts_in(folder)]
 
     def produce(
-        self, parts: StageKey, build: Build, *, resumable: bool = False, replace: Replace | None = None
+        self,
+        parts: StageKey,
+        build: Build,
+        *,
+        resumable: bool = False,
+        force: bool = False,
+        waiting: AbstractContextManager[None] | None = None,
     ) -> tuple[Artifact, bool]:
         """Returns the artifact of this key and whether it was there already; else has `build` make it.
 
         `build` writes its files into the directory it is given and returns the metrics to keep in the manifest.
-        It runs in one process at a time: others wait, and find its result. What a failed attempt of a
-        `resumable` build left is given to the next attempt; of any other, it is moved aside.
+        It runs in one process at a time: others wait, inside `waiting`, and find its result. With `force` it runs
+        although there is an artifact, which stays as an earlier attempt. A `resumable` build gets the directory
+        that the newest attempt left unfinished, any other one an empty directory.
         Raises StoreError when the store is full or cannot be written, and whatever `build` raises.
-
-        With `replace` it is built although it is there, and what is there stays until the new one is complete.
-        Then the old one moves to `superseded_directory`, unless both have the same bytes, when it stays and the
-        new one is dropped. A crash in between leaves the old one there and none under the key. `replace` is told
-        the old one twice: where it stands before the build, and where it has moved to; it raises to keep it.
-        A forced attempt resumes an earlier forced one, never one that was not: its folder is its own.
         """
         stage, key = parts.stage, parts.key
-        if replace is None and (artifact := self.lookup(stage, key)) is not None:
+        if not force and (artifact := self.lookup(stage, key)) is not None:
             return artifact, True
         self.check_writable()
-        with self._disk_errors(), lock.held(self._lock_path(stage, key)):
-            old = self._lookup_locked(stage, key)
-            if old is not None:
-                if replace is None:
-                    return old, True
-                replace(old)
-            work = self._open_working_directory(parts, resumable, is_forced=replace is not None)
+        with self._disk_errors(), contextlib.ExitStack() as lock:
+            with waiting or contextlib.nullcontext():
+                on_wait = _log_each_minute(f"which builds {stage} {key[:SHORT_KEY_LENGTH]}")
+                lock.enter_context(locked(self.lock_path(stage, key), on_wait=on_wait))
+            if not force and (artifact := self._lookup_or_set_aside(stage, key)) is not None:
+                return artifact, True
+            partial = self._open_attempt(stage, key, resumable)
             started_at, start = _utc_now(), time.monotonic()
-            metrics = dict(build(work))
+            metrics = dict(build(partial))
             times = {"started_at": started_at, "ended_at": _utc_now(), "seconds": time.monotonic() - start}
-            return self._publish(parts, work, {**times, "metrics": metrics}, old, replace), False
+            return self._publish(parts, partial, {**times, "metrics": metrics}), False
 
-    def remove(self, artifact: Artifact, is_used: Callable[[Artifact], bool]) -> bool:
-        """Deletes an artifact, with all else of its key if it is the last of it; returns False when it stays.
+    def in_use(self) -> AbstractContextManager[None]:
+        """Keeps garbage collection out for the block, so that what is found can be recorded or copied."""
+        return self._store_locked(True, _log_each_minute("which collects garbage"))
 
-        It stays while its key is being built, when another stands in its place, and when `is_used`, asked once
-        nobody can find it anymore, says so or raises: a run may have found it a moment before.
+    def collecting(self) -> AbstractContextManager[None]:
+        """Waits until no process is in `in_use`, and keeps others out of it for the block."""
+        self.check_writable()
+        return self._store_locked(False, _log_each_minute("or for exports and runs that use the store"))
+
+    def remove(self, attempt: Attempt) -> bool:
+        """Deletes an attempt, with all else of its key if it is the last one; inside `collecting`.
+
+        Returns False when it stays because its key is being built, be it by a command that outlived its run.
         """
-        stage, key, directory = artifact.stage, artifact.key, Path(artifact.path)
-        with self._claimed(stage, key) as is_ours:
-            if not is_ours or _digest_at(directory) != artifact.digest:
-                return False
-            removed = self._move_to(".removed", directory, _name(stage, key))
-            with contextlib.ExitStack() as undo:
-                undo.callback(os.rename, removed, directory)
-                if is_used(artifact):
-                    return False
-                undo.pop_all()
-            sync(directory.parent)
-            if not self.directory(stage, key).exists():
-                self._stamp_path(stage, key).unlink(missing_ok=True)
-            self._tidy(stage, key)
+        stage, key = attempt.stage, attempt.short_key
         with self._disk_errors():
-            shutil.rmtree(removed)
-        return True
-
-    def abandoned_attempts(self) -> list[Path]:
-        """Returns the folders of .work at which nobody is, not even a command that outlived its run."""
-        return [
-            folder
-            for folder in subfolders(self.root / ".work")
-            if (name := _NAME.fullmatch(folder.name.removesuffix(".forced")))
-            and not any(map(lock.is_held, (self._lock_path(*name.groups()), self.log_path(*name.groups()))))
-        ]
-
-    def remove_attempt(self, folder: Path, is_wanted: Callable[[], bool]) -> bool:
-        """Deletes what an attempt left; returns False when it stays: somebody is at it, or `is_wanted` says so."""
-        stage, _, key = folder.name.removesuffix(".forced").rpartition("-")
-        with self._claimed(stage, key) as is_ours:
-            if not is_ours or not folder.exists() or is_wanted():
+            try:
+                with locked(self.lock_path(stage, key)):
+                    if is_locked(self.log_path(stage, key)):
+                        return False
+                    removed = attempt.path.with_suffix(REMOVED)  # a crash must not leave half an artifact
+                    attempt.path.rename(removed)
+                    shutil.rmtree(removed)
+                    removed.with_suffix(STAMP_SUFFIX).unlink(missing_ok=True)
+                    if not _attempts_in(attempt.path.parent):
+                        self._forget(stage, key)
+            except LockHeld:
                 return False
-            shutil.rmtree(self._move_to(".removed", folder, folder.name))
-            self._tidy(stage, key)
         return True
 
-    def clear_removed(self, is_used: Callable[[Artifact], bool]) -> None:
-        """Deletes what a killed process left in .removed; what `is_used` names goes to where `find` looks."""
-        for folder in subfolders(self.root / ".removed"):
-            if (name := _NAME.match(folder.name)) is None:
-                continue  # not ours
-            artifact = artifact_at(folder)
-            with self._claimed(*name.groups()) as is_ours:
-                if not is_ours:
-                    continue
-                if artifact and not self.find(artifact.stage, artifact.key, artifact.digest) and is_used(artifact):
-                    place = self.directory(artifact.stage, artifact.key)
-                    if place.exists():
-                        place = self.superseded_directory(artifact.stage, artifact.key, artifact.digest)
-                    os.rename(folder, place)
-                else:
-                    shutil.rmtree(folder)
-                    self._tidy(*name.groups())
-
-    @contextlib.contextmanager
-    def kept_in_place(self, artifact: Artifact) -> Iterator[None]:
-        """Has the artifact neither removed nor replaced for the block; waits while its key is being built.
-
-        Several may keep one at once. It may be elsewhere or gone by the time the block begins: look again then.
-        """
-        with contextlib.ExitStack() as stack:
-            with self._disk_errors():
-                lock_path = self._lock_path(artifact.stage, artifact.key)
-                lock_path.parent.mkdir(exist_ok=True)
-                stack.enter_context(lock.shared(lock_path))
-            yield
-
-    @contextlib.contextmanager
-    def _claimed(self, stage: str, key: str) -> Iterator[bool]:
-        """Yields whether nobody builds the key, not even a command on its own; nobody can for the block."""
-        with self._disk_errors(), lock.held_if_free(self._lock_path(stage, key)) as is_ours:
-            yield is_ours and not lock.is_held(self.log_path(stage, key))
-
-    def _tidy(self, stage: str, key: str) -> None:
-        """Deletes logs and lock of a claimed key of which nothing else is left."""
-        name = _name(stage, key)
-        places = ((self.root / stage).glob(f"{key[:SHORT_KEY_LENGTH]}*"), (self.root / ".work").glob(f"{name}*"))
-        if any(any(found) for found in places):
-            return
-        for path in (self.root / ".logs").glob(f"{name}*"):  # of its commands, and by which they are watched
-            if not lock.is_held(path):
+    def _forget(self, stage: str, key: str) -> None:
+        """Deletes folder, logs and lock of a locked key without attempts."""
+        with contextlib.suppress(OSError):  # something else lies there
+            self.key_folder(stage, key).rmdir()
+        log_path = self.log_path(stage, key)
+        for path in log_path.parent.glob(f"{log_path.stem}*"):  # and how its commands are watched
+            if not is_locked(path):
                 path.unlink()
-        self._lock_path(stage, key).unlink()
+        self.lock_path(stage, key).unlink()
 
-    def _verify(self, stage: str, key: str) -> Artifact:
-        return verify_directory(self.directory(stage, key), stage, key, self._stamp_path(stage, key))
+    def _newest(self, stage: str, key: str) -> Path | None:
+        """Where the newest finished attempt is."""
+        attempts = _attempts_in(self.key_folder(stage, key))
+        return next((attempt.path for attempt in reversed(attempts) if attempt.state == FINISHED), None)
 
-    def _lookup_locked(self, stage: str, key: str) -> Artifact | None:
-        directory = self.directory(stage, key)
-        if not directory.exists():
-            return None
-        try:
-            return self._verify(stage, key)
-        except DamagedArtifact as damage:
-            self._move_aside(directory, _name(stage, key), f"it is damaged: {damage}")
-            return None
+    def _lookup_or_set_aside(self, stage: str, key: str) -> Artifact | None:
+        """The newest attempt that verifies; what is damaged gets a name that says so."""
+        while (directory := self._newest(stage, key)) is not None:
+            try:
+                return verify_directory(directory, stage, key)
+            except DamagedArtifact as damage:
+                aside = directory.with_suffix(DAMAGED)
+                directory.rename(aside)
+                logger.warning("renamed %s to %s: it is damaged: %s", directory, aside.name, damage)
+        return None
 
-    def _open_working_directory(self, parts: StageKey, resumable: bool, is_forced: bool) -> Path:
-        work = self.working_directory(parts.stage, parts.key, is_forced)
-        if work.exists() and resumable:
-            logger.info("%s resumes what an earlier attempt left in %s", parts.stage, work)
-            (work / MANIFEST_NAME).unlink(missing_ok=True)
-        elif work.exists():
-            self._move_aside(work, work.name, "it is half-written: the attempt that made it did not finish")
-        work.mkdir(parents=True, exist_ok=True)
-        return work
+    def _open_attempt(self, stage: str, key: str, resumable: bool) -> Path:
+        left = self.unfinished(stage, key)
+        if left is not None and resumable:
+            logger.info("%s resumes what an earlier attempt left in %s", stage, left)
+            (left / MANIFEST_NAME).unlink(missing_ok=True)
+            return left
+        if left is not None:
+            aside = left.with_suffix(DAMAGED)
+            left.rename(aside)
+            logger.warning("renamed %s to %s: the attempt that made it did not finish", left, aside.name)
+        folder = self.key_folder(stage, key)
+        number = 1 + max((attempt.number for attempt in _attempts_in(folder)), default=0)
+        partial = folder / f"{number}{PARTIAL}"
+        partial.mkdir(parents=True)
+        return partial
 
-    def _publish(
-        self,
-        parts: StageKey,
-        work: Path,
-        outcome: Mapping[str, Any],
-        old: Artifact | None,
-        replace: Replace | None,
-    ) -> Artifact:
-        """Puts the content of the working directory in its final place, durably and in one step."""
-        if (work / MANIFEST_NAME).exists():
-            raise StoreError(f"stage {parts.stage} wrote {work / MANIFEST_NAME}, a name the store needs itself")
-        identities = {relative: identify(work / relative) for relative in sorted(content_files(work))}
-        entries = [file_entry(work, relative) for relative in identities]
+    def _publish(self, parts: StageKey, partial: Path, outcome: Mapping[str, Any]) -> Artifact:
+        """Gives the directory its final name, durably and in one step, with a manifest of its files."""
+        if (partial / MANIFEST_NAME).exists():
+            raise StoreError(f"stage {parts.stage} wrote {partial / MANIFEST_NAME}, a name the store needs itself")
+        entries = list_files(partial)
         digest = content_digest(entries)
         manifest = {
             "stage": parts.stage,
@@ -296,56 +262,21 @@ class ArtifactStore:
             "host": platform.node(),
             **outcome,
         }
-        (work / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, default=_number) + "\n")
-        sync_tree(work)
-        if old is not None and replace is not None:
-            if old.digest == digest:
-                logger.info("built again, with the same bytes: %s stays", old.path)
-                shutil.rmtree(work)
-                return old
-            self._supersede(old, replace)
-        final = self.directory(parts.stage, parts.key)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(work, final)
-        sync(final.parent)
-        sync(self.root)
-        if (other := self.working_directory(parts.stage, parts.key)).exists():
-            self._move_aside(other, other.name, "its key was built by force meanwhile, so that nothing resumes it")
-        write_stamp(self._stamp_path(parts.stage, parts.key), identities, entries)
-        return Artifact(stage=parts.stage, key=parts.key, path=str(final), digest=digest)
+        (partial / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, default=_number) + "\n")
+        final = partial.with_suffix(FINISHED)
+        publish(partial, final)
+        for folder in (final.parent.parent, self.root):  # names that are new
+            sync(folder)
+        return Artifact(parts.stage, parts.key, str(final), digest)
 
-    def _supersede(self, old: Artifact, replace: Replace) -> None:
-        """Moves the old artifact to where the runs that used it find it; back, when `replace` raises."""
-        aside = self.superseded_directory(old.stage, old.key, old.digest)
-        has_twin = _digest_at(aside) == old.digest  # of a replacement before
-        if has_twin:
-            moved = self._move_to(".removed", Path(old.path), _name(old.stage, old.key))
-        else:
-            os.rename(old.path, moved := aside)
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.rename, moved, old.path)
-            replace(dataclasses.replace(old, path=str(aside)))
-            undo.pop_all()
-        logger.info("%s made way for a new one; runs that used it find it in %s", old.path, aside)
-        if has_twin:
-            shutil.rmtree(moved)
-
-    def _move_aside(self, directory: Path, name: str, reason: str) -> None:
-        aside = self._move_to(".damaged", directory, name)
-        logger.warning("moved %s aside to %s: %s", directory, aside, reason)
-
-    def _move_to(self, folder: str, directory: Path, name: str) -> Path:
-        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
-        target = self.root / folder / f"{name}-{now}"
-        target.parent.mkdir(exist_ok=True)
-        os.rename(directory, target)
-        return target
-
-    def _lock_path(self, stage: str, key: str) -> Path:
-        return self.root / ".locks" / f"{_name(stage, key)}.lock"
-
-    def _stamp_path(self, stage: str, key: str) -> Path:
-        return self.root / ".verified" / f"{_name(stage, key)}.json"
+    @contextlib.contextmanager
+    def _store_locked(self, shared: bool, on_wait: OnWait) -> Iterator[None]:
+        path = self.root / ".locks" / "store.lock"
+        with contextlib.ExitStack() as lock:
+            with self._disk_errors():
+                path.parent.mkdir(exist_ok=True)
+                lock.enter_context(locked(path, shared=shared, on_wait=on_wait))
+            yield
 
     @contextlib.contextmanager
     def _disk_errors(self, further_errors: tuple[int, ...] = ()) -> Iterator[None]:
@@ -359,8 +290,8 @@ class ArtifactStore:
             what = "has no room left" if error.errno in FULL_DISK_ERRORS else "cannot be written"
             raise StoreError(
                 f"the artifact store {self.root} {what}: {error}. {_describe_space(self.root)}. "
-                "Finished artifacts are untouched. Make room (nothing reads what .damaged in it holds), "
-                "mend the permissions, or set store.path to another directory"
+                "Finished artifacts are untouched. Make room (dapo gc removes what no run needs), mend the "
+                "permissions, or set store.path to another directory"
             ) from error
 
     def _is_about_store(self, error: OSError) -> bool:
@@ -370,16 +301,32 @@ class ArtifactStore:
         return place.is_relative_to(self.root) or self.root.is_relative_to(place)
 
 
-def _digest_at(directory: Path) -> str | None:
-    """Returns the content digest of the artifact there; None where there is none, or none that can be read."""
+def _attempts_in(folder: Path) -> list[Attempt]:
+    """The attempts in the folder of a key by number; none where there is no such folder."""
     try:
-        return read_manifest(directory).get("digest")
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
+        paths = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(path, match) for path in paths if (match := _ATTEMPT.fullmatch(path.name)) is not None]
+    attempts = [Attempt(path, int(match[1]), match[2]) for path, match in found if _is_folder(path)]
+    return sorted(attempts, key=lambda attempt: attempt.number)
 
 
-def _name(stage: str, key: str) -> str:
-    return f"{stage}-{key[:SHORT_KEY_LENGTH]}"
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _log_each_minute(reason: str) -> OnWait:
+    """A callback that logs the holder of a lock at once and then every minute."""
+    say_at = 0.0
+
+    def on_wait(holder: str, waited: float) -> None:
+        nonlocal say_at
+        if waited >= say_at:
+            logger.info("waiting for %s, %s (%.0f s so far)", holder, reason, waited)
+            say_at = waited + REMIND_SECONDS
+
+    return on_wait
 
 
 def _describe_space(path: Path) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from durable import UNSET, differences
+
 MAX_VALUE_CHARS = 40
 NUM_SHARED_CHARS = 15  # of these before the place where two long values begin to differ
-UNSET = object()
 SECRET_KEYS = ("flow.webhook.url",)  # whoever knows the address may write to the chat
 
 
@@ -28,22 +29,8 @@ class Difference:
 
 
 def differences_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
-    """Keys, dotted, whose values differ, in the order of `after`; those that only `before` has come last."""
-    old, new = dict(_leaves(before)), dict(_leaves(after))
-    keys = [*new, *(key for key in old if key not in new)]
-    return [
-        Difference(key, _text(key, old.get(key, UNSET)), _text(key, new.get(key, UNSET)))
-        for key in keys
-        if old.get(key, UNSET) != new.get(key, UNSET)
-    ]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    """Keys, dotted, with different values, in the order of `after`; those that only `before` has come last."""
+    return [Difference(key, _text(key, old), _text(key, new)) for key, old, new in differences(before, after)]
 
 
 def _text(key: str, value: Any) -> str:
@@ -55,7 +42,7 @@ def _text(key: str, value: Any) -> str:
 
 
 def _shortened(text: str, shared: int) -> str:
-    """Of a long text the part where it begins to differ from another one, after `shared` characters."""
+    """The part of a long text where it begins to differ from another one, after `shared` characters."""
     if len(text) <= MAX_VALUE_CHARS:
         return text
     start = max(0, shared - NUM_SHARED_CHARS)

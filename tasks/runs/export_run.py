@@ -15,12 +15,10 @@ from typing import Any
 from markupsafe import escape
 
 from dapo_core.config.loading import dump_config, read_tree, resolve
-from dapo_core.durable import sync, sync_tree
-from dapo_core.errors import StoreError
+from durable import publish
 from eval.pages import render
 from eval.problems.prompts import DEFAULT, TEMPLATES
-from tasks.artifacts import MANIFEST_NAME, Artifact, ArtifactStore
-from tasks.artifacts.artifact import BLOCK_BYTES
+from tasks.artifacts import Artifact, ArtifactStore, StoreError
 from tasks.config import ChainConfig
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
 
@@ -32,43 +30,53 @@ TAGS = ("dapo", "reinforcement-learning", "grpo", "dapo-pipeline")
 _HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
+BLOCK_BYTES = 1024 * 1024
+
 OnProgress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
 def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> int:
-    """The bytes of the model that now lies in the new folder `destination`, beside what tells where it is from.
+    """Copy a run's model to the new folder `destination`, with its report, manifests and card; returns its bytes.
 
-    Everything is copied, so that what is edited there changes no artifact; beside the model, ${STORE} and ${HOME}
-    stand for folders of this machine. The folder appears complete or not at all. Raises StoreError when it is
-    there already, when the run has no model or report, when its model is no longer in the store, and when a file
-    is not what its manifest says.
+    Everything is copied, so that an edit there changes no artifact. In the texts ${STORE} and ${HOME} stand for
+    folders of this machine. The folder appears complete or not at all. Raises StoreError when it is there already,
+    when the run has no model or report, when its model is no longer in the store, and when a file is not what its
+    manifest says.
     """
-    report = read_report(run)
-    model = require_artifact(run, MODEL_LABEL)
-    if report is None:
-        raise StoreError(f"the run {run.id} ({run.flow}, {run.state}) has no report; export a completed dapo run")
-    if destination.exists() or destination.is_symlink():
-        raise StoreError(f"{destination} is there already; name a new folder")
-    # How and where it was operated here concerns no other machine, and may hold an address with a secret.
-    config = resolve(ChainConfig, read_tree(run.folder / CONFIG_FILE) | {"flow": {}, "store": {}})
-    portable = _Portable(run)
-    with ArtifactStore(run.folder.parent.parent).kept_in_place(model), _published(destination) as folder:
-        model = require_artifact(run, MODEL_LABEL)  # a build or collection may have had its turn first
-        manifests = {label: artifact.manifest() for label, artifact in _artifacts(run).items()}
-        num_bytes = _copy_model(model, folder, on_progress)
-        _write_report(run.folder / REPORT_FOLDER, folder / REPORT_FOLDER, portable)
-        recipe = ChainConfig.model_validate(portable.value(config.model_dump(mode="json")))
-        (folder / CONFIG_FILE).write_text(dump_config(recipe), encoding="utf-8")
-        (folder / MANIFESTS_FOLDER).mkdir()
-        for label, manifest in manifests.items():
-            told = {name: value for name, value in manifest.items() if name != "host"}
-            text = json.dumps(portable.value(told), indent=2) + "\n"
-            (folder / MANIFESTS_FOLDER / f"{label}.json").write_text(text, encoding="utf-8")
-        if (folder / CARD_FILE).exists():
-            (folder / CARD_FILE).rename(folder / BASE_CARD_FILE)
-        card = portable.text(model_card(run, config, report, manifests))
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    with ArtifactStore(run.store).in_use():
+        model = require_artifact(run, MODEL_LABEL)
+        report = read_report(run)
+        if report is None:
+            raise StoreError(
+                f"the run {run.id} ({run.flow}, {run.state}) has no report; export a completed dapo run"
+            )
+        if destination.exists() or destination.is_symlink():
+            raise StoreError(f"{destination} is there already; name a new folder")
+        # How it was operated here concerns no other machine, and may hold an address with a secret.
+        config = resolve(ChainConfig, read_tree(run.folder / CONFIG_FILE) | {"flow": {}, "store": {}})
+        with _published(destination) as folder:
+            num_bytes = _copy_model(model, folder, on_progress)
+            _write_beside(folder, run, config, report)
     return num_bytes
+
+
+def _write_beside(folder: Path, run: RecordedRun, config: ChainConfig, report: Mapping[str, Any]) -> None:
+    """Write what belongs to the model: report, configuration, manifests and card."""
+    portable = _Portable(run)
+    found = {label: artifact_of(run, label) for label in run.stages}
+    manifests = {label: artifact.manifest() for label, artifact in found.items() if artifact is not None}
+    _write_report(run.folder / REPORT_FOLDER, folder / REPORT_FOLDER, portable)
+    recipe = ChainConfig.model_validate(portable.value(config.model_dump(mode="json")))
+    (folder / CONFIG_FILE).write_text(dump_config(recipe), encoding="utf-8")
+    (folder / MANIFESTS_FOLDER).mkdir()
+    for label, manifest in manifests.items():
+        shown = {name: value for name, value in manifest.items() if name != "host"}
+        text = json.dumps(portable.value(shown), indent=2) + "\n"
+        (folder / MANIFESTS_FOLDER / f"{label}.json").write_text(text, encoding="utf-8")
+    if (folder / CARD_FILE).exists():
+        (folder / CARD_FILE).rename(folder / BASE_CARD_FILE)
+    card = portable.text(model_card(run, config, report, manifests))
+    (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
 
 def model_card(
@@ -92,7 +100,7 @@ def model_card(
 
 
 def base_model_of(config: ChainConfig) -> str | None:
-    """The base model's name on the Hugging Face Hub, where its folder tells: by its place, or by config.json."""
+    """The base model's name on the Hugging Face Hub, from the path of its folder or its config.json, if known."""
     if config.model.source != "path":
         return None
     folder = Path(str(config.model.path))
@@ -106,14 +114,14 @@ def base_model_of(config: ChainConfig) -> str | None:
 
 
 class _Portable:
-    """Text of a run without places of this machine: ${STORE} for its store, ${HOME} for our home folder.
+    """Text of a run without paths of this machine: ${STORE} for its store, ${HOME} for the home folder.
 
     `dapo run` refuses a configuration that holds them, naming the key.
     """
 
     def __init__(self, run: RecordedRun) -> None:
-        store = run.folder.parent.parent
-        recorded = (Path(stage.path).parents[1] for stage in run.stages.values())  # perhaps under another mount
+        store = run.store
+        recorded = (Path(stage.path).parents[2] for stage in run.stages.values())  # perhaps under another mount
         names = {str(folder): "${HOME}" for folder in (Path.home(), Path.home().resolve()) if folder != Path("/")}
         names |= {str(folder): "${STORE}" for folder in (store, store.resolve(), *recorded)}
         self._names = names | {str(escape(path)): name for path, name in names.items()}
@@ -142,7 +150,7 @@ def _write_report(source: Path, target: Path, portable: _Portable) -> None:
 
 
 def _own_paths(config: ChainConfig) -> list[str]:
-    """The keys that name files of the user's own."""
+    """The keys that name the user's own files."""
     data, model, scorer, prompt = config.data, config.model, config.custom_reward, config.evaluate.prompt
     paths = {
         "data.train_path": data.train_path,
@@ -160,7 +168,7 @@ def _benchmark(config: ChainConfig, report: Mapping[str, Any]) -> str:
 
 
 def _header(run: RecordedRun, report: Mapping[str, Any], base_model: str | None) -> str:
-    """The front matter; a score has to name its dataset, so that on rows without a name there is none."""
+    """The front matter; it has a score only for a benchmark with a name, since a score must name its dataset."""
     from huggingface_hub import EvalResult, ModelCardData
 
     benchmark, scores = report["settings"]["benchmark"], []
@@ -184,15 +192,9 @@ def _header(run: RecordedRun, report: Mapping[str, Any], base_model: str | None)
     ).to_yaml()
 
 
-def _artifacts(run: RecordedRun) -> dict[str, Artifact]:
-    """What is there of the run's stages: an earlier one's output may have been removed."""
-    found = {label: artifact_of(run, label) for label in run.stages}
-    return {label: artifact for label, artifact in found.items() if artifact is not None}
-
-
 @contextmanager
 def _published(destination: Path) -> Iterator[Path]:
-    """A new folder beside the destination that takes its name when the block ends well, and else vanishes."""
+    """A new folder beside the destination that takes its name when the block ends, or is removed on an error."""
     destination = destination.absolute()
     partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
     try:
@@ -202,9 +204,7 @@ def _published(destination: Path) -> Iterator[Path]:
         raise StoreError(f"{destination} cannot be made: {error.strerror}; name another folder") from None
     try:
         yield partial
-        sync_tree(partial)
-        partial.rename(destination)
-        sync(destination.parent)
+        publish(partial, destination)
     except StoreError:
         raise
     except OSError as error:
@@ -218,7 +218,7 @@ def _published(destination: Path) -> Iterator[Path]:
 
 def _copy_model(model: Artifact, folder: Path, on_progress: OnProgress) -> int:
     """Copy the artifact's files, each checked against its manifest; returns their bytes."""
-    entries = [entry for entry in model.manifest()["files"] if entry["path"] != MANIFEST_NAME]
+    entries = model.manifest()["files"]
     total = sum(entry["size"] for entry in entries)
     done = 0
     for entry in entries:
@@ -234,6 +234,6 @@ def _copy_model(model: Artifact, folder: Path, on_progress: OnProgress) -> int:
         if digest.hexdigest() != entry["sha256"]:
             raise StoreError(
                 f"{Path(model.path, entry['path'])} has sha256 {digest.hexdigest()}, its manifest says "
-                f"{entry['sha256']}: the artifact is damaged, dapo run moves it aside and makes it again"
+                f"{entry['sha256']}: the artifact is damaged, dapo run makes it again"
             )
     return done

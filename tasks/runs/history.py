@@ -1,10 +1,10 @@
-"""Runs as they were recorded: reading them, finding one by a part of its id, and what it used."""
+"""Recorded runs: reading them, finding one by a part of its id, and what it used."""
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +14,11 @@ from typing import Any
 
 import yaml
 
-from dapo_core.errors import StoreError
+from durable import is_locked
 from eval.report import REPORT_JSON
-from tasks.artifacts import Artifact, ArtifactStore, is_held
+from tasks.artifacts import Artifact, StoreError
+from tasks.artifacts.artifact import artifact_at
+from tasks.artifacts.store import Attempt
 from tasks.runs.differences import Difference, differences_of
 
 logger = logging.getLogger(__name__)
@@ -37,21 +39,26 @@ class RecordedStage:
     stage: str
     key: str
     digest: str
-    path: str  # of the artifact, as recorded; `artifact_of` finds it where it is
+    path: str  # of the artifact as recorded; the store may have moved since
     is_cached: bool
     seconds: float
+
+    @property
+    def place(self) -> Path:
+        """Where the artifact is in its store: STAGE/KEY16/NUMBER."""
+        return Path(*Path(self.path).parts[-3:])
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as its run.json tells, with its state as it is."""
+    """A run as its run.json describes it, with its current state."""
 
     folder: Path
     name: str  # run.name
     flow: str
     host: str
     pid: int
-    state: str  # running, completed, failed, cancelled, skipped; interrupted: gone silently, or with its worker
+    state: str  # running, completed, failed, cancelled, skipped; interrupted: its process or worker is gone
     started_at: float  # seconds since the epoch
     seconds: float  # up to its end, or as far as is known
     stages: Mapping[str, RecordedStage]
@@ -62,6 +69,11 @@ class RecordedRun:
     def id(self) -> str:
         """The name of its folder."""
         return self.folder.name
+
+    @property
+    def store(self) -> Path:
+        """The folder of the store that it is recorded in."""
+        return self.folder.parent.parent
 
     @property
     def num_cached(self) -> int:
@@ -77,9 +89,10 @@ class RecordedRun:
         """Whether it has the output of a stage, by its label, or its "report"."""
         return what in self.stages or (what == "report" and self.report is not None)
 
-    def uses(self, artifact: Artifact) -> bool:
-        """Whether one of its stages took or made this content under this key."""
-        return any((s.key, s.digest) == (artifact.key, artifact.digest) for s in self.stages.values())
+    def uses(self, attempt: Attempt) -> bool:
+        """Whether it took or made this artifact."""
+        place = attempt.path.relative_to(attempt.path.parents[2])
+        return any(stage.place == place for stage in self.stages.values())
 
 
 def require_store(store: Path) -> None:
@@ -91,8 +104,8 @@ def require_store(store: Path) -> None:
 def read_runs(store: Path) -> Iterator[RecordedRun]:
     """The runs recorded under a store, newest first.
 
-    A folder without a record, whose run ended as it began, is left out; so is a record that cannot be read, which
-    is named in the log.
+    A folder without a record, left by a run that was killed at its start, is left out. So is a record that cannot
+    be read, which is named in the log.
     """
     for folder in run_folders(store):
         try:
@@ -111,21 +124,19 @@ def read_run(folder: Path) -> RecordedRun:
     """The run of a folder. Raises StoreError when its record is not one."""
     path = folder / RECORD_FILE
     try:
+        is_going_on = is_locked(run_lock_path(folder))  # asked first: if it is free, the record is the last one
         record = json.loads(path.read_text(encoding="utf-8"))
-        is_going_on = record["state"] == "running" and is_held(run_lock_path(folder))
-        if record["state"] == "running" and not is_going_on:  # it may have ended since
-            record = json.loads(path.read_text(encoding="utf-8"))
-        stages = {label: _stage(label, values) for label, values in record["stages"].items()}
+        state = "interrupted" if record["state"] == "running" and not is_going_on else record["state"]
         return RecordedRun(
             folder=folder,
             name=record["name"],
             flow=record["flow"],
             host=record["host"],
             pid=record["pid"],
-            state="interrupted" if record["state"] == "running" and not is_going_on else record["state"],
+            state=state,
             started_at=record["started_at"],
-            seconds=max(0.0, time.time() - record["started_at"]) if is_going_on else record["seconds"],
-            stages=stages,
+            seconds=time.time() - record["started_at"] if state == "running" else record["seconds"],
+            stages={label: _stage(label, values) for label, values in record["stages"].items()},
             error=record.get("error"),
             report=record.get("report"),
         )
@@ -133,7 +144,7 @@ def read_run(folder: Path) -> RecordedRun:
         raise StoreError(
             f"{path} cannot be read: {error.strerror}; mend that, or move the run's folder away"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise StoreError(
             f"{path} is not the record of a run ({error!r}): a run of another version wrote it, or it was edited; "
             "move the run's folder away to do without it and what only it used"
@@ -142,19 +153,20 @@ def read_run(folder: Path) -> RecordedRun:
 
 def _stage(label: str, values: Mapping[str, Any]) -> RecordedStage:
     path = values["artifact"]
-    stage = Path(path).parent.name
+    stage = Path(path).parts[-3]
     return RecordedStage(label, stage, values["key"], values["digest"], path, values["cached"], values["seconds"])
 
 
 def run_lock_path(folder: Path) -> Path:
-    """The lock that a run holds as long as it goes on."""
-    return folder.parent.parent / ".locks" / f"run-{folder.name}.lock"
+    """The lock that a run holds until it ends."""
+    return folder / ".lock"
 
 
 def artifact_of(run: RecordedRun, label: str) -> Artifact | None:
-    """The artifact that the run took or made as `label`; None when it is no longer there."""
+    """The artifact that the run took or made as `label`, its files unchecked; None when it is no longer there."""
     stage = run.stages[label]
-    return ArtifactStore(run.folder.parent.parent).find(stage.stage, stage.key, stage.digest)
+    artifact = artifact_at(run.store / stage.place)
+    return artifact if artifact is not None and artifact.digest == stage.digest else None
 
 
 def require_artifact(run: RecordedRun, label: str) -> Artifact:
@@ -166,11 +178,10 @@ def require_artifact(run: RecordedRun, label: str) -> Artifact:
         )
     artifact = artifact_of(run, label)
     if artifact is None:
-        store = ArtifactStore(run.folder.parent.parent)
-        place = store.directory(run.stages[label].stage, run.stages[label].key)
         raise StoreError(
-            f"{label} of the run {run.id} is no longer in the store: {place} was removed, as dapo gc does; "
-            f"dapo run {run.folder / CONFIG_FILE} --set store.path={store.root} makes it again"
+            f"{label} of the run {run.id} is no longer in the store: {run.store / run.stages[label].place} was "
+            f"removed, as dapo gc does; dapo run {run.folder / CONFIG_FILE} --set store.path={run.store} makes it "
+            "again"
         )
     return artifact
 
@@ -199,9 +210,10 @@ def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
 
 
 def find_evaluation(store: Path, text: str) -> tuple[Path, RecordedRun | None]:
-    """The results folder that `text` names, and the run it is of, if it is of one.
+    """The results folder that `text` names, and the run that it belongs to, if any.
 
-    A folder is taken as it is; of a run, named by folder or as `find_run` takes it, the evaluation after training.
+    A folder is taken as it is. A run, named by its folder or as for `find_run`, stands for its evaluation after
+    training.
     """
     path = Path(text)
     if path.exists() and not (path / RECORD_FILE).is_file():
@@ -223,29 +235,24 @@ def short_ids(store: Path) -> dict[str, str]:
     """By id the shortest end of it that no other run of the store begins or ends with."""
     ids = [folder.name for folder in run_folders(store)]
     lengths = range(MIN_SHORT_ID, max(map(len, ids), default=0))
-    ends: dict[str, int] = {}
-    for text in (
-        part for identity in ids for length in lengths for part in (identity[:length], identity[-length:])
-    ):
-        ends[text] = ends.get(text, 0) + 1
-    return {
-        identity: next(
-            # One that begins with a dash would be taken for an option.
-            (end for length in lengths if ends[end := identity[-length:]] == 1 and not end.startswith("-")),
-            identity,
-        )
-        for identity in ids
-    }
+    uses = collections.Counter(
+        part for run_id in ids for length in lengths for part in (run_id[:length], run_id[-length:])
+    )
+    short = {}
+    for run_id in ids:
+        ends = (run_id[-length:] for length in lengths)
+        # An end that begins with a dash would be taken for an option.
+        short[run_id] = next((end for end in ends if uses[end] == 1 and not end.startswith("-")), run_id)
+    return short
 
 
 def run_before(run: RecordedRun) -> RecordedRun | None:
     """The newest run of the same name that began before this one."""
-    store = run.folder.parent.parent
-    return next((other for other in read_runs(store) if other.id < run.id and other.name == run.name), None)
+    return next((other for other in read_runs(run.store) if other.id < run.id and other.name == run.name), None)
 
 
 def changed_keys(before: RecordedRun, after: RecordedRun) -> list[Difference]:
-    """Configuration keys whose value is another one in `after`. Raises StoreError when one cannot be read."""
+    """Configuration keys with another value in `after`. Raises StoreError when one cannot be read."""
     return differences_of(_read_config(before), _read_config(after))
 
 
@@ -269,7 +276,7 @@ def read_report(run: RecordedRun) -> dict[str, Any] | None:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise StoreError(
-            f"{path} is not JSON ({error}); dapo stage compare {run.folder / CONFIG_FILE} makes the report anew"
+            f"{path} is not JSON ({error}); dapo stage compare {run.folder / CONFIG_FILE} makes the report again"
         ) from None
 
 
@@ -280,34 +287,3 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
         artifact = artifact_of(run, label)
         stages[label] = {**vars(stage), "path": artifact.path if artifact else None}
     return {"id": run.id, **vars(run), "folder": str(run.folder), "stages": stages}
-
-
-def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Replace run.json in one step."""
-    partial = folder / f"{RECORD_FILE}.partial"
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(json.dumps(record, indent=2))
-        file.flush()
-        os.fsync(file.fileno())  # else a power cut may leave the new name on an empty file
-    partial.rename(folder / RECORD_FILE)
-
-
-def write_link(link: Path, target: Path) -> None:
-    """Have the link point at the target, relative to itself, so that a store can be moved."""
-    partial = link.with_name(f"{link.name}.partial")
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(os.path.relpath(target, link.parent))
-    partial.rename(link)
-
-
-def point_at(run: RecordedRun, artifact: Artifact) -> None:
-    """Have the run's links and record name the place where an artifact that it used stands."""
-    labels = [s.label for s in run.stages.values() if (s.key, s.digest) == (artifact.key, artifact.digest)]
-    labels = [label for label in labels if run.stages[label].path != artifact.path]
-    if not labels:
-        return
-    record = json.loads((run.folder / RECORD_FILE).read_text(encoding="utf-8"))
-    for label in labels:
-        write_link(run.folder / label, Path(artifact.path))
-        record["stages"][label]["artifact"] = artifact.path
-    write_record(run.folder, record)

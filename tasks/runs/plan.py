@@ -1,4 +1,4 @@
-"""What a run would do: each stage's key, whether its artifact is there, and if not, why. Only looks."""
+"""What a run would do: each stage's key, whether its artifact is there, and if not, why. Builds nothing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
             continue
         key = link.key(config, found)
         try:
-            artifact = store.peek(key.stage, key.key)
+            artifact = store.check(key.stage, key.key)
             damage = None
         except DamagedArtifact as error:
             artifact, damage = None, error
@@ -95,7 +95,7 @@ def _attempt(
         return "building", f"by {builder}"
     if damage is not None:
         return "damaged", str(damage)
-    if link.stage.is_resumable and store.working_directory(key.stage, key.key).exists():
+    if link.stage.is_resumable and store.unfinished(key.stage, key.key) is not None:
         return "resumes", "an attempt was not finished"
     return None
 

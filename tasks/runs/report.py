@@ -31,7 +31,7 @@ def report_run(run: Run, before: Artifact, after: Artifact, training: Artifact) 
         stage="plots",
         config={},
         inputs={"before": before.digest, "after": after.digest, "training": training.digest},
-        code_digest=code_digest(("eval.plots",)),
+        code_digest=code_digest(("eval/plots.py",)),
         versions=package_versions(("matplotlib",)),
     ).key
 

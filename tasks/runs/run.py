@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import logging
 import os
 import platform
@@ -18,14 +19,16 @@ from typing import Any
 from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.loading import dump_config
 from dapo_core.data import require_columns
-from dapo_core.errors import DapoError, StoreError
+from dapo_core.errors import DapoError
 from dapo_core.reward.routing import require_scorers
+from durable import locked, write_atomically
 from eval.problems.prompts import find_template
-from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, held
+from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, StoreError
 from tasks.config import ChainConfig
-from tasks.runs.history import CONFIG_FILE, point_at, read_runs, run_lock_path, write_link, write_record
+from tasks.runs.history import CONFIG_FILE, RECORD_FILE, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
 from tasks.stages import LINKS, prepare_data_inputs
+from tasks.time_limit import clock_stopped
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class Run:
     """A folder of links to artifacts, the resolved configuration, and run.json, kept current as stages finish.
 
     As a context it records how the run ended: completed, skipped, failed with the error, cancelled, or interrupted
-    by a worker that ends. From its start to then it holds a lock, so that others see whether it still goes on.
+    when its worker ends. It holds a lock until then, so that others see that it is in progress.
     """
 
     config: ChainConfig
@@ -76,7 +79,7 @@ class Run:
         (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
         logger.info("run %s of %s in %s", folder.name, config.run.name, folder.absolute())
         run = Run(config, store, folder.absolute(), flow, frozenset(forced))
-        run.lock.enter_context(held(run_lock_path(folder)))
+        run.lock.enter_context(locked(run_lock_path(folder)))
         run.record()
         return run
 
@@ -92,9 +95,7 @@ class Run:
             except OSError as problem:
                 if error is None:
                     raise
-                logger.error("%s is not told how it ended: %s", self.folder, problem)  # `error` goes on
-        with contextlib.suppress(OSError):  # of a store that went away: a lock file left there is nobody's
-            run_lock_path(self.folder).unlink()
+                logger.error("how the run ended could not be recorded in %s: %s", self.folder, problem)
 
     @property
     def config_path(self) -> Path:
@@ -110,64 +111,44 @@ class Run:
     ) -> Artifact:
         """The artifact of the key, from the store or built now, recorded and linked under `label`.
 
-        Raises what `ArtifactStore.produce` raises, and StoreError when the stage is forced while another run that
-        goes on uses what the store has.
+        Raises what `ArtifactStore.produce` raises.
         """
         started = time.monotonic()
+        is_forced = label in self.forced and label not in self.stages
         with _speaking_of(label):
-            while True:
-                is_forced = label in self.forced and label not in self.stages
+            is_kept = False
+            while not is_kept:
                 artifact, cached = self.store.produce(
-                    key, build, resumable=resumable, replace=self._replace if is_forced else None
+                    key, build, resumable=resumable, force=is_forced, waiting=clock_stopped()
                 )
                 seconds = time.monotonic() - started
-                if self._keep(label, artifact, cached, seconds):
-                    break
-            self._tell(artifact, cached, seconds)
+                with clock_stopped(), self.store.in_use():
+                    is_kept = Path(artifact.path).exists()  # else a garbage collection removed it a moment ago
+                    if is_kept:
+                        self._keep(label, artifact, cached, seconds)
+            _log_stage(artifact, cached, seconds)
         return artifact
 
     def take(self, label: str) -> Artifact:
         """The artifact of a stage that ran before, recorded as cached; raises StoreError when it is not there."""
         link = LINKS[label]
         key = link.key(self.config, {need: self.take(need) for need in link.needs})
-        artifact = _require(self.store, label, key)
-        if label not in self.stages:
-            if not self._keep(label, artifact, True, 0.0):
-                raise StoreError(f"{artifact.path}, the output of {label}, was removed a moment ago; try again")
-            with _speaking_of(label):
-                self._tell(artifact, True, 0.0)
+        with self.store.in_use():
+            artifact = _require(self.store, label, key)
+            if label in self.stages:
+                return artifact
+            self._keep(label, artifact, True, 0.0)
+        with _speaking_of(label):
+            _log_stage(artifact, True, 0.0)
         return artifact
 
-    def _keep(self, label: str, artifact: Artifact, cached: bool, seconds: float) -> bool:
-        """Record and link the artifact; False when it is gone by then.
-
-        Those who replace or remove artifacts move them first and look at the records then: whatever the order, one
-        side sees the other.
-        """
+    def _keep(self, label: str, artifact: Artifact, cached: bool, seconds: float) -> None:
+        """Record and link the artifact, so that it is kept as long as the run is."""
         self.stages[label] = StageRecord(cached, seconds, artifact.path, artifact.key, artifact.digest)
-        write_link(self.folder / label, Path(artifact.path))
+        link = self.folder / label
+        link.unlink(missing_ok=True)  # of an attempt that was removed
+        link.symlink_to(os.path.relpath(artifact.path, self.folder))  # so that a store can be moved
         self.record()
-        return self.store.find(artifact.stage, artifact.key, artifact.digest) == artifact
-
-    def _replace(self, old: Artifact) -> None:
-        """Point the runs that used the artifact to where it stands; raise StoreError when one of them goes on."""
-        runs = list(read_runs(self.store.root))  # one that begins to use it after this sees that it has moved
-        for run in runs:
-            if run.uses(old) and run.state == "running" and run.folder != self.folder:
-                raise StoreError(
-                    f"the run {run.id} of {run.name} ({run.flow}, pid {run.pid} on {run.host}) goes on and uses "
-                    f"{self.store.directory(old.stage, old.key)}, which --force would replace under it; try again "
-                    "when it has ended, or end it"
-                )
-        for run in runs:
-            point_at(run, old)
-
-    def _tell(self, artifact: Artifact, cached: bool, seconds: float) -> None:
-        if not cached:
-            logger.info("built in %.1f s: %s", seconds, artifact.path)
-            return
-        manifest = artifact.manifest()
-        logger.info("cached, built in %.1f s on %s", manifest["seconds"], manifest["ended_at"][:10])
 
     def record(self, **outcome: Any) -> None:
         """Bring run.json up to date; `outcome` adds to it."""
@@ -183,7 +164,15 @@ class Run:
             "stages": {label: vars(stage) for label, stage in self.stages.items()},
             **self.outcome,
         }
-        write_record(self.folder, record)
+        write_atomically(self.folder / RECORD_FILE, json.dumps(record, indent=2))
+
+
+def _log_stage(artifact: Artifact, cached: bool, seconds: float) -> None:
+    if cached:
+        manifest = artifact.manifest()
+        logger.info("cached, built in %.1f s on %s", manifest["seconds"], manifest["ended_at"][:10])
+    else:
+        logger.info("built in %.1f s: %s", seconds, artifact.path)
 
 
 @contextlib.contextmanager
@@ -217,7 +206,7 @@ def _require(store: ArtifactStore, label: str, key: StageKey) -> Artifact:
 
 
 def _end(error: BaseException | None) -> dict[str, str]:
-    """What the record says of a run that this error ended."""
+    """How the record describes a run that this error ended."""
     if error is None:
         return {"state": "completed"}
     if isinstance(error, RunSkipped):

@@ -135,7 +135,7 @@ def builds(site: Site) -> Builds:
 @pytest.fixture(scope="module")
 def training(site: Site, builds: Builds) -> Paused:
     """A run that trains while another one evaluates."""
-    site.wait_for("the model", lambda: [*site.store.glob("fetch_model/*/manifest.json")], PATIENCE_SECONDS)
+    site.wait_for("the model", lambda: [*site.store.glob("fetch_model/*/1/manifest.json")], PATIENCE_SECONDS)
     return paused(site, site.create_run("train-policy", *TRAINING), 2)
 
 
@@ -227,7 +227,7 @@ def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Pa
 def finished(site: Site, away: Away) -> Path:
     """The training's output, by a run after all of that."""
     assert_state(site, site.create_run("train-policy", *TRAINING), "COMPLETED")
-    [folder] = site.store.glob("train_policy/*")
+    [folder] = site.store.glob("train_policy/*/1")
     return folder
 
 
@@ -278,7 +278,7 @@ def test_a_training_that_nobody_watched_goes_on(attached: Stopped, away: Away, f
 
 def test_training_began_once_for_each_stop(site: Site, finished: Path) -> None:
     """Not for the run that attached to it."""
-    log = site.store / ".logs" / f"train_policy-{finished.name}.log"
+    log = site.store / ".logs" / f"train_policy-{finished.parent.name}.log"
     assert log.read_text().count("Ray is up") == 3
 
 
@@ -287,7 +287,7 @@ def test_an_evaluation_goes_on_after_a_cancellation_and_without_a_server(
 ) -> None:
     assert_state(site, resumed_evaluation, "COMPLETED")
     assert_all_gone(away.processes)
-    [results] = site.store.glob("evaluate_model/*/results.jsonl")
+    [results] = site.store.glob("evaluate_model/*/1/results.jsonl")
     lines = lines_of(results)
     assert len(lines) == NUM_ITEMS > len(evaluation.lines)
     assert set(evaluation.lines) <= set(lines)  # time stamps and all
@@ -348,17 +348,18 @@ def paused(site: Site, flow_run: str, num_steps: int) -> Paused:
     command.suspend()
     supervisor = command.parent()
     assert supervisor is not None
-    [folder] = site.store.glob(".work/train_policy-*")
-    log = site.store / ".logs" / f"{folder.name}.log"
+    [folder] = site.store.glob("train_policy/*/*.partial")
+    log = site.store / ".logs" / f"train_policy-{folder.parent.name}.log"
     return Paused(site, flow_run, log, command, [supervisor, *supervisor.children(recursive=True)])
 
 
 def metrics(site: Site) -> list[str]:
-    return [line for path in site.store.glob(".work/train_policy-*/metrics.jsonl") for line in lines_of(path)]
+    return [line for path in site.store.glob("train_policy/*/*.partial/metrics.jsonl") for line in lines_of(path)]
 
 
 def answers(site: Site) -> list[str]:
-    return [line for path in site.store.glob(".work/evaluate_model-*/results.jsonl") for line in lines_of(path)]
+    paths = site.store.glob("evaluate_model/*/*.partial/results.jsonl")
+    return [line for path in paths for line in lines_of(path)]
 
 
 def lines_of(path: Path) -> list[str]:

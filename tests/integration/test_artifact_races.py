@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-from dapo_core.errors import StoreError
-from tasks.artifacts import ArtifactStore, StageKey
-from tasks.artifacts import lock as lock_module
+from tasks.artifacts import ArtifactStore, StageKey, StoreError
 
 DEADLINE_SECONDS = 30.0
 PARTS = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})
@@ -106,7 +104,7 @@ def test_of_four_racers_one_builds_and_the_others_get_its_artifact(tmp_path: Pat
     assert sorted(was_cached for _, was_cached in results) == ["False", "True", "True", "True"]
     assert len({digest for digest, _ in results}) == 1
     assert builds(tmp_path) == [holder]
-    assert not (tmp_path / "store" / ".damaged").exists() or not list((tmp_path / "store" / ".damaged").iterdir())
+    assert [path.name for path in (tmp_path / "store" / "train").glob("*/*")] == ["1"]
 
 
 def test_a_waiter_builds_when_the_builder_is_killed(tmp_path: Path) -> None:
@@ -122,7 +120,7 @@ def test_a_waiter_builds_when_the_builder_is_killed(tmp_path: Path) -> None:
     assert builds(tmp_path) == [first.pid, second.pid]
 
 
-def test_what_a_killed_builder_left_is_no_hit_and_is_moved_aside(
+def test_what_a_killed_builder_left_is_no_hit_and_is_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     builder = start_builder(tmp_path)
@@ -130,15 +128,15 @@ def test_what_a_killed_builder_left_is_no_hit_and_is_moved_aside(
     builder.kill()
     builder.communicate()
     store = ArtifactStore(tmp_path / "store")
-    work = store.working_directory("train", PARTS.key)
-    assert (work / "step0").read_bytes() == b"half"
+    left = store.unfinished("train", PARTS.key)
+    assert left is not None
+    assert (left / "step0").read_bytes() == b"half"
     assert store.lookup("train", PARTS.key) is None
     made, was_cached = store.produce(PARTS, build_one_file)
     assert not was_cached
     assert [path.name for path in sorted(Path(made.path).iterdir())] == ["file", "manifest.json"]
-    (kept,) = (store.root / ".damaged").iterdir()
-    assert (kept / "step0").read_bytes() == b"half"
-    assert f"moved {work} aside to {kept}: it is half-written" in caplog.text
+    assert (left.with_suffix(".damaged") / "step0").read_bytes() == b"half"
+    assert f"renamed {left} to 1.damaged: the attempt that made it did not finish" in caplog.text
 
 
 def test_a_killed_resumable_build_goes_on_in_its_directory(tmp_path: Path) -> None:
@@ -157,8 +155,9 @@ def test_a_killed_resumable_build_goes_on_in_its_directory(tmp_path: Path) -> No
 def test_a_build_killed_between_manifest_and_rename_is_no_hit(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
+from pathlib import Path
 from tasks.artifacts import ArtifactStore, StageKey
-os.rename = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+Path.rename = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
 parts = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})
 build = lambda work: {"bytes": (work / "file").write_bytes(b"content")}
 ArtifactStore(sys.argv[1]).produce(parts, build, resumable=True)
@@ -166,7 +165,7 @@ ArtifactStore(sys.argv[1]).produce(parts, build, resumable=True)
     died = subprocess.run([sys.executable, "-c", code, str(tmp_path / "store")], check=False)
     assert died.returncode == -signal.SIGKILL
     store = ArtifactStore(tmp_path / "store")
-    assert (store.working_directory("train", PARTS.key) / "manifest.json").exists()
+    assert (store.key_folder("train", PARTS.key) / "1.partial" / "manifest.json").exists()
     assert store.lookup("train", PARTS.key) is None
     made, was_cached = store.produce(PARTS, build_one_file, resumable=True)
     assert not was_cached
@@ -218,17 +217,6 @@ mine.unlink()
     assert [path.name.split("-")[0] for path in Path(made.path).glob("*-*")] == ["alone", "alone"]
 
 
-def test_a_damaged_artifact_under_a_lock_is_left_to_its_holder(tmp_path: Path) -> None:
-    store = ArtifactStore(tmp_path / "store")
-    made, _ = store.produce(PARTS, build_one_file)
-    (Path(made.path) / "file").write_bytes(b"damaged")
-    with lock_module.held(store.root / ".locks" / f"{PARTS.name}.lock"):
-        assert store.lookup("train", PARTS.key) is None
-        assert (Path(made.path) / "file").read_bytes() == b"damaged"
-    assert store.lookup("train", PARTS.key) is None
-    assert not Path(made.path).exists()
-
-
 def test_a_disk_that_fills_up_is_named_and_the_next_attempt_succeeds(small_disk: Path) -> None:
     def build_too_much(work: Path) -> Mapping[str, Any]:
         (work / "big").write_bytes(bytes(2 * 1024 * 1024))
@@ -247,7 +235,7 @@ def test_a_disk_that_fills_up_is_named_and_the_next_attempt_succeeds(small_disk:
     with pytest.raises(StoreError, match="has no room left"):  # refused before any work
         store.produce(PARTS, must_not_build)
     (small_disk / "filler").unlink()
-    (store.working_directory("train", PARTS.key) / "big").unlink()
+    (store.key_folder("train", PARTS.key) / "1.partial" / "big").unlink()
     assert store.produce(PARTS, build_one_file)[1] is False
 
 

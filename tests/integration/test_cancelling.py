@@ -145,7 +145,7 @@ def test_a_training_that_ctrl_c_cancels_continues_from_its_last_step(tmp_path: P
             "two steps",
             lambda: (
                 run.poll() is not None
-                or any(len(metrics_lines(folder)) >= 2 for folder in site.store.glob(".work/train_policy-*"))
+                or any(len(metrics_lines(folder)) >= 2 for folder in site.store.glob("train_policy/*/*.partial"))
             ),
             START_SECONDS,
         )
@@ -161,7 +161,7 @@ def test_a_training_that_ctrl_c_cancels_continues_from_its_last_step(tmp_path: P
     assert "Traceback" not in said
     assert "stopped; the same command continues from what is done" in said
     assert records(site)[-1]["state"] == "cancelled"
-    [folder] = site.store.glob(".work/train_policy-*")
+    [folder] = site.store.glob("train_policy/*/*.partial")
     before = metrics_lines(folder)
     assert 2 <= len(before) < NUM_STEPS
     assert (folder / "checkpoints/latest").read_text().strip() == f"step_{len(before):06d}"
@@ -169,7 +169,7 @@ def test_a_training_that_ctrl_c_cancels_continues_from_its_last_step(tmp_path: P
     again = site.dapo_chain("stage", "train-policy")
     assert again.returncode == 0, again.stdout + again.stderr
     assert describe(site.processes()) == []
-    [folder] = site.store.glob("train_policy/*")
+    [folder] = site.store.glob("train_policy/*/1")
     lines = metrics_lines(folder)
     assert lines[: len(before)] == before
     assert [json.loads(line)["step"] for line in lines] == list(range(1, NUM_STEPS + 1))

@@ -1,4 +1,4 @@
-"""Keys change with what changes the result, and a damaged artifact is never a hit."""
+"""Keys change with what changes the result; a damaged artifact is never a hit; a forced one replaces none."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dapo_core.errors import StoreError
-from tasks.artifacts import Artifact, ArtifactStore, StageKey, package_versions, stage_key
+from tasks.artifacts import Artifact, ArtifactStore, StageKey, StoreError, package_versions
 from tasks.artifacts import artifact as artifact_module
 from tasks.artifacts.verify import RACY_NANOSECONDS
 
@@ -52,29 +51,20 @@ def store(tmp_path: Path) -> ArtifactStore:
     return ArtifactStore(tmp_path / "store")
 
 
-def aside(store: ArtifactStore) -> list[Path]:
-    return sorted((store.root / ".damaged").iterdir())
+def names(store: ArtifactStore) -> list[str]:
+    """What lies in the folder of the key."""
+    return sorted(path.name for path in store.key_folder("train", PARTS.key).iterdir())
 
 
 def test_the_key_is_sha256_of_the_canonical_json_of_its_parts() -> None:
     text = (
-        '{"code":"' + "c" * 64 + '","config":{"loss":{"clip_high":0.28,"clip_low":0.2},"steps":3},'
+        '{"code_digest":"' + "c" * 64 + '","config":{"loss":{"clip_high":0.28,"clip_low":0.2},"steps":3},'
         '"inputs":{"data":"' + "b" * 64 + '","model":"' + "a" * 64 + '"},'
         '"stage":"train","versions":{"torch":"2.13.0"}}'
     )
     assert PARTS.key == hashlib.sha256(text.encode()).hexdigest()
-    assert PARTS.name == f"train-{PARTS.key[:16]}"
-
-
-def test_the_key_does_not_depend_on_the_order_of_keys() -> None:
-    reordered = stage_key(
-        "train",
-        {"loss": {"clip_high": 0.28, "clip_low": 0.2}, "steps": 3},
-        {"data": "b" * 64, "model": "a" * 64},
-        "c" * 64,
-        {"torch": "2.13.0"},
-    )
-    assert reordered == PARTS.key
+    reordered = replace(PARTS, config={"loss": {"clip_high": 0.28, "clip_low": 0.2}, "steps": 3})
+    assert reordered.key == PARTS.key
 
 
 @pytest.mark.parametrize(
@@ -110,9 +100,9 @@ def test_the_first_run_builds_and_the_second_is_a_hit(store: ArtifactStore) -> N
     assert was_cached
     assert build.num_runs == 1
     assert found == made == pickle.loads(pickle.dumps(made))
-    assert made.path == str(store.root / "train" / PARTS.key[:16])
+    assert made.path == str(store.root / "train" / PARTS.key[:16] / "1")
     assert (Path(made.path) / "sub/tokens.txt").read_bytes() == b"a b c"
-    assert not store.working_directory("train", PARTS.key).exists()
+    assert names(store) == ["1"]
 
 
 def test_the_manifest_tells_everything(store: ArtifactStore) -> None:
@@ -196,22 +186,20 @@ def link(directory: Path) -> None:
         (link, r"tokens\.txt is neither a file nor a folder"),
     ],
 )
-def test_a_damaged_artifact_is_moved_aside_named_and_built_again(
+def test_a_damaged_artifact_is_named_kept_and_built_again(
     store: ArtifactStore, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], reason: str
 ) -> None:
     build = Builder()
     made, _ = store.produce(PARTS, build)
     damage(Path(made.path))
     assert store.lookup("train", PARTS.key) is None
-    (kept,) = aside(store)
-    assert kept.name.startswith(f"train-{PARTS.key[:16]}-20")
-    assert (kept / "weights.bin").exists()
-    moved = [record.getMessage() for record in caplog.records if record.getMessage().startswith("moved ")]
-    assert len(moved) == 1
-    assert f"moved {made.path} aside to {kept}: it is damaged: " in moved[0]
-    assert re.search(reason, moved[0])
+    assert re.search(rf"artifact {made.path} is damaged: .*{reason}", caplog.text)
     again, was_cached = store.produce(PARTS, build)
     assert (again.digest, was_cached, build.num_runs) == (made.digest, False, 2)
+    assert (Path(again.path).name, Path(made.path).exists()) == ("2", False)
+    assert (Path(made.path).with_suffix(".damaged") / "weights.bin").exists()
+    assert re.search(rf"renamed {made.path} to 1\.damaged: it is damaged: .*{reason}", caplog.text)
+    assert store.lookup("train", PARTS.key) == again
 
 
 def age(made: Artifact) -> None:
@@ -232,6 +220,7 @@ def test_files_found_right_are_not_read_again_until_they_change(
     monkeypatch.setattr("tasks.artifacts.verify.hash_file", counting_hash)
     made, _ = store.produce(PARTS, Builder())
     age(made)
+    hashed.clear()
     assert store.lookup("train", PARTS.key) == made
     assert sorted(hashed) == ["tokens.txt", "weights.bin"]  # too young to be trusted when they were published
     hashed.clear()
@@ -251,14 +240,14 @@ def test_a_lost_or_torn_stamp_only_costs_time(store: ArtifactStore) -> None:
     made, _ = store.produce(PARTS, Builder())
     age(made)
     assert store.lookup("train", PARTS.key) == made
-    (stamp,) = (store.root / ".verified").iterdir()
+    stamp = Path(made.path).with_suffix(".verified")
     stamp.write_text("{")
     assert store.lookup("train", PARTS.key) == made
     stamp.unlink()
     assert store.lookup("train", PARTS.key) == made
 
 
-def test_a_failed_build_is_no_hit_and_its_remains_are_moved_aside(
+def test_a_failed_build_is_no_hit_and_stays_to_be_looked_at(
     store: ArtifactStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(work: Path) -> Mapping[str, Any]:
@@ -269,28 +258,62 @@ def test_a_failed_build_is_no_hit_and_its_remains_are_moved_aside(
         store.produce(PARTS, fail)
     assert store.lookup("train", PARTS.key) is None
     made, was_cached = store.produce(PARTS, Builder())
-    assert not was_cached
+    assert (Path(made.path).name, was_cached) == ("2", False)
     assert not (Path(made.path) / "half.bin").exists()
-    (kept,) = aside(store)
-    assert (kept / "half.bin").read_bytes() == b"half"
-    assert "it is half-written" in caplog.text
+    assert (store.key_folder("train", PARTS.key) / "1.damaged" / "half.bin").read_bytes() == b"half"
+    assert "1.damaged: the attempt that made it did not finish" in caplog.text
 
 
-def test_a_resumable_build_goes_on_where_the_failed_one_stopped(store: ArtifactStore) -> None:
-    def train(work: Path) -> Mapping[str, Any]:
+def train(stops: bool, steps: list[int]) -> Callable[[Path], Mapping[str, Any]]:
+    """A resumable training, which enters in `steps` how many steps it found."""
+
+    def build(work: Path) -> Mapping[str, Any]:
         checkpoint = work / "checkpoint"
-        step = int(checkpoint.read_text()) if checkpoint.exists() else 0
-        checkpoint.write_text(str(step + 2))
-        if step == 0:
-            raise RuntimeError("killed after two steps")
-        return {"first_step": step}
+        steps.append(int(checkpoint.read_text()) if checkpoint.exists() else 0)
+        checkpoint.write_text(str(steps[-1] + 2))
+        if stops:
+            raise InterruptedError
+        return {}
 
-    with pytest.raises(RuntimeError, match="killed"):
-        store.produce(PARTS, train, resumable=True)
-    made, was_cached = store.produce(PARTS, train, resumable=True)
-    assert not was_cached
-    assert made.manifest()["metrics"] == {"first_step": 2}
+    return build
+
+
+def test_a_resumable_build_continues_where_the_failed_one_stopped(store: ArtifactStore) -> None:
+    steps: list[int] = []
+    with pytest.raises(InterruptedError):
+        store.produce(PARTS, train(True, steps), resumable=True)
+    assert store.unfinished("train", PARTS.key) == store.key_folder("train", PARTS.key) / "1.partial"
+    made, was_cached = store.produce(PARTS, train(False, steps), resumable=True)
+    assert (was_cached, steps, names(store)) == (False, [0, 2], ["1"])
     assert (Path(made.path) / "checkpoint").read_text() == "4"
+    assert store.unfinished("train", PARTS.key) is None
+
+
+def test_a_forced_build_leaves_the_old_artifact_to_those_who_use_it(store: ArtifactStore) -> None:
+    old, _ = store.produce(PARTS, Builder({"weights.bin": b"old"}))
+
+    def build(work: Path) -> Mapping[str, Any]:
+        assert store.lookup("train", PARTS.key) == old  # until the new one is complete
+        return Builder({"weights.bin": b"new"})(work)
+
+    new, was_cached = store.produce(PARTS, build, force=True)
+    assert (Path(new.path).name, was_cached) == ("2", False)
+    assert store.lookup("train", PARTS.key) == new
+    assert (Path(old.path) / "weights.bin").read_bytes() == b"old"
+    (Path(new.path) / "weights.bin").write_bytes(b"bad")
+    assert store.lookup("train", PARTS.key) is None
+    assert store.produce(PARTS, Builder()) == (old, True)  # the newest attempt that verifies
+
+
+def test_a_forced_build_that_fails_leaves_a_hit_and_is_continued_by_force(store: ArtifactStore) -> None:
+    steps: list[int] = []
+    old, _ = store.produce(PARTS, train(False, steps), resumable=True, force=True)  # as without force
+    with pytest.raises(InterruptedError):
+        store.produce(PARTS, train(True, steps), resumable=True, force=True)
+    assert store.produce(PARTS, train(False, steps), resumable=True) == (old, True)
+    made, was_cached = store.produce(PARTS, train(False, steps), resumable=True, force=True)
+    assert (steps, was_cached, names(store)) == ([0, 0, 2], False, ["1", "2"])
+    assert store.lookup("train", PARTS.key) == made
 
 
 def test_a_link_in_the_output_is_refused(store: ArtifactStore) -> None:

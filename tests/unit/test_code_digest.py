@@ -1,121 +1,110 @@
-"""What the digest of a stage's code sees: everything it can reach, and nothing that changes no result."""
+"""What the digest of a stage's code sees: every file that the stage runs, and none that changes no result."""
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 import pytest
 
-from dapo_core.errors import StoreError
-from tasks.artifacts import code_digest
+from tasks.artifacts import StoreError, code_digest
+from tasks.artifacts.code import PROJECT_ROOT, code_files
+from tasks.stages import (
+    EVALUATE_MODEL,
+    FETCH_MODEL,
+    MERGE_CHECKPOINT,
+    NOT_COUNTED,
+    PREPARE_DATA,
+    TRAIN_POLICY,
+    Stage,
+)
+from tests.imports import imports_of
 
-SOURCES = {
-    "tasks/__init__.py": "",
-    "tasks/train.py": '''
-        """Trains."""
-        def train():
-            # a comment
-            from dapo_core.loss import loss
-            return loss(2)
-        ''',
-    "dapo_core/__init__.py": "",
-    "dapo_core/config.py": "STEPS = 1",
-    "dapo_core/loss.py": "import json\nfrom dapo_core import numbers\nfrom . import config\ndef loss(x): return x",
-    "dapo_core/numbers.py": "ONE = 1",
-    "dapo_core/engines/__init__.py": "ENGINES = {'fast': 'dapo_core.engines.fast:FastEngine'}",
-    "dapo_core/engines/fast.py": "from ..numbers import ONE",
-    "dapo_core/unused.py": "X = 1",
-    "eval/__init__.py": "",
-    "eval/report.py": "Y = 1",
-    "eval/templates/report.html": "<p>",
-}
+STAGES = (PREPARE_DATA, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, MERGE_CHECKPOINT)
+CODE = ("core", "eval/answers", "durable.py")
+WITHOUT = ("core/merge", "core/config.py")
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    for name, text in SOURCES.items():
+    names = ("core/loss.py", "core/config.py", "core/merge/run.py", "core/chat.j2", "core/__pycache__/loss.pyc",
+             "eval/report.py", "eval/answers/exact.py", "durable.py")  # fmt: skip
+    for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(textwrap.dedent(text))
+        (tmp_path / name).write_text("one")
     return tmp_path
 
 
-def digest_after(project: Path, name: str, text: str, modules: list[str], exclude: tuple[str, ...] = ()) -> str:
-    (project / name).write_text(textwrap.dedent(text))
-    return code_digest(modules, root=project, exclude=exclude)
+def digest(project: Path, code: tuple[str, ...] = CODE) -> str:
+    code_digest.cache_clear()
+    return code_digest(code, WITHOUT, project)
 
 
 @pytest.mark.parametrize(
-    ("modules", "name", "text", "does_count"),
+    ("name", "does_count"),
     [
-        (["tasks.train"], "tasks/train.py", SOURCES["tasks/train.py"].replace("a comment", "another"), False),
-        (["tasks.train"], "tasks/train.py", SOURCES["tasks/train.py"].replace("Trains.", "Learns."), False),
-        (
-            ["tasks.train"],
-            "tasks/train.py",
-            SOURCES["tasks/train.py"].replace("loss(2)", "loss( 2, )  # two"),
-            False,
-        ),
-        (["tasks.train"], "tasks/train.py", SOURCES["tasks/train.py"].replace("loss(2)", "loss(2.0)"), True),
-        (["tasks.train"], "tasks/__init__.py", "import os", True),
-        (["tasks.train"], "dapo_core/loss.py", "def loss(x): return -x", True),  # imported inside a function
-        (["tasks.train"], "dapo_core/numbers.py", "ONE = 2", True),  # from package import module
-        (["tasks.train"], "dapo_core/config.py", "STEPS = 2", True),  # relative import
-        (["tasks.train"], "dapo_core/unused.py", "X = 2", False),
-        (["dapo_core.engines"], "dapo_core/engines/fast.py", "SLOW = 1", True),  # named by a string
-        (["dapo_core.engines.fast"], "dapo_core/numbers.py", "ONE = 2", True),  # relative, one level up
-        (
-            ["dapo_core.engines.fast"],
-            "dapo_core/engines/__init__.py",
-            "ENGINES = {}",
-            True,
-        ),  # its package runs too
-        (["eval"], "eval/templates/report.html", "<b>", True),
-        (["eval"], "eval/report.py", "Y = 2", False),
-        (["eval.report"], "eval/templates/report.html", "<b>", False),
-        (["eval.report"], "eval/report.py", "Y = 2", True),
+        ("core/loss.py", True),
+        ("core/chat.j2", True),
+        ("core/new.py", True),
+        ("core/config.py", False),
+        ("core/merge/run.py", False),
+        ("core/__pycache__/loss.pyc", False),
+        ("eval/answers/exact.py", True),
+        ("eval/report.py", False),
+        ("durable.py", True),
     ],
 )
-def test_what_changes_the_code_digest(
-    project: Path, modules: list[str], name: str, text: str, does_count: bool
-) -> None:
-    before = code_digest(modules, root=project)
-    assert (project / name).read_text() != textwrap.dedent(text)
-    after = digest_after(project, name, text, modules)
-    assert (after != before) == does_count
+def test_a_change_counts_where_the_stage_declares_it(project: Path, name: str, does_count: bool) -> None:
+    before = digest(project)
+    (project / name).write_text("two")
+    assert (digest(project) != before) == does_count
 
 
-def test_an_excluded_module_does_not_count_nor_does_what_only_it_imports(project: Path) -> None:
-    (project / "dapo_core/config.py").write_text("from dapo_core.unused import X")
-    excluded = ("dapo_core.config",)
-    before = code_digest(["tasks.train"], root=project, exclude=excluded)
-    assert digest_after(project, "dapo_core/config.py", "STEPS = 2", ["tasks.train"], excluded) == before
-    assert digest_after(project, "dapo_core/unused.py", "X = 2", ["tasks.train"], excluded) == before
-    assert digest_after(project, "dapo_core/numbers.py", "ONE = 2", ["tasks.train"], excluded) != before
+def test_a_stage_that_names_what_others_leave_out_counts_it(project: Path) -> None:
+    before = digest(project, ("core/merge",)), digest(project, ("core", "core/merge"))
+    (project / "core/merge/run.py").write_text("two")
+    after = digest(project, ("core/merge",)), digest(project, ("core", "core/merge"))
+    assert before[0] != after[0]
+    assert before[1] != after[1]
 
 
-def test_an_excluded_package_takes_its_modules_along(project: Path) -> None:
-    (project / "tasks/train.py").write_text("from dapo_core.engines.fast import ONE")
-    before = code_digest(["tasks.train"], root=project, exclude=["dapo_core.engines"])
-    after = digest_after(project, "dapo_core/engines/fast.py", "ONE = 3", ["tasks.train"], ("dapo_core.engines",))
-    assert after == before
-    assert code_digest(["tasks.train"], root=project) != before
+def test_the_digest_does_not_depend_on_the_place_or_the_order(project: Path) -> None:
+    here = digest(project)
+    moved = project.rename(project.with_name("moved"))
+    assert digest(moved, CODE[::-1]) == here
 
 
-def test_the_code_digest_does_not_depend_on_the_place_or_the_order(project: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "moved"
-    for name in SOURCES:
-        (moved / name).parent.mkdir(parents=True, exist_ok=True)
-        (moved / name).write_bytes((project / name).read_bytes())
-    here = code_digest(["tasks.train", "eval"], root=project)
-    assert code_digest(["eval", "tasks.train", "eval"], root=moved) == here
+def test_code_that_does_not_exist_is_named(project: Path) -> None:
+    with pytest.raises(StoreError, match=r"core/los\.py, which a stage declares as its code, does not exist"):
+        digest(project, ("core/los.py",))
 
 
-def test_a_module_that_does_not_exist_is_named(project: Path) -> None:
-    with pytest.raises(StoreError, match=r"'tasks\.trian', which a stage declares as its code, does not exist"):
-        code_digest(["tasks.trian"], root=project)
+def files_of(stage: Stage) -> set[str]:
+    return {file.relative_to(PROJECT_ROOT).as_posix() for file in code_files(stage.code, NOT_COUNTED)}
 
 
-def test_the_store_is_part_of_its_own_code_digest() -> None:
-    # On the real tree: tasks.artifacts imports dapo_core.errors, and excluding that must show.
-    assert code_digest(["tasks.artifacts"]) != code_digest(["tasks.artifacts"], exclude=["dapo_core.errors"])
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_a_stage_declares_all_that_it_imports(stage: Stage) -> None:
+    """A change of any of it, on one machine of several or after an update, must not be a cache hit."""
+    declared = files_of(stage)
+    missing = {
+        f"{name} imports {other}"
+        for name in declared
+        if name.endswith(".py")
+        for other in imports_of(name, with_strings=True) - declared
+        if not any(other == path or other.startswith(f"{path}/") for path in NOT_COUNTED)
+    }
+    assert missing == set()
+
+
+def test_what_is_not_counted_exists() -> None:
+    assert [path for path in NOT_COUNTED if not (PROJECT_ROOT / path).exists()] == []
+
+
+def test_work_of_days_is_not_lost_to_a_change_that_does_not_matter() -> None:
+    trained, evaluated = files_of(TRAIN_POLICY), files_of(EVALUATE_MODEL)
+    assert {"dapo_core/trainer.py", "dapo_core/loss.py", "dapo_core/reward/__init__.py"} <= trained
+    assert {"eval/client.py", "tasks/serve_model/command.py"} <= evaluated
+    others = ("flows/", "tasks/", "dapo_core/merge/", "eval/templates/", "eval/report", "eval/client")
+    assert not [name for name in trained if name.startswith(others)]
+    assert not [name for name in evaluated if name.startswith(("flows/", "eval/templates/", "eval/report"))]
+    assert "dapo_core/trainer.py" not in evaluated

@@ -5,11 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import html
 import json
-import logging
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,36 +15,21 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from dapo_core.errors import ConfigError, StoreError
+from dapo_core.errors import ConfigError
 from eval.compare import compare
 from eval.plots import draw_plots
 from eval.report import render_html
 from flows.cli import app
 from flows.config import load_config
-from tasks.artifacts import hash_file, held
+from tasks.artifacts import StoreError, hash_file
 from tasks.runs.collect_garbage import collect_garbage
 from tasks.runs.export_run import base_model_of, export_run, model_card
 from tasks.runs.history import RecordedRun, find_run, read_report
 from tests.configs import make_config
-from tests.processes import wait_until
 from tests.recorded_runs import Outcome, record_run, small_config
 from tests.tiny_models import build_tiny_qwen3
 
 SECRET = "https://hooks.example.org/secret"
-# Exports argv[2] from the store argv[1] to argv[3]: says so at its first bytes, then waits for the file argv[4].
-EXPORTER = """
-import sys, time
-from pathlib import Path
-from tasks.runs.export_run import export_run
-from tasks.runs.history import find_run
-
-def wait(done, total):
-    print("copying", flush=True)
-    while not Path(sys.argv[4]).exists():
-        time.sleep(0.02)
-
-export_run(find_run(Path(sys.argv[1]), sys.argv[2]), Path(sys.argv[3]), wait)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +98,7 @@ def test_no_file_tells_where_it_was_made(run: RecordedRun, exported: Path) -> No
     places = {str(store), html.escape(str(store)), f"{Path.home()}/"}
     assert {name for name, text in texts.items() if any(place in text for place in places)} == set()
     stage = run.stages["merge_checkpoint"]
-    place = f"${{STORE}}/{stage.stage}/{stage.key[:16]}"
+    place = f"${{STORE}}/{stage.stage}/{stage.key[:16]}/1"
     assert json.loads(texts["report.json"])["artifacts"]["merge_checkpoint"] == place
     assert place in texts["report.md"]
     assert place in texts["report.html"]
@@ -217,63 +199,22 @@ def test_an_export_that_fails_leaves_nothing(run: RecordedRun, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_collection_meanwhile_leaves_the_model(tmp_path: Path) -> None:
-    config = small_config(tmp_path / "store")
-    old = record_run(config, Outcome(weights="old"))
-    record_run(small_config(tmp_path / "store", "run.seed=5"), Outcome(weights="new"))
-    run = find_run(old.store.root, old.folder.name)
-    outcomes: dict[str, str] = {}
-
-    def collect(done: int, total: int) -> None:
-        found = collect_garbage(old.store.root, 1, margin_seconds=0.0)
-        outcomes.update((str(item.path), item.left) for item in found)
-
-    num_bytes = export_run(run, tmp_path / "model", collect)
-    assert outcomes[run.stages["merge_checkpoint"].path] == "in use, or being built"
-    assert outcomes[run.stages["train_policy"].path] == ""
-    assert (num_bytes, (tmp_path / "model" / "weights").read_text()) == (3, "old")
-    collect(0, 0)
-    assert outcomes[run.stages["merge_checkpoint"].path] == ""
-
-
-def test_an_export_that_ends_leaves_the_model_to_another(tmp_path: Path) -> None:
+def test_a_collection_waits_until_the_model_is_copied(tmp_path: Path) -> None:
     old = record_run(small_config(tmp_path / "store"), Outcome(weights="old"))
     record_run(small_config(tmp_path / "store", "run.seed=5"), Outcome(weights="new"))
     run = find_run(old.store.root, old.folder.name)
-    words = [str(old.store.root), run.id, str(tmp_path / "first"), str(tmp_path / "go")]
-    left: list[str] = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        collections = []
 
-    def see_the_first_end(done: int, total: int) -> None:
-        (tmp_path / "go").touch()
-        assert first.wait(60) == 0
-        found = collect_garbage(old.store.root, 1, margin_seconds=0.0)
-        left.extend(item.left for item in found if item.stage == "merge_checkpoint")
+        def collect(done: int, total: int) -> None:
+            collections.append(pool.submit(collect_garbage, old.store.root, 1, margin_seconds=0.0))
+            with pytest.raises(concurrent.futures.TimeoutError):
+                collections[0].result(timeout=0.5)
 
-    with subprocess.Popen([sys.executable, "-c", EXPORTER, *words], stdout=subprocess.PIPE, text=True) as first:
-        try:
-            assert first.stdout is not None
-            assert first.stdout.readline() == "copying\n"
-            export_run(run, tmp_path / "second", see_the_first_end)
-        finally:
-            first.kill()
-    assert left == ["in use, or being built"]
-    assert [(tmp_path / name / "weights").read_text() for name in ("first", "second")] == ["old", "old"]
-
-
-def test_an_export_waits_for_a_build_and_looks_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorded = record_run(small_config(tmp_path / "store"))
-    run = find_run(recorded.store.root, "latest")
-    merged = run.stages["merge_checkpoint"]
-    caplog.set_level(logging.INFO, logger="tasks")
-    with (
-        concurrent.futures.ThreadPoolExecutor() as pool,
-        held(tmp_path / "store" / ".locks" / f"merge_checkpoint-{merged.key[:16]}.lock"),
-    ):
-        export = pool.submit(export_run, run, tmp_path / "model", ignore)
-        wait_until(lambda: "waiting for pid" in caplog.text, "the export to wait")
-        Path(merged.path).rename(tmp_path / "elsewhere")
-    with pytest.raises(StoreError, match=r"merge_checkpoint of the run .* is no longer in the store"):
-        export.result()
+        num_bytes = export_run(run, tmp_path / "model", collect)
+        gone = {str(item.attempt.path) for item in collections[0].result(timeout=60) if not item.left}
+    assert run.stages["merge_checkpoint"].path in gone
+    assert (num_bytes, (tmp_path / "model" / "weights").read_text()) == (3, "old")
 
 
 def test_progress_counts_to_the_bytes_of_the_model(run: RecordedRun, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import shutil
 import signal
@@ -17,12 +16,13 @@ from prefect.exceptions import TerminationSignal
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dapo_core.errors import DataError, StoreError
+from dapo_core.errors import DataError
+from durable import is_locked, locked
 from eval.results import ResultsError
 from flows import tables
 from flows.cli import app
 from flows.tables import print_runs
-from tasks.artifacts import held
+from tasks.artifacts import StoreError
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.runs.history import (
     artifact_of,
@@ -35,7 +35,6 @@ from tasks.runs.history import (
     run_before,
     run_lock_path,
     short_ids,
-    write_record,
 )
 from tasks.runs.run import Run, RunSkipped, require_outputs
 from tasks.stages import LINKS
@@ -128,8 +127,7 @@ def test_a_run_without_its_process_is_interrupted(tmp_path: Path) -> None:
     folder = write_run(tmp_path, IDS[0], state="running", seconds=5.0)
     [run] = read_runs(tmp_path)
     assert (run.state, run.seconds) == ("interrupted", 5.0)
-    run_lock_path(folder).parent.mkdir()
-    with held(run_lock_path(folder)):
+    with locked(run_lock_path(folder)):
         [run] = read_runs(tmp_path)
         assert run.state == "running"
         assert run.seconds != 5.0  # counted up to this moment
@@ -350,33 +348,23 @@ def test_a_spoilt_run_is_refused_with_the_file(store: Path, own: Path) -> None:
         )
 
 
-def test_a_failure_ends_the_lock(tmp_path: Path) -> None:
-    config = small_config(tmp_path / "store")
-    with pytest.raises(DataError), Run.start(config) as run:
-        raise DataError("no rows")
-    assert not run_lock_path(run.folder).exists()
-    [recorded] = read_runs(run.store.root)
-    assert recorded.state == "failed"
-
-
 @pytest.mark.parametrize("error", [DataError("no rows"), RunSkipped("another trains"), KeyboardInterrupt()])
 def test_a_full_disk_at_the_end_does_not_hide_why_a_run_ended(
-    tmp_path: Path, error: BaseException, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("durable.secrets.token_hex", lambda _: "x")
+
+    def fill_disk(run: Run) -> None:
+        (run.folder / ".run.json.x.partial").symlink_to("/dev/full")
+
     run = Run.start(small_config(tmp_path / "store"))
-    (run.folder / "run.json.partial").symlink_to("/dev/full")
+    fill_disk(run)
     with pytest.raises(type(error)), run:
         raise error
     assert "No space left on device" in caplog.text
+    assert not is_locked(run_lock_path(run.folder))
     with pytest.raises(OSError, match="No space left"), Run.start(run.config) as run:
-        (run.folder / "run.json.partial").symlink_to("/dev/full")
-
-
-def test_a_record_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: set[int] = set()
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
-    write_record(tmp_path, {"state": "running"})
-    assert (tmp_path / "run.json").stat().st_ino in synced
+        fill_disk(run)
 
 
 @pytest.mark.parametrize(("is_restart", "state"), [(True, "interrupted"), (False, "cancelled")])

@@ -89,17 +89,17 @@ def test_an_input_that_changed_is_named(recorded: Run) -> None:
 def test_what_is_no_key_is_named_too(recorded: Run, tmp_path: Path, part: str, value: Any, said: str) -> None:
     """As if an earlier version had built it: under another key, with other parts in its manifest."""
     store = copied(recorded, tmp_path)
-    [manifest] = (store / "train_policy").glob("*/manifest.json")
+    [manifest] = (store / "train_policy").glob("*/1/manifest.json")
     content = json.loads(manifest.read_text())
     content["key"] = "f" * 64
     content[part] = {**content[part], **value} if isinstance(value, dict) else value
     if part == "config":
         del content["config"]["train"]
     manifest.write_text(json.dumps(content))
-    manifest.parent.rename(store / "train_policy" / ("f" * 16))
+    manifest.parent.parent.rename(store / "train_policy" / ("f" * 16))
     [record] = (store / "runs").glob("*/run.json")
     text = record.read_text().replace(recorded.stages["train_policy"].key, "f" * 64)
-    record.write_text(text.replace(manifest.parent.name, "f" * 16))
+    record.write_text(text.replace(manifest.parent.parent.name, "f" * 16))
     stage = planned(store)["train_policy"]
     assert stage.state == "stale"
     assert said in stage.why(None)
@@ -127,7 +127,7 @@ def test_an_unfinished_attempt_resumes(recorded: Run, tmp_path: Path) -> None:
     store = copied(recorded, tmp_path)
     stage = planned(store, "train.total_steps=61")["train_policy"]
     assert stage.key is not None
-    ArtifactStore(store).working_directory("train_policy", stage.key).mkdir(parents=True)
+    (ArtifactStore(store).key_folder("train_policy", stage.key) / "1.partial").mkdir(parents=True)
     stage = planned(store, "train.total_steps=61")["train_policy"]
     assert stage.state == "resumes"
     assert stage.why() == "an attempt was not finished; train.total_steps 60 -> 61"
@@ -148,10 +148,10 @@ def test_a_stage_that_waits_names_a_changed_file(recorded: Run, tmp_path: Path) 
 
 
 def test_only_stages_that_resume_are_said_to(tmp_path: Path) -> None:
-    """Of the others what an attempt left is moved aside."""
+    """The others begin again in an empty folder."""
     [data, *_] = planned(tmp_path / "store").values()
     assert data.key is not None
-    ArtifactStore(tmp_path / "store").working_directory("prepare_data", data.key).mkdir(parents=True)
+    (ArtifactStore(tmp_path / "store").key_folder("prepare_data", data.key) / "1.partial").mkdir(parents=True)
     assert planned(tmp_path / "store")["prepare_data"].state == "runs"
 
 
@@ -172,21 +172,14 @@ def test_what_is_being_built_is_not_said_to_be_unfinished(recorded: Run, tmp_pat
 
 def test_a_damaged_artifact_is_named_and_stays_where_it_is(recorded: Run, tmp_path: Path) -> None:
     store = copied(recorded, tmp_path)
-    [weights] = (store / "train_policy").glob("*/weights")
+    [weights] = (store / "train_policy").glob("*/1/weights")
     weights.write_text("trainee")  # as long as "trained"
-    files = sorted((path, path.lstat().st_mtime_ns) for path in store.rglob("*"))
+    files = sorted((path, path.lstat().st_mtime_ns) for path in store.rglob("*/1/*"))
     stage = planned(store)["train_policy"]
     assert stage.state == "damaged"
     assert stage.why().startswith("weights has sha256 ")
     assert planned(store)["merge_checkpoint"].why() == "waits for train_policy"
-    assert sorted((path, path.lstat().st_mtime_ns) for path in store.rglob("*")) == files
-
-
-def test_a_plan_leaves_no_stamp(recorded: Run, tmp_path: Path) -> None:
-    store = copied(recorded, tmp_path)
-    shutil.rmtree(store / ".verified")
-    assert states(planned(store)) == ["cached"] * 6
-    assert not (store / ".verified").exists()
+    assert sorted((path, path.lstat().st_mtime_ns) for path in store.rglob("*/1/*")) == files
 
 
 def test_an_artifact_of_any_earlier_run_is_gone_and_not_stale(recorded: Run, tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from dapo_core.errors import (
     RolloutError,
     ServeError,
     ServerDied,
-    StoreError,
     WorkerDied,
 )
 from eval import EvaluationError
+from tasks.artifacts import StoreError
 from tasks.evaluate_model import evaluate_model
 from tasks.fetch_model import fetch_model
 from tasks.merge_checkpoint import merge_checkpoint

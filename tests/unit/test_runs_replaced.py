@@ -1,105 +1,80 @@
-"""What becomes of runs whose artifact is built again by force, or removed, while others look at it."""
+"""What runs find whose artifact is built again by force, or removed at the wrong moment."""
 
 from __future__ import annotations
 
-import os
+import fcntl
+import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 
-import pytest
-
-from dapo_core.errors import StoreError
+from durable import locked
 from flows.config import Config
-from tasks.artifacts import ArtifactStore, StageKey
-from tasks.runs.history import read_runs
+from tasks.artifacts import Artifact, StageKey
+from tasks.runs.history import artifact_of, read_runs
 from tasks.runs.run import Run
+from tasks.time_limit import time_limit
 from tests.recorded_runs import small_config
+
+KEY = StageKey("probe", {}, {}, "code", {})
 
 
 def probe(config: Config, content: str, forced: tuple[str, ...] = ()) -> Run:
-    """A run of one stage whose output is `content`."""
+    """A run of one stage with this output."""
 
     def build(folder: Path) -> dict[str, str]:
         (folder / "content").write_text(content)
         return {}
 
     with Run.start(config, "probe", forced) as run:
-        run.produce("probe", StageKey("probe", {}, {}, "code", {}), build)
+        run.produce("probe", KEY, build)
     return run
 
 
-def test_a_forced_stage_leaves_old_runs_what_they_had(tmp_path: Path) -> None:
+def test_a_forced_stage_leaves_earlier_runs_what_they_had(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
-    first = probe(config, "one")
-    second = probe(config, "two", ("probe",))
-    third = probe(config, "never built")
-    assert [(run.folder / "probe" / "content").read_text() for run in (first, second, third)] == [
-        "one",
-        "two",
-        "two",
-    ]
-    records = {run.id: run.stages["probe"] for run in read_runs(first.store.root)}
-    old, new = records[first.folder.name], records[second.folder.name]
-    assert Path(old.path).name == f"{old.key[:16]}.{old.digest[:16]}"
-    assert (Path(new.path).name, new.is_cached) == (new.key[:16], False)
-    assert records[third.folder.name].is_cached
-    probe(config, "one", ("probe",))  # back again: the copy that is aside already serves both
-    fifth = probe(config, "three", ("probe",))
-    assert (first.folder / "probe" / "content").read_text() == "one"
-    assert (second.folder / "probe" / "content").read_text() == "two"
-    assert len(list((fifth.store.root / "probe").iterdir())) == 3
-    assert not list((fifth.store.root / ".removed").iterdir())
+    with Run.start(config, "long") as first:  # still in progress while others build by force
+        first.produce("probe", KEY, lambda folder: {"n": (folder / "content").write_text("one")})
+        runs = [first, probe(config, "two", ("probe",)), probe(config, "never built")]
+    assert [(run.folder / "probe" / "content").read_text() for run in runs] == ["one", "two", "two"]
+    newest, second, oldest = read_runs(first.store.root)
+    assert [run.stages["probe"].is_cached for run in (oldest, second, newest)] == [False, False, True]
+    assert [Path(run.stages["probe"].path).name for run in (oldest, second, newest)] == ["1", "2", "2"]
+    found = artifact_of(oldest, "probe")
+    assert found is not None
+    assert (Path(found.path) / "content").read_text() == "one"
 
 
-def test_what_a_run_uses_that_goes_on_is_not_replaced(tmp_path: Path) -> None:
-    config = small_config(tmp_path / "store")
-    with Run.start(config, "long") as user:
-        key = StageKey("probe", {}, {}, "code", {})
-        user.produce("probe", key, lambda folder: {"n": (folder / "content").write_text("used")})
-        with pytest.raises(
-            StoreError, match=rf"the run {user.folder.name} of arith_cpu \(long, pid {os.getpid()} on"
-        ):
-            probe(config, "other", ("probe",))
-        assert (user.folder / "probe" / "content").read_text() == "used"
-    assert (probe(config, "other", ("probe",)).folder / "probe" / "content").read_text() == "other"
-    assert (user.folder / "probe" / "content").read_text() == "used"
-
-
-def test_a_run_that_begins_to_use_it_while_it_is_built_keeps_it(tmp_path: Path) -> None:
-    """The forced build is complete, yet must not take the place of what another run reads by then."""
-    config = small_config(tmp_path / "store")
-    probe(config, "used")
-    key = StageKey("probe", {}, {}, "code", {})
-    users: list[Run] = []
-
-    def build(folder: Path) -> dict[str, str]:
-        users.append(Run.start(config, "other"))
-        users[0].produce("probe", key, lambda folder: {})
-        (folder / "content").write_text("new")
-        return {}
-
-    with pytest.raises(StoreError, match="goes on and uses"), Run.start(config, "probe", ("probe",)) as run:
-        run.produce("probe", key, build)
-    assert (users[0].folder / "probe" / "content").read_text() == "used"
-    assert ArtifactStore(config.store.path).lookup("probe", key.key) is not None
-    users[0].__exit__(None, None, None)
-
-
-def test_an_artifact_that_goes_as_it_is_recorded_is_made_again(tmp_path: Path) -> None:
-    """Whoever removes artifacts looks at the records after the move: one that came too late must notice."""
+def test_an_artifact_that_is_removed_before_the_run_records_it_is_made_again(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     probe(config, "one")
     with Run.start(config) as run:
-        recorded = run.record
+        produce = run.store.produce
 
-        def remove_then_record(**outcome: object) -> None:
-            found = store.lookup("probe", key.key)
-            if found is not None and "probe" in run.stages and len(removed) == 0:
-                removed.append(store.remove(found, lambda artifact: False))
-            recorded(**outcome)
+        def produce_then_remove(*arguments: object, **options: object) -> tuple[Artifact, bool]:
+            run.store.produce = produce  # type: ignore[method-assign]
+            artifact, cached = produce(*arguments, **options)  # type: ignore[arg-type]
+            shutil.rmtree(artifact.path)
+            return artifact, cached
 
-        store, key, removed = run.store, StageKey("probe", {}, {}, "code", {}), list[bool]()
-        run.record = remove_then_record  # type: ignore[method-assign]
-        made = run.produce("probe", key, lambda folder: {"n": (folder / "content").write_text("again")})
-    assert removed == [True]
+        run.store.produce = produce_then_remove  # type: ignore[method-assign,assignment]
+        made = run.produce("probe", KEY, lambda folder: {"n": (folder / "content").write_text("again")})
     assert (Path(made.path) / "content").read_text() == "again"
     assert not run.stages["probe"].cached
+
+
+def test_waiting_for_another_builder_does_not_count_for_the_time_limit(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "store")
+    with Run.start(config) as run, locked(run.store.lock_path(KEY.stage, KEY.key)) as descriptor:
+        timer = threading.Timer(1.0, lambda: _unlock(descriptor))
+        timer.start()
+        started = time.monotonic()
+        with time_limit(0.6 / 3600, "flow.time_limits.probe_hours", ""):
+            run.produce("probe", KEY, lambda folder: {"n": (folder / "content").write_text("x")})
+            assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+        assert time.monotonic() - started >= 1.0
+
+
+def _unlock(descriptor: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_UN)

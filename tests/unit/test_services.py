@@ -20,7 +20,7 @@ from prefect.logging.configuration import DEFAULT_LOGGING_SETTINGS_PATH
 from prefect.plugins import HookContext
 from typer.testing import CliRunner
 
-from dapo_core.errors import ConfigError, StoreError
+from dapo_core.errors import ConfigError
 from durable import LockHeld
 from flows import services
 from flows.cli import app
@@ -126,7 +126,7 @@ def test_two_commands_do_not_change_services_at_once(tmp_path: Path) -> None:
 
 def test_a_store_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="--store"):
+    with pytest.raises(ServicesError, match="--store"):
         bring_up(tmp_path / "file", ROOT)
     assert take_down(tmp_path / "file", cancel=False) == take_down(tmp_path / "typo", cancel=False) == []
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
