@@ -134,7 +134,7 @@ def test_server_and_worker_come_up_serve_the_project_and_go_down(project: Projec
     assert project.services.api_url == api
     assert project.pids()["server"] != first["server"]
     assert project.pids()["worker"] == first["worker"]
-    assert "type `dapo down` first" in project.dapo("up", "--port", str(free_port()), status=2)
+    assert "type `dapo down` before" in project.dapo("up", "--port", str(free_port()), status=2)
 
     with httpx.Client(base_url=api, trust_env=False, timeout=60) as client:
         deployment = client.get("/deployments/name/dapo-full/dapo-full").raise_for_status().json()["id"]
