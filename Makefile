@@ -4,16 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test check bench ablation format
+.PHONY: help demo test test-fast check bench ablation format
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 demo: $(INSTALLED) ## run the whole chain on this machine's CPU and print the before/after report
 	$(BIN)/dapo run configs/arith_cpu.yaml
 
 test: $(INSTALLED) ## run all tests
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+test-fast: $(INSTALLED) ## run the unit tests: about a minute on two cores
+	$(BIN)/python -m pytest tests/unit -m fast --numprocesses 2 --dist worksteal
 
 check: $(INSTALLED) ## format, lint, types, architecture
 	$(BIN)/ruff format --check .

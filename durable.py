@@ -172,19 +172,20 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tup
 
     A key that one side lacks has the value UNSET there.
     """
-    old, new = dict(_leaves(before)), dict(_leaves(after))
+    old, new = leaves(before), leaves(after)
     pairs = [
         (key, old.get(key, UNSET), new.get(key, UNSET)) for key in [*new, *(key for key in old if key not in new)]
     ]
     return [pair for pair in pairs if pair[1] is UNSET or pair[2] is UNSET or pair[1] != pair[2]]
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by dotted key; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        is_branch = isinstance(value, Mapping) and value
+        flat |= leaves(value, f"{prefix}{key}.") if is_branch else {f"{prefix}{key}": value}
+    return flat
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -16,13 +16,15 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from dapo_core.checkpoint.folder import latest_checkpoint
-from dapo_core.metrics import METRICS_FILE, read_metrics
+from dapo_core.metrics import METRICS_FILE
+from durable import read_json_lines
 from tasks.processes import supervisor
 from tasks.processes.child import SupervisedProcess, background_command, run_command
 from tasks.stage_command import dapo_command
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 RECIPE = "configs/arith_cpu.yaml"
-EXAMPLE = """examples, the 20 kills of the documentation, and three of one's own choice:
+EXAMPLE = """examples: the 20 kills of the documentation, and three chosen ones
   .venv/bin/python bench/crash.py --kills 20 --seed 0
   .venv/bin/python bench/crash.py --roles rank worker group --steps 8
 """
@@ -51,13 +53,13 @@ Role = Literal["driver", "rank", "worker", "group"]
 TITLES = {"rank": "ray::_PolicyRank", "worker": "ray::_RolloutRank"}
 DEADLINE_SECONDS = 300.0
 POLL_SECONDS = 0.02
-# Of the machine, not of the training.
+# These depend on the machine.
 MEASURED = ("wall_time", "timing_", "perf/time_per_step", "perf/throughput", "perf/mfu", "perf/max_", "perf/cpu_")
 
 
 @dataclass(frozen=True)
 class Training:
-    """One `dapo train` on the given paths; told again, it continues."""
+    """One `dapo train` on the given paths; the same command continues it."""
 
     recipe: Path
     data: Path
@@ -78,12 +80,12 @@ class Training:
 
     def num_steps(self) -> int:
         """Training steps that metrics.jsonl has."""
-        return len(read_metrics(self.output / METRICS_FILE))
+        return len(read_json_lines(self.output / METRICS_FILE))
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill whom: so many seconds after metrics.jsonl has the step and the role is there."""
+    """Kill the role `seconds` after metrics.jsonl has the step and the role has a process."""
 
     role: Role
     after_step: int
@@ -92,7 +94,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Kill:
-    """What was done."""
+    """A kill that was done."""
 
     moment: Moment
     pids: tuple[int, ...]
@@ -113,7 +115,7 @@ def main() -> None:
         run_command(alone.command, log_path=alone.log_path, label="train", on_line=lambda line: None)
         print(f"undisturbed: {arguments.steps} steps in {time.monotonic() - began:.0f} s", flush=True)
         began = time.monotonic()
-        kills = [_told(kill) for kill in train_through_kills(killed, moments)]
+        kills = [_reported(kill) for kill in train_through_kills(killed, moments)]
         print(f"{len(kills)} of {len(moments)} kills, {arguments.steps} steps in {time.monotonic() - began:.0f} s")
         found = differences(alone.output, killed.output)
     print("\n".join(found) if found else "parameters, optimizer and metrics are equal in every bit")
@@ -123,7 +125,7 @@ def main() -> None:
 def random_moments(
     roles: Sequence[Role], num_steps: int, spread_seconds: float, chance: random.Random
 ) -> list[Moment]:
-    """A moment for each role, over the training but its last fifth, so that it does not end before."""
+    """A moment for each role, in the first four fifths of the training, so that each kill comes before its end."""
     last = 0.8 * num_steps / len(roles)
     return [
         Moment(role, int((number + chance.random()) * last), chance.uniform(0, spread_seconds))
@@ -132,7 +134,7 @@ def random_moments(
 
 
 def train_through_kills(training: Training, moments: Sequence[Moment]) -> Iterator[Kill]:
-    """Train to the end, killing on the way, and starting the command again whenever it was killed.
+    """Train to the end with kills on the way, and start the command again whenever it was killed.
 
     Yields each kill. Raises ChildProcessFailed when the command ends by itself with an error.
     """
@@ -153,7 +155,7 @@ def train_through_kills(training: Training, moments: Sequence[Moment]) -> Iterat
 
 
 def differences(expected: Path, found: Path) -> list[str]:
-    """What two training outputs differ in, a line each; times and memory aside."""
+    """The differences between two training outputs, a line each, without times and memory."""
     lines = [f"metrics.jsonl: {text}" for text in _metric_differences(expected, found)]
     checkpoints = [latest_checkpoint(output / "checkpoints") for output in (expected, found)]
     names = [checkpoint and checkpoint.name for checkpoint in checkpoints]
@@ -168,25 +170,18 @@ def differences(expected: Path, found: Path) -> list[str]:
 def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole, by name."""
     import torch
-    from torch.distributed.checkpoint.format_utils import _load_state_dict
-    from torch.distributed.checkpoint.state_dict_loader import _EmptyStateDictLoadPlanner
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    state: dict[str, Any] = {}
-    _load_state_dict(
-        state,
-        storage_reader=torch.distributed.checkpoint.FileSystemReader(checkpoint),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
-    tensors: dict[str, torch.Tensor] = {}
-    waiting = [("", state)]
-    while waiting:
-        prefix, node = waiting.pop()
-        for name, value in node.items():
-            if isinstance(value, dict):
-                waiting.append((f"{prefix}{name}/", value))
-            elif isinstance(value, torch.Tensor):
-                tensors[prefix + name] = value
+    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in stored.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
+        dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
     return tensors
 
 
@@ -201,7 +196,7 @@ def victims(role: Role, process: SupervisedProcess) -> list[int]:
 
 
 def _metric_differences(expected: Path, found: Path) -> Iterator[str]:
-    lines, others = (read_metrics(output / METRICS_FILE) for output in (expected, found))
+    lines, others = (read_json_lines(output / METRICS_FILE) for output in (expected, found))
     steps = [[line["step"] for line in own] for own in (lines, others)]
     if steps[0] != steps[1]:
         yield f"steps {steps[0]} and {steps[1]}"
@@ -231,7 +226,7 @@ def _wait_for(moment: Moment, training: Training, process: SupervisedProcess) ->
 
 
 def _strike(moment: Moment, training: Training, process: SupervisedProcess) -> Kill | None:
-    """Kill now and wait until they are gone; None when there is nobody to kill."""
+    """Kill now and wait until they are gone; None when the role has no process."""
     step, pids = training.num_steps(), victims(moment.role, process)
     started = {pid: at for pid, at in supervisor.descendants(process.pid).items() if pid in pids}
     if not started:
@@ -288,7 +283,7 @@ def _prepare(folder: Path, num_steps: int) -> tuple[Training, Training]:
     )
 
 
-def _told(kill: Kill) -> Kill:
+def _reported(kill: Kill) -> Kill:
     moment, pids = kill.moment, shlex.join(map(str, kill.pids[:3])) + (" ..." if len(kill.pids) > 3 else "")
     print(f"step {kill.step:3d} + {moment.seconds:5.2f} s: killed {moment.role:6} {pids}", flush=True)
     return kill

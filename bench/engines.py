@@ -74,10 +74,11 @@ def main() -> None:
 def build_recipe_model(path: Path, num_steps: int) -> Path:
     """The CPU recipe's model after a warm start of `num_steps`, so that responses have realistic lengths."""
     from dapo_core.arithmetic import generate_problems
-    from dapo_core.warm_start import WarmStartRecipe, build_model
+    from dapo_core.config.warm_start import WarmStartConfig
+    from dapo_core.warm_start import build_model
 
     rows, _ = generate_problems(num_train=2000, num_eval=1, max_level=2, seed=0)
-    build_model(rows, path, WarmStartRecipe(num_steps=num_steps), seed=0)
+    build_model(rows, path, WarmStartConfig(num_steps=num_steps), seed=0)
     return path
 
 

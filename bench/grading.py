@@ -1,11 +1,11 @@
-"""The rulers on labelled rows: accuracy, false positives and negatives, rows a second, beside math-verify alone.
+"""The rules on labelled rows: accuracy, false positives and negatives, rows a second, beside math-verify alone.
 
-    python bench/grading.py FILE [--show 20] [--rulers exact,aisbench,math-verify] [--finish-reason stop]
+    python bench/grading.py FILE [--show 20] [--rules exact,aisbench,math-verify] [--finish-reason stop]
 
 FILE is .jsonl, .csv, .tsv (no quoting) or .parquet with the columns prediction (a whole response, or an answer on
 one line, which is put in a box), gold and label (1/0, true/false, right/wrong); a column finish_reason is used
-where it is there. One process each; `exact` is eval.answers.Judge as `dapo eval` uses it, without its worker's
-start.
+where it is there. One process each; `exact` is MathGrader as `dapo eval` uses it, without the start of
+its process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
 from eval.answers.extraction import extract_answer
-from eval.answers.judge import Judge
+from eval.answers.grading import MathGrader
 
 MAX_BARE_CHARS = 300
 LABELS = {"1": True, "true": True, "right": True, "0": False, "false": False, "wrong": False}
@@ -39,7 +39,7 @@ class LabelledRow(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a ruler did on all rows."""
+    """What a rule did on all rows."""
 
     false_positives: list[LabelledRow]
     false_negatives: list[LabelledRow]
@@ -102,13 +102,13 @@ def measure(rows: list[LabelledRow], is_right: Callable[[LabelledRow], bool | No
 
 
 def exact(rows: list[LabelledRow]) -> Measured:
-    """Our headline ruler, in the judge with its worker."""
-    with Judge() as judge:
-        judge.grade("\\boxed{\\sqrt{2}}", "stop", "1.5")  # starts the worker
+    """The headline rule, in the grader with its process."""
+    with MathGrader() as grader:
+        grader.grade("\\boxed{\\sqrt{2}}", "stop", "1.5")  # starts the process
         measured = measure(
-            rows, lambda row: judge.grade(row.response, row.finish_reason, row.gold).verdict == "right"
+            rows, lambda row: grader.grade(row.response, row.finish_reason, row.gold).verdict == "right"
         )
-        return measured._replace(errors=judge.num_killed)
+        return measured._replace(errors=grader.num_killed)
 
 
 def aisbench(rows: list[LabelledRow]) -> Measured:
@@ -138,7 +138,7 @@ def math_verify(rows: list[LabelledRow]) -> Measured:
     return measure(rows, verdict)
 
 
-RULERS: dict[str, Callable[[list[LabelledRow]], Measured]] = {
+RULES: dict[str, Callable[[list[LabelledRow]], Measured]] = {
     "exact": exact,
     "aisbench": aisbench,
     "math-verify": math_verify,
@@ -154,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--show", type=int, default=0, help="list so many wrong verdicts of each kind")
-    parser.add_argument("--rulers", default=",".join(RULERS))
+    parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument(
         "--finish-reason", help="where the file has none; unset: unknown, and the text decides whether it was cut"
     )
@@ -163,9 +163,9 @@ def main() -> None:
     if not rows:
         sys.exit(f"{arguments.file} has no rows")
     print(f"{len(rows)} rows, {sum(row.is_right for row in rows)} labelled right")
-    print(f"{'ruler':12} {'accuracy':>9} {'false +':>8} {'false -':>8} {'errors':>7} {'rows/s':>8} {'slowest':>9}")
-    for name in arguments.rulers.split(","):
-        found = RULERS[name](rows)
+    print(f"{'rule':12} {'accuracy':>9} {'false +':>8} {'false -':>8} {'errors':>7} {'rows/s':>8} {'slowest':>9}")
+    for name in arguments.rules.split(","):
+        found = RULES[name](rows)
         wrong = len(found.false_positives) + len(found.false_negatives)
         print(
             f"{name:12} {1 - wrong / len(rows):9.2%} "

@@ -1,7 +1,7 @@
 """Trains the CPU recipe whole and with one ingredient of DAPO removed at a time, and writes docs/ablation.md.
 
 Stages are built with the `dapo` commands of the chain into an artifact store: nothing finished is repeated, an
-interrupted training continues, a change of the training code begins it anew. Accuracy is that of greedy
+interrupted training continues, and a change of the training code starts it over. Accuracy is that of greedy
 answers to the held-out set by the Hugging Face engine in process, which needs no server and takes seconds.
 """
 
@@ -129,8 +129,8 @@ def _produce(store: ArtifactStore, key: StageKey, job: Job, words: Any, resumabl
 
     def tell(line: str) -> None:
         step = STEP_LINE.match(line)
-        is_told = not step or int(step["done"]) % 10 == 0 or step["done"] == step["total"]
-        if is_told and line.strip() and not line.startswith(METRICS_LINE):
+        is_shown = not step or int(step["done"]) % 10 == 0 or step["done"] == step["total"]
+        if is_shown and line.strip() and not line.startswith(METRICS_LINE):
             logger.info("%s: %s", job.label, line.rstrip())
 
     def build(folder: Path) -> Mapping[str, Any]:

@@ -1,9 +1,9 @@
 """Measures `dapo merge` against `cp` of the same bytes, on a warm cache, and prints one table.
 
 verl's merger joins the table where verl is installed. The ways take turns, so that a slow minute of a shared
-machine is every way's, and each measurement has a process of its own, in which the way runs twice. The first run
-tells the peak memory, which is what the process held beyond mapped files. The second is timed: nothing watches it,
-all that it imports is imported, and a virtual machine has back the memory that its host took when it was free.
+machine slows them all, and each measurement has a process of its own, in which the way runs twice. The first run
+gives the peak memory beyond mapped files. The second is timed: nothing watches it, its imports are done, and a
+virtual machine has the memory back that its host took.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def main() -> None:
             ("cp", _Copy(verl)),
             ("cp, then fsync", _Copy(verl, is_synced=True)),
             ("sha256 twice", _Digests(verl)),
-            ("ours, of verl's folder", _Merge(verl, arguments.max_shard_bytes)),
-            ("ours, of our checkpoint", _Merge(ours, arguments.max_shard_bytes)),
+            ("dapo merge, verl's", _Merge(verl, arguments.max_shard_bytes)),
+            ("dapo merge, dapo's", _Merge(ours, arguments.max_shard_bytes)),
         ]
         if importlib.util.find_spec("verl") is not None:
-            ways.append(("verl's", _VerlMerge(verl)))
+            ways.append(("verl's merger", _VerlMerge(verl)))
         rounds: dict[str, list[Measurement]] = {name: [] for name, _ in ways}
         for _ in range(arguments.rounds):
             for name, way in ways:
@@ -118,7 +118,7 @@ def write_model_files(folder: Path, num_layers: int, hidden_size: int) -> Path:
 
 
 def write_checkpoints(folder: Path, model_files: Path, num_shards: int) -> tuple[Path, Path]:
-    """The same random weights as a folder of verl and as a checkpoint of ours."""
+    """The same random weights as a folder of verl and as a checkpoint of dapo train."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import DeviceMesh
@@ -134,7 +134,7 @@ def write_checkpoints(folder: Path, model_files: Path, num_shards: int) -> tuple
     for place in (verl, ours):
         shutil.copytree(model_files, place / "huggingface")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
         dcp.save({"model": whole}, checkpoint_id=ours, no_dist=True)
     (ours / "tensor_names.json").write_text(json.dumps(list(names)))
     (ours / "trainer_state.json").write_text(json.dumps({"step": 1, "metrics": {}}))
@@ -172,8 +172,7 @@ def _peak_bytes(way: Callable[[Path], None], target: Path) -> int:
     import torch.distributed.tensor  # noqa: F401 - what a merge imports is not its memory
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-    import dapo_core.merge.dcp
-    import dapo_core.merge.verl  # noqa: F401
+    import dapo_core.merge.run  # noqa: F401
 
     before, peak, is_done = anonymous_bytes(), 0, threading.Event()
 
@@ -221,7 +220,7 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Digests:
-    """No merge, but what each byte of one costs at least: its tensor's digest and its file's, on every core."""
+    """The least that a merge costs: two digests of every byte, on every core."""
 
     source: Path
 
@@ -243,7 +242,7 @@ class _Merge:
     max_shard_bytes: int
 
     def __call__(self, target: Path) -> None:
-        from dapo_core.merge import merge_checkpoint
+        from dapo_core.merge.run import merge_checkpoint
 
         merge_checkpoint([self.source], target, max_shard_bytes=self.max_shard_bytes)
 

@@ -1,18 +1,32 @@
-"""Group-relative advantages."""
+"""What each response is worth compared with its siblings, and with what the engine sampled it from."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from dapo_core.compat import Compat
+from dapo_core.rollout_correction import correct_rollouts
 
 if TYPE_CHECKING:
+    from dapo_core.batch import Batch
     from dapo_core.config.training import AlgorithmConfig
 
 STD_FLOOR = 1e-6
+
+
+def weigh(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
+    """The batch with advantages among scored siblings, and corrected for what the engine sampled from."""
+    advantages = group_advantages(
+        batch.rewards.numpy(), batch.group_ids.numpy(), algorithm, batch.is_scored.numpy()
+    )
+    weights, mask = correct_rollouts(
+        batch.old_log_probs, batch.rollout_log_probs, batch.response_mask, algorithm.rollout_correction
+    )
+    return replace(batch, advantages=torch.from_numpy(advantages), importance_weights=weights, response_mask=mask)
 
 
 def group_advantages(

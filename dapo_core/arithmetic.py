@@ -8,8 +8,9 @@ tuple, hence no problem text, is ever in both sets, not even between runs with d
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +166,9 @@ def _phrase(subject: str, operands: Sequence[int], form: str, rng: random.Random
 
 def answer(subject: str, operands: Sequence[int]) -> int:
     """The result of the problem."""
-    if subject == "addition":
-        return operands[0] + operands[1]
-    if subject == "subtraction":
-        return operands[0] - operands[1]
-    if subject == "multiplication":
-        return operands[0] * operands[1]
-    return operands[0] + operands[1] - operands[2]
+    a, b, *rest = operands
+    results = {"addition": a + b, "subtraction": a - b, "multiplication": a * b, "two_step": a + b - sum(rest)}
+    return results[subject]
 
 
 def worked_solution(subject: str, operands: Sequence[int]) -> str:
@@ -200,41 +197,22 @@ def _named(operands: Sequence[int]) -> dict[str, int]:
 
 
 def _column_steps(subject: str, first: int, second: int) -> list[str]:
-    column_step = _COLUMN_STEPS[subject]
-    steps, carry = [], 0
+    """One line for each column, units first; what a column passes on to the next is added, or taken off, there."""
+    sign = {"addition": "+", "subtraction": "-", "multiplication": "*"}[subject]
+    sign_of_carry = "-" if subject == "subtraction" else "+"
     first_digits = [int(digit) for digit in reversed(str(first))]
     second_digits = [int(digit) for digit in reversed(str(second))]
     if subject == "multiplication":
         second_digits *= len(first_digits)
-    for place in range(max(len(first_digits), len(second_digits))):
-        left = first_digits[place] if place < len(first_digits) else 0
-        right = second_digits[place] if place < len(second_digits) else 0
-        step, carry = column_step(left, right, carry)
-        steps.append(step)
+    steps, carry = [], 0
+    for left, right in itertools.zip_longest(first_digits, second_digits, fillvalue=0):
+        if subject == "subtraction" and left < right + carry:
+            left += 10
+        result = {"+": left + right, "-": left - right, "*": left * right}[sign]
+        result += -carry if subject == "subtraction" else carry
+        steps.append(f"{left}{sign}{right}{f'{sign_of_carry}{carry}' if carry else ''}={result}")
+        carry = int(left > 9) if subject == "subtraction" else result // 10
     return steps
-
-
-def _add_column(left: int, right: int, carry: int) -> tuple[str, int]:
-    result = left + right + carry
-    return f"{left}+{right}{f'+{carry}' if carry else ''}={result}", result // 10
-
-
-def _subtract_column(left: int, right: int, borrow: int) -> tuple[str, int]:
-    is_short = left < right + borrow
-    raised = left + 10 * is_short
-    return f"{raised}-{right}{f'-{borrow}' if borrow else ''}={raised - right - borrow}", int(is_short)
-
-
-def _multiply_column(left: int, right: int, carry: int) -> tuple[str, int]:
-    result = left * right + carry
-    return f"{left}*{right}{f'+{carry}' if carry else ''}={result}", result // 10
-
-
-_COLUMN_STEPS: dict[str, Callable[[int, int, int], tuple[str, int]]] = {
-    "addition": _add_column,
-    "subtraction": _subtract_column,
-    "multiplication": _multiply_column,
-}
 
 
 def write_parquet(rows: list[Row], path: Path) -> None:

@@ -6,7 +6,7 @@ P prompts, G responses per prompt, B = P*G responses, R response tokens, T promp
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -29,9 +29,12 @@ class Batch:
     prompt_lengths: torch.Tensor  # [B]
     response_lengths: torch.Tensor  # [B]
     response_mask: torch.Tensor  # [B, R] bool: tokens we train
+    group_ids: torch.Tensor  # [B] int64, the same for siblings
+    rewards: torch.Tensor  # [B] float64, what advantages are made of
+    is_scored: torch.Tensor  # [B] bool: the scorer did not fail
     rollout_log_probs: torch.Tensor  # [B, R] float32, 0 beyond the response
-    old_log_probs: torch.Tensor  # [B, R] float32; NaN until the policy computed them
-    advantages: torch.Tensor  # [B] float32; NaN until the rewards were weighed
+    old_log_probs: torch.Tensor  # [B, R] float32; NaN until PolicyGroup.anchor
+    advantages: torch.Tensor  # [B] float32; NaN until advantage.weigh
     ref_log_probs: torch.Tensor | None = None  # [B, R] float32, of the reference model; None without KL
     importance_weights: torch.Tensor | None = None  # [B, R] float32, truncated policy/engine ratios; None when off
 
@@ -56,7 +59,7 @@ class Batch:
 
     @property
     def is_response(self) -> torch.Tensor:
-        """Where there is a response token, whether it trains or not: [B, R] bool."""
+        """True on response tokens, trained or not: [B, R] bool."""
         return torch.arange(self.response_mask.shape[1]) < self.response_lengths.unsqueeze(-1)
 
     @property
@@ -77,10 +80,6 @@ class Batch:
             chosen[name] = whole if whole is None or name not in columns else whole[:, : columns[name]]
         return Batch(**chosen)
 
-    def with_old_log_probs(self, old_log_probs: torch.Tensor) -> Batch:
-        """The batch anchored to a policy: old_log_probs [B, R]."""
-        return replace(self, old_log_probs=old_log_probs)
-
 
 _PER_RESPONSE_TOKEN = (
     "response_mask",
@@ -91,6 +90,23 @@ _PER_RESPONSE_TOKEN = (
 )
 
 
+def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
+    """The groups in a random order that derives from the seed and the step.
+
+    They come in the order in which they finished, short responses first. Mini-batches in that order would differ
+    in length, and token-mean would weigh a token of a short response more than one of a long response.
+    """
+    order = np.random.default_rng([seed, step]).permutation(len(groups))
+    return [groups[number] for number in order]
+
+
+def mini_batches(batch: Batch, num_prompts: int) -> Iterator[Batch]:
+    """Consecutive parts of `num_prompts` whole groups each; the last may be smaller."""
+    group_ids = batch.group_ids.numpy()
+    for first in range(0, int(group_ids[-1]) + 1, num_prompts):
+        yield batch.select(np.flatnonzero((group_ids >= first) & (group_ids < first + num_prompts)))
+
+
 def build_batch(groups: Sequence[Group], mask_truncated: bool) -> Batch:
     """The groups' responses as one batch, in the order of groups and of siblings.
 
@@ -98,6 +114,7 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool) -> Batch:
     Old log-probs and advantages are NaN.
     """
     pairs = [(group.prompt.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
+    group_ids = [number for number, group in enumerate(groups) for _ in group.rollouts]
     prompt_lengths = [len(prompt_ids) for prompt_ids, _ in pairs]
     response_lengths = [len(rollout.response_ids) for _, rollout in pairs]
     width = max(p + r for p, r in zip(prompt_lengths, response_lengths, strict=True))
@@ -115,6 +132,9 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool) -> Batch:
         prompt_lengths=torch.tensor(prompt_lengths),
         response_lengths=torch.tensor(response_lengths),
         response_mask=mask,
+        group_ids=torch.tensor(group_ids),
+        rewards=torch.tensor([rollout.reward for _, rollout in pairs], dtype=torch.float64),
+        is_scored=torch.tensor([rollout.is_scored for _, rollout in pairs]),
         rollout_log_probs=rollout_log_probs,
         old_log_probs=torch.full((len(pairs), num_response_tokens), float("nan")),
         advantages=torch.full((len(pairs),), float("nan")),
@@ -122,7 +142,7 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool) -> Batch:
 
 
 def workload(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
-    """What training on a sequence of T tokens costs, in units of one pair of tokens that attend: float64 as given.
+    """Cost of training on sequences of T tokens, in units of one attending pair of tokens: float64 [B].
 
     A decoder layer of width H does about 24 H^2 T operations in its matrices (12 H^2 weights) and 2 H T^2 in
     causal attention, so 12 H T + T^2 up to a factor. verl counts the upper half of attention too and takes 7B's
@@ -145,10 +165,9 @@ def balance_over_ranks(costs: np.ndarray, num_ranks: int) -> list[np.ndarray]:
 
 
 def micro_batches(lengths: np.ndarray, costs: np.ndarray, max_tokens: int, at_least: int = 1) -> list[np.ndarray]:
-    """Index sets of at most `max_tokens` tokens, the costliest first; sequences must fit one by one.
+    """Index sets of at most `max_tokens` tokens, the costliest first; each sequence alone must fit.
 
-    As few sets as best fit finds, with equal costs where so few leave room for that; then empty ones, up to
-    `at_least`.
+    As few sets as best fit finds, of nearly equal cost where that many allow it; empty ones fill up to `at_least`.
     """
     longest_first = np.argsort(-lengths, kind="stable")
     fullest = _fill(longest_first, lengths, -lengths, max_tokens, len(lengths))
@@ -163,7 +182,7 @@ def micro_batches(lengths: np.ndarray, costs: np.ndarray, max_tokens: int, at_le
 def _fill(
     order: np.ndarray, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, count: int
 ) -> np.ndarray | None:
-    """Each sequence's set: the one of least cost that has room; None when there comes to be no room."""
+    """Each sequence's set, the cheapest one with room; None if a sequence does not fit."""
     numbers = np.zeros(len(lengths), dtype=np.int64)
     tokens, loads = np.zeros(count, dtype=np.int64), np.zeros(count)
     for index in order:
@@ -180,21 +199,28 @@ def _fill(
 class RankShare:
     """One data-parallel rank's part of a batch, already cut into micro-batches.
 
-    `micro_batches` has the same length on every rank, because each is a collective forward pass under FSDP; a
-    rank with less work, or none, repeats a response with an empty mask.
+    `micro_batches` has the same length on every rank, because each is a collective forward pass under FSDP.
     """
 
     batch: Batch
     micro_batches: list[np.ndarray]  # indices into `batch`; the last ones may be empty
 
+    def micro_batch(self, number: int) -> Batch:
+        """The rows of one micro-batch; for an empty one a row that trains nothing, to run the forward pass on."""
+        indices = self.micro_batches[number]
+        if len(indices):
+            return self.batch.select(indices)
+        row = self.batch.select([0])
+        return replace(row, response_mask=torch.zeros_like(row.response_mask))
+
 
 def split_batch(
     batch: Batch, num_data_ranks: int, max_tokens: int, hidden_size: int = 4096
 ) -> tuple[list[RankShare], list[np.ndarray]]:
-    """Balanced shares for each data-parallel rank, and for each the indices into `batch` that its rows came from.
+    """A balanced share for each data-parallel rank, and the indices into `batch` of its rows.
 
     max_tokens: of one micro-batch, train.micro_batch_tokens times the ranks that share it. Raises DataError
-    naming a sequence that alone is longer.
+    for a sequence that alone is longer.
     """
     lengths = batch.lengths
     longest = int(lengths.argmax())

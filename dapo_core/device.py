@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Device:
-    """What the rest needs to know of a kind of device."""
+    """One kind of device: its names, limits and environment."""
 
     kind: str  # torch device type
     backend: str  # torch.distributed collective backend

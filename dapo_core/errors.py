@@ -19,10 +19,6 @@ class ModelError(DapoError, ValueError):
     """A model folder is incomplete or does not fit the configuration."""
 
 
-class NotEnoughSignal(DapoError, RuntimeError):
-    """Dynamic sampling drew its bound of batches and kept too few groups."""
-
-
 class RewardError(DapoError, RuntimeError):
     """A scorer cannot be loaded, or gave no word on any response of a step."""
 
@@ -34,15 +30,9 @@ class RolloutError(DapoError, RuntimeError):
 
 
 class WorkerDied(DapoError, RuntimeError):
-    """The process of a policy rank or rollout worker is gone; training goes on from its last checkpoint."""
+    """The process of a policy rank or rollout worker is gone; training continues from its last checkpoint."""
 
     is_lasting = False
-
-
-class TrainingStopped(DapoError, RuntimeError):
-    """Training ended early because a signal asked it to; the message says what it continues from."""
-
-    exit_code: int = 143  # of the command: 128 and the signal's number
 
 
 class CheckpointError(DapoError, RuntimeError):

@@ -13,6 +13,8 @@ from dapo_core.device import peak_flops
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from dapo_core.batch import Batch
+
 logger = logging.getLogger(__name__)
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -55,7 +57,7 @@ def _is_sparse(config: PretrainedConfig, layer: int) -> bool:
 
 
 class ActorUtilization:
-    """perf/mfu/actor of a run's updates, or one note in the log of why it is left out."""
+    """perf/mfu/actor of a run's updates; where it is unknown, logs the reason once."""
 
     def __init__(self, config: PretrainedConfig, device_name: str, dtype: torch.dtype, num_devices: int) -> None:
         self.config = config
@@ -72,10 +74,10 @@ class ActorUtilization:
             return
         logger.info("%s: perf/mfu/actor is left out", missing)
 
-    def metrics(self, lengths: np.ndarray, num_logits: int, seconds: float) -> dict[str, float]:
-        """perf/mfu/actor of updates on sequences of `lengths` tokens [B] that took `seconds`; {} when unknown."""
+    def metrics(self, batch: Batch, seconds: float) -> dict[str, float]:
+        """perf/mfu/actor of updates on the batch that took `seconds`; {} when unknown."""
         if self.peak is None:
             return {}
-        flops = training_flops(self.config, lengths, num_logits)
+        flops = training_flops(self.config, batch.lengths, int(batch.response_lengths.sum()))
         assert flops is not None, "the constructor refuses such an architecture"
         return {"perf/mfu/actor": flops / (seconds * self.peak)}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from dapo_core.errors import ConfigError
-
 if TYPE_CHECKING:
+    from dapo_core.batch import Batch
     from dapo_core.config.training import KLConfig
 
 MAX_LOG_RATIO = 20.0
@@ -47,29 +46,24 @@ def _estimate(difference: torch.Tensor, estimator: str) -> torch.Tensor:
 
 
 def reward_penalties(
-    old_log_probs: torch.Tensor, ref_log_probs: torch.Tensor, response_mask: torch.Tensor, kl: KLConfig
-) -> tuple[np.ndarray, float]:
-    """Each response's sum of KL over its tokens under the mask, and the mean over responses of their token means.
+    old_log_probs: torch.Tensor, ref_log_probs: torch.Tensor, is_response: torch.Tensor, kl: KLConfig
+) -> tuple[torch.Tensor, float]:
+    """Each response's sum of KL over its tokens, [B] float64, and the mean over responses of their token means.
 
-    The sums, [B] float64, times the coefficient are what the reward loses. The mean is verl's
-    actor/reward_kl_penalty and what the adaptive coefficient steers; responses without a token do not count in
-    it, and without any it is 0. Values outside the mask, NaN too, do not matter. All tensors [B, R].
+    The sums times the coefficient are what the reward loses. The mean is verl's actor/reward_kl_penalty, which
+    the adaptive coefficient follows; empty responses do not count in it. All tensors [B, R]; values outside the
+    responses, NaN too, do not matter.
     """
-    zeros = torch.zeros((), dtype=old_log_probs.dtype, device=old_log_probs.device)
-    estimates = kl_estimate(
-        torch.where(response_mask, old_log_probs, zeros),
-        torch.where(response_mask, ref_log_probs, zeros),
-        kl.estimator,
-    )
-    sums = estimates.sum(dim=-1, dtype=torch.float64).cpu().numpy()  # [B]
-    num_tokens = response_mask.sum(dim=-1).cpu().numpy()
+    old, ref = (torch.where(is_response, values, 0.0) for values in (old_log_probs, ref_log_probs))
+    sums = kl_estimate(old, ref, kl.estimator).sum(dim=-1, dtype=torch.float64)
+    num_tokens = is_response.sum(dim=-1)
     answered = num_tokens > 0
     mean = float((sums[answered] / num_tokens[answered]).mean()) if answered.any() else 0.0
     return sums, mean
 
 
 class KLController:
-    """The coefficient of KL in the reward: constant, or following a target.
+    """Takes KL off rewards, by a coefficient that is constant or follows a target.
 
     `coefficient` may be set to continue a run.
     """
@@ -78,20 +72,27 @@ class KLController:
         self.coefficient = kl.coefficient
         self.kl = kl
 
+    def penalise(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch with rewards less their KL, and the KL's metrics; adapts the coefficient afterwards.
+
+        Nothing changes unless algorithm.kl.place is reward. Responses that train no token lose their KL as well,
+        because their siblings are compared with them.
+        """
+        if self.kl.place != "reward":
+            return batch, {}
+        assert batch.ref_log_probs is not None, "the policy loads a reference model for KL in the reward"
+        penalties, mean = reward_penalties(batch.old_log_probs, batch.ref_log_probs, batch.is_response, self.kl)
+        metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": self.coefficient}
+        batch = replace(batch, rewards=batch.rewards - self.coefficient * penalties)
+        self.update(mean, batch.num_responses)
+        return batch, metrics
+
     def update(self, kl_per_token: float, num_responses: int) -> None:
         """Adapt the coefficient after a step of `num_responses` (Ziegler et al., arXiv:1909.08593, section 2.2).
 
-        coefficient *= 1 + clip(kl_per_token / target - 1, -0.2, 0.2) * num_responses / horizon. Raises ConfigError
-        for a step so large against the horizon that the coefficient could become 0 or negative.
+        coefficient *= 1 + clip(kl_per_token / target - 1, -0.2, 0.2) * num_responses / horizon, which stays
+        positive, as the configuration refuses a horizon of a fifth of a step's responses or less.
         """
-        if self.kl.controller == "fixed":
-            return
-        steps = num_responses / self.kl.horizon
-        if steps * MAX_PROPORTIONAL_ERROR >= 1:
-            raise ConfigError(
-                f"one step of {num_responses} responses is {steps:.1f} times algorithm.kl.horizon="
-                f"{self.kl.horizon:g}: from {1 / MAX_PROPORTIONAL_ERROR:g} times on, the adaptive KL coefficient "
-                f"can become 0 or negative; raise algorithm.kl.horizon, for instance to {4 * num_responses}"
-            )
-        error = np.clip(kl_per_token / self.kl.target - 1, -MAX_PROPORTIONAL_ERROR, MAX_PROPORTIONAL_ERROR)
-        self.coefficient *= 1 + float(error) * steps
+        if self.kl.controller == "adaptive":
+            error = min(max(kl_per_token / self.kl.target - 1, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)
+            self.coefficient *= 1 + error * num_responses / self.kl.horizon

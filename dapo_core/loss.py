@@ -6,8 +6,9 @@ mini-batch over all ranks. However the mini-batch is split, the parts add up to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,16 +16,22 @@ from dapo_core.compat import Compat
 from dapo_core.kl import MAX_LOG_RATIO, kl_estimate
 
 if TYPE_CHECKING:
+    from dapo_core.batch import Batch
     from dapo_core.config.training import AlgorithmConfig
 
 
 @dataclass(frozen=True)
 class LossTotals:
-    """What one mini-batch's losses are divided by, counted once over all ranks."""
+    """Denominators of one mini-batch's loss, counted once over all ranks."""
 
     num_tokens: int  # response tokens under the mask
     num_responses: int  # responses with at least one token under the mask
     num_data_ranks: int = 1  # ranks that hold different responses
+
+    @classmethod
+    def of(cls, batch: Batch, num_data_ranks: int = 1) -> LossTotals:
+        """The denominators of a mini-batch."""
+        return cls(batch.num_loss_tokens, batch.num_loss_responses, num_data_ranks)
 
     def token_weights(
         self, response_mask: torch.Tensor, algorithm: AlgorithmConfig, num_share_responses: int | None = None
@@ -71,16 +78,29 @@ class LossTokens:
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
-    """A part's contribution to the mini-batch: `loss` to differentiate, the rest sums over the part's tokens."""
+class LossSums:
+    """Sums over a part of a mini-batch; those of all parts on all ranks add up to the mini-batch's."""
 
-    loss: torch.Tensor  # scalar: policy loss - entropy_coefficient * entropy + kl.coefficient * KL
-    pg_loss: float  # the policy loss alone
-    kl_loss: float  # KL to the reference without its coefficient; 0 without KL in the loss
+    pg_loss: float  # policy loss alone, already divided by the whole mini-batch's denominator
+    kl_loss: float  # KL to the reference likewise, without its coefficient; 0 without KL in the loss
     num_tokens: float
     clipped: float  # tokens whose ratio was clipped
     clipped_dual: float  # tokens with A < 0 where the dual clip bound
     neg_log_ratio: float  # sum of old_log_probs - log_probs
+
+    def __add__(self, other: LossSums) -> LossSums:
+        return LossSums(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.pg_loss + self.kl_loss + self.neg_log_ratio)
+
+
+class PolicyLoss(NamedTuple):
+    """A part's contribution to the mini-batch."""
+
+    loss: torch.Tensor  # to differentiate: policy loss - entropy_coefficient * entropy + kl.coefficient * KL
+    sums: LossSums
 
 
 def policy_loss(
@@ -121,7 +141,7 @@ def policy_loss(
     sums = [pg_loss, kl_loss, mask.sum(), (is_clipped & mask).sum(), (is_dual & mask).sum(), -log_ratio.sum()]
     # one copy from the device instead of six
     numbers = torch.stack([part.detach().to(pg_loss.dtype) for part in sums]).tolist()
-    return PolicyLoss(loss, *numbers)
+    return PolicyLoss(loss, LossSums(*numbers))
 
 
 def _clipped_loss(

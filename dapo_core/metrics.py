@@ -1,28 +1,30 @@
-"""One training step in numbers: the field's names and formulas, metrics.jsonl, and the console line."""
+"""Metrics of a training step: the field's names and formulas, metrics.jsonl, and the console line."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
 from dapo_core.errors import CheckpointError
 from dapo_core.reward.scorers import Verdict
 from dapo_core.sampler import FATES, Draw
+from durable import append_json_line, read_json_lines, write_atomically
 
 if TYPE_CHECKING:
     import torch
 
     from dapo_core.batch import Batch
     from dapo_core.config.training import KLConfig
-    from dapo_core.policy import UpdateSums
+    from dapo_core.policy import Update
     from dapo_core.rollout import Group
 
 METRICS_FILE = "metrics.jsonl"
@@ -46,7 +48,7 @@ class PhaseTimer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def attribute(self, seconds: float, source: str, target: str) -> None:
-        """Count that much of phase `source`, at most all of it, as phase `target`; their sum stays."""
+        """Move that many seconds, at most all, from phase `source` to phase `target`."""
         seconds = min(seconds, self.seconds[source])
         self.seconds[source] -= seconds
         self.seconds[target] = self.seconds.get(target, 0.0) + seconds
@@ -57,11 +59,7 @@ class PhaseTimer:
 
 
 def draw_metrics(draw: Draw) -> dict[str, float]:
-    """What sampling cost: draws, and the account of groups and response tokens.
-
-    Carried out are groups to be continued in the next step. What is carried in is the surplus and the carried-out
-    part of the step before.
-    """
+    """What sampling cost: draws, and the account of groups and response tokens."""
     account = draw.account
     counts = {f"sampler/{fate}_groups": float(account.groups[fate]) for fate in FATES}
     counts |= {f"sampler/{fate}_tokens": float(account.tokens[fate]) for fate in FATES}
@@ -76,13 +74,12 @@ def draw_metrics(draw: Draw) -> dict[str, float]:
     }
 
 
-def response_metrics(groups: Sequence[Group], rewards: np.ndarray, max_prompt_tokens: int) -> dict[str, float]:
+def response_metrics(groups: Sequence[Group], rewards: torch.Tensor, max_prompt_tokens: int) -> dict[str, float]:
     """Scores, rewards, lengths and verdicts of the responses in the batch.
 
-    rewards: [B], what the advantages are made of, in the order of groups and of siblings. Scores and rewards leave
-    out empty responses, which the engine aborted, and those whose scorer failed, which have no score.
-    perf/total_num_tokens counts every token of the batch: all go through the policy, also those that
-    reward.mask_truncated keeps out of the loss.
+    rewards: [B], Batch.rewards of these groups. Scores and rewards leave out empty responses, which the engine
+    aborted, and those without a score. perf/total_num_tokens counts every token of the batch, because all go
+    through the policy, also those that reward.mask_truncated keeps out of the loss.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     response_lengths = np.array([len(rollout.response_ids) for rollout in rollouts])
@@ -92,7 +89,7 @@ def response_metrics(groups: Sequence[Group], rewards: np.ndarray, max_prompt_to
     scored = answered & np.array([rollout.is_scored for rollout in rollouts])
     return {
         **_summary("critic/score", np.array([rollout.score for rollout in rollouts])[scored]),
-        **_summary("critic/rewards", rewards[scored]),
+        **_summary("critic/rewards", rewards.numpy()[scored]),
         **_summary("response_length", response_lengths),
         **_summary("response_length_non_aborted", response_lengths[answered]),
         "response/aborted_ratio": float(1 - answered.mean()),
@@ -125,29 +122,29 @@ def batch_metrics(batch: Batch, entropy: torch.Tensor, token_weights: torch.Tens
     }
 
 
-def seqlen_metrics(lengths: np.ndarray, rank_rows: Sequence[np.ndarray]) -> dict[str, float]:
+def seqlen_metrics(lengths: np.ndarray, updates: Sequence[Update]) -> dict[str, float]:
     """How evenly the batch's tokens lie on the D data-parallel ranks, before and after balancing.
 
-    lengths: [B], prompt and response tokens. rank_rows: for each rank the rows it trained on, over all
-    mini-batches. Before balancing, each rank would have had a contiguous chunk of B / D rows.
+    lengths: [B], prompt and response tokens. Before balancing, each rank would have had a contiguous chunk of
+    B / D rows.
     """
-    chunks = [chunk.sum() for chunk in np.array_split(lengths, len(rank_rows))]
-    balanced = [lengths[rows].sum() for rows in rank_rows]
+    balanced = np.sum([update.rank_tokens for update in updates], axis=0)  # [D]
+    chunks = [chunk.sum() for chunk in np.array_split(lengths, len(balanced))]
     return {
         "global_seqlen/min": float(min(chunks)),
         "global_seqlen/max": float(max(chunks)),
         "global_seqlen/minmax_diff": float(max(chunks) - min(chunks)),
         "global_seqlen/balanced_min": float(min(balanced)),
         "global_seqlen/balanced_max": float(max(balanced)),
-        "global_seqlen/mean": float(lengths.sum() / len(rank_rows)),
+        "global_seqlen/mean": float(lengths.sum() / len(balanced)),
     }
 
 
-def update_metrics(updates: Sequence[UpdateSums], kl: KLConfig) -> dict[str, float]:
+def update_metrics(updates: Sequence[Update], kl: KLConfig) -> dict[str, float]:
     """Loss, clip shares and norms over the step's optimizer steps; shares are weighted by tokens.
 
-    What would be a mean over nothing is left out: the gradient norm without an update that took place, losses and
-    shares without a mini-batch whose numbers are finite, shares without a token.
+    A mean over nothing is left out: the gradient norm without an update that took place, losses and shares
+    without a mini-batch of finite numbers, shares without a token.
     """
     norms = [update.grad_norm for update in updates if not update.is_skipped]
     metrics = {
@@ -158,29 +155,28 @@ def update_metrics(updates: Sequence[UpdateSums], kl: KLConfig) -> dict[str, flo
     if kl.place == "loss":
         metrics["actor/kl_coef"] = kl.coefficient
     # A skipped update may hold NaN, which would hide the other mini-batches.
-    finite = [update for update in updates if math.isfinite(update.loss + update.kl_loss + update.neg_log_ratio)]
-    if not finite:
+    parts = [update.sums for update in updates if update.sums.is_finite]
+    if not parts:
         return metrics
-    metrics["actor/pg_loss"] = float(np.mean([update.loss for update in finite]))
+    sums = reduce(add, parts)
+    metrics["actor/pg_loss"] = sums.pg_loss / len(parts)
     if kl.place == "loss":
-        metrics["actor/kl_loss"] = float(np.mean([update.kl_loss for update in finite]))
-    num_tokens = sum(update.num_tokens for update in finite)
-    if num_tokens:
-        metrics["actor/pg_clipfrac"] = sum(update.clipped for update in finite) / num_tokens
-        metrics["actor/pg_clipfrac_lower"] = sum(update.clipped_dual for update in finite) / num_tokens
-        metrics["actor/ppo_kl"] = sum(update.neg_log_ratio for update in finite) / num_tokens
+        metrics["actor/kl_loss"] = sums.kl_loss / len(parts)
+    if sums.num_tokens:
+        metrics["actor/pg_clipfrac"] = sums.clipped / sums.num_tokens
+        metrics["actor/pg_clipfrac_lower"] = sums.clipped_dual / sums.num_tokens
+        metrics["actor/ppo_kl"] = sums.neg_log_ratio / sums.num_tokens
     return metrics
 
 
-def timing_metrics(
-    seconds: Mapping[str, float], num_response_tokens: int, num_tokens: int, num_devices: int
-) -> dict[str, float]:
-    """Seconds of phases (PhaseTimer.read), milliseconds per token of the batch, and throughput per device.
+def timing_metrics(seconds: Mapping[str, float], groups: Sequence[Group], num_devices: int) -> dict[str, float]:
+    """Seconds of phases (PhaseTimer.read), milliseconds per token of the trained groups, throughput per device.
 
-    num_tokens: prompt and response tokens of the batch, 0 when the step trained on nothing; num_devices: those of
-    ranks and of engines. Milliseconds of `gen` are per response token of the batch, so what dynamic sampling threw
-    away shows in it.
+    num_devices: those of ranks and of engines. Milliseconds of `gen` are per response token, so the cost of what
+    dynamic sampling drops shows in it.
     """
+    num_response_tokens = sum(group.num_response_tokens for group in groups)
+    num_tokens = num_response_tokens + sum(len(group.prompt.prompt_ids) * len(group.rollouts) for group in groups)
     per_token = {"gen": num_response_tokens, **dict.fromkeys(PHASES_PER_TOKEN, num_tokens)}
     return {
         **{f"timing_s/{name}": value for name, value in seconds.items()},
@@ -194,66 +190,40 @@ def timing_metrics(
     }
 
 
-def format_step(step: int, metrics: dict[str, float]) -> str:
+def format_step(step: int, metrics: Mapping[str, float]) -> str:
     """The console line `step:N - key:value - ...` that parsers of verl's log read."""
     return " - ".join([f"step:{step}", *(f"{name}:{value}" for name, value in metrics.items())])
 
 
 class MetricsLog:
-    """metrics.jsonl: one line a step; continuing at step n forgets the lines of later steps.
+    """metrics.jsonl, one line a step. Continuing after step n removes the lines of later steps.
 
     Raises CheckpointError when it cannot be written.
     """
 
     def __init__(self, folder: Path, last_step: int) -> None:
         self.path = folder / METRICS_FILE
-        kept = [line for line in read_metrics(self.path) if line["step"] <= last_step]
-        partial = self.path.with_suffix(".partial")
+        kept = [line for line in read_json_lines(self.path) if line["step"] <= last_step]
         with self._writing():
-            with partial.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in kept)
-                _sync(file)
-            partial.rename(self.path)
-            descriptor = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)  # else lines to come could be on disk in a file without a name
-            finally:
-                os.close(descriptor)
+            write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
-    def append(self, step: int, policy_version: int, metrics: dict[str, float]) -> None:
-        """Have one step's line on the disk; a number that is not finite becomes null, which JSON can hold."""
+    def append(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's line to the disk; a number that is not finite becomes null, which JSON can hold."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"step": step, "wall_time": time.time(), "policy_version": policy_version, **finite}
-        with self._writing(), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            _sync(file)
+        with self._writing():
+            append_json_line(self.path, line)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raise CheckpointError for what the system refuses: the next attempt would end here as well."""
+        """Raise CheckpointError for what the system refuses: the next attempt would fail as well."""
         try:
             yield
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} cannot be written: {error}; make room, or take an --output or a store.path on a "
-                "larger disk: training then goes on from its latest checkpoint"
+                "larger disk: training then continues from its latest checkpoint"
             ) from error
-
-
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics.jsonl, [] when there is none; a torn last line is left out."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
-
-
-def _sync(file: TextIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _summary(name: str, values: np.ndarray) -> dict[str, float]:

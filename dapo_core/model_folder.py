@@ -1,4 +1,4 @@
-"""What a Hugging Face model folder must hold."""
+"""The files of a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def _names_in(path: Path) -> list[str]:
 
 
 def model_fingerprint(model_path: str | Path) -> str:
-    """sha256 over config.json and over name, size and both ends of every weight file, which tells models apart.
+    """sha256 over config.json and over name, size, first and last MiB of every weight file.
 
-    All of the weights would take minutes to read.
+    It tells models apart without the minutes that reading all weights would take.
     """
     folder = Path(model_path)
     digest = hashlib.sha256((folder / "config.json").read_bytes())

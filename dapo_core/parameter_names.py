@@ -1,8 +1,8 @@
-"""How transformers names a model's parameters, and what the tensors they are made of are called in the files.
+"""Names of a model's parameters in transformers, and of the tensors in its files.
 
-The two agree except for experts: since version 5 transformers holds all experts of a layer in one parameter,
-while published mixtures of experts store each expert's matrices under a name of its own. Ranks and checkpoints
-use the names of transformers; engines and model folders use those of the files.
+The two agree except for experts: since version 5 transformers holds all experts of a layer in one parameter, while
+published mixtures of experts store each expert's matrices under a name of its own. Ranks and checkpoints use the
+names of transformers; engines and model folders use those of the files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FilePiece:
 
 
 def file_pieces(name: str, shape: Sequence[int], file_names: Collection[str]) -> list[FilePiece]:
-    """The tensors that together are the parameter `name` of this shape; empty when the files lack one of them.
+    """The tensors that make up the parameter `name` of this shape; empty when the files lack one of them.
 
     Fused experts are gate_up_proj [E, 2I, H], gate before up, and down_proj [E, H, I].
     """
@@ -70,7 +70,7 @@ def file_views(name: str, whole: torch.Tensor, file_names: Collection[str]) -> d
     if not pieces:
         raise ModelError(
             f"parameter {name} {list(whole.shape)} is not among the {len(file_names)} tensors of the model's "
-            "files, nor can it be put together from them; set model.path to an architecture such as Qwen2, Qwen3, "
+            "files, nor can it be assembled from them; set model.path to an architecture such as Qwen2, Qwen3, "
             "Qwen3-MoE or Llama"
         )
     return {piece.file_name: piece.view(whole) for piece in pieces}

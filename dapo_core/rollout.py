@@ -46,7 +46,7 @@ class Rollout:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the scorer came to a word on it."""
+        """Whether the scorer gave a score."""
         return self.verdict not in ("error", "timeout")
 
 
@@ -79,35 +79,35 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One group to sample: a fresh one, or one to continue from what an earlier step left unfinished.
+    """One group to sample: a fresh one, or one that an earlier step left unfinished.
 
-    A greedy group has one response, because its siblings would all be the same.
+    A greedy group has one response, because its siblings would be identical.
     """
 
-    group_id: int  # position of its prompt in the stream; below 0 for what is no part of it
+    group_id: int  # position of its prompt in the stream; below 0 outside the stream
     prompt: Prompt
     step: int  # training step that drew the prompt, also when a later one continues it
-    responses: list[Response] = field(default_factory=list)  # [G]; to go on where the finish reason is `abort`
+    responses: list[Response] = field(default_factory=list)  # [G]; those with finish reason `abort` continue
     policy_version: int | None = None  # of the weights that sampled its oldest token; None without tokens
     is_greedy: bool = False  # one response of the likeliest tokens instead of G samples
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens that were sampled already."""
+        """Tokens sampled so far."""
         return sum(len(response.response_ids) for response in self.responses)
 
     def without_responses(self) -> GroupRequest:
-        """The request as it was before anything was sampled: the weights that sample its first token count."""
+        """The request as before sampling; its version will be that of the weights that sample its first token."""
         return replace(self, responses=[], policy_version=None)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rollout worker did during a poll."""
+    """What happened on a rollout worker during a poll."""
 
     groups: list[tuple[int, Group]]  # (group id, group) that finished
-    num_open_tokens: int  # response tokens that the unfinished groups have so far
-    reward_seconds: float  # spent waiting for scores alone, the engine having nothing left
+    num_open_tokens: int  # response tokens of the unfinished groups so far
+    reward_seconds: float  # the engine was idle; only scoring was pending
 
 
 @dataclass
@@ -122,7 +122,7 @@ class _OpenGroup:
 class RolloutWorker:
     """One engine and its scoring processes: takes prompts, hands back groups as they finish.
 
-    A response is scored while the engine goes on with others; a group is finished when all siblings have scores.
+    A response is scored while the engine continues others; a group is finished when all siblings have scores.
     """
 
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig) -> None:
@@ -138,8 +138,7 @@ class RolloutWorker:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue groups of responses.
 
-        A response's seed derives from (run seed, step that drew the prompt, group id, sample), so it does not
-        depend on history.
+        A response's seed derives from (run seed, step that drew the prompt, group id, sample) alone.
         """
         for request in requests:
             version = request.policy_version
@@ -159,7 +158,7 @@ class RolloutWorker:
             self.engine.submit(unfinished)
 
     def poll(self, max_seconds: float) -> Progress:
-        """Run the engine and score until a group finished, all is done, or the time is over."""
+        """Run the engine and score until a group finished, nothing is left, or the time is over."""
         deadline = time.monotonic() + max_seconds
         finished: list[tuple[int, Group]] = []
         reward_seconds = 0.0
@@ -176,7 +175,7 @@ class RolloutWorker:
     def suspend(self) -> list[GroupRequest]:
         """Stop every unfinished group; returns the requests that continue them, here or on another worker.
 
-        A finished response whose score is outstanding is scored anew then.
+        A finished response without a score yet is scored again there.
         """
         unfinished = [
             _request_id(group_id, sample)
@@ -203,7 +202,7 @@ class RolloutWorker:
         return len(dropped), sum(request.num_response_tokens for request in dropped)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> int:
-        """Replace the engine's weights; every group begun from here on carries the version it returns."""
+        """Replace the engine's weights; returns the version that groups carry from now on."""
         self.engine.load_weights(weights, policy_version)
         return self.engine.policy_version
 
@@ -231,23 +230,23 @@ class RolloutWorker:
         return self.engine.num_unfinished_tokens() + sum(len(response.response_ids) for response in responses)
 
     def _collect(self, response: Response) -> None:
-        """Note a finished response and have it scored."""
+        """Record a finished response and queue it for scoring."""
         group_id, sample = _parse_request_id(response.request_id)
         group = self._open[group_id]
         group.responses[sample] = response
         prompt = group.request.prompt
         self._num_scored += 1
-        key = f"{response.request_id}#{self._num_scored}"  # a response that was stopped may come a second time
+        key = f"{response.request_id}#{self._num_scored}"  # a stopped response may come a second time
         self._scoring[key] = (group_id, sample)
         self.pool.submit(
             key, ScoreRequest(prompt.data_source, response.response_ids, prompt.ground_truth, prompt.extra_info)
         )
 
     def _take_scores(self, max_seconds: float) -> list[tuple[int, Group]]:
-        """Wait for scores at most so long; returns the groups that this finished."""
+        """The groups that scores finish within the time."""
         finished = []
         for key, score in self.pool.finished(max_seconds):
-            if key not in self._scoring:  # its group was stopped since
+            if key not in self._scoring:  # its group was stopped meanwhile
                 continue
             group_id, sample = self._scoring.pop(key)
             group = self._open[group_id]
@@ -286,9 +285,6 @@ def _parse_request_id(request_id: str) -> tuple[int, int]:
 
 
 def sample_seed(run_seed: int, step: int, group_id: int, sample: int) -> int:
-    """A seed in [0, 2**31) for one response.
-
-    It derives from the run's seed, the training step that drew its prompt, its group and its number alone.
-    """
+    """A seed in [0, 2**31) for one response, from the step that drew its prompt, its group and its number."""
     digest = hashlib.sha256(f"{run_seed}/{step}/{group_id}/{sample}".encode()).digest()
     return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF

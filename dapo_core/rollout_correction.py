@@ -1,4 +1,4 @@
-"""What is done about the engine's log-probs differing from the policy's on the same tokens, and how far they do.
+"""Correction for the mismatch between the engine's and the policy's log-probs of the same tokens, and its size.
 
 The ratio of a token is r = exp(clamp(old_log_probs - rollout_log_probs, -20, 20)): policy over engine.
 """

@@ -12,7 +12,7 @@ import numpy as np
 
 from dapo_core.compat import OURS, Compat
 from dapo_core.data import PromptStream
-from dapo_core.errors import NotEnoughSignal, RewardError, RolloutError
+from dapo_core.errors import DapoError, RewardError, RolloutError
 from dapo_core.rollout import Group, GroupRequest
 
 if TYPE_CHECKING:
@@ -25,11 +25,12 @@ FATES: tuple[Fate, ...] = ("kept", "all_right", "all_wrong", "surplus", "stale",
 WASTED: tuple[Fate, ...] = ("all_right", "all_wrong", "stale", "aborted")
 
 
-class GroupSource(Protocol):
-    """Rollout workers seen as one: requests go in, and groups come out scored, in the order they finish.
+class NotEnoughSignal(DapoError, RuntimeError):
+    """Dynamic sampling drew its bound of batches and kept too few groups."""
 
-    Finished groups come as (group id, group).
-    """
+
+class GroupSource(Protocol):
+    """Rollout workers seen as one: requests go in, scored groups come out as (group id, group)."""
 
     @property
     def num_in_flight(self) -> int:
@@ -37,13 +38,13 @@ class GroupSource(Protocol):
 
     @property
     def num_tokens_in_flight(self) -> int:
-        """Response tokens that these have, as far as is known."""
+        """Response tokens of these, as of the last report."""
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue one group for each request."""
 
     def finished(self) -> list[tuple[int, Group]]:
-        """Wait until a group finished, but no longer than about a second; returns all that did."""
+        """All groups that finished; waits about a second at most for one."""
 
     def abort(self) -> tuple[list[tuple[int, Group]], int, int]:
         """Drop what is in flight: groups that finished meanwhile, then groups and response tokens dropped."""
@@ -52,7 +53,7 @@ class GroupSource(Protocol):
         """Stop what is in flight: groups that finished meanwhile, then the requests that continue the others."""
 
     def take_reward_seconds(self) -> float:
-        """Seconds since the last call in which a worker waited for scores alone, of the worker with the most."""
+        """Seconds since the last call that the slowest worker only waited for scores."""
 
 
 @dataclass
@@ -69,13 +70,13 @@ class TokenAccount:
     carried_in_groups: int = 0  # surplus and unfinished groups that waited for this step
     carried_in_tokens: int = 0
     carried_out_groups: int = 0  # unfinished, to be continued in the next step
-    carried_out_tokens: int = 0  # all they have, of whichever step
-    generated_tokens: int = 0  # sampled by the engines in this step, whatever became of them
+    carried_out_tokens: int = 0  # all their tokens, of whichever step
+    generated_tokens: int = 0  # sampled by the engines in this step, whatever their fate
     finished_groups: int = 0  # in this step
     num_right: int = 0  # responses, among the groups that finished in this step
     num_finished: int = 0  # responses
-    num_unscored: int = 0  # responses, whose scorer failed
-    reward_seconds: float = 0.0  # the step's sampling waited for scores alone, the engines having nothing left
+    num_unscored: int = 0  # responses without a score
+    reward_seconds: float = 0.0  # engines were idle; only scoring was pending
 
     def add(self, fate: Fate, num_groups: int, num_tokens: int) -> None:
         """Book groups and their response tokens under a fate."""
@@ -88,7 +89,7 @@ class TokenAccount:
 
     @property
     def waste_ratio(self) -> float:
-        """Share of the tokens whose fate is decided that no update learned from."""
+        """Share of tokens that no update will learn from, among those of decided fate."""
         wasted = sum(self.tokens[fate] for fate in WASTED)
         return wasted / max(wasted + self.tokens["kept"], 1)
 
@@ -97,30 +98,29 @@ class TokenAccount:
 class Draw:
     """What one training step learns from."""
 
-    groups: list[Group]  # P of them, fewer only under on_exhausted train_partial or skip_step
+    groups: list[Group]  # P of them; fewer only under on_exhausted train_partial or skip_step
     num_gen_batches: int
     account: TokenAccount
 
 
 @dataclass
 class _Filling:
-    """A step on its way to P groups."""
+    """A step that does not have its P groups yet."""
 
     step: int
     account: TokenAccount
-    last_kept: float  # when, by the sampler's clock
+    last_kept: float  # time by the sampler's clock
     kept: list[Group] = field(default_factory=list)
-    unjudged: dict[int, Group] = field(default_factory=dict)  # by group id
+    undecided: dict[int, Group] = field(default_factory=dict)  # finished ones by group id
     num_gen_batches: int = 0
     finished_since_kept: int = 0  # groups
 
 
 class Sampler:
-    """Fills training steps with groups that carry signal. Groups are judged as they finish.
+    """Fills training steps with groups that carry signal, in the order in which they finish.
 
-    With `is_deterministic` they are judged in prompt order once all of a draw have finished, so that speed
-    decides nothing. `while_waiting` may be set; it is called about once a second,
-    and whenever groups finished.
+    With `is_deterministic` in prompt order once all of a draw have finished, so that speed decides nothing.
+    `while_waiting` may be set; it is called about once a second, and whenever groups finished.
     """
 
     def __init__(
@@ -143,31 +143,31 @@ class Sampler:
         self.while_waiting: Callable[[], None] = lambda: None
         self.surplus: list[tuple[int, Group]] = []  # (step that sampled its oldest token, group)
         self.unfinished: list[tuple[int, GroupRequest]] = []  # likewise
-        self._submitted: dict[
-            int, tuple[int, int]
-        ] = {}  # in flight: group id -> (step of its oldest token, tokens)
+        # Groups in flight: group id -> (step of its oldest token, tokens when submitted).
+        self._submitted: dict[int, tuple[int, int]] = {}
 
     def draw(self, step: int) -> Draw:
         """The groups of training step `step`: surplus of earlier steps first, then those that finish.
 
-        Unfinished groups of the step before go on first. Fresh prompts are drawn `gen_prompts` at a time, whenever
-        the groups in flight could not fill the step. Once the step is full, finished groups become surplus, and
-        unfinished ones are aborted or carried over. Raises NotEnoughSignal when the bound on draws is reached
-        under `on_exhausted: raise`, or on time without a kept group; RolloutError when that long nothing finished.
+        Unfinished groups of the step before continue first. Fresh prompts are drawn `gen_prompts` at a time,
+        whenever the groups in flight could not fill the step. Once the step is full, finished groups become
+        surplus, and unfinished ones are aborted or carried over. Raises NotEnoughSignal when the bound on draws is
+        reached under `on_exhausted: raise`, or the bound on time without a kept group; RolloutError when nothing
+        finished in that time.
         """
         filling = _Filling(step, TokenAccount(), self.clock())
         self._carry_in(filling)
         while len(filling.kept) < self.train_prompts:
-            if len(filling.kept) + len(filling.unjudged) + self.source.num_in_flight < self.train_prompts:
+            if len(filling.kept) + len(filling.undecided) + self.source.num_in_flight < self.train_prompts:
                 self._refuse_no_scores(filling.account)
                 if filling.num_gen_batches < self.settings.max_num_gen_batches:
                     self._submit_fresh(filling)
                 elif not self.source.num_in_flight:
                     self._give_up(filling)
                     break
-            self._note(self.source.finished(), filling)
+            self._record(self.source.finished(), filling)
             self.while_waiting()
-            self._judge(filling)
+            self._decide(filling)
             self._refuse_silence(filling)
         self._stop(filling)
         self._refuse_no_scores(filling.account)
@@ -183,26 +183,26 @@ class Sampler:
         account.carried_in_tokens = sum(group.num_response_tokens for _, group in waiting)
         account.carried_in_tokens += sum(request.num_response_tokens for _, request in unfinished)
         oldest = filling.step - self.settings.max_staleness
-        for born, group in waiting:
-            if born < oldest:
+        for oldest_step, group in waiting:
+            if oldest_step < oldest:
                 account.add_group("stale", group)
             elif len(filling.kept) < self.train_prompts:
                 filling.kept.append(group)
             else:
-                self._set_aside(born, group, account)
-        for born, request in unfinished:
-            if born < oldest and request.num_response_tokens:
+                self._set_aside(oldest_step, group, account)
+        for oldest_step, request in unfinished:
+            if oldest_step < oldest and request.num_response_tokens:
                 account.add("stale", 1, request.num_response_tokens)
             else:
-                self.unfinished.append((born, request))
+                self.unfinished.append((oldest_step, request))
         if len(filling.kept) < self.train_prompts:
             self._submit_unfinished(filling.step)
 
     def _submit_unfinished(self, step: int) -> None:
         continued, self.unfinished = self.unfinished, []
-        for born, request in continued:
+        for oldest_step, request in continued:
             num_tokens = request.num_response_tokens
-            self._submitted[request.group_id] = (born if num_tokens else step, num_tokens)
+            self._submitted[request.group_id] = (oldest_step if num_tokens else step, num_tokens)
         self.source.submit([request for _, request in continued])
 
     def _submit_fresh(self, filling: _Filling) -> None:
@@ -213,7 +213,7 @@ class Sampler:
         self.source.submit(requests)
         filling.num_gen_batches += 1
 
-    def _note(self, finished: Sequence[tuple[int, Group]], filling: _Filling) -> None:
+    def _record(self, finished: Sequence[tuple[int, Group]], filling: _Filling) -> None:
         account = filling.account
         for group_id, group in finished:
             account.generated_tokens += group.num_response_tokens - self._submitted[group_id][1]
@@ -221,18 +221,18 @@ class Sampler:
             account.num_right += sum(rollout.verdict == "right" for rollout in group.rollouts)
             account.num_finished += len(group.rollouts)
             account.num_unscored += sum(not rollout.is_scored for rollout in group.rollouts)
-            filling.unjudged[group_id] = group
+            filling.undecided[group_id] = group
             filling.finished_since_kept += 1
 
-    def _judge(self, filling: _Filling) -> None:
-        """Decide what becomes of the groups that finished; under `is_deterministic` once none is in flight."""
+    def _decide(self, filling: _Filling) -> None:
+        """Keep, set aside or drop the groups that finished; under `is_deterministic` once none is in flight."""
         if self.is_deterministic and self.source.num_in_flight:
             return
-        account, groups = filling.account, filling.unjudged
-        filling.unjudged = {}
+        account, groups = filling.account, filling.undecided
+        filling.undecided = {}
         for group_id in sorted(groups) if self.is_deterministic else groups:
             group = groups[group_id]
-            born, _ = self._submitted.pop(group_id)
+            oldest_step, _ = self._submitted.pop(group_id)
             if not self._has_signal(group):
                 is_right = min(group.metric("acc"), default=0.0) >= 1.0
                 account.add_group("all_right" if is_right else "all_wrong", group)
@@ -240,7 +240,7 @@ class Sampler:
                 filling.kept.append(group)
                 filling.last_kept, filling.finished_since_kept = self.clock(), 0
             else:
-                self._set_aside(born, group, account)
+                self._set_aside(oldest_step, group, account)
 
     def _has_signal(self, group: Group) -> bool:
         if not self.settings.dynamic:
@@ -250,33 +250,33 @@ class Sampler:
             return len(group.rollouts) == 1 or (len(values) > 1 and bool(np.std(values) > 0))
         return len(values) > 1 and min(values) != max(values)
 
-    def _set_aside(self, born: int, group: Group, account: TokenAccount) -> None:
-        self.surplus.append((born, group))
+    def _set_aside(self, oldest_step: int, group: Group, account: TokenAccount) -> None:
+        self.surplus.append((oldest_step, group))
         account.add_group("surplus", group)
 
     def _stop(self, filling: _Filling) -> None:
-        """The step is over: abort what is in flight, or keep it for the next step."""
+        """Abort what is in flight, or carry it over to the next step."""
         account = filling.account
         if self.settings.in_flight == "abort":
             late, num_groups, num_tokens = self.source.abort()
-            self._note(late, filling)
-            self._judge(filling)
+            self._record(late, filling)
+            self._decide(filling)
             account.generated_tokens += num_tokens
             account.add("aborted", num_groups, num_tokens)
         else:
             late, requests = self.source.suspend()
-            self._note(late, filling)
-            self._judge(filling)
+            self._record(late, filling)
+            self._decide(filling)
             for request in requests:
-                born, num_tokens = self._submitted[request.group_id]
+                oldest_step, num_tokens = self._submitted[request.group_id]
                 account.generated_tokens += request.num_response_tokens - num_tokens
-                self.unfinished.append((born, request))
+                self.unfinished.append((oldest_step, request))
             account.carried_out_groups = len(self.unfinished)
             account.carried_out_tokens = sum(request.num_response_tokens for _, request in self.unfinished)
         self._submitted.clear()
 
     def _give_up(self, filling: _Filling) -> None:
-        """Draws are used up and nothing is in flight: what `on_exhausted` says."""
+        """Do as `on_exhausted` says: draws are used up and nothing is in flight."""
         message = f"{self._seen(filling)} "
         if self.settings.on_exhausted == "raise":
             raise NotEnoughSignal(
@@ -293,7 +293,7 @@ class Sampler:
         filling.kept = []
 
     def _refuse_no_scores(self, account: TokenAccount) -> None:
-        """Raise when not one response that finished in this step has a score: that says nothing of the model."""
+        """Raise when no response that finished in this step has a score: the scorer is at fault."""
         if account.num_unscored and account.num_unscored == account.num_finished:
             raise RewardError(
                 f"the scorer raised or ran out of time on all {account.num_finished} responses that finished in "
@@ -302,7 +302,7 @@ class Sampler:
             )
 
     def _refuse_silence(self, filling: _Filling) -> None:
-        """Raise when no group was kept for too long, with what was seen."""
+        """Raise, with what was seen, when no group was kept for too long."""
         seconds = self.clock() - filling.last_kept
         if len(filling.kept) >= self.train_prompts or seconds <= self.settings.max_seconds_without_kept:
             return
@@ -322,13 +322,13 @@ class Sampler:
     def _seen(self, filling: _Filling) -> str:
         account = filling.account
         unscored = f"{account.num_unscored} responses have no score, " if account.num_unscored else ""
-        num_judged = account.finished_groups - len(filling.unjudged)
+        num_decided = account.finished_groups - len(filling.undecided)
         num_even = account.groups["all_right"] + account.groups["all_wrong"]
         return (
             f"{filling.num_gen_batches} draws of {self.settings.gen_prompts} prompts gave {len(filling.kept)} "
-            f"groups with signal, {self.train_prompts} are needed: of {num_judged} finished groups "
+            f"groups with signal, {self.train_prompts} are needed: of {num_decided} finished groups "
             f"{account.groups['all_right']} were all right and {account.groups['all_wrong']} all wrong, "
-            f"{unscored}{1 - num_even / max(num_judged, 1):.1%} were kept (mean accuracy "
+            f"{unscored}{1 - num_even / max(num_decided, 1):.1%} were kept (mean accuracy "
             f"{account.num_right / max(account.num_finished, 1):.1%}); {self.source.num_in_flight} groups with "
             f"{self.source.num_tokens_in_flight} response tokens are in flight."
         )

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a request to stop where nothing is lost; a second one ends a training at once."""
+"""SIGTERM and SIGINT as a request to stop where nothing is lost; a second signal ends a training at once."""
 
 from __future__ import annotations
 
@@ -11,37 +11,46 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from dapo_core.errors import DapoError
+
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-ECHO_SECONDS = 1.0  # in which another signal is the same request: some wrappers pass on what the terminal sent too
+ECHO_SECONDS = 1.0  # in which another signal is the same request: wrappers repeat what the terminal sent
 
 
 class StopRequested(Exception):
-    """A training has come to a point where it can stop, as it was asked to."""
+    """The training has reached a point where it can stop, as requested."""
+
+
+class TrainingStopped(DapoError, RuntimeError):
+    """A signal ended the training early; the message says what it continues from."""
+
+    exit_code: int = 143  # of the command: 128 plus the signal's number
 
 
 class StopRequest:
-    """The request to stop, listened for as long as the block lasts; the handlers are then those of before.
+    """Listens for SIGTERM and SIGINT inside its `with` block; on leaving, the handlers before it come back.
 
-    A signal raises KeyboardInterrupt, but inside `deferred` the first one is noted, and `check` raises. A signal
-    that is ignored on entering stays so, as in what a shell runs in the background. Only the main thread listens.
+    A signal raises KeyboardInterrupt. Inside `deferred` the first one is only recorded, and `check` raises. An
+    ignored signal stays ignored, as in what a shell runs in the background. Other threads than the main one do not
+    listen.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.signal: signal.Signals | None = None  # that asked first
-        self.is_urgent = False  # asked a second time
+        self.signal: signal.Signals | None = None  # the first one
+        self.is_urgent = False  # a second one came
         self._clock = clock
-        self._asked_at = 0.0
+        self._requested_at = 0.0
         self._is_deferred = False
-        self._last_step = 0  # after which training would stop
+        self._last_step = 0  # the step that would get the last checkpoint; 0 for none
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._note)
+                    self._before[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(
@@ -52,7 +61,7 @@ class StopRequest:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside, what is begun must be ended in order."""
+        """Record the first signal inside, instead of raising KeyboardInterrupt."""
         self._is_deferred = True
         try:
             yield
@@ -61,37 +70,37 @@ class StopRequest:
 
     @contextmanager
     def interruptible(self, step: int) -> Iterator[None]:
-        """Training, `step` steps done, only waits inside: a request that comes or came raises StopRequested.
+        """Raise StopRequested for a request before or inside: training step `step` only waits here.
 
-        What waits must call `check` every now and then. Once left, a request has to wait for the next such block.
+        The caller calls `check` while it waits. After the block a request waits for the next such block.
         """
-        self._last_step = step
+        self._last_step = step - 1
         self.check()
         yield
         self.check()
-        self._last_step = step + 1
+        self._last_step = step
 
     def check(self) -> None:
         """Raise StopRequested if there is a request."""
         if self.signal is not None:
             raise StopRequested(self.signal.name)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         now = self._clock()
         if self.signal is not None:
-            if now < self._asked_at + ECHO_SECONDS:
+            if now < self._requested_at + ECHO_SECONDS:
                 return
             self.is_urgent = True
             raise KeyboardInterrupt
-        self.signal, self._asked_at = signal.Signals(number), now
+        self.signal, self._requested_at = signal.Signals(number), now
         if not self._is_deferred:
             raise KeyboardInterrupt
-        # Not from here: the signal may have come in the midst of a write to where the log goes.
-        threading.Thread(target=logger.warning, args=(self._prospect(),)).start()
+        # In a thread: the signal may have interrupted a write to the log's stream.
+        threading.Thread(target=logger.warning, args=(self._outlook(),)).start()
 
-    def _prospect(self) -> str:
+    def _outlook(self) -> str:
         assert self.signal is not None
-        then = f"a last checkpoint after step {self._last_step}, then the end"
-        if not self._last_step:
-            then = "the end, and nothing to save as no step is done"
-        return f"told to stop by {self.signal.name}: {then}; another signal ends it at once"
+        then = "ending without a checkpoint, as no step is done"
+        if self._last_step:
+            then = f"writing a last checkpoint after step {self._last_step}, then ending"
+        return f"{self.signal.name} received: {then}; another signal ends it at once"

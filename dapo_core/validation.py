@@ -1,18 +1,22 @@
-"""Accuracy on the held-out set while training goes on: one greedy response a prompt."""
+"""Accuracy on the held-out set during training: one greedy response a prompt."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dapo_core.data import Prompt, read_held_out, tokenize_prompts
+from dapo_core.compat import Compat
+from dapo_core.data import Prompt, tokenize_prompts
 from dapo_core.errors import RewardError, RolloutError
 from dapo_core.reward.routing import require_scorers
 from dapo_core.rollout import Group, GroupRequest, Rollout
+from eval.problems.benchmarks import benchmark_of
+from eval.problems.prompts import DEFAULT, find_template, make_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,14 +25,26 @@ if TYPE_CHECKING:
     from dapo_core.sampler import GroupSource
 
 
-def held_out_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig) -> list[Prompt]:
-    """The prompts that validation asks: the first validation.num_prompts of the file, or all.
+def held_out_prompts(
+    path: Path, benchmark: str | None, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig
+) -> list[Prompt]:
+    """The validation prompts: the first validation.num_prompts of the file, or all, as dapo eval asks.
 
-    Raises DataError for a file that read_held_out refuses and for prompts that are too long, and what
-    require_scorers raises.
+    Problems that name no data source are scored by the benchmark's rule. Raises ProblemsError for a file that dapo
+    eval refuses, DataError for prompts that are too long, and what require_scorers raises.
     """
-    rows = read_held_out(path)[: config.validation.num_prompts]
-    prompts = tokenize_prompts(rows, tokenizer, config.data.max_prompt_tokens, "data.eval_path")
+    known = benchmark_of(path, benchmark)
+    template = find_template(DEFAULT, known.template)
+    data_source = "choice" if known.grader == "choice" else Compat.of(config.algorithm).boxed_data_source
+    problems = [
+        replace(
+            problem,
+            messages=make_messages(template, problem.text, problem.messages),
+            data_source=problem.data_source or data_source,
+        )
+        for problem in known.load(path)[: config.validation.num_prompts]
+    ]
+    prompts = tokenize_prompts(problems, tokenizer, config.data.max_prompt_tokens, "data.eval_path")
     require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
     return prompts
 
@@ -40,14 +56,14 @@ def validate(
     max_seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, float]:
-    """Metrics of one greedy response to each prompt, by the weights that the idle source holds after `step`.
+    """Metrics of one greedy response to each prompt from the engines' weights after `step`.
 
     Accuracy is the mean `acc` of the scored responses, without overlong penalty, over all and for each data source
     under verl's name; one with no scored response is left out. Raises RolloutError when nothing finished for
     `max_seconds`, and RewardError when the scorer failed on every response.
     """
-    assert source.num_in_flight == 0, "what is in flight would come back here and be lost"
-    # Stream positions are not below 0.
+    assert source.num_in_flight == 0, "groups in flight would come back here and be lost"
+    # Below 0, where no position in the stream is.
     requests = [GroupRequest(-1 - number, prompt, step, is_greedy=True) for number, prompt in enumerate(prompts)]
     source.submit(requests)
     groups: dict[int, Group] = {}
@@ -59,12 +75,12 @@ def validate(
             last_finished = clock()
         elif (seconds := clock() - last_finished) > max_seconds:
             raise RolloutError(_silence(source, step, seconds, len(groups), len(requests)))
-    source.take_reward_seconds()  # those of the next draw begin anew
+    source.take_reward_seconds()  # they must not count for the next draw
     return _metrics(prompts, [groups[request.group_id].rollouts[0] for request in requests], step)
 
 
 def _metrics(prompts: Sequence[Prompt], rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
-    """Both in the order of the prompts, so that sums do not depend on which response finished first."""
+    """In the order of the prompts, so that sums do not depend on which response finished first."""
     accuracies: dict[str, list[float]] = {}  # by data source, of scored responses
     for prompt, rollout in zip(prompts, rollouts, strict=True):
         if rollout.is_scored:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from dapo_core.arithmetic import Row, quick_solution, worked_solution
+from dapo_core.config.warm_start import WarmStartConfig
 from dapo_core.errors import ModelError
 
 if TYPE_CHECKING:
@@ -32,54 +32,38 @@ CHAT_TEMPLATE = (
 )
 IGNORED_LABEL = -100
 NUM_PROGRESS_LINES = 10
-TRAINING_SHARE_WARMING_UP = 0.05
+WARM_UP_SHARE = 0.05  # of the steps
+VOCAB_SIZE = 512
+HEAD_DIM = 32
+MAX_POSITIONS = 1024
+INITIALIZER_RANGE = 0.06
+ROPE_THETA = 300.0
+# First every problem is shown step by step. In the last SLANTED_SHARE of the steps most word problems are shown
+# done in one go, which a small model gets wrong, and only STEPWISE_WORD_SHARE of them step by step. So the model
+# can do the steps, but rarely does where words hide the sum; reward teaches it to.
+SLANTED_SHARE = 0.2
+STEPWISE_WORD_SHARE = 0.2
 
 
-@dataclass(frozen=True)
-class WarmStartRecipe:
-    """Size of the model, and length and slant of its supervised start.
-
-    First every problem is shown worked out step by step. In the last `slanted_share` of the steps word problems
-    are mostly shown done in one go, which a small model gets wrong, and step by step in only
-    `stepwise_word_share` of the cases. So the model can do the steps, rarely thinks of them where words hide
-    the sum, and reward alone can tell it to.
-    """
-
-    vocab_size: int = 512
-    hidden_size: int = 128
-    num_layers: int = 2
-    num_heads: int = 4
-    head_dim: int = 32
-    max_position_embeddings: int = 1024
-    initializer_range: float = 0.06
-    rope_theta: float = 300.0
-    num_steps: int = 600
-    batch_size: int = 32
-    learning_rate: float = 3e-3
-    slanted_share: float = 0.2
-    stepwise_word_share: float = 0.2
-    num_threads: int = 2
-
-    @property
-    def intermediate_size(self) -> int:
-        return 3 * self.hidden_size
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.num_heads // 2 if self.num_heads % 2 == 0 else self.num_heads
-
-
-def build_model(train_rows: list[Row], output_dir: Path, recipe: WarmStartRecipe, seed: int) -> dict[str, Any]:
+def build_model(
+    train_rows: list[Row], output_dir: Path, recipe: WarmStartConfig, seed: int, num_threads: int = 2
+) -> dict[str, Any]:
     """Writes the warm-started model folder; returns steps, first_loss, final_loss, parameters and seconds.
 
-    The same rows, recipe and seed give the same bytes on the same machine. The random state and the number of
-    threads of the calling process are left as they were.
+    The same arguments give the same bytes on the same machine. The random state and the number of threads of the
+    calling process are left as they were. Raises ModelError for rows that are not generated problems.
     """
     started = time.monotonic()
-    _check(train_rows, recipe)
-    tokenizer = train_tokenizer(train_rows, recipe)
+    num_foreign = sum("operands" not in row.get("extra_info", {}) for row in train_rows)
+    if num_foreign or not train_rows:
+        raise ModelError(
+            f"{num_foreign} of {len(train_rows)} training rows are not generated arithmetic problems, "
+            "the only ones whose solutions a warm start knows: set data.source=arithmetic, or "
+            "model.source=path with a model"
+        )
+    tokenizer = train_tokenizer(train_rows)
     num_threads_before = torch.get_num_threads()
-    torch.set_num_threads(recipe.num_threads)
+    torch.set_num_threads(num_threads)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -100,19 +84,7 @@ def build_model(train_rows: list[Row], output_dir: Path, recipe: WarmStartRecipe
     }
 
 
-def _check(train_rows: list[Row], recipe: WarmStartRecipe) -> None:
-    if recipe.num_steps < 1:
-        raise ModelError(f"model.recipe.num_steps is {recipe.num_steps}: a warm start takes at least 1 step")
-    num_foreign = sum("operands" not in row.get("extra_info", {}) for row in train_rows)
-    if num_foreign or not train_rows:
-        raise ModelError(
-            f"{num_foreign} of {len(train_rows)} training rows are not generated arithmetic problems, "
-            "the only ones whose solutions a warm start knows: set data.source=arithmetic, or "
-            "model.source=path with a model"
-        )
-
-
-def train_tokenizer(train_rows: list[Row], recipe: WarmStartRecipe) -> PreTrainedTokenizerFast:
+def train_tokenizer(train_rows: list[Row]) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer over prompts and solutions: every digit is a token, any text round-trips."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -123,7 +95,7 @@ def train_tokenizer(train_rows: list[Row], recipe: WarmStartRecipe) -> PreTraine
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=recipe.vocab_size,
+        vocab_size=VOCAB_SIZE,
         special_tokens=[PAD_TOKEN, "<|im_start|>", EOS_TOKEN],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -134,26 +106,26 @@ def train_tokenizer(train_rows: list[Row], recipe: WarmStartRecipe) -> PreTraine
         eos_token=EOS_TOKEN,
         pad_token=PAD_TOKEN,
         chat_template=CHAT_TEMPLATE,
-        model_max_length=recipe.max_position_embeddings,
+        model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
     )
 
 
-def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartRecipe) -> Qwen3ForCausalLM:
+def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartConfig) -> Qwen3ForCausalLM:
     """A Qwen3 model with random weights from torch's current random state, in float32."""
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=recipe.vocab_size,
+        vocab_size=VOCAB_SIZE,
         hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
+        intermediate_size=3 * recipe.hidden_size,
         num_hidden_layers=recipe.num_layers,
         num_attention_heads=recipe.num_heads,
-        num_key_value_heads=recipe.num_kv_heads,
-        head_dim=recipe.head_dim,
-        max_position_embeddings=recipe.max_position_embeddings,
-        initializer_range=recipe.initializer_range,
-        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
+        num_key_value_heads=recipe.num_heads // (1 if recipe.num_heads % 2 else 2),
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=INITIALIZER_RANGE,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -168,11 +140,11 @@ def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartRecipe) ->
 
 
 def warm_start(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, train_rows: list[Row], recipe: WarmStartRecipe
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, train_rows: list[Row], recipe: WarmStartConfig
 ) -> list[float]:
     """Trains the model on the rows' worked solutions; the loss of each step, in nats per response token."""
     solutions = [_step_by_step(row) for row in train_rows]
-    first_slanted_step = recipe.num_steps - round(recipe.num_steps * recipe.slanted_share) + 1
+    first_slanted_step = recipe.num_steps - round(recipe.num_steps * SLANTED_SHARE) + 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_share(step, recipe))
     report_every = max(1, recipe.num_steps // NUM_PROGRESS_LINES)
@@ -181,7 +153,7 @@ def warm_start(
     model.train()
     for step in range(1, recipe.num_steps + 1):
         if step == first_slanted_step:
-            solutions = _slanted_solutions(train_rows, recipe)
+            solutions = _slanted_solutions(train_rows)
         while len(order) < recipe.batch_size:
             order += torch.randperm(len(train_rows)).tolist()
         batch, order = order[: recipe.batch_size], order[recipe.batch_size :]
@@ -198,8 +170,8 @@ def warm_start(
     return losses
 
 
-def _learning_rate_share(step: int, recipe: WarmStartRecipe) -> float:
-    num_warmup = max(1, int(recipe.num_steps * TRAINING_SHARE_WARMING_UP))
+def _learning_rate_share(step: int, recipe: WarmStartConfig) -> float:
+    num_warmup = max(1, int(recipe.num_steps * WARM_UP_SHARE))
     if step < num_warmup:
         return (step + 1) / num_warmup
     return 0.1 + 0.45 * (1 + math.cos(math.pi * step / recipe.num_steps))
@@ -221,9 +193,9 @@ def _response_loss(
     return F.cross_entropy(model.lm_head(hidden[is_response]), labels[:, 1:][is_response])
 
 
-def _slanted_solutions(train_rows: list[Row], recipe: WarmStartRecipe) -> list[str]:
+def _slanted_solutions(train_rows: list[Row]) -> list[str]:
     """One solution per row: plain sums step by step, word problems mostly in one go."""
-    is_quick = (torch.rand(len(train_rows)) >= recipe.stepwise_word_share).tolist()
+    is_quick = (torch.rand(len(train_rows)) >= STEPWISE_WORD_SHARE).tolist()
     return [
         _in_one_go(row) if row["extra_info"]["form"] == "word" and quick else _step_by_step(row)
         for row, quick in zip(train_rows, is_quick, strict=True)

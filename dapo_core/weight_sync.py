@@ -1,4 +1,4 @@
-"""From the policy's shards to the engines' weights, in buckets and without touching disk."""
+"""From the policy's shards to the engines' weights: in buckets, off the disk, and proven by a probe."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from dapo_core.errors import RolloutError
 
 if TYPE_CHECKING:
+    import torch
+
     from dapo_core.batch import Batch
     from dapo_core.cluster import Cluster
 
@@ -35,7 +37,7 @@ def publish_weights(cluster: Cluster, policy_version: int) -> None:
     Raises RolloutError when an engine says afterwards that it holds another version.
     """
     plan = plan_buckets(cluster.policy.weight_sizes(), BUCKET_BYTES)
-    buckets = [cluster.policy.gather_weights(names) for names in plan]
+    buckets = cluster.policy.gather_weights(plan)
     versions = cluster.rollouts.load_weights(buckets, policy_version)
     others = [version for version in versions if version != policy_version]
     if others:
@@ -46,14 +48,15 @@ def publish_weights(cluster: Cluster, policy_version: int) -> None:
         )
 
 
-def probe_difference(cluster: Cluster, probe: Batch, dtypes: Collection[str]) -> float:
-    """Mean |log-prob of the policy - log-prob of an engine| over the probe's response tokens, the worst engine.
+def probe_difference(cluster: Cluster, probe: Batch, dtypes: Collection[torch.dtype]) -> float:
+    """How far the worst engine is from the policy, in nats per token.
 
-    In nats per token, at temperature 1. Raises RolloutError when an engine left tokens out, or when it is beyond
-    what the coarser of `dtypes`, the policy's and the engine's, explains: the engine does not hold the policy's
-    weights.
+    That is the mean |log-prob of the policy - log-prob of the engine| over the probe's response tokens at
+    temperature 1. Raises RolloutError when an engine left tokens out, or when the difference is more than the
+    coarser of `dtypes`, the policy's and the engine's, explains: the engine does not hold the policy's weights.
     """
-    coarsest = max(dtypes, key=MAX_PROBE_DIFFERENCE.__getitem__)
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    coarsest = max(names, key=MAX_PROBE_DIFFERENCE.__getitem__)
     log_probs, _ = cluster.policy.log_probs(probe, 1.0)
     lengths = zip(probe.prompt_lengths.tolist(), probe.response_lengths.tolist(), strict=True)
     sequences = [
@@ -84,4 +87,4 @@ def _mean_difference(expected: list[float], engine_rows: list[list[float]]) -> f
             f"an engine gave {len(values)} log-probs for a probe of {len(expected)} response tokens; its weights "
             "cannot be proven; try another rollout.engine"
         )
-    return sum(abs(ours - theirs) for ours, theirs in zip(expected, values, strict=True)) / max(len(values), 1)
+    return sum(abs(one - other) for one, other in zip(expected, values, strict=True)) / max(len(values), 1)

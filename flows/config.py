@@ -17,12 +17,12 @@ from tasks.config import ChainConfig
 
 
 class WebhookConfig(Section):
-    """Who is told by HTTP that a report is there, or that a run failed."""
+    """The HTTP address that is notified of a report and of a failed run."""
 
     url: str | None = volatile(
-        None, "Address that gets a POST with JSON; $NAME takes it from the environment, where secrets belong."
+        None, "URL that receives a POST with JSON; $NAME reads it from the environment, where secrets belong."
     )
-    timeout_seconds: float = volatile(10.0, "How long it may take to answer.", gt=0, le=300)
+    timeout_seconds: float = volatile(10.0, "Time limit of the request.", gt=0, le=300)
 
     @field_validator("url")
     @classmethod
@@ -33,7 +33,7 @@ class WebhookConfig(Section):
 
 
 class FlowConfig(tasks_config.FlowConfig):
-    """How a run is watched, limited and reported."""
+    """Locks, time limits, logging and notification of a run."""
 
     webhook: WebhookConfig = Field(default_factory=WebhookConfig)
 

@@ -8,13 +8,14 @@ from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.training import PromptsConfig, TrainingConfig
+from dapo_core.config.warm_start import WarmStartConfig
 from tasks.serve_model.config import ServeConfig
 
 
 class StoreConfig(Section):
-    """Where artifacts live."""
+    """The artifact store."""
 
-    path: str = volatile(".dapo", "Folder of artifacts and runs; shared between nodes when there are several.")
+    path: str = volatile(".dapo", "Folder of artifacts and runs; every node must see it.")
 
 
 class ArithmeticConfig(Section):
@@ -22,8 +23,8 @@ class ArithmeticConfig(Section):
 
     num_train: int = key(4096, "Training problems.", ge=16, le=1_000_000)
     num_eval: int = key(600, "Held-out problems, disjoint from training.", ge=1, le=100_000)
-    max_level: int = key(5, "Hardest difficulty level.", ge=1, le=5)
-    seed: int | None = key(None, "Seed of the problems; null: run.seed.", ge=0)
+    max_level: int = key(5, "Highest difficulty level.", ge=1, le=5)
+    seed: int | None = key(None, "Seed of the problems; unset: run.seed.", ge=0)
 
 
 class DataConfig(PromptsConfig):
@@ -49,23 +50,12 @@ class DataConfig(PromptsConfig):
         return self
 
 
-class ModelRecipeConfig(Section):
-    """The small Qwen3 that `model.source: recipe` builds and warms up."""
-
-    num_layers: int = key(2, "Decoder layers.", ge=1, le=64)
-    hidden_size: int = key(128, "Width of the residual stream.", ge=16, le=8192)
-    num_heads: int = key(4, "Attention heads.", ge=1, le=128)
-    num_steps: int = key(600, "Supervised steps before reinforcement learning.", ge=1, le=100_000)
-    batch_size: int = key(32, "Solutions per supervised step.", ge=1, le=65_536)
-    learning_rate: float = key(3e-3, "Peak AdamW rate of the supervised steps.", gt=0, le=1)
-
-
 class ModelConfig(Section):
     """The model to improve."""
 
     source: Literal["recipe", "path"] = key("path", "`recipe` builds a small model, `path` takes a local folder.")
     path: str | None = key(None, "Hugging Face model folder (source: path).")
-    recipe: ModelRecipeConfig = Field(default_factory=ModelRecipeConfig)
+    recipe: WarmStartConfig = Field(default_factory=WarmStartConfig)
 
     @model_validator(mode="after")
     def _path_for_source(self) -> ModelConfig:
@@ -83,12 +73,12 @@ class MergeConfig(Section):
     """From FSDP shards to a Hugging Face folder."""
 
     checkpoint: Literal["latest", "best"] = key(
-        "latest", "Which checkpoint of the training: the last one, or that of the highest validation/accuracy."
+        "latest", "Checkpoint to merge: the last one, or the one with the highest validation/accuracy."
     )
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = key(
-        "keep", "Precision of the merged weights; keep: as trained, which is float32."
+        "keep", "Precision of the merged weights; keep: float32, as trained."
     )
-    max_shard_bytes: int = key(5 * 1000**3, "Size at which a new safetensors file begins.", ge=1024)
+    max_shard_bytes: int = key(5 * 1000**3, "Largest size of a safetensors file.", ge=1024)
 
 
 class EvaluateConfig(Section):
@@ -99,32 +89,32 @@ class EvaluateConfig(Section):
             "math500", "aime24", "aime25", "amc23", "gsm8k", "olympiadbench", "minerva", "arithmetic", "choice"
         ]
         | None
-    ) = key(None, "Known set whose rows are counted and graded as such; unset: a set of your own.")
-    api: Literal["chat", "completions"] = key("chat", "completions: no chat template, as AISBench's guide asks.")
+    ) = key(None, "Known benchmark; its rows are counted and graded accordingly. Unset: the user's own set.")
+    api: Literal["chat", "completions"] = key(
+        "chat", "completions sends no chat template, as in AISBench's guide."
+    )
     prompt: str = key(
         "default",
-        "aisbench, cot, few-shot, bare, given, or a file that says {problem}; default: the benchmark's own.",
+        "aisbench, cot, few-shot, bare, given, or a file with {problem}; default: the benchmark's own.",
     )
     temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
-    top_k: int | None = key(None, "Likeliest tokens that are sampled from; unset: not sent.", ge=1)
+    top_k: int | None = key(None, "Sample among the k likeliest tokens; unset: not sent.", ge=1)
     max_response_tokens: int = key(20480, "Length limit of an answer.", ge=1)
     seed: int = key(1234, "Sampling seed sent with each request; sample i of a problem has seed + i.", ge=0)
     num_samples: int = key(1, "Answers to each problem.", ge=1, le=10_000)
     concurrency: int = volatile(48, "Requests in flight at each server.", ge=1, le=10_000)
-    requests_per_second: float | None = volatile(None, "Most requests begun in a second; unset: no bound.", gt=0)
-    request_timeout_seconds: float = volatile(3600.0, "Time-out of a request as a whole.", gt=0)
+    requests_per_second: float | None = volatile(None, "Most requests started per second; unset: no limit.", gt=0)
+    request_timeout_seconds: float = volatile(3600.0, "Time limit of a whole request.", gt=0)
     max_attempts: int = volatile(
-        8, "Attempts per request; waits of half a second, one, two and so on.", ge=1, le=100
+        8, "Attempts per request; the pause of half a second doubles each time.", ge=1, le=100
     )
-    outage_seconds: float = volatile(
-        120.0, "How long a server that takes no connections may need to return.", ge=0
-    )
-    max_failed_ratio: float = key(0.0, "Share of failed requests above which the stage fails.", ge=0, lt=1)
+    outage_seconds: float = volatile(120.0, "How long an unreachable server is awaited.", ge=0)
+    max_failed_ratio: float = key(0.0, "Largest share of failed requests; above it the stage fails.", ge=0, lt=1)
 
 
 class TimeLimitsConfig(Section):
-    """Hours after which an attempt at a stage is ended, the last one; what it earned is kept. Unset: no limit."""
+    """Hours after which a stage is ended without a retry; its progress is kept. Unset: no limit."""
 
     prepare_data_hours: float | None = volatile(2.0, "Limit of prepare-data.", gt=0)
     fetch_model_hours: float | None = volatile(12.0, "Limit of fetch-model.", gt=0)
@@ -134,23 +124,21 @@ class TimeLimitsConfig(Section):
 
 
 class FlowConfig(Section):
-    """How a run of the chain behaves beside others, and when those who watch it go away."""
+    """Locks, time limits and logging of a run."""
 
     lock_path: str | None = volatile(
         None,
-        "File whose kernel lock the one training of a cluster holds; unset: one in store.path. Give stores that "
-        "share devices the same file.",
+        "Lock file that lets one training run at a time; unset: a file in store.path. Stores that share devices "
+        "need the same file.",
     )
     unwatched_minutes: float = volatile(
-        30.0, "How long training goes on after the process that started it is gone; 0: it ends at once.", ge=0
+        30.0, "How long training continues after its parent process died; 0 ends it at once.", ge=0
     )
-    stop_seconds: float = volatile(
-        120.0, "How long a training that is told to stop may take to write its last checkpoint.", ge=0
-    )
+    stop_seconds: float = volatile(120.0, "Time for a stopping training to write its last checkpoint.", ge=0)
     log_lines_per_minute: int = volatile(
         120,
-        "Most lines of a stage's output that go to Prefect's page in a minute, and as many again that warn; its "
-        "log file has all.",
+        "Most lines per minute from a stage's output on Prefect's page, plus as many warnings; the log file has "
+        "all.",
         ge=1,
     )
     time_limits: TimeLimitsConfig = Field(default_factory=TimeLimitsConfig)

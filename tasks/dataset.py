@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.arithmetic import DATA_SOURCE, generate_problems, write_parquet
-from dapo_core.data import read_rows
 from dapo_core.reward.routing import require_scorers
-from eval.problems.benchmarks import load_set
+from eval.problems.benchmarks import TRAINING, load_set
+from eval.problems.files import read_problems
 from tasks.config import ChainConfig
 from tasks.stages import EVAL_STEM, TRAIN_FILE
 
@@ -18,7 +18,7 @@ from tasks.stages import EVAL_STEM, TRAIN_FILE
 def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
     """Write the two files into the folder; returns their row counts.
 
-    Raises DataError or BenchmarkError for unusable rows of the user's files, and what require_scorers raises,
+    Raises DataError or ProblemsError for unusable rows of the user's files, and what require_scorers raises,
     before anything is written.
     """
     if config.data.source == "path":
@@ -33,9 +33,9 @@ def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
 
 
 def _take_files(config: ChainConfig, train: Path, held_out: Path, folder: Path) -> Mapping[str, Any]:
-    rows = read_rows(train)
-    require_scorers({str(row["data_source"]) for row in rows}, config.reward, config.custom_reward)
-    counts = {"train_rows": len(rows), "eval_rows": len(load_set(held_out, config.evaluate.benchmark).items)}
+    problems = read_problems(train, (TRAINING,))
+    require_scorers({str(problem.data_source) for problem in problems}, config.reward, config.custom_reward)
+    counts = {"train_rows": len(problems), "eval_rows": len(load_set(held_out, config.evaluate.benchmark).items)}
     shutil.copyfile(train, folder / TRAIN_FILE)
     shutil.copyfile(held_out, (folder / EVAL_STEM).with_suffix(held_out.suffix))
     return counts

@@ -34,7 +34,7 @@ def limits_of(settings: EvaluateConfig) -> Limits:
 
 
 def set_of(source: str | Path | None, settings: EvaluateConfig) -> EvaluationSet:
-    """The evaluation set of a file or source, read and asked as the configuration wants. Raises BenchmarkError."""
+    """The evaluation set of a file or source, read and asked as the configuration wants. Raises ProblemsError."""
     return load_set(source, settings.benchmark, settings.prompt, settings.api)
 
 

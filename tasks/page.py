@@ -25,7 +25,8 @@ from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run, task_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from dapo_core.metrics import METRICS_FILE, read_metrics
+from dapo_core.metrics import METRICS_FILE
+from durable import read_json_lines
 from eval.report import REPORT_MARKDOWN, REPORT_PAGE
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact
 from tasks.runs.run import Run
@@ -120,7 +121,7 @@ class StageProgress:
         if time.monotonic() < self._update_at and done < total:
             return
         self._bar.show(round(100 * done / max(total, 1), 1))
-        if self._metrics_path is not None and (steps := read_metrics(self._metrics_path)[-NUM_STEPS:]):
+        if self._metrics_path is not None and (steps := read_json_lines(self._metrics_path)[-NUM_STEPS:]):
             rows = [{name: _number(step.get(key)) for name, key in STEP_COLUMNS.items()} for step in steps[::-1]]
             self._table.show(json.dumps(rows))
         self._update_at = time.monotonic() + UPDATE_SECONDS

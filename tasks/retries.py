@@ -6,7 +6,8 @@ import copy
 import logging
 from typing import Any
 
-from dapo_core.errors import ServeError, TrainingStopped
+from dapo_core.errors import ServeError
+from dapo_core.stopping import TrainingStopped
 from tasks.processes.child import ChildProcessFailed
 
 logger = logging.getLogger(__name__)

@@ -153,6 +153,8 @@ def train_policy_inputs(config: ChainConfig, data: Artifact, model: Artifact) ->
     inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
     if config.validation.every:
         inputs["held_out"] = file_digest(data, eval_file(data).name)
+        if config.evaluate.benchmark is not None:
+            inputs["held_out_benchmark"] = config.evaluate.benchmark
     return {**inputs, **training_files(config)}
 
 

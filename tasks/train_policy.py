@@ -8,7 +8,8 @@ from typing import Any
 
 from prefect.runtime import task_run
 
-from dapo_core.metrics import METRICS_FILE, read_metrics
+from dapo_core.metrics import METRICS_FILE
+from durable import read_json_lines
 from tasks.artifacts import Artifact
 from tasks.page import StageProgress
 from tasks.processes.cancellation import is_worker_restart
@@ -48,7 +49,6 @@ def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = Fa
             lock=lambda: hold(
                 training_lock_path(run.config), run.folder.name, key.key, gives_way and attempt == 1
             ),
-            work=folder.name,
         )
         progress = StageProgress(run, "train_policy", folder)
         run_dapo(words, run, key, detach=detach, on_line=progress.on_line)
@@ -67,6 +67,6 @@ def resume_words(resume: str, attempt: int) -> list[str]:
 
 def last_metrics(folder: Path) -> dict[str, float]:
     """The last step's headline numbers, for the manifest."""
-    last = read_metrics(folder / METRICS_FILE)[-1]
+    last = read_json_lines(folder / METRICS_FILE)[-1]
     names = ("step", "critic/score/mean", "sampler/accuracy", "response_length/mean", "perf/throughput")
     return {name: last[name] for name in names if name in last}

@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER, NAMES_FILE
-from dapo_core.checkpoint.state import TrainerState, read_state
+from dapo_core.checkpoint.state import TrainerState, read_state, state_files
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.data import Prompt
 from dapo_core.engines.base import Response
 from dapo_core.rollout import GroupRequest
 from tests.batches import make_group
 from tests.configs import make_config
+
+MODEL_FILES = ("additional_chat_templates/tool.jinja", "config.json", "tokenizer.json")
 
 
 def make_state(step: int, accuracy: float | None = None) -> TrainerState:
@@ -37,6 +39,15 @@ def make_state(step: int, accuracy: float | None = None) -> TrainerState:
         metrics={"critic/score/mean": -1 / 3, **validated},
         identity={"run.seed": 3, "train.learning_rate": 1e-6},
     )
+
+
+def write_state(folder: Path, state: TrainerState) -> Path:
+    """A checkpoint of the state alone, without shards."""
+    checkpoint = folder / f"step_{state.step:06d}"
+    checkpoint.mkdir(parents=True)
+    for name, text in state_files(state).items():
+        (checkpoint / name).write_text(text, encoding="utf-8")
+    return checkpoint
 
 
 class FileShards:
@@ -86,10 +97,9 @@ class ShardsOf:
 
 def make_model_folder(folder: Path) -> Path:
     """A model folder in which only the names of the files and of the tensors are real."""
-    (folder / "nested").mkdir(parents=True)
-    kept = ("config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", "generation_config.json")
+    (folder / "additional_chat_templates").mkdir(parents=True)
     weights = ("model.safetensors", "pytorch_model.bin", "tf_model.h5", "x.gguf")
-    for name in (*kept, *weights, "manifest.json"):
+    for name in (*MODEL_FILES, *weights, "manifest.json"):
         (folder / name).write_text(name, encoding="utf-8")
     index = {"weight_map": {"model.norm.weight": "model.safetensors", "lm_head.weight": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
@@ -125,7 +135,11 @@ def assert_complete(checkpoint: Path, state: TrainerState) -> None:
     shards = [path.read_text(encoding="utf-8") for path in checkpoint.glob("*.distcp")]
     assert shards == [f"shard of {checkpoint.name}\n"] * 2
     assert json.loads((checkpoint / NAMES_FILE).read_text()) == ["lm_head.weight", "model.norm.weight"]
-    assert len(list((checkpoint / HUGGINGFACE_FOLDER).iterdir())) == 5
+    assert files_below(checkpoint / HUGGINGFACE_FOLDER) == list(MODEL_FILES)
+
+
+def files_below(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def names_in(folder: Path) -> list[str]:

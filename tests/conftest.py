@@ -1,4 +1,4 @@
-"""Settings that hold for every test, and the order of their files."""
+"""Settings for every test, the marker `fast`, and the order of the files."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ LONGEST_FILES = (
 RANKS = {name: rank for rank, name in enumerate(LONGEST_FILES)}
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m fast` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the files; tests of a file stay as they are."""
+    """Mark unit tests `fast` unless they are marked `slow`; begin with the longest files."""
+    for item in items:
+        if item.path.parent.name == "unit" and item.get_closest_marker("slow") is None:
+            item.add_marker(pytest.mark.fast)
     items.sort(key=lambda item: RANKS.get(item.path.name, len(RANKS)))

@@ -34,7 +34,7 @@ _SIZES: dict[str, dict[str, int]] = {  # beside what all four have in common
         "head_dim": 32,
         "num_experts": 5,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,  # what vLLM pads to on a CPU; padded experts cannot be loaded anew
+        "moe_intermediate_size": 64,  # what vLLM pads to on a CPU; padded experts cannot be reloaded
         "decoder_sparse_step": 1,
     },
     "llama": {},

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.arithmetic import generate_problems, write_parquet
-from dapo_core.warm_start import WarmStartRecipe, build_model
+from dapo_core.config.warm_start import WarmStartConfig
+from dapo_core.warm_start import build_model
 from flows.config import Config, resolve_config
 
 NUM_PROBLEMS = 200
@@ -47,8 +48,8 @@ def build_world(folder: Path) -> World:
     """Problems of the easiest level, and a model after a few supervised steps: it gets nothing right."""
     rows = generate_problems(NUM_PROBLEMS, 1, 1, seed=0)[0]
     write_parquet(rows, folder / "train.parquet")
-    recipe = WarmStartRecipe(hidden_size=32, num_heads=2, head_dim=16, num_steps=20, batch_size=8, num_threads=1)
-    build_model(rows, folder / "model", recipe, seed=0)
+    recipe = WarmStartConfig(hidden_size=32, num_heads=2, num_steps=20, batch_size=8)
+    build_model(rows, folder / "model", recipe, seed=0, num_threads=1)
     return World(folder / "train.parquet", folder / "model")
 
 

@@ -14,8 +14,8 @@ from dapo_core.checkpoint.folder import CHECKPOINTS, LATEST_FILE, PARTIAL, lates
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.identity import refuse_other_training
-from dapo_core.metrics import METRICS_FILE, MetricsLog, read_metrics
-from durable import LockHeld, locked, read_holder
+from dapo_core.metrics import METRICS_FILE, MetricsLog
+from durable import LockHeld, locked, read_holder, read_json_lines
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -113,7 +113,7 @@ def resume_metrics(output: Path, state: TrainerState, is_own: bool = True) -> Me
     Unless the state `is_own`, from a checkpoint of this output, existing lines belong to another training and go.
     """
     log = MetricsLog(output, state.step if is_own else 0)
-    lines = read_metrics(log.path)
+    lines = read_json_lines(log.path)
     if not lines or lines[-1]["step"] < state.step:
         log.append(state.step, state.policy_version, state.metrics)
     return log

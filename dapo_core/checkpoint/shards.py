@@ -4,7 +4,7 @@
     optimizer.NAME.{step,exp_avg,exp_avg_sq}   AdamW's state of each parameter
     num_optimizer_steps
     rng.rank_R.GENERATOR              states of rank R's random generators
-All are tensors. Hyperparameters are not among them: those of the configuration count.
+All are tensors. Hyperparameters come from the configuration.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _NO_STEPS = torch.tensor(0.0, dtype=torch.float32)
 class Shards:
     """This rank's part of a model, its AdamW optimizer and the process's random generators, saved and loaded.
 
-    Every rank calls `__init__`, `save` and `load` at the same time, the others when it likes. Ranks agree over a
-    process group of their own, on the host, so that training may use the default one while a save goes on.
+    `__init__`, `save` and `load` are collective. They use a host process group of their own, so that training may
+    use the default one during a save.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Shards:
         offload_optimizer: bool,
         run_seed: int,
     ) -> None:
-        """Missing moments are made on the host where `offload_optimizer` keeps them there, else on the device."""
+        """New moments are created on the host if `offload_optimizer` is set, else on the device."""
         self._model = model
         self._optimizer = optimizer
         self._device_kind = device.kind
@@ -56,7 +56,7 @@ class Shards:
         self._run_seed = run_seed
         self._rank = torch.distributed.get_rank()
         self._group = torch.distributed.new_group(backend="gloo")
-        self._running: tuple[str, Future[Any]] | None = None  # a folder, and the write into it
+        self._running: tuple[str, Future[Any]] | None = None  # the folder being written, and its write
 
     def save(self, folder: str, num_optimizer_steps: int, asynchronous: bool) -> None:
         """Write into the folder. Asynchronous: return when the state is copied to host memory; see is_saved.
@@ -66,9 +66,9 @@ class Shards:
         self._require_idle()
         state = self._state(num_optimizer_steps)
         if asynchronous:
-            writer = _Writer(folder, per_thread_copy_ahead=0)  # which is for copies from a device
+            writer = _Writer(folder, per_thread_copy_ahead=0)  # its copies are from a device
             writing: Any = dcp.async_save(state, storage_writer=writer, process_group=self._group)
-            self._running = folder, writing  # torch gives another answer than a future only to stagers of its own
+            self._running = folder, writing  # a future, except for torch's own stagers
             return
         try:
             dcp.save(state, storage_writer=_Writer(folder), process_group=self._group)
@@ -76,7 +76,7 @@ class Shards:
             raise _save_error(folder, failure) from failure
 
     def is_saved(self) -> bool:
-        """Whether no asynchronous save goes on; raises what one raised, once, as `save` would have."""
+        """Whether no asynchronous save is running; raises once what the last one raised, as `save` would."""
         if self._running is None:
             return True
         folder, writing = self._running
@@ -90,7 +90,7 @@ class Shards:
         return True
 
     def end_save(self) -> None:
-        """Wait for the asynchronous save that goes on, and forget what became of it."""
+        """Wait for the running asynchronous save, and forget its outcome."""
         if self._running is not None:
             wait([self._running[1]])
         self._running = None
@@ -98,8 +98,8 @@ class Shards:
     def load(self, folder: str) -> int:
         """Load in place what any number of ranks wrote; returns the number of optimizer steps.
 
-        Generators that the folder does not have begin a new stream. Raises CheckpointError on every rank when the
-        shards do not fit the model or cannot be read.
+        Generators that the folder lacks begin a new stream. Raises CheckpointError on every rank when the shards
+        do not fit the model or cannot be read.
         """
         self._require_idle()
         state = self._state(num_optimizer_steps=0)
@@ -107,7 +107,7 @@ class Shards:
         try:
             dcp.load(state, storage_reader=FileSystemReader(folder), planner=planner, process_group=self._group)
         except CheckpointException as failure:
-            raise CheckpointError(f"the shards in {folder} cannot be loaded: {_told(failure)}") from failure
+            raise CheckpointError(f"the shards in {folder} cannot be loaded: {_summary(failure)}") from failure
         num_optimizer_steps = int(state["num_optimizer_steps"])
         if planner.left_out:
             seed_generators(self._run_seed, self._rank, num_optimizer_steps)
@@ -117,9 +117,9 @@ class Shards:
         return num_optimizer_steps
 
     def num_bytes(self) -> int:
-        """Bytes of parameters and optimizer state that `save` writes for this rank; of copies, one rank's count.
+        """Bytes of parameters and optimizer state that `save` writes on this rank; replicas count on one rank.
 
-        Beside them a save writes less than 2 KiB per tensor and 15 KiB of random generators per rank.
+        A save also writes less than 2 KiB per tensor and 15 KiB of random generators per rank.
         """
         tensors: list[Any] = list(get_model_state_dict(self._model).values())
         for parameter in self._trained():
@@ -130,14 +130,14 @@ class Shards:
     def _require_idle(self) -> None:
         if self._running is not None:
             raise CheckpointError(
-                f"the checkpoint in {self._running[0]} is still being written, or its end was not asked for; "
-                "call is_saved until it says so before the next save or load"
+                f"the checkpoint in {self._running[0]} is still being written; call is_saved until it is True "
+                "before the next save or load"
             )
 
     def _state(self, num_optimizer_steps: int) -> dict[str, Any]:
-        """All that is saved, as the tensors in use; loading fills them."""
-        # torch would make missing moments by a step without gradients, which counts as a step from then on, and
-        # not at all where gradients of a skipped update lie around.
+        """Everything that is saved, as the live tensors; loading fills them in place."""
+        # torch would create missing moments by a step without gradients, which counts as a step, and not at all
+        # where a skipped update has left gradients.
         for parameter in self._trained():
             if not self._optimizer.state.get(parameter):
                 self._optimizer.state[parameter] = _new_state(parameter, self._moments_device)
@@ -153,7 +153,7 @@ class Shards:
 
 
 class _Writer(FileSystemWriter):
-    """Writes files; an error of the operating system arrives as itself."""
+    """Writes files and raises errors of the operating system as they are."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy in host memory; torch's own copies from the device twice."""
@@ -162,8 +162,8 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's file.
 
-        torch.save reports what its file raised as an error of its own, with the cause in a context that is lost
-        on the way to the other ranks.
+        torch.save wraps an OSError of its file in a RuntimeError, whose context, with the cause, is lost on the
+        way to the other ranks.
         """
         try:
             return super().write_data(plan, planner)
@@ -175,14 +175,14 @@ class _Writer(FileSystemWriter):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Loads what is there of the random generators, and all else or nothing."""
+    """Loads everything, except random generators that the checkpoint lacks."""
 
     left_out: frozenset[str] = frozenset()
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Leave out generators that the checkpoint does not have."""
+        """Leave out the generators that the checkpoint lacks."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         stored = metadata.state_dict_metadata if metadata else {}
         self.left_out = frozenset(
@@ -192,7 +192,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def _new_state(parameter: torch.Tensor, moments_device: torch.device) -> dict[str, torch.Tensor]:
-    """What AdamW has of a parameter before its first step."""
+    """AdamW's state of a parameter before its first step."""
     moments = {name: torch.zeros_like(parameter).to(moments_device) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": _NO_STEPS.clone(), **moments}
 
@@ -205,7 +205,7 @@ def _copied(state: Any) -> Any:
 
 
 def _written_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor that this rank has to write; the first of several copies counts."""
+    """Bytes of the tensor that this rank writes; of several replicas the first writes."""
     if not isinstance(tensor, DTensor):
         return tensor.nbytes if torch.distributed.get_rank() == 0 else 0
     coordinate = tensor.device_mesh.get_coordinate()
@@ -221,21 +221,21 @@ def _save_error(folder: str, failure: CheckpointException) -> Exception:
     for rank, (error, _) in sorted(failure.failures.items()):
         if isinstance(error, OSError) and error.errno is not None:
             return OSError(error.errno, f"rank {rank} cannot write its shards: {error.strerror}", folder)
-    return CheckpointError(f"the shards cannot be written to {folder}: {_told(failure)}")
+    return CheckpointError(f"the shards cannot be written to {folder}: {_summary(failure)}")
 
 
-def _told(failure: CheckpointException) -> str:
+def _summary(failure: CheckpointException) -> str:
     """The ranks' errors in one line; torch's own text has a traceback of each."""
     return "; ".join(f"rank {rank}: {error!r}" for rank, (error, _) in sorted(failure.failures.items()))
 
 
 def generator_states(device_kind: str) -> dict[str, torch.Tensor]:
-    """States of the global generators by name; that of an accelerator has the name of its kind."""
+    """States of the global generators by name; an accelerator's is named after its kind."""
     of_numpy = np.random.get_state(legacy=False)
     _, words, next_gauss = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
-        # Words of 32 bits and the second half of a pair of normal draws: float64 holds both exactly.
+        # 32-bit words and the second of a pair of normal draws: float64 holds both exactly.
         "numpy": torch.tensor(
             [*of_numpy["state"]["key"], of_numpy["state"]["pos"], of_numpy["has_gauss"], of_numpy["gauss"]],
             dtype=torch.float64,
@@ -248,7 +248,7 @@ def generator_states(device_kind: str) -> dict[str, torch.Tensor]:
 
 
 def set_generators(states: dict[str, torch.Tensor]) -> None:
-    """Put the named generators into their states; the others stay as they are."""
+    """Restore the named generators; the others stay as they are."""
     for name, state in states.items():
         if name == "torch":
             torch.set_rng_state(state)
@@ -263,7 +263,7 @@ def set_generators(states: dict[str, torch.Tensor]) -> None:
 
 
 def seed_generators(run_seed: int, rank: int, num_optimizer_steps: int) -> None:
-    """Begin a stream of this rank's own in every generator, one that no other rank or number of steps begins."""
+    """Seed every generator with a stream unique to this rank and number of steps."""
     words = np.random.SeedSequence((run_seed, rank, num_optimizer_steps)).generate_state(4)
     torch.manual_seed(int.from_bytes(words[:2].tobytes(), "little"))  # of accelerators as well
     np.random.seed(words)

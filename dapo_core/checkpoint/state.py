@@ -15,7 +15,7 @@ from dapo_core.errors import CheckpointError
 from dapo_core.rollout import Group, GroupRequest, Rollout
 
 STATE_FILE = "trainer_state.json"
-GROUPS_FILE = "carried_groups.json"  # apart, so that metrics of many checkpoints are read without it
+GROUPS_FILE = "carried_groups.json"  # separate, so that metrics of many checkpoints are read without it
 CARRIED = ("surplus", "unfinished")  # the fields in it
 
 Parsed = TypeVar("Parsed")
@@ -29,14 +29,14 @@ class TrainerState:
     policy_version: int
     prompt_position: int  # prompts taken from the stream
     surplus: list[tuple[int, Group]]  # (step that sampled its oldest token, group)
-    unfinished: list[tuple[int, GroupRequest]]  # likewise, of groups to be continued
+    unfinished: list[tuple[int, GroupRequest]]  # (the same step, a group to be continued)
     kl_coefficient: float  # of KL in the reward
-    metrics: dict[str, float]  # of the step, in case the process ends before metrics.jsonl has them
-    identity: dict[str, Any]  # settings and data that every attempt at the training must share
+    metrics: dict[str, float]  # of the step, in case a kill keeps them out of metrics.jsonl
+    identity: dict[str, Any]  # settings and data that all attempts at the training share
 
 
 def state_files(state: TrainerState) -> dict[str, str]:
-    """The text of each file that holds a part of the state, by name."""
+    """The state as texts of files, by file name."""
     values = dataclasses.asdict(state)
     groups = {name: values.pop(name) for name in CARRIED}
     return {STATE_FILE: json.dumps(values), GROUPS_FILE: json.dumps(groups)}
@@ -51,7 +51,7 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def read_step_metrics(checkpoint: Path) -> dict[str, float]:
-    """Metrics of the step that a checkpoint ends; raises CheckpointError when they cannot be read."""
+    """Metrics of a checkpoint's step; raises CheckpointError when they cannot be read."""
     return _read(checkpoint / STATE_FILE, lambda values: dict(values["metrics"]))
 
 
@@ -71,8 +71,8 @@ def _read(path: Path, parse: Callable[[Any], Parsed]) -> Parsed:
 
 
 def _carried(values: dict[str, Any]) -> tuple[list[tuple[int, Group]], list[tuple[int, GroupRequest]]]:
-    surplus = [(born, _group(group)) for born, group in values["surplus"]]
-    return surplus, [(born, _group_request(request)) for born, request in values["unfinished"]]
+    surplus = [(step, _group(group)) for step, group in values["surplus"]]
+    return surplus, [(step, _group_request(request)) for step, request in values["unfinished"]]
 
 
 def _group(values: dict[str, Any]) -> Group:

@@ -1,4 +1,4 @@
-"""Ray: where policy ranks and rollout workers run, and how the trainer calls them. Nothing else knows Ray."""
+"""Policy ranks and rollout workers as Ray actors. Nothing else imports Ray."""
 
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup

@@ -2,77 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 
 from dapo_core.batch import Batch, RankShare, split_batch
-from dapo_core.cluster.answers import Roster
+from dapo_core.cluster.actors import Actors
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
-from dapo_core.policy import UpdateSums
+from dapo_core.policy import Update
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from dapo_core.config.training import TrainConfig
+    from dapo_core.config.training import TrainingConfig
+    from dapo_core.metrics import PhaseTimer
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Weights in Ray's object store, by name; iterating fetches one bucket at a time."""
+
+    references: list[Any]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for reference in self.references:
+            yield from ray.get(reference).items()
 
 
 class PolicyGroup:
     """All policy ranks, called as one; train.sequence_parallel consecutive ranks are given the same share."""
 
-    def __init__(self, ranks: Sequence[Any], train: TrainConfig, roster: Roster) -> None:
+    def __init__(self, ranks: Sequence[Any], config: TrainingConfig, actors: Actors) -> None:
+        train = config.train
         self.ranks = ranks
-        self.roster = roster
+        self.actors = actors
         self.num_data_ranks = train.num_data_ranks
         self.sequence_parallel = train.sequence_parallel
         self.max_tokens = train.micro_batch_tokens * train.sequence_parallel  # of a micro-batch
+        self.has_reference = config.algorithm.kl.place != "off"
         self._is_saving = False  # asynchronously
-        self.hidden_size: int = self.roster.get(ranks[0].call.remote("hidden_size"))
+        self.hidden_size: int = actors.get(ranks[0].hidden_size.remote())
+
+    def anchor(self, batch: Batch, timer: PhaseTimer) -> tuple[Batch, torch.Tensor]:
+        """The batch with log-probs of the policy before any update, and of the reference where KL needs them.
+
+        Also returns the policy's entropy at the response tokens: [B, R] float32.
+        """
+        with timer.phase("old_log_prob"):
+            self.onload()
+            old_log_probs, entropy = self.log_probs(batch)
+            batch = replace(batch, old_log_probs=old_log_probs)
+        if self.has_reference:
+            with timer.phase("ref"):
+                batch = replace(batch, ref_log_probs=self.ref_log_probs(batch))
+        return batch, entropy
 
     def log_probs(self, batch: Batch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropy at the response tokens: two [B, R] float32, in the batch's order."""
         shares, indices = self._split(batch)
-        parts = self._call_shares("log_probs", shares, temperature)
-        log_probs, entropy = zip(*parts[:: self.sequence_parallel], strict=True)
+        calls = [rank.log_probs.remote(share, temperature) for rank, share in self._deal(shares)]
+        log_probs, entropy = zip(*self.actors.get(calls)[:: self.sequence_parallel], strict=True)
         return _rows(batch, indices, log_probs), _rows(batch, indices, entropy)
 
     def ref_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probs of the response tokens under the reference model: [B, R] float32, in the batch's order."""
         shares, indices = self._split(batch)
-        return _rows(batch, indices, self._call_shares("ref_log_probs", shares)[:: self.sequence_parallel])
+        calls = [rank.ref_log_probs.remote(share) for rank, share in self._deal(shares)]
+        return _rows(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
 
-    def update(self, mini_batch: Batch) -> tuple[UpdateSums, list[np.ndarray]]:
-        """One optimizer step on the mini-batch: sums over all ranks, and the rows of each data-parallel rank."""
-        totals = LossTotals(mini_batch.num_loss_tokens, mini_batch.num_loss_responses, self.num_data_ranks)
+    def update(self, mini_batch: Batch) -> Update:
+        """One optimizer step on the mini-batch, with the sums of all ranks."""
+        totals = LossTotals.of(mini_batch, self.num_data_ranks)
         shares, indices = self._split(mini_batch)
-        return UpdateSums.over_ranks(self._call_shares("update", shares, totals)), indices
+        calls = [rank.update.remote(share, totals) for rank, share in self._deal(shares)]
+        updates: list[Update] = self.actors.get(calls)
+        sums = reduce(add, (update.sums for update in updates))
+        rank_tokens = tuple(int(mini_batch.lengths[rows].sum()) for rows in indices)
+        return replace(updates[0], sums=sums, rank_tokens=rank_tokens)
 
     def onload(self) -> None:
         """Weights to the devices, where train.offload_parameters keeps them away between phases."""
-        self._call_each("onload", [()] * len(self.ranks))
+        self.actors.get([rank.onload.remote() for rank in self.ranks])
 
     def offload(self) -> None:
         """Weights and optimizer state to the hosts, as far as the train.offload keys say so."""
-        self._call_each("offload", [()] * len(self.ranks))
+        self.actors.get([rank.offload.remote() for rank in self.ranks])
 
     def weight_sizes(self) -> dict[str, int]:
         """Bytes of each parameter by name."""
-        return self.roster.get(self.ranks[0].call.remote("weight_sizes"))
+        return self.actors.get(self.ranks[0].weight_sizes.remote())
 
-    def gather_weights(self, names: list[str]) -> Any:
-        """A reference to {name: whole tensor}, which stays in Ray's object store until it is dropped."""
-        references = [rank.call.remote("gather_weights", names) for rank in self.ranks]
-        self.roster.get(references[1:])
-        return references[0]
+    def gather_weights(self, buckets: Sequence[list[str]]) -> Buckets:
+        """The named whole tensors, which stay in Ray's object store until the result is dropped."""
+        gathered = []
+        for names in buckets:
+            first, *others = [rank.gather_weights.remote(names) for rank in self.ranks]
+            self.actors.get(others)
+            gathered.append(first)
+        return Buckets(gathered)
 
     def save(self, folder: str, asynchronous: bool) -> None:
         """Write every rank's part of parameters, optimizer and random generators into the folder.
 
-        Asynchronous: returns when they are copied to host memory; training may go on, and is_saved says the rest.
-        Raises OSError with its errno where a rank could not write, CheckpointError where another save goes on.
+        Asynchronous: returns when they are copied to host memory and writes meanwhile; see is_saved. Raises
+        OSError with its errno where a rank could not write, CheckpointError while another save is unfinished.
         """
         if self._is_saving:
             raise CheckpointError(
@@ -80,50 +119,45 @@ class PolicyGroup:
                 "so, or raises"
             )
         self._is_saving = asynchronous
-        self._call_each("save", [(folder, asynchronous)] * len(self.ranks))
+        self.actors.get([rank.save.remote(folder, asynchronous) for rank in self.ranks])
 
     def is_saved(self) -> bool:
-        """Whether no asynchronous save goes on; raises what the first rank to fail raised, once."""
+        """True without an unfinished asynchronous save; raises what the first rank to fail raised, once."""
         if not self._is_saving:
             return True
         try:
-            self._is_saving = not all(self._call_each("is_saved", [()] * len(self.ranks)))
+            self._is_saving = not all(self.actors.get([rank.is_saved.remote() for rank in self.ranks]))
         except (CheckpointError, OSError):
-            self._call_each("end_save", [()] * len(self.ranks))  # all fail alike, some a moment later
+            self.actors.get([rank.end_save.remote() for rank in self.ranks])  # all fail, some a moment later
             self._is_saving = False
             raise
         return not self._is_saving
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of parameters and optimizer state in a checkpoint of now."""
-        return sum(self._call_each("checkpoint_bytes", [()] * len(self.ranks)))
+        """Bytes of parameters and optimizer state in a checkpoint."""
+        return sum(self.actors.get([rank.checkpoint_bytes.remote() for rank in self.ranks]))
 
     def load(self, folder: str) -> None:
         """Continue from the shards in the folder, written by any number of ranks."""
-        self._call_each("load", [(folder,)] * len(self.ranks))
+        self.actors.get([rank.load.remote(folder) for rank in self.ranks])
 
     def device_name(self) -> str:
         """What the vendor calls the first rank's device."""
-        return self.roster.get(self.ranks[0].call.remote("device_name"))
+        return self.actors.get(self.ranks[0].device_name.remote())
 
     def memory_metrics(self) -> dict[str, float]:
         """Memory in GiB by metric name, the largest over ranks."""
-        ranks = self._call_each("memory_metrics", [()] * len(self.ranks))
+        ranks = self.actors.get([rank.memory_metrics.remote() for rank in self.ranks])
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
     def _split(self, batch: Batch) -> tuple[list[RankShare], list[np.ndarray]]:
         return split_batch(batch, self.num_data_ranks, self.max_tokens, self.hidden_size)
 
-    def _call_shares(self, method: str, shares: Sequence[RankShare], *others: Any) -> list[Any]:
-        """Results of all ranks; a share travels once for the ranks of its group."""
+    def _deal(self, shares: Sequence[RankShare]) -> Iterator[tuple[Any, Any]]:
+        """Each rank with a reference to its share, which travels once for the ranks of a group."""
         references = [ray.put(share) for share in shares]
-        return self._call_each(
-            method, [(references[rank // self.sequence_parallel], *others) for rank in range(len(self.ranks))]
-        )
-
-    def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        calls = zip(self.ranks, arguments, strict=True)
-        return self.roster.get([rank.call.remote(method, *own) for rank, own in calls])
+        for number, rank in enumerate(self.ranks):
+            yield rank, references[number // self.sequence_parallel]
 
 
 def _rows(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[torch.Tensor]) -> torch.Tensor:

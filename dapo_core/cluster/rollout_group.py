@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError
 
-from dapo_core.cluster.answers import Roster
+from dapo_core.cluster.actors import Actors
 from dapo_core.errors import RolloutError
 from dapo_core.rollout import Group, GroupRequest, Progress
 
-POLL_SECONDS = 0.25  # after which a worker says how far it is
-SILENCE_SECONDS = 1.0  # after which the trainer looks at the clock though no worker has answered
+if TYPE_CHECKING:
+    from dapo_core.cluster.policy_group import Buckets
+
+POLL_SECONDS = 0.25  # after which a worker reports its progress
+SILENCE_SECONDS = 1.0  # after which `finished` returns without an answer
 
 
 class RolloutGroup:
     """All rollout workers, seen as one source of groups (sampler.GroupSource).
 
-    A worker answers within an engine's step; RolloutError when one does not within `max_seconds`. While groups
-    are waited for, WorkerDied also when a policy rank is gone.
+    A worker answers within an engine's step; RolloutError when one does not within `max_seconds`. Waiting for
+    groups raises WorkerDied for a dead policy rank as well.
     """
 
-    def __init__(self, workers: Sequence[Any], max_seconds: float, roster: Roster) -> None:
+    def __init__(self, workers: Sequence[Any], max_seconds: float, actors: Actors) -> None:
         self.workers = workers
         self.max_seconds = max_seconds
-        self.roster = roster
+        self.actors = actors
         self._in_flight = [0] * len(workers)  # groups
         self._tokens = [0] * len(workers)  # of these, as of the last poll
         self._reward_seconds = [0.0] * len(workers)
@@ -48,14 +51,14 @@ class RolloutGroup:
             shares[number].append(request)
             self._in_flight[number] += 1
         calls = zip(self.workers, shares, strict=True)
-        self._answers([worker.call.remote("submit", share) for worker, share in calls if share])
+        self._get([worker.submit.remote(share) for worker, share in calls if share])
 
     def finished(self) -> list[tuple[int, Group]]:
         """Groups that a worker finished; empty when none did within about a second."""
-        self.roster.look()
+        self.actors.check()
         for number, worker in enumerate(self.workers):
             if self._in_flight[number] and number not in self._polls.values():
-                self._polls[worker.call.remote("poll", POLL_SECONDS)] = number
+                self._polls[worker.poll.remote(POLL_SECONDS)] = number
         if not self._polls:
             return []
         ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=SILENCE_SECONDS)
@@ -63,12 +66,14 @@ class RolloutGroup:
 
     def abort(self) -> tuple[list[tuple[int, Group]], int, int]:
         """Groups that finished meanwhile, and the number of groups and response tokens dropped."""
-        late, dropped = self._stop("abort")
+        late, busy = self._take_polls(), self._take_busy()
+        dropped = self._get([worker.abort.remote() for worker in busy])
         return late, sum(groups for groups, _ in dropped), sum(tokens for _, tokens in dropped)
 
     def suspend(self) -> tuple[list[tuple[int, Group]], list[GroupRequest]]:
-        """Groups that finished meanwhile, and the requests that continue those which did not, oldest first."""
-        late, requests = self._stop("suspend")
+        """Groups that finished meanwhile, and the requests that continue the others, oldest first."""
+        late, busy = self._take_polls(), self._take_busy()
+        requests = self._get([worker.suspend.remote() for worker in busy])
         return late, sorted((request for own in requests for request in own), key=lambda own: own.group_id)
 
     def take_reward_seconds(self) -> float:
@@ -77,34 +82,36 @@ class RolloutGroup:
         self._reward_seconds = [0.0] * len(self.workers)
         return most
 
-    def load_weights(self, buckets: list[Any], policy_version: int) -> list[int]:
-        """Load the referenced weights into every engine; returns the policy version that each then holds."""
-        return self.roster.get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
+    def load_weights(self, buckets: Buckets, policy_version: int) -> list[int]:
+        """Load the weights into every engine; returns the policy version that each then holds."""
+        return self.actors.get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         """Each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
-        return self.roster.get([worker.call.remote("log_probs", sequences) for worker in self.workers])
+        return self.actors.get([worker.log_probs.remote(sequences) for worker in self.workers])
 
-    def _stop(self, method: str) -> tuple[list[tuple[int, Group]], list[Any]]:
-        """What the polls under way bring, then what `method` gives on each worker that has groups left."""
-        late = [finished for reference in list(self._polls) for finished in self._take(reference)]
+    def _take_polls(self) -> list[tuple[int, Group]]:
+        """What the running polls bring."""
+        return [finished for reference in list(self._polls) for finished in self._take(reference)]
+
+    def _take_busy(self) -> list[Any]:
+        """The workers that have groups left, which from now on count as idle."""
         busy = [worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count]
-        results = self._answers([worker.call.remote(method) for worker in busy])
         self._in_flight = [0] * len(self.workers)
         self._tokens = [0] * len(self.workers)
-        return late, results
+        return busy
 
     def _take(self, reference: Any) -> list[tuple[int, Group]]:
         number = self._polls.pop(reference)
-        progress: Progress = self._answers(reference)
+        progress: Progress = self._get(reference)
         self._in_flight[number] -= len(progress.groups)
         self._tokens[number] = progress.num_open_tokens
         self._reward_seconds[number] += progress.reward_seconds
         return progress.groups
 
-    def _answers(self, references: Any) -> Any:
+    def _get(self, references: Any) -> Any:
         try:
-            return self.roster.get(references, self.max_seconds)
+            return self.actors.get(references, self.max_seconds)
         except GetTimeoutError:
             raise RolloutError(
                 f"a rollout worker did not answer within {self.max_seconds:g} s: its engine hangs (try another "

@@ -1,4 +1,4 @@
-"""Ray itself, the processes of ranks and workers, and where they are placed."""
+"""Ray itself, and the processes of ranks and workers in their placement groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo_core.checkpoint.shards import seed_generators
-from dapo_core.cluster.answers import Roster
+from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.data import load_tokenizer
@@ -48,7 +48,7 @@ WORKER_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """The roles of a training run, ready to be called."""
+    """The roles of a training run, ready for calls."""
 
     policy: PolicyGroup
     rollouts: RolloutGroup
@@ -56,11 +56,11 @@ class Cluster:
 
 @contextmanager
 def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cluster]:
-    """Policy ranks and rollout workers with the model loaded; everything is ended on leaving.
+    """Policy ranks and rollout workers with the model loaded; on leaving, all of them end.
 
-    Starts a private Ray on this machine unless train.ray_address names a running one, of which only the
-    actors started here are then ended. Raises ConfigError when the cluster never has the devices, and WorkerDied
-    when a process dies on the way; after it, as after that of a call, the same process may start a cluster anew.
+    Starts a private Ray on this machine unless train.ray_address names a running one, of which only the actors
+    started here end. Raises ConfigError when the cluster lacks the devices, and WorkerDied when a process dies
+    while it starts; after any WorkerDied the same process may start another cluster.
     """
     started = time.monotonic()
     if config.train.ray_address is None:  # all devices are this machine's
@@ -76,30 +76,30 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
         workers += _place(
             _RolloutRank, config.rollout.num_workers, config.rollout.threads_per_worker, device, groups
         )
-        roster = Roster()
-        roster.add("policy rank", ranks)
-        roster.add("rollout worker", workers)
-        address = roster.get(ranks[0].rendezvous.remote())
+        actors = Actors()
+        actors.add("policy rank", ranks)
+        actors.add("rollout worker", workers)
+        address = actors.get(ranks[0].rendezvous.remote())
         starting = [
             rank.start.remote(number, len(ranks), address, str(model_path), config)
             for number, rank in enumerate(ranks)
         ]
         starting += [worker.start.remote(str(model_path), config) for worker in workers]
-        roster.get(starting)
+        actors.get(starting)
         counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
         logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
         limit = config.sampler.max_seconds_without_kept
-        yield Cluster(PolicyGroup(ranks, config.train, roster), RolloutGroup(workers, limit, roster))
+        yield Cluster(PolicyGroup(ranks, config, actors), RolloutGroup(workers, limit, actors))
     finally:
         _end(ranks, workers, groups if config.train.ray_address else [])
 
 
 def _end(ranks: Sequence[Any], workers: Sequence[Any], groups: Sequence[PlacementGroup]) -> None:
-    """End all processes, also those which hang, remove the placement groups of a shared Ray, and leave Ray."""
-    for rank in ranks:  # first, as a worker may wait for weights that a rank will never send
+    """End all processes, hanging ones too, remove the placement groups of a shared Ray, and leave Ray."""
+    for rank in ranks:  # first: a worker may wait for weights that a rank will never send
         ray.kill(rank)
     closing = [worker.close.remote() for worker in workers]
-    if closing:  # one that hangs is killed, and its scoring processes end with it
+    if closing:  # a hanging worker is killed, and its scoring processes end with it
         ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
     for worker in workers:
         ray.kill(worker)
@@ -132,9 +132,10 @@ def _connect(config: TrainingConfig) -> None:
 
 @contextmanager
 def _signals_are_ours() -> Iterator[None]:
-    """Ray, started inside, leaves SIGTERM's handler as it is, and its processes outlive signals to our group.
+    """Keep SIGTERM's handler while Ray starts inside, and its processes alive on signals to our process group.
 
-    They are needed for the last checkpoint when the trainer is told to stop. Ray guards them against SIGINT only.
+    The last checkpoint of a training that is stopped needs them. Ray has no public way for either: it installs a
+    handler of its own, and shields its processes from SIGINT only (test_stopping.py fails when its parts move).
     """
     popen = services.ConsolePopen
     services.ConsolePopen = partial(popen, start_new_session=True)  # type: ignore[assignment,misc]
@@ -153,7 +154,7 @@ def _signals_are_ours() -> Iterator[None]:
 
 
 def _place(actor_class: type, count: int, threads: int, device: Device, groups: list[PlacementGroup]) -> list[Any]:
-    """`count` actors in a placement group of their own, which is appended to `groups`."""
+    """`count` actors in a new placement group, which is appended to `groups`."""
     bundle: dict[str, float] = {"CPU": threads}
     if device.kind != "cpu":
         bundle[device.ray_resource] = 1
@@ -182,37 +183,43 @@ def _place(actor_class: type, count: int, threads: int, device: Device, groups: 
 
 
 class _Process:
-    """What each process of a training run does, whatever its role."""
+    """What every process of a training run answers."""
 
     def place(self) -> str:
-        """Where it runs: a sign of life."""
+        """Where it runs; also its sign of life."""
         return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
 
 
-class _PolicyRank(_Process):
-    """The process of one policy rank."""
+class _PolicyRank(_Process, Policy):
+    """A policy rank in a process of its own; `start` constructs it, as that is collective."""
+
+    def __init__(self) -> None:
+        pass
 
     def rendezvous(self) -> str:
+        """The address at which all ranks can meet this one."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def start(self, rank: int, num_ranks: int, address: str, model_path: str, config: TrainingConfig) -> None:
+        """Join the other ranks and load this one's part of the model."""
         device = device_for(config.train.device)
         device.require()
         torch.set_num_threads(config.train.threads_per_rank)
         seed_generators(config.run.seed, rank, num_optimizer_steps=0)
         torch.distributed.init_process_group(device.backend, init_method=address, rank=rank, world_size=num_ranks)
-        self.policy = Policy(model_path, config)
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.policy, method)(*arguments)
+        super().__init__(model_path, config)
 
 
-class _RolloutRank(_Process):
-    """The process of one rollout worker."""
+class _RolloutRank(_Process, RolloutWorker):
+    """A rollout worker in a process of its own; `start` constructs it."""
+
+    def __init__(self) -> None:
+        pass
 
     def start(self, model_path: str, config: TrainingConfig) -> None:
+        """Load the model into the engine and start the scoring processes."""
         device = device_for(config.train.device)
         device.require()
         torch.set_num_threads(config.rollout.threads_per_worker)
@@ -223,23 +230,11 @@ class _RolloutRank(_Process):
             seed=config.run.seed,
             device=str(device.torch_device()),
         )
-        self.worker = RolloutWorker(engine, load_tokenizer(model_path), config)
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.worker, method)(*arguments)
-
-    def close(self) -> None:
-        """End what the worker started."""
-        self.worker.close()
-
-    def load_weights(self, buckets: list[Any], policy_version: int) -> int:
-        """Buckets are object references, fetched one after the other, so that one is held at a time."""
-        weights = (pair for bucket in buckets for pair in ray.get(bucket).items())
-        return self.worker.load_weights(weights, policy_version)
+        super().__init__(engine, load_tokenizer(model_path), config)
 
 
 def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
-    """The engine's settings that a configuration means."""
+    """The engine's settings as the configuration has them."""
     return EngineSettings(
         dtype=str(device.resolve_dtype(config.rollout.dtype)).removeprefix("torch."),
         max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,

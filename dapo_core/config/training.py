@@ -15,40 +15,40 @@ MOST_HORIZONS_PER_STEP = 5  # adaptive KL changes its coefficient by at most 1/5
 
 
 class RunConfig(Section):
-    """What a run is called and what its randomness grows from."""
+    """The name and the randomness of a run."""
 
     name: str = volatile(
         "dapo",
-        "Name shown in reports and in Prefect; of a file the file's, if not given.",
+        "Name in reports and in Prefect; unset: the file's name.",
         min_length=1,
         max_length=80,
     )
     seed: int = key(0, "Seed of data generation, warm start, shuffling and sampling.", ge=0, le=2**31 - 1)
     deterministic: bool = key(
-        False, "Deterministic kernels, and groups judged in prompt order: slower, the same every time."
+        False, "Deterministic kernels, and groups kept in prompt order: slower, and reproducible."
     )
 
 
 class PromptsConfig(Section):
     """How training reads prompts."""
 
-    max_prompt_tokens: int = key(
-        2048, "Longest prompt in tokens; longer ones are an error with their count.", ge=1
-    )
-    shuffle: bool = key(True, "Shuffle prompts anew in each epoch.")
+    max_prompt_tokens: int = key(2048, "Longest prompt in tokens; longer prompts are an error.", ge=1)
+    shuffle: bool = key(True, "Shuffle the prompts in each epoch.")
 
 
 class KLConfig(Section):
     """Distance to the reference model, which is the model before training; loaded only when `place` is set."""
 
-    place: Literal["off", "loss", "reward"] = key("off", "Where the KL divergence to the reference counts.")
-    coefficient: float = key(0.001, "Weight of the KL divergence; adaptive control begins with it.", ge=0, le=100)
+    place: Literal["off", "loss", "reward"] = key("off", "Where the KL divergence from the reference is added.")
+    coefficient: float = key(
+        0.001, "Weight of the KL divergence; the first value under adaptive control.", ge=0, le=100
+    )
     estimator: Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+"] = key(
         "low_var_kl", "Per-token estimator (k1, |k1|, k2, k3); `+` keeps its value and takes the gradient of k2."
     )
     controller: Literal["fixed", "adaptive"] = key("fixed", "Whether the coefficient follows `target`.")
-    target: float = key(0.1, "Adaptive control: KL divergence per response token to steer towards.", gt=0)
-    horizon: float = key(10_000.0, "Adaptive control: responses over which the coefficient adapts.", gt=0)
+    target: float = key(0.1, "Target KL divergence per response token of adaptive control.", gt=0)
+    horizon: float = key(10_000.0, "Responses over which adaptive control changes the coefficient.", gt=0)
 
     @model_validator(mode="after")
     def _adaptive_in_reward_only(self) -> KLConfig:
@@ -61,14 +61,14 @@ class KLConfig(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    """What is done about the engine's log-probs differing from the policy's on the same tokens."""
+    """Correction for the difference between the engine's log-probs and the policy's on the same tokens."""
 
     importance: Literal["off", "token", "sequence"] = key(
         "off", "Weigh token losses by the truncated ratio policy/engine, per token or per response."
     )
     importance_max: float = key(2.0, "Ratio at which the importance weight is truncated.", gt=0)
     mask: Literal["off", "token", "sequence"] = key(
-        "off", "Leave tokens, or responses, out of the loss whose ratio is outside [mask_low, mask_high]."
+        "off", "Drop tokens or responses from the loss if their ratio is outside [mask_low, mask_high]."
     )
     mask_low: float = key(0.5, "Lowest ratio that trains.", ge=0)
     mask_high: float = key(2.0, "Highest ratio that trains.", gt=0)
@@ -87,7 +87,7 @@ class AlgorithmConfig(Section):
     """Advantage and loss. DAPO by default; GRPO is equal clips, no dynamic sampling and KL in the loss."""
 
     baseline: Literal["group-mean", "leave-one-out"] = key(
-        "group-mean", "What a reward is compared with: the mean of the group, or of its siblings only (RLOO)."
+        "group-mean", "Baseline of a reward: the mean of its group, or of its siblings only (RLOO)."
     )
     normalize_by_std: bool = key(True, "Divide the group advantage by the group's standard deviation.")
     clip_ratio_low: float = key(0.2, "Lower clip: ratios below 1 - this stop pushing.", ge=0, lt=1)
@@ -103,7 +103,7 @@ class AlgorithmConfig(Section):
     kl: KLConfig = Field(default_factory=KLConfig)
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     compat: Literal["none", "verl"] = key(
-        "none", "`verl` restores its behaviour where ours differs on purpose (docs/departures.md)."
+        "none", "`verl`: verl's behaviour where this project departs from it (docs/departures.md)."
     )
 
     @model_validator(mode="after")
@@ -131,44 +131,48 @@ class OverlongConfig(Section):
 
 
 class RewardConfig(Section):
-    """What a response is worth."""
+    """The reward of a response."""
 
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     mask_truncated: bool = key(False, "Leave responses cut by the length limit out of the loss.")
     scorers: tuple[str, ...] = key(
-        (), "Further entries DATA_SOURCE=SCORER of the table of scorers, such as DAPO-17k=math_dapo."
+        (), "More scorers by data source, as DATA_SOURCE=SCORER, such as DAPO-17k=math_dapo."
     )
-    timeout_seconds: float = key(10.0, "Hard limit of one scoring call; beyond it the verdict is timeout.", gt=0)
+    timeout_seconds: float = key(10.0, "Time limit of one scoring call; the verdict is then timeout.", gt=0)
     num_processes: int = volatile(2, "Scoring processes of each rollout worker.", ge=1, le=256)
 
 
 class CustomRewardConfig(Section):
-    """A scorer in a file of your own: compute_score(data_source, solution_str, ground_truth, extra_info)."""
+    """A scorer in the user's file: compute_score(data_source, solution_str, ground_truth, extra_info)."""
 
-    path: str | None = key(None, "Python file; its function scores every response. Unset: scorers by data_source.")
-    name: str = key("compute_score", "Function in the file; sync or async, gives a float or a dict with score.")
+    path: str | None = key(
+        None, "Python file whose function scores every response; unset: a scorer for each data source."
+    )
+    name: str = key(
+        "compute_score", "Function in the file, sync or async; returns a float or a dict with `score`."
+    )
 
 
 class SamplerConfig(Section):
     """Dynamic sampling (DAPO section 3.2)."""
 
-    dynamic: bool = key(True, "Keep only groups whose metric takes two different values.")
+    dynamic: bool = key(True, "Keep only groups in which the metric differs.")
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = key(
         "acc", "What must differ within a group."
     )
-    gen_prompts: int = key(1536, "Prompts drawn at a time while the step is not full.", ge=1)
+    gen_prompts: int = key(1536, "Prompts drawn at once while the step is not full.", ge=1)
     max_num_gen_batches: int = key(10, "Draws per training step before `on_exhausted` applies.", ge=1, le=1000)
     on_exhausted: Literal["raise", "train_partial", "skip_step"] = key(
-        "raise", "What follows too few kept groups."
+        "raise", "What happens when too few groups were kept."
     )
     in_flight: Literal["abort", "carry_over"] = key(
-        "abort", "Unfinished groups of a full step: dropped, or continued in the next step from where they are."
+        "abort", "Unfinished groups of a full step: dropped, or continued in the next step."
     )
     max_staleness: int = key(
         1, "Training steps that a surplus or carried-over group may wait; 0 drops them.", ge=0, le=64
     )
     max_seconds_without_kept: float = volatile(
-        7200.0, "Longest time without a newly kept group before training stops with what was seen.", gt=0
+        7200.0, "Training stops with a report after this time without a newly kept group.", gt=0
     )
 
 
@@ -181,46 +185,48 @@ class RolloutConfig(Section):
     group_size: int = key(16, "Responses per prompt (G).", ge=2, le=1024)
     temperature: float = key(1.0, "Sampling temperature.", gt=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
-    top_k: int = key(-1, "Sample among the k likeliest tokens; -1: all.", ge=-1)
+    top_k: int = key(-1, "Sample among the k likeliest tokens; -1 means all.", ge=-1)
     max_response_tokens: int = key(20480, "Length limit of a response.", ge=1)
     max_num_seqs: int = key(
-        256, "Sequences decoded at once per engine; decides which groups finish first.", ge=1, le=65_536
+        256, "Sequences an engine decodes at once; decides which groups finish first.", ge=1, le=65_536
     )
-    memory_utilization: float = volatile(0.8, "Share of device memory an engine takes.", gt=0, le=1)
+    memory_utilization: float = volatile(0.8, "Share of the device's memory that an engine takes.", gt=0, le=1)
     memory_gigabytes: float = volatile(1.0, "KV cache of an engine on a CPU.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the engine's weights.")
 
 
 class TrainConfig(Section):
-    """Steps, batches, the optimizer, and how the model lies on the devices."""
+    """Steps, batches, the optimizer, and the model's layout on the devices."""
 
-    device: Literal["cpu", "cuda", "npu"] = key("cpu", "What the policy runs on.")
+    device: Literal["cpu", "cuda", "npu"] = key("cpu", "Kind of device of the policy.")
     num_ranks: int = volatile(1, "FSDP2 ranks, one device each.", ge=1, le=65_536)
     sequence_parallel: Literal[1, 2, 4] = volatile(1, "Ranks that share each sequence (Ulysses).")
     fsdp_size: int | None = volatile(
         None, "Ranks that a copy of the weights is sharded over (HSDP); unset: all, one copy.", ge=1
     )
     threads_per_rank: int = volatile(1, "CPU threads of a rank.", ge=1, le=1024)
-    total_steps: int = key(200, "Training steps, whatever dynamic sampling draws.", ge=1)
+    total_steps: int = key(200, "Training steps; dynamic sampling does not change their number.", ge=1)
     train_prompts: int = key(512, "Prompts trained on per step (P).", ge=1)
     mini_prompts: int = key(32, "Prompts per optimizer step.", ge=1)
-    micro_batch_tokens: int = volatile(32768, "Most tokens that a device holds at once.", ge=1)
-    logits_chunk_tokens: int = volatile(1024, "Tokens whose logits over the vocabulary exist at once.", ge=1)
+    micro_batch_tokens: int = volatile(32768, "Most tokens of a micro-batch on a device.", ge=1)
+    logits_chunk_tokens: int = volatile(1024, "Tokens whose logits are in memory at once.", ge=1)
     learning_rate: float = key(1e-6, "Peak AdamW learning rate.", gt=0, le=1)
     warmup_steps: int = key(320, "Optimizer steps of linear warm-up; the paper's 20 rollout steps of 16.", ge=0)
     weight_decay: float = key(0.1, "AdamW weight decay.", ge=0, le=1)
     max_grad_norm: float = key(1.0, "Global gradient norm above which gradients are scaled down.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16"] = key("auto", "Compute precision; auto: float32 on a CPU.")
-    gradient_checkpointing: bool = volatile(True, "Keep layer inputs, compute the rest again: less memory.")
+    gradient_checkpointing: bool = volatile(
+        True, "Recompute activations in the backward pass: less memory, more time."
+    )
     compile: bool = key(False, "torch.compile each decoder layer; needs a C++ compiler on a CPU.")
     reshard_after_forward: bool = volatile(True, "Free whole weights between forward and backward: less memory.")
     offload_parameters: bool = volatile(False, "Keep weights in host memory while the engines generate.")
     offload_optimizer: bool = volatile(False, "Keep the optimizer's state in host memory between updates.")
     max_restarts: int = volatile(
-        3, "Restarts in a row after a dead rank or worker, without a new checkpoint between.", ge=0, le=1000
+        3, "Restarts after a dead rank or worker before a new checkpoint is written.", ge=0, le=1000
     )
-    restart_delay_seconds: float = volatile(5.0, "Pause before the first of these, doubled with each.", ge=0)
-    ray_address: str | None = volatile(None, "Running Ray cluster to join; unset starts a private one.")
+    restart_delay_seconds: float = volatile(5.0, "Pause before the first restart; it doubles each time.", ge=0)
+    ray_address: str | None = volatile(None, "Ray cluster to join; unset starts a private one.")
 
     @property
     def num_data_ranks(self) -> int:
@@ -250,27 +256,27 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What a training leaves on disk, and what it continues from."""
+    """Checkpoints of a training, and the one it continues from."""
 
     save_every: int = volatile(20, "Training steps between checkpoints.", ge=1)
-    keep_last: int = volatile(2, "Newest checkpoints kept while training; the finished output keeps one.", ge=1)
-    keep_best: int = key(0, "Checkpoints kept besides for the highest validation/accuracy.", ge=0)
+    keep_last: int = volatile(2, "Newest checkpoints kept during training; the finished output keeps one.", ge=1)
+    keep_best: int = key(0, "Checkpoints with the highest validation/accuracy that are kept as well.", ge=0)
     asynchronous: bool = volatile(
-        True, "Write while training goes on; takes host memory for another copy of weights and optimizer state."
+        True, "Write during training; needs host memory for a copy of weights and optimizer state."
     )
     resume: str = volatile(
-        "auto", "auto: from the output's latest checkpoint; never: begin anew; else the checkpoint to begin from."
+        "auto", "auto: continue from the output's latest checkpoint; never: start over; or a checkpoint's path."
     )
     allow_changed: tuple[str, ...] = volatile(
-        (), "Keys that may differ from those of the checkpoint, such as train.learning_rate."
+        (), "Keys that may differ from the checkpoint's, such as train.learning_rate."
     )
 
 
 class ValidationConfig(Section):
-    """Accuracy on the held-out set while training goes on: greedy, one response a prompt."""
+    """Accuracy on the held-out set during training: one greedy response per prompt."""
 
-    every: int = key(0, "Training steps between validations; 0: none.", ge=0)
-    num_prompts: int | None = key(None, "Prompts asked, the first of the held-out set; unset: all.", ge=1)
+    every: int = key(0, "Training steps between validations; 0 means never.", ge=0)
+    num_prompts: int | None = key(None, "Use the first prompts of the held-out set; unset: all.", ge=1)
 
 
 class TrainingConfig(Section):

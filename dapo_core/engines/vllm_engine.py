@@ -182,7 +182,7 @@ def _pack_again(model: torch.nn.Module, is_head_tied: bool) -> None:
 
 
 def _seed(request: GenerationRequest) -> int:
-    """The request's seed, and another one to continue: vLLM would begin the same randomness anew."""
+    """The request's seed; a continued one gets another, since vLLM would repeat the same randomness."""
     if not request.response_ids:
         return request.seed
     digest = hashlib.sha256(f"{request.seed}/{len(request.response_ids)}".encode()).digest()

@@ -1,42 +1,41 @@
-"""One merge from its sources to a folder that transformers and vLLM load."""
+"""A merge from its sources to a folder that transformers and vLLM load."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dapo_core.checkpoint.folder import PARTIAL
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import CheckpointChoice, Source, open_source
+from dapo_core.merge.dcp import CheckpointChoice, DcpSource, find_checkpoint
+from dapo_core.merge.sources import Source
 from dapo_core.merge.verification import (
     compare_logits,
     computed_names,
     empty_model,
-    manifest_of,
     require_architecture,
     require_equal,
     tied_names,
-    write_manifest,
 )
+from dapo_core.merge.verl import VerlSource, find_shards
 from dapo_core.merge.writer import (
+    FileDigests,
     OutputFile,
     OutputTensor,
     output_tensors,
     plan_files,
     write_file,
     write_index,
+    write_manifest,
 )
 from dapo_core.model_folder import copy_model_files
-
-if TYPE_CHECKING:
-    import torch
+from durable import publish
 
 _MAX_FILES_AT_ONCE = 4
 OnFile = Callable[[int, int], None]  # bytes done, bytes in all
@@ -51,12 +50,12 @@ def merge_checkpoint(
     verify_logits: bool = False,
     checkpoint: CheckpointChoice = "latest",
 ) -> dict[str, int]:
-    """Write the sources' model to `target` as a folder that transformers and vLLM load, and prove it.
+    """Write the sources' model to `target` as a folder that transformers and vLLM load, and verify it.
 
-    `sources` are a checkpoint or training output of ours, of which `checkpoint` is taken, or an FSDP checkpoint
-    of verl; several folders are the shards of several nodes. `dtype` "keep" leaves each tensor as it
-    was trained. Tied weights are stored once. All that is written is read back and compared; merge_manifest.json
-    keeps the digests. `verify_logits` also runs both models. Returns {"tensors", "parameters", "bytes", "shards"}.
+    `sources` are a checkpoint of dapo train or its output, of which `checkpoint` is taken, or an FSDP checkpoint
+    of verl; several folders hold the shards of several nodes. `dtype` "keep" leaves each tensor as it was
+    trained. Tied weights are stored once. Everything written is read back and compared; merge_manifest.json keeps
+    the digests. `verify_logits` also runs both models. Returns {"tensors", "parameters", "bytes", "shards"}.
 
     Raises CheckpointError for a source that is incomplete or of another model and for a target that holds files,
     before anything is written. The target appears in one step, when all of it is verified.
@@ -68,19 +67,37 @@ def merge_checkpoint(
     outputs = [tensor for file in files for tensor in file.tensors]
     total = sum(file.num_bytes for file in files)
     with _published(target, total) as folder:
-        manifest = {"source": source.describe(), "dtype": dtype, **_write(folder, files, source, on_file)}
+        written = _write(folder, files, source, on_file)
         write_index(folder, files)
         _copy_model_files(source.model_files, folder, outputs)
+        description = {"source": source.describe(), "dtype": dtype}
         if verify_logits:
-            manifest["logits"] = compare_logits(folder, source, outputs)
-        write_manifest(folder, manifest)
+            description["logits"] = compare_logits(folder, source, outputs)
+        write_manifest(folder, written, description)
     stored = {tensor.stored_name: source.tensors[tensor.stored_name].shape for tensor in outputs}
     num_parameters = sum(prod(shape) for shape in stored.values())
     return {"tensors": len(outputs), "parameters": num_parameters, "bytes": total, "shards": len(files)}
 
 
+def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest") -> Source:
+    """The checkpoint of dapo train or of verl in the folders: one, or one of each node.
+
+    `checkpoint` chooses among those of a training output. Raises CheckpointError when there is none, or when it is
+    incomplete, naming the shard.
+    """
+    shards = find_shards(folders)
+    if not shards:
+        return DcpSource(find_checkpoint(folders[0], checkpoint), folders[1:])
+    if checkpoint == "best":
+        raise CheckpointError(
+            f"{folders[0]} is one checkpoint of verl, so there is no best one to choose; "
+            "leave out --checkpoint best"
+        )
+    return VerlSource(shards)
+
+
 def _plan(source: Source, dtype: str, max_shard_bytes: int) -> list[OutputFile]:
-    """The files to write; raises CheckpointError unless they will hold what the model's configuration asks for."""
+    """The files to write; raises CheckpointError unless they hold what the model's configuration asks for."""
     model = empty_model(source.model_files)
     tied = {name: kept for name, kept in tied_names(model).items() if name in source.tensors}
     for name, kept in tied.items():
@@ -95,11 +112,10 @@ def _plan(source: Source, dtype: str, max_shard_bytes: int) -> list[OutputFile]:
 
 def _write(
     folder: Path, files: Sequence[OutputFile], source: Source, on_file: OnFile | None
-) -> Mapping[str, object]:
-    """Write the files, several at once: hashing, which takes longest, has one thread for each file's digest."""
+) -> list[tuple[OutputFile, FileDigests]]:
+    """Write the files, several at once, since a file's digest takes longest and cannot be shared among cores."""
     total = sum(file.num_bytes for file in files)
     done = 0
-
     files_at_once = min(_MAX_FILES_AT_ONCE, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(files_at_once, thread_name_prefix="merge-file") as pool:
         running = {pool.submit(write_file, folder / file.name, file, source): file for file in files}
@@ -111,7 +127,7 @@ def _write(
                     on_file(done, total)
         finally:
             pool.shutdown(cancel_futures=True)
-    return manifest_of(folder, [(file, future.result()) for future, file in running.items()])
+    return [(file, future.result()) for future, file in running.items()]
 
 
 @contextmanager
@@ -132,21 +148,20 @@ def _published(target: Path, num_bytes: int) -> Iterator[Path]:
                 "name a target on another disk"
             )
         yield partial
-        partial.replace(target)
+        publish(partial, target)
     except OSError as error:
         raise CheckpointError(
             f"{target} could not be written: {error}; {num_bytes:,} bytes were needed"
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # not there any more when all went well
+        shutil.rmtree(partial, ignore_errors=True)  # gone already when all went well
 
 
 def _copy_model_files(model_files: Path, folder: Path, outputs: Sequence[OutputTensor]) -> None:
-    """Configuration, generation configuration, tokenizer, chat template, processor; config.json says the dtype."""
+    """Everything but weights; config.json names the dtype of the largest tensor."""
     copy_model_files(model_files, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    largest: torch.dtype = max(outputs, key=lambda tensor: tensor.num_bytes).dtype
     key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
-    config[key] = str(largest).removeprefix("torch.")
+    config[key] = str(max(outputs, key=lambda tensor: tensor.num_bytes).dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from dapo_core.errors import CheckpointError
 from dapo_core.parameter_names import FilePiece
 
 if TYPE_CHECKING:
     import torch
 
-
-CheckpointChoice = Literal["latest", "best"]  # of a training output
-CHUNK_BYTES = 1024**2  # of a tensor at once; read, hashed and written while it is in the processor's cache
+CHUNK_BYTES = 1024**2  # of a tensor at once: read, hashed and written while it is in the processor's cache
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A whole tensor of a source, whose values are still in its files."""
+    """A whole tensor of a source; its values are still in the files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,7 +29,7 @@ class Source(Protocol):
 
     @property
     def label(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -43,57 +40,40 @@ class Source(Protocol):
         """Folder with the model's configuration and tokenizer."""
 
     def pieces(self, name: str) -> list[FilePiece]:
-        """The tensors of a model's files that the tensor becomes, in the order of its rows."""
+        """The tensors of the model's files that the tensor becomes, in the order of its rows."""
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
-        """Consecutive rows of the tensor, which together are all of it; a tensor without dimensions is one.
+        """Consecutive rows of the tensor, together all of it; a tensor without dimensions is one block.
 
-        They may lie in a mapped file, at any byte: use values_in_order before computing with them.
+        A block may be a view of a mapped file at any byte: use values_in_order before computing with it.
         """
 
     def describe(self) -> dict[str, Any]:
-        """Where the model comes from, for the manifest; no path, since the same model has the same manifest."""
-
-
-def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest") -> Source:
-    """The checkpoint of ours, or of verl, whose shards lie in the folders: one, or one of each node.
-
-    `checkpoint` chooses among those of a training output. Raises CheckpointError when there is none, or when it is
-    incomplete, naming the shard.
-    """
-    from dapo_core.merge.dcp import DcpSource, find_checkpoint
-    from dapo_core.merge.verl import VerlSource, find_shards
-
-    shards = find_shards(folders)
-    if shards and checkpoint == "best":
-        raise CheckpointError(
-            f"{folders[0]} is one checkpoint of verl, so there is no best one to choose; "
-            "leave out --checkpoint best"
-        )
-    return VerlSource(shards) if shards else DcpSource(find_checkpoint(folders[0], checkpoint), folders[1:])
+        """The manifest's entry about the source, without paths: the same model has the same manifest."""
 
 
 def values_in_order(rows: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """All values in `dtype`, flat, in parts of at most CHUNK_BYTES; no part is empty.
 
-    A part shares the memory of `rows` where the dtype is theirs, and has its own, aligned memory otherwise.
+    A part shares the memory of `rows` if it has its dtype, else it has aligned memory of its own.
     """
     import torch
 
     for part in rows.contiguous().reshape(-1).split(CHUNK_BYTES // rows.dtype.itemsize):
-        if part.dtype == dtype and part.numel():
+        if not part.numel():
+            continue
+        if part.dtype == dtype:
             yield part
-        elif part.numel():
-            if part.data_ptr() % part.itemsize:
-                aligned = _own(part.numel(), part.dtype)
-                aligned.view(torch.uint8).copy_(part.view(torch.uint8))
-            else:
-                aligned = part
-            yield _own(part.numel(), dtype).copy_(aligned)
+            continue
+        if part.data_ptr() % part.itemsize:
+            aligned = _new_memory(part.numel(), part.dtype)
+            aligned.view(torch.uint8).copy_(part.view(torch.uint8))
+            part = aligned
+        yield _new_memory(part.numel(), dtype).copy_(part)
 
 
-def _own(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """New memory, gone with its last reader; what other threads give back to malloc, malloc would keep."""
+def _new_memory(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that returns to the system with its last reader; malloc would keep what other threads free."""
     import torch
 
     memory = mmap.mmap(-1, count * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,18 +1,15 @@
-"""What a merge proves of the whole model: its tensors are the architecture's, and compute the same."""
+"""What a merge verifies of the whole model: its tensors are the architecture's, and compute the same."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import values_in_order
-from dapo_core.merge.writer import FileDigests, OutputFile, OutputTensor
+from dapo_core.merge.sources import Source, values_in_order
+from dapo_core.merge.writer import OutputTensor
 from dapo_core.model_folder import MERGE_MANIFEST
 from dapo_core.parameter_names import file_pieces
 
@@ -20,9 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from dapo_core.merge.sources import Source
-
-_COMPUTED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints hold what the configuration gives
+_COMPUTED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints hold it, new models compute it
 _LOGIT_ROWS, _LOGIT_TOKENS = 2, 32
 
 
@@ -40,14 +35,14 @@ def empty_model(model_files: Path) -> nn.Module:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Parameters that are another one under a second name, and that one."""
+    """Second names of parameters, each with the first name."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
 def computed_names(names: Iterable[str]) -> set[str]:
-    """Those of buffers that no file needs, since the configuration gives them."""
+    """Names of buffers that the model computes from its configuration, so that no file needs them."""
     return {name for name in names if _COMPUTED_BUFFERS.search(name)}
 
 
@@ -79,53 +74,21 @@ def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], 
 
 
 def require_equal(source: Source, name: str, other: str) -> None:
-    """Raise CheckpointError when tied tensors differ, of which one would be lost."""
+    """Raise CheckpointError when tied tensors differ: only one of them is kept."""
     import torch
 
     def values(stored_name: str) -> Iterator[torch.Tensor]:
         for block in source.blocks(stored_name):
-            yield from (
-                part.view(torch.uint8).clone() for part in values_in_order(block, source.tensors[name].dtype)
-            )
+            for part in values_in_order(block, source.tensors[name].dtype):
+                yield part.view(torch.uint8)
 
-    if source.tensors[name] == source.tensors[other] and all(
-        torch.equal(mine, theirs) for mine, theirs in zip(values(name), values(other), strict=True)
-    ):
+    pairs = zip(values(name), values(other), strict=True)
+    if source.tensors[name] == source.tensors[other] and all(torch.equal(*pair) for pair in pairs):
         return
     raise CheckpointError(
         f"{name} and {other} of {source.label} differ, although config.json declares them tied; set "
         "tie_word_embeddings to false in the checkpoint's config.json to keep both"
     )
-
-
-def manifest_of(folder: Path, written: Sequence[tuple[OutputFile, FileDigests]]) -> dict[str, Any]:
-    """sha256 of all written files and of their tensors."""
-    files = {
-        file.name: {"bytes": (folder / file.name).stat().st_size, "sha256": digests.file}
-        for file, digests in written
-    }
-    tensors = {
-        tensor.name: {
-            "file": file.name,
-            "shape": list(tensor.shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "sha256": digests.tensors[tensor.name],
-        }
-        for file, digests in written
-        for tensor in file.tensors
-    }
-    return {"files": files, "tensors": tensors}
-
-
-def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write merge_manifest.json: `content`, and size and sha256 of the files that it does not name yet."""
-    files = dict(content["files"])
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in files and name != MERGE_MANIFEST:
-            files[name] = {"bytes": path.stat().st_size, "sha256": _file_digest(path)}
-    text = json.dumps({**content, "files": dict(sorted(files.items()))}, indent=1)
-    (folder / MERGE_MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
 def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]) -> dict[str, Any]:
@@ -142,7 +105,7 @@ def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]
     wrong = {what: names for what, names in report.items() if names}
     if wrong:
         raise CheckpointError(
-            f"transformers opens the merged model with {wrong}; was the folder changed meanwhile?"
+            f"transformers opens the merged model with {wrong}; did another process change the folder?"
         )
     vocab_size = merged.get_input_embeddings().num_embeddings
     token_ids = torch.randint(vocab_size, (_LOGIT_ROWS, _LOGIT_TOKENS), generator=torch.Generator().manual_seed(0))
@@ -160,7 +123,7 @@ def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]
 
 
 def _build(model_files: Path) -> nn.Module:
-    """The model that config.json describes, with the values of its initialisation."""
+    """The model that config.json describes, freshly initialised."""
     import transformers
 
     try:
@@ -190,13 +153,6 @@ def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -
                     target[first : first + values.numel()] = values.clone()
                     first += values.numel()
     return model
-
-
-def _file_digest(path: Path) -> str:
-    """sha256 of a file, after it is on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _some(names: Sequence[str]) -> str:

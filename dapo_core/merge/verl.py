@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import StoredTensor
 from dapo_core.parameter_names import FilePiece, expert_pieces
@@ -28,11 +29,10 @@ if TYPE_CHECKING:
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _MESHES = (("fsdp",), ("ddp", "fsdp"))
 FSDP_CONFIG_FILE = "fsdp_config.json"
-HUGGINGFACE_FOLDER = "huggingface"
 
 
 def find_shards(folders: Sequence[Path]) -> list[Path]:
-    """Every rank's file in the folders or in `actor` below them; none when the folders are not verl's.
+    """Every rank's file in the folders, or in `actor` below them; empty when verl did not write the folders.
 
     Raises CheckpointError when some of the folders hold shards and others do not.
     """
@@ -60,7 +60,7 @@ class VerlSource:
         """
         self._paths = _by_rank(paths)
         self.label = str(paths[0].parent)
-        self._num_ranks = _world_size(paths[0])
+        self._num_ranks, _ = _world_size_and_rank(paths[0])
         self._folders = sorted({path.parent for path in paths})
         self._fsdp_version = _fsdp_version(self._folders, self._num_ranks)
         self.model_files = _model_files(self._folders)
@@ -81,7 +81,7 @@ class VerlSource:
         return pieces or [FilePiece(name)]
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
-        """Each rank's rows; what every rank holds whole is taken once."""
+        """Each rank's rows; a tensor that every rank holds whole is read once."""
         for shard in self._shards:
             tensor = shard[name]
             if _placement(tensor) is None:
@@ -91,12 +91,12 @@ class VerlSource:
                 yield _local(tensor)
 
     def describe(self) -> dict[str, Any]:
-        """The training step is that of the folder, if it has verl's name."""
+        """The training step is taken from the folder's name."""
         step = next((part for part in reversed(self._folders[0].parts) if part.startswith("global_step_")), None)
         return {"format": "verl", "name": step, "shards": len(self._ranks), "fsdp_version": self._fsdp_version}
 
     def _complete_replica(self, rows: list[list[int]]) -> list[int]:
-        """The ranks of the first replica of which no file is missing."""
+        """The ranks of the first replica whose files are all there."""
         missing = [[rank for rank in row if rank not in self._paths] for row in rows]
         for row, lacking in zip(rows, missing, strict=True):
             if not lacking:
@@ -110,61 +110,55 @@ class VerlSource:
         )
 
     def _require_fit(self, shard: Mapping[str, Any], position: int) -> None:
-        """Raise CheckpointError unless the shard is the part of the model that its rank has."""
-        path = self._paths[self._ranks[position]]
+        """Raise CheckpointError unless the shard is the part of the model at `position` of its replica."""
+        problem = self._misfit(shard, position)
+        if problem is not None:
+            path = self._paths[self._ranks[position]]
+            raise CheckpointError(
+                f"{path} does not belong to the other shards: {problem}; copy it again from the node that wrote it"
+            )
+
+    def _misfit(self, shard: Mapping[str, Any], position: int) -> str | None:
         if shard.keys() != self.tensors.keys():
             other = sorted(shard.keys() ^ self.tensors.keys())
-            raise CheckpointError(_foreign(path, f"it and the first differ in {len(other)} names, as {other[0]}"))
+            return f"it and the first differ in {len(other)} names, such as {other[0]}"
         for name, tensor in shard.items():
-            if _stored(tensor) != self.tensors[name]:
-                theirs, ours = _stored(tensor), self.tensors[name]
-                raise CheckpointError(
-                    _foreign(
-                        path, f"its {name} is part of {theirs.shape} {theirs.dtype}, not {ours.shape} {ours.dtype}"
-                    )
-                )
-            expected = _local_shape(tensor, len(self._ranks), position)
-            local = _local(tensor)
-            if tuple(local.shape) != expected and (local.numel() or 0 not in expected):
-                raise CheckpointError(
-                    _foreign(path, f"its part of {name} is {tuple(local.shape)}, not {expected}")
-                )
+            found, expected = _stored(tensor), self.tensors[name]
+            if found != expected:
+                return f"its {name} is part of {found.shape} {found.dtype}, not {expected.shape} {expected.dtype}"
+            local, local_shape = _local(tensor), _local_shape(tensor, len(self._ranks), position)
+            if tuple(local.shape) != local_shape and (local.numel() or 0 not in local_shape):
+                return f"its part of {name} is {tuple(local.shape)}, not {local_shape}"
             coordinate = _coordinate(tensor)
-            if coordinate is not None and coordinate != position:
-                raise CheckpointError(
-                    _foreign(path, f"the rank that wrote it had part {coordinate}, not {position}")
-                )
+            if coordinate not in (None, position):
+                return f"the rank that wrote it had part {coordinate}, not {position}"
+        return None
 
 
 def _by_rank(paths: Sequence[Path]) -> dict[int, Path]:
     by_rank: dict[int, Path] = {}
+    num_ranks, _ = _world_size_and_rank(paths[0])
     for path in paths:
-        if _world_size(path) != _world_size(paths[0]):
+        other, rank = _world_size_and_rank(path)
+        if other != num_ranks:
             raise CheckpointError(
-                f"{path} and {paths[0]} were written by trainings of {_world_size(path)} and "
-                f"{_world_size(paths[0])} ranks; keep the files of one checkpoint"
+                f"{path} and {paths[0]} were written by trainings of {other} and {num_ranks} ranks; keep the "
+                "files of one checkpoint"
             )
-        rank = int(_match(path)[2])
         if rank in by_rank:
-            raise CheckpointError(
-                f"rank {rank} is there twice, as {by_rank[rank]} and as {path}; keep one of them"
-            )
+            raise CheckpointError(f"rank {rank} has two files, {by_rank[rank]} and {path}; keep one of them")
         by_rank[rank] = path
     return by_rank
 
 
-def _match(path: Path) -> re.Match[str]:
+def _world_size_and_rank(path: Path) -> tuple[int, int]:
     match = _SHARD.fullmatch(path.name)
     assert match is not None
-    return match
-
-
-def _world_size(path: Path) -> int:
-    return int(_match(path)[1])
+    return int(match[1]), int(match[2])
 
 
 def _fsdp_version(folders: Sequence[Path], num_ranks: int) -> int | None:
-    """What fsdp_config.json says; raises CheckpointError when it is that of another training."""
+    """FSDP's version from fsdp_config.json; raises CheckpointError when that is of another training."""
     for path in (folder / FSDP_CONFIG_FILE for folder in folders):
         if path.is_file():
             try:
@@ -174,7 +168,7 @@ def _fsdp_version(folders: Sequence[Path], num_ranks: int) -> int | None:
                 raise CheckpointError(f"{path} cannot be read ({error!r}); copy it from rank 0's node") from error
             if world_size != num_ranks:
                 raise CheckpointError(
-                    f"{path} tells of {world_size} ranks, the shards' names of {num_ranks}; "
+                    f"{path} is of {world_size} ranks, the shards' names are of {num_ranks}; "
                     "keep the files of one checkpoint"
                 )
             return version
@@ -192,9 +186,9 @@ def _model_files(folders: Sequence[Path]) -> Path:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The rank's state dict; values stay in the file until they are touched."""
+    """The rank's state dict; values are mapped, and read when they are used."""
     import torch
-    import torch.distributed.tensor  # declares what a DTensor is made of as safe to load
+    import torch.distributed.tensor  # registers the parts of a DTensor as safe to load
 
     try:
         with _quiet_meshes():
@@ -202,7 +196,7 @@ def _load(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is refused: it holds more than tensors, and loading that could run code ({_reason(error)}); "
-            "write it anew with verl's FSDP workers on torch 2.6 or later"
+            "write it again with verl's FSDP workers on torch 2.6 or later"
         ) from error
     except (RuntimeError, ValueError, OSError, EOFError, KeyError, AttributeError) as error:
         raise CheckpointError(
@@ -210,7 +204,9 @@ def _load(path: Path) -> dict[str, Any]:
             f"{torch.__version__}; copy it again from the node that wrote it"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise CheckpointError(f"{path} is no state dict of tensors; name a folder that verl's FSDP workers wrote")
+        raise CheckpointError(
+            f"{path} is not a state dict of tensors; name a folder that verl's FSDP workers wrote"
+        )
     if not state:
         raise CheckpointError(f"{path} holds no tensors; merge another checkpoint")
     return state
@@ -225,7 +221,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _quiet_meshes() -> Iterator[None]:
-    """A mesh that is loaded without its process groups says so each time; here it only has to tell its shape."""
+    """Silence torch's warning for every mesh that is loaded without process groups: only its shape is needed."""
     mesh_logger = logging.getLogger("torch.distributed.device_mesh")
     level = mesh_logger.level
     mesh_logger.setLevel(logging.ERROR)
@@ -240,7 +236,7 @@ def _mesh_rows(state: Mapping[str, Any], num_ranks: int, path: Path) -> list[lis
     mesh = next((tensor.device_mesh for tensor in state.values() if hasattr(tensor, "device_mesh")), None)
     if mesh is None:
         raise CheckpointError(
-            f"{path} holds no DTensor, so nothing says how its {len(state)} tensors were sharded; write it anew "
+            f"{path} holds no DTensor, so it is unknown how its {len(state)} tensors were sharded; write it again "
             "with verl 0.3 or later, which gives FSDP a device mesh"
         )
     names, ranks = _mesh_state(mesh)
@@ -253,17 +249,14 @@ def _mesh_rows(state: Mapping[str, Any], num_ranks: int, path: Path) -> list[lis
 
 
 def _mesh_state(mesh: Any) -> tuple[tuple[str, ...] | None, torch.Tensor]:
-    """Names of the dimensions and ranks of a mesh, also of one that an earlier torch had pickled.
-
-    Until 2.9 both were attributes; they are computed from others since.
-    """
+    """Dimension names and ranks of a mesh; an earlier torch than 2.9 pickled both as attributes."""
     state = vars(mesh)
     names, ranks = (state[name] if name in state else getattr(mesh, name) for name in ("mesh_dim_names", "mesh"))
     return tuple(names) if names else None, ranks
 
 
 def _placement(tensor: Any) -> Any:
-    """How the last mesh dimension cuts the tensor; None for what each rank holds whole."""
+    """How the last mesh dimension cuts the tensor; None when each rank holds all of it."""
     if not hasattr(tensor, "placements"):
         return None
     *replicas, placement = tensor.placements
@@ -290,7 +283,7 @@ def _stored(tensor: Any) -> StoredTensor:
 
 
 def _local_shape(tensor: Any, num_shards: int, position: int) -> tuple[int, ...]:
-    """Shape of the part at `position`; rows are cut as torch.chunk does, so the last parts may be empty."""
+    """Shape of the part at `position`; rows are cut as by torch.chunk, so the last parts may be empty."""
     if _placement(tensor) is None:
         return tuple(tensor.shape)
     num_rows, *rest = tensor.shape
@@ -299,15 +292,11 @@ def _local_shape(tensor: Any, num_shards: int, position: int) -> tuple[int, ...]
 
 
 def _coordinate(tensor: Any) -> int | None:
-    """The part that the writing rank held, by its mesh."""
+    """The part that the writing rank held, as pickled with its mesh; None where that is unknown."""
     if not hasattr(tensor, "placements"):
         return None
     coordinate = vars(tensor.device_mesh).get("_coordinate_on_dim")
     return coordinate[-1] if coordinate else None
-
-
-def _foreign(path: Path, what: str) -> str:
-    return f"{path} does not belong to the other shards: {what}; copy it again from the node that wrote it"
 
 
 def _files_hold_single_experts(model_files: Path) -> bool:

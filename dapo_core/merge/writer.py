@@ -1,31 +1,29 @@
-"""safetensors files, written while the tensors are read: sizes are planned first, values pass through once."""
+"""The files of a merged model: planned first, then hashed, written and read back while the tensors are read."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.checked_file import CheckedFile
-from dapo_core.merge.sources import values_in_order
-from dapo_core.model_folder import INDEX_FILE
+from dapo_core.merge.sources import Source, values_in_order
+from dapo_core.model_folder import INDEX_FILE, MERGE_MANIFEST
 from dapo_core.parameter_names import FilePiece
 
 if TYPE_CHECKING:
     import torch
 
-    from dapo_core.merge.sources import Source
-
-Chunk = TypeVar("Chunk")
-
-_MAX_WAITING = 3  # chunks
+# The kernel takes page cache in blocks as large as the write. In a virtual machine, free blocks of 128 KiB and
+# more may go back to the host, which is slow to return them.
+WRITE_BYTES = 64 * 1024
+FLUSH_BYTES = 16 * 1024**2  # handed to the disk at once, so that little is left for the final fsync
 _DTYPES = {  # as safetensors calls them
     "float64": "F64",
     "float32": "F32",
@@ -59,7 +57,7 @@ class OutputTensor:
 
     @property
     def dtype_name(self) -> str:
-        """What safetensors calls its dtype; raises CheckpointError for one that it lacks."""
+        """The dtype as safetensors calls it; raises CheckpointError for one that it lacks."""
         name = str(self.dtype).removeprefix("torch.")
         if name not in _DTYPES:
             raise CheckpointError(
@@ -70,7 +68,7 @@ class OutputTensor:
 
 @dataclass
 class OutputFile:
-    """A safetensors file and what it holds, in this order."""
+    """A safetensors file and its tensors, in this order."""
 
     name: str
     tensors: list[OutputTensor] = field(default_factory=list)
@@ -98,10 +96,27 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class FileDigests:
-    """sha256 of what was written, and of each tensor by its name."""
+    """sha256 of a written file, and of each tensor in it by name."""
 
     file: str
     tensors: dict[str, str]
+
+
+def output_tensors(source: Source, dtype: str, leave_out: set[str]) -> list[OutputTensor]:
+    """What the source's tensors become; `dtype` is "keep" or applies to floating point."""
+    import torch
+
+    outputs = []
+    for name, stored in source.tensors.items():
+        if name in leave_out:
+            continue
+        target = stored.dtype if dtype == "keep" or not stored.dtype.is_floating_point else getattr(torch, dtype)
+        whole = torch.empty(stored.shape, device="meta")
+        outputs += [
+            OutputTensor(piece.file_name, tuple(piece.view(whole).shape), target, name, piece)
+            for piece in source.pieces(name)
+        ]
+    return outputs
 
 
 def shard_name(number: int, num_shards: int) -> str:
@@ -126,31 +141,20 @@ def plan_files(tensors: Iterable[OutputTensor], max_shard_bytes: int) -> list[Ou
 
 
 def write_file(path: Path, file: OutputFile, source: Source) -> FileDigests:
-    """Write a planned file and return what is in it, when all of it is on the disk and safetensors opens it.
+    """Write a planned file; returns its digests once it is read back, on the disk, and opened by safetensors.
 
-    Reading and converting, hashing for the file, hashing for the tensor, and writing each have a thread.
-    Raises CheckpointError when the file has not become what was written to it.
+    Raises CheckpointError when the file does not hold what was written to it.
     """
     of_file, of_tensors = hashlib.sha256(), {tensor.name: hashlib.sha256() for tensor in file.tensors}
-
-    def hash_file(part: _Part) -> None:
-        of_file.update(part.values)
-
-    def hash_tensor(part: _Part) -> None:
-        of_tensors[part.tensor].update(part.values)
-
-    with CheckedFile(path) as output:
-
-        def write(part: _Part) -> None:
-            output.append(part.values, part.tensor)
-
+    with _CheckedFile(path) as output, ThreadPoolExecutor(2, thread_name_prefix="merge-digest") as pool:
         header = memoryview(file.header())
         of_file.update(header)
         output.append(header, "the header")
-        with _Workers(3) as workers:
-            for part in _parts(file.tensors, source):
-                workers.put(part, hash_file, write, hash_tensor)
-            workers.finish()
+        for name, values in _parts(file.tensors, source):
+            hashing = [pool.submit(digest.update, values) for digest in (of_file, of_tensors[name])]
+            output.append(values, name)
+            for digest in hashing:
+                digest.result()
         output.sync()
     require_opens(path, file)
     return FileDigests(of_file.hexdigest(), {name: digest.hexdigest() for name, digest in of_tensors.items()})
@@ -172,34 +176,100 @@ def require_opens(path: Path, file: OutputFile) -> None:
 
 
 def write_index(folder: Path, files: Sequence[OutputFile]) -> None:
-    """Write the index that says which file holds which tensor; one file alone has none."""
+    """Write the index that says which file holds which tensor; a single file needs none."""
     if len(files) > 1:
         places = {tensor.name: file.name for file in files for tensor in file.tensors}
         index = {"metadata": {"total_size": sum(file.num_bytes for file in files)}, "weight_map": places}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Consecutive bytes of a tensor, in a mapped file unless they were converted."""
+def write_manifest(
+    folder: Path, written: Sequence[tuple[OutputFile, FileDigests]], description: Mapping[str, Any]
+) -> None:
+    """Write merge_manifest.json: the description, size and sha256 of every file, sha256 of every tensor."""
+    files = {file.name: digests.file for file, digests in written}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in files:
+            files[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    tensors = {
+        tensor.name: {
+            "file": file.name,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "sha256": digests.tensors[tensor.name],
+        }
+        for file, digests in written
+        for tensor in file.tensors
+    }
+    sizes = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in sorted(files.items())
+    }
+    text = json.dumps({**description, "files": sizes, "tensors": tensors}, indent=1)
+    (folder / MERGE_MANIFEST).write_text(text + "\n", encoding="utf-8")
 
-    tensor: str
-    values: memoryview
+
+class _CheckedFile:
+    """A new file that is read back as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._name = path.name
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self._num_bytes = self._num_flushed = 0
+        self._read_back = bytearray(WRITE_BYTES)
+
+    def __enter__(self) -> _CheckedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def append(self, values: memoryview, what: str) -> None:
+        """Write bytes and read them back; raises CheckpointError, which names `what`, when they differ."""
+        for start in range(0, len(values), WRITE_BYTES):
+            part = values[start : start + WRITE_BYTES]
+            written = 0
+            while written < len(part):
+                written += os.pwrite(self._descriptor, part[written:], self._num_bytes + written)
+            if self._read(len(part)) != part:
+                raise CheckpointError(
+                    f"{self._name}: {what} read back differs from the checkpoint; is the disk sound?"
+                )
+            self._num_bytes += len(part)
+        if self._num_bytes - self._num_flushed >= FLUSH_BYTES:
+            # The kernel begins to write these pages, and forgets those that are on the disk already.
+            start, count = self._num_flushed, self._num_bytes - self._num_flushed
+            os.posix_fadvise(self._descriptor, start, count, os.POSIX_FADV_DONTNEED)
+            self._num_flushed = self._num_bytes
+
+    def sync(self) -> None:
+        """Wait until all of it is on the disk."""
+        os.fsync(self._descriptor)
+
+    def _read(self, count: int) -> memoryview:
+        """The file's next `count` bytes, fewer at its end."""
+        read, view = 0, memoryview(self._read_back)[:count]
+        while more := os.preadv(self._descriptor, [view[read:]], self._num_bytes + read):
+            read += more
+        return view[:read]
 
 
-def _parts(tensors: Sequence[OutputTensor], source: Source) -> Iterator[_Part]:
-    """All bytes of the tensors, in order; what one stored tensor becomes follows the order of its rows."""
+def _parts(tensors: Sequence[OutputTensor], source: Source) -> Iterator[tuple[str, memoryview]]:
+    """All bytes of the tensors in order, with the tensor's name; in a mapped file unless they were converted.
+
+    What one stored tensor becomes is consecutive, in the order of its rows.
+    """
     import torch
 
-    becomes: dict[str, list[OutputTensor]] = {}
+    by_stored_name: dict[str, list[OutputTensor]] = {}
     for tensor in tensors:
-        becomes.setdefault(tensor.stored_name, []).append(tensor)
-    for stored_name, outputs in becomes.items():
+        by_stored_name.setdefault(tensor.stored_name, []).append(tensor)
+    for stored_name, outputs in by_stored_name.items():
         first_row = 0
         for block in source.blocks(stored_name):
             for output, rows in _in_block(outputs, block, first_row):
                 for values in values_in_order(rows, output.dtype):
-                    yield _Part(output.name, values.view(torch.uint8).numpy().data)
+                    yield output.name, values.view(torch.uint8).numpy().data
             first_row += block.shape[0] if block.ndim else 1
 
 
@@ -209,51 +279,3 @@ def _in_block(
     for output in outputs:
         if output.piece.expert is None or first_row <= output.piece.expert < first_row + block.shape[0]:
             yield output, output.piece.view(block, first_row)
-
-
-class _Workers:
-    """Threads, each of which takes every chunk in order; the slowest is at most _MAX_WAITING chunks behind."""
-
-    def __init__(self, count: int) -> None:
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="merge") for _ in range(count)]
-        self._waiting: deque[list[Future[object]]] = deque()
-
-    def __enter__(self) -> _Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for thread in self._threads:
-            thread.shutdown(cancel_futures=True)
-
-    def put(self, chunk: Chunk, *actions: Callable[[Chunk], object]) -> None:
-        """Have each thread do its action; raises what an earlier one has raised."""
-        while len(self._waiting) >= _MAX_WAITING:
-            self._wait()
-        pairs = zip(self._threads, actions, strict=False)
-        self._waiting.append([thread.submit(action, chunk) for thread, action in pairs])
-
-    def finish(self) -> None:
-        """Wait for all of it."""
-        while self._waiting:
-            self._wait()
-
-    def _wait(self) -> None:
-        for action in self._waiting.popleft():
-            action.result()
-
-
-def output_tensors(source: Source, dtype: str, leave_out: set[str]) -> list[OutputTensor]:
-    """What the source's tensors become; `dtype` is "keep" or applies to floating point."""
-    import torch
-
-    outputs = []
-    for name, stored in source.tensors.items():
-        if name in leave_out:
-            continue
-        target = stored.dtype if dtype == "keep" or not stored.dtype.is_floating_point else getattr(torch, dtype)
-        whole = torch.empty(stored.shape, device="meta")
-        outputs += [
-            OutputTensor(piece.file_name, tuple(piece.view(whole).shape), target, name, piece)
-            for piece in source.pieces(name)
-        ]
-    return outputs

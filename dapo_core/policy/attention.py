@@ -22,7 +22,7 @@ PACKED_ATTENTION = "packed"  # name in transformers' registry; having no mask fu
 
 
 @dataclass(frozen=True)
-class Lane:
+class PaddedBlock:
     """Sequences of similar length that attend as one padded tensor."""
 
     num_sequences: int
@@ -39,12 +39,12 @@ class Packing:
     def __init__(self, lengths: Sequence[int], device: torch.device, group: ProcessGroup | None = None) -> None:
         """The packing of a row of sequences with the given lengths, one after the other.
 
-        Longest first, a lane begins where a sequence is shorter than half of the lane's longest, so that no more
-        than half of a lane is padding. group: ranks that hold a slice of the row each; None when it is whole.
+        A sequence shorter than half of a block's longest starts the next block, so no more than half of a block
+        is padding. group: ranks that hold a slice of the row each; None when it is whole.
         """
         self.group = group
         self.layers: set[int] = set()  # numbers of the layers that attended so far
-        self.lanes: list[Lane] = []
+        self.blocks: list[PaddedBlock] = []
         counts = np.asarray(lengths, dtype=np.int64)
         starts = np.cumsum(counts) - counts
         places = np.empty(counts.sum(), dtype=np.int64)
@@ -58,8 +58,8 @@ class Packing:
             tokens = np.where(is_token, starts[members, None] + offsets, 0)
             places[tokens[is_token]] = filled + np.flatnonzero(is_token)
             filled += tokens.size
-            self.lanes.append(Lane(len(members), longest, torch.from_numpy(tokens.ravel()).to(device)))
-        self.places = torch.from_numpy(places).to(device)  # [N]: of each token of the row in the lanes, end to end
+            self.blocks.append(PaddedBlock(len(members), longest, torch.from_numpy(tokens.ravel()).to(device)))
+        self.places = torch.from_numpy(places).to(device)  # [N]: of the tokens of the row in the blocks
 
 
 @torch.compiler.disable
@@ -86,7 +86,7 @@ def packed_attention(
         repeats = repeats_of_key_heads(key.shape[1], packing.group.size())
         key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
         query, key, value = (tokens_to_heads(states, packing.group) for states in (query, key, value))
-    attended = torch.cat([_attend(lane, (query, key, value), scale, window, dropout) for lane in packing.lanes])
+    attended = torch.cat([_attend(block, (query, key, value), scale, window, dropout) for block in packing.blocks])
     attended = attended.index_select(0, packing.places)
     if packing.group is not None:
         attended = heads_to_tokens(attended, packing.group)
@@ -97,12 +97,12 @@ AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 def _attend(
-    lane: Lane, states: Sequence[torch.Tensor], scale: float | None, window: int | None, dropout: float
+    block: PaddedBlock, states: Sequence[torch.Tensor], scale: float | None, window: int | None, dropout: float
 ) -> torch.Tensor:
     """[num_sequences * num_tokens, H, D] from [N, H, D] of the row."""
-    shape = (lane.num_sequences, lane.num_tokens)
-    query, key, value = (part.index_select(0, lane.tokens).unflatten(0, shape).transpose(1, 2) for part in states)
-    mask = _band(lane.num_tokens, window, query.device) if window and window < lane.num_tokens else None
+    shape = (block.num_sequences, block.num_tokens)
+    query, key, value = (part.index_select(0, block.tokens).unflatten(0, shape).transpose(1, 2) for part in states)
+    mask = _band(block.num_tokens, window, query.device) if window and window < block.num_tokens else None
     # Only CUDA's flash kernel shares key heads; any other call would fall back to all pairs of scores.
     is_flash = query.is_cuda and query.dtype != torch.float32 and mask is None and query.shape[-1] <= 256
     if not is_flash:

@@ -100,7 +100,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole weights that a forward pass without a backward pass left behind, in every unit."""
+    """Free the whole weights that a forward pass without a backward pass leaves in every unit."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -108,7 +108,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that modules register meanwhile keep their shape and lose their memory."""
+    """Parameters that modules register inside have a shape and no memory."""
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -185,7 +185,7 @@ def _fill(causal_lm: nn.Module, files: Mapping[str, Path]) -> None:
 
 
 def _stored(file: Any, name: str, shape: torch.Size, path: Path) -> Any:
-    """The tensor in the open file, of which nothing is read yet."""
+    """The tensor in the open file, not read yet."""
     try:
         stored = file.get_slice(name)
     except SafetensorError as error:

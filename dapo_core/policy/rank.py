@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,48 +17,30 @@ from dapo_core.batch import Batch, RankShare
 from dapo_core.checkpoint.shards import Shards
 from dapo_core.device import Device, device_for
 from dapo_core.errors import ModelError
-from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
+from dapo_core.loss import LossSums, LossTokens, LossTotals, PolicyLoss, policy_loss
 from dapo_core.model_folder import require_model_folder, weight_names
 from dapo_core.parameter_names import file_pieces
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.model import load_sharded, reshard
-from dapo_core.policy.offload import offload_model, offload_optimizer, onload_model, onload_optimizer
+from dapo_core.policy.offload import HOST, move_model, move_optimizer
 from dapo_core.policy.packing import pack, probe_row
 from dapo_core.policy.requirements import read_model_config, require_trainable
 from dapo_core.policy.sequence_parallel import sequence_group
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from dapo_core.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)
-class UpdateSums:
-    """One rank's sums over an optimizer step; sums of all ranks are the mini-batch's."""
+class Update:
+    """One optimizer step."""
 
-    loss: float  # policy loss alone, already divided by the whole mini-batch's denominator
-    kl_loss: float  # aggregated KL to the reference, without its coefficient; 0 without KL in the loss
-    num_tokens: float
-    clipped: float
-    clipped_dual: float
-    neg_log_ratio: float
+    sums: LossSums  # of one rank's share, or of the mini-batch
     grad_norm: float  # of the whole model, the same on every rank
     is_skipped: bool  # the norm was not finite, so the weights did not change
     learning_rate: float
-
-    @staticmethod
-    def over_ranks(ranks: Sequence[UpdateSums]) -> UpdateSums:
-        """The sums of the whole mini-batch."""
-        return replace(
-            ranks[0],
-            loss=sum(rank.loss for rank in ranks),
-            kl_loss=sum(rank.kl_loss for rank in ranks),
-            num_tokens=sum(rank.num_tokens for rank in ranks),
-            clipped=sum(rank.clipped for rank in ranks),
-            clipped_dual=sum(rank.clipped_dual for rank in ranks),
-            neg_log_ratio=sum(rank.neg_log_ratio for rank in ranks),
-        )
+    policy_version: int  # optimizer steps done, this one included
+    rank_tokens: tuple[int, ...] = ()  # prompt and response tokens of each data-parallel rank
 
 
 class Policy:
@@ -108,68 +91,58 @@ class Policy:
         assert self.reference is not None, "algorithm.kl.place is off, so no reference model was loaded"
         return self._score(self.reference, share, self.temperature, with_entropy=False)[0]
 
-    def update(self, share: RankShare, totals: LossTotals) -> UpdateSums:
+    def update(self, share: RankShare, totals: LossTotals) -> Update:
         """One optimizer step on a mini-batch of which `share` is this rank's part.
 
         Gradients are summed, not averaged, over ranks and micro-batches: `totals` already holds the denominator.
         A gradient norm that is not finite leaves weights and optimizer state unchanged.
         """
         if self.train.offload_optimizer:
-            onload_optimizer(self.optimizer, self.device.torch_device())
+            move_optimizer(self.optimizer, self.device.torch_device())
         learning_rate = self._set_learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
         self.model.train()
         parts = []
-        for number, indices in enumerate(share.micro_batches):
+        for number in range(len(share.micro_batches)):
             is_last = number == len(share.micro_batches) - 1
             # Each backward pass reduces gradients to this rank's shards, since whole ones take as much as the
             # model in float32; copies of the weights (HSDP) add theirs up once.
             self.model.set_requires_all_reduce(is_last)  # type: ignore[operator]
-            part = self._micro_loss(_micro_batch(share.batch, indices), totals, share.batch.num_responses)
-            (part.loss * torch.distributed.get_world_size()).backward()  # FSDP2 averages over ranks
-            parts.append(part)
+            loss, sums = self._micro_loss(share.micro_batch(number), totals, share.batch.num_responses)
+            (loss * torch.distributed.get_world_size()).backward()  # FSDP2 averages over ranks
+            parts.append(sums)
         grad_norm = _full(nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)).item()
         is_skipped = not math.isfinite(grad_norm)
         if not is_skipped:
             self.optimizer.step()
         self.num_optimizer_steps += 1
-        return UpdateSums(
-            loss=sum(part.pg_loss for part in parts),
-            kl_loss=sum(part.kl_loss for part in parts),
-            num_tokens=sum(part.num_tokens for part in parts),
-            clipped=sum(part.clipped for part in parts),
-            clipped_dual=sum(part.clipped_dual for part in parts),
-            neg_log_ratio=sum(part.neg_log_ratio for part in parts),
-            grad_norm=grad_norm,
-            is_skipped=is_skipped,
-            learning_rate=learning_rate,
-        )
+        return Update(reduce(add, parts), grad_norm, is_skipped, learning_rate, self.num_optimizer_steps)
 
     def save(self, folder: str, asynchronous: bool) -> None:
         """Write this rank's part of parameters, optimizer and random generators into the folder. Collective.
 
-        Asynchronous: returns when they are copied to host memory; training may go on, and is_saved says the rest.
+        Asynchronous: returns when they are copied to host memory and writes meanwhile; see is_saved.
         Raises OSError with its errno where a rank could not write, else CheckpointError, on every rank.
         """
         self.shards.save(folder, self.num_optimizer_steps, asynchronous)
 
     def is_saved(self) -> bool:
-        """Whether no asynchronous save goes on; raises what one raised, once. Not collective."""
+        """True without an unfinished asynchronous save; raises what one raised, once. Not collective."""
         return self.shards.is_saved()
 
     def end_save(self) -> None:
-        """Wait for the asynchronous save that goes on, and forget what became of it. Not collective."""
+        """Wait for the unfinished asynchronous save and ignore its outcome. Not collective."""
         self.shards.end_save()
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of parameters and optimizer state that this rank counts of a checkpoint; copies count once."""
+        """Bytes of this rank's parameters and optimizer state in a checkpoint; copies count once."""
         return self.shards.num_bytes()
 
     def load(self, folder: str) -> None:
         """Continue from shards that any number of ranks wrote; weights stay where they are. Collective."""
         self.num_optimizer_steps = self.shards.load(folder)
         if self.train.offload_optimizer:
-            offload_optimizer(self.optimizer)
+            move_optimizer(self.optimizer, HOST)
 
     def weight_sizes(self) -> dict[str, int]:
         """Bytes of each tensor in float32, by its name in the model's files; tied parameters once."""
@@ -195,15 +168,15 @@ class Policy:
         """Weights to the device, where train.offload_parameters keeps them away between phases."""
         if self.train.offload_parameters:
             for model in self._models():
-                onload_model(model, self.device.torch_device())
+                move_model(model, self.device.torch_device())
 
     def offload(self) -> None:
         """Weights and optimizer state to the host, as far as the train.offload keys say so."""
         if self.train.offload_optimizer:
-            offload_optimizer(self.optimizer)
+            move_optimizer(self.optimizer, HOST)
         if self.train.offload_parameters:
             for model in self._models():
-                offload_model(model)
+                move_model(model, HOST)
 
     def device_name(self) -> str:
         """What the vendor calls this rank's device."""
@@ -218,7 +191,7 @@ class Policy:
         return self.model_config.get_text_config().hidden_size
 
     def _load(self, model_path: str | Path, is_trainable: bool) -> nn.Module:
-        """The model as it gives log-probs; two short sequences show that every layer can pack."""
+        """The model inside TokenLogProbs; a probe of two sequences proves that every layer can pack."""
         model = load_sharded(
             model_path,
             self.train,
@@ -254,8 +227,8 @@ class Policy:
         scores = torch.zeros(2, *share.batch.response_mask.shape)
         model.eval()
         with torch.no_grad():
-            for indices in share.micro_batches:
-                micro = _micro_batch(share.batch, indices)
+            for number, indices in enumerate(share.micro_batches):
+                micro = share.micro_batch(number)
                 row = pack(micro, device, self.group)
                 part = torch.zeros(2, micro.response_mask.numel())
                 for field, values in zip(part, model(row, temperature, with_entropy), strict=True):
@@ -301,20 +274,12 @@ class Policy:
         return self.train.learning_rate * share
 
 
-def _micro_batch(batch: Batch, indices: np.ndarray) -> Batch:
-    """The chosen rows; for no rows, one row that trains nothing, so that the collective forward takes place."""
-    if len(indices):
-        return batch.select(indices)
-    row = batch.select([0])
-    return replace(row, response_mask=torch.zeros_like(row.response_mask))
-
-
 def _full(tensor: Any) -> torch.Tensor:
     """The whole tensor of a DTensor (collective); any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _be_deterministic() -> None:
-    """The same kernels in the same order every time, in this process; an operation without such a kernel fails."""
+    """Use deterministic kernels in this process; an operation without one fails."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.use_deterministic_algorithms(True)

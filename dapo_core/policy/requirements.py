@@ -1,4 +1,4 @@
-"""What a model must be like to be trained on packed rows; checked from its configuration, before work starts."""
+"""Which models can be trained on packed rows; checked from their configuration, before work starts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dapo_core.policy.sequence_parallel import require_sequence_parallel
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# transformers has no public way to ask what follows; test_packing.py fails when its names move.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _AFTER_HEAD = (  # what architectures call a change of the logits after the output head
     "final_logit_softcapping",
@@ -32,8 +33,8 @@ def read_model_config(model_path: str | Path) -> PretrainedConfig:
 def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) -> None:
     """Raise ModelError, naming the architecture, unless the policy can train such a model.
 
-    That takes attention which can be replaced, in every layer, logits which are the output head's, and heads
-    which divide over the sequence-parallel ranks.
+    Attention must be replaceable in every layer, logits must be the output head's, and heads must divide over the
+    sequence-parallel ranks.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 

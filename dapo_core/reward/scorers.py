@@ -154,6 +154,7 @@ class Scorer:
 
 SCORERS: Mapping[str, Scorer] = {
     "math_dapo": Scorer(score_math, WINDOW_CHARACTERS),
+    "math_boxed": Scorer(score_math, WINDOW_CHARACTERS),  # the same whatever algorithm.compat says
     "choice": Scorer(score_choice),
     "geo3k": Scorer(score_geo3k),
     "gsm8k": Scorer(score_gsm8k, WINDOW_CHARACTERS),
@@ -165,6 +166,7 @@ DATA_SOURCES: Mapping[str, str] = {
     "math_dapo": "math_dapo",
     "math_dapo_reasoning": "math_dapo",
     "math": "math_dapo",
+    "math_boxed": "math_boxed",
     "aime": "math_dapo",
     "aime24": "math_dapo",
     "aime25": "math_dapo",

@@ -1,6 +1,6 @@
-"""Whether two answers say the same thing: the exact ruler. Runs in the judge's worker; costs milliseconds.
+"""Whether two answers say the same thing: the exact rule. Runs in the grader's process; costs milliseconds.
 
-Decisions where one can differ (each has rows in tests/grading/pairs.tsv):
+Decisions where one can differ (each has rows in tests/answers/pairs.tsv):
 - a value may be written in any exact form, never rounded: 0.5 is 1/2, 0.33 is not 1/3, 1.414 is not sqrt(2);
 - lists, sets and unions have no order, points, vectors and intervals have one; 1, 2 is not (1, 2);
 - a unit, name (`x =`) or degree sign may be missing, but two that are there must agree; 50 % is 50 or 0.5;

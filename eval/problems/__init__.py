@@ -3,5 +3,5 @@
 from eval import InputError
 
 
-class BenchmarkError(InputError):
-    """A file of problems lacks columns, rows or prompts. Raised before any request is sent."""
+class ProblemsError(InputError):
+    """A file of problems cannot be had, or lacks columns, rows or prompts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +12,8 @@ from pathlib import Path
 from eval.answers.choice import find_options, option_letters
 from eval.answers.extraction import extract_boxed
 from eval.answers.grading import GraderName
-from eval.problems import BenchmarkError
-from eval.problems.files import Row, Schema, chat_of, last_of_chat, read_problems, text_of
+from eval.problems import ProblemsError
+from eval.problems.files import Row, Schema, chat_of, last_of_chat, read_problems, require_unique_ids, text_of
 from eval.problems.items import EvaluationSet, Item, Problem
 from eval.problems.prompts import DEFAULT, Api, Template, find_template, make_prompt
 from eval.problems.sources import fetch
@@ -68,6 +69,15 @@ def _cflue_question(row: Row) -> str | None:
     )
 
 
+def _is_no_json(row: Row) -> bool:
+    extra_info = row.get("extra_info")
+    try:
+        json.dumps(extra_info)
+    except (TypeError, ValueError):
+        return True
+    return not isinstance(extra_info, dict | None)
+
+
 def _letters(text: str | None) -> str | None:
     return option_letters(text or "") or None
 
@@ -105,25 +115,20 @@ GSM8K = Schema(
     "no answer behind ####",
 )
 OLYMPIAD = Schema(("question", "final_answer"), _with_context, _final_answers, "no question", "no final_answer")
-# The schema of DAPO-Math-17k; its ability says nothing here, and its extra_info may be left out.
-CHAT = Schema(
+# The schema of DAPO-Math-17k, which training needs; its extra_info may be left out.
+TRAINING = Schema(
     ("data_source", "prompt", "reward_model"),
     last_of_chat,
     _ground_truth,
-    "an empty prompt",
+    "an empty prompt or one that is not chat messages",
     "no reward_model.ground_truth",
     messages=chat_of,
     details=lambda row: row.get("extra_info") or {},
+    other_faults={
+        "an extra_info that is not a struct of what JSON knows, which checkpoints are written in": _is_no_json
+    },
 )
-CHOICE_CHAT = Schema(
-    CHAT.columns,
-    CHAT.problem,
-    lambda row: _letters(_ground_truth(row)),
-    CHAT.no_problem,
-    _NO_LETTERS,
-    CHAT.messages,
-    CHAT.details,
-)
+CHOICE_TRAINING = replace(TRAINING, gold=lambda row: _letters(_ground_truth(row)), no_gold=_NO_LETTERS)
 CFLUE = Schema(
     ("question", "choices", "answer", "task"),
     _cflue_question,
@@ -152,10 +157,11 @@ class Benchmark:
     source: str | None = None
 
     def load(self, path: Path) -> list[Problem]:
-        """The problems of a file. Raises BenchmarkError when it is not the complete set."""
+        """The problems of a file. Raises ProblemsError when it is not the complete set."""
         problems = read_problems(path, self.schemas)
+        require_unique_ids(path, problems)
         if self.num_items not in (None, len(problems)):
-            raise BenchmarkError(
+            raise ProblemsError(
                 f"{path} has {len(problems)} rows, but {self.name} has exactly {self.num_items}: accuracy on it "
                 f"would not compare with published figures. Use the complete file, or name no benchmark."
             )
@@ -226,8 +232,8 @@ BENCHMARKS: dict[str, Benchmark] = {
             (MATH,),
             source=_simple_rl("minerva_math", "0e656b430d3a0a1dab6aa853f453ba3805e28e2cabe4fc72486a897cc09d8ba2"),
         ),
-        Benchmark("arithmetic", None, (CHAT,), template="given"),
-        Benchmark("choice", None, (DIANJIN, CFLUE, CHOICE_CHAT), template="given", grader="choice"),
+        Benchmark("arithmetic", None, (TRAINING,), template="given"),
+        Benchmark("choice", None, (DIANJIN, CFLUE, CHOICE_TRAINING), template="given", grader="choice"),
     )
 }
 
@@ -239,30 +245,34 @@ def load_set(
 
     `source` is what `fetch` takes; None stands for the benchmark's own. Without a benchmark a parquet is read as
     `arithmetic`, another file in the schema of MATH-500, with any number of rows; `prompt` is what find_template
-    takes. Raises BenchmarkError.
+    takes. Raises ProblemsError.
     """
-    known = find_benchmark(benchmark) if benchmark is not None else None
-    source = source or (known.source if known else None)
+    source = source or (find_benchmark(benchmark).source if benchmark is not None else None)
     if source is None:
-        raise BenchmarkError(
+        raise ProblemsError(
             f"{benchmark} has no source of its own; name its file with --data"
             if benchmark
             else "no evaluation set is named; name a known one with --dataset, or a file with --data"
         )
     path = fetch(source)
-    if known is None:
-        kind = BENCHMARKS["arithmetic" if path.suffix == ".parquet" else "math500"]
-        known = replace(kind, num_items=None)
+    known = benchmark_of(path, benchmark)
     template = find_template(prompt, known.template)
     problems = known.load(path)
     items = tuple(known.prompt(problem, template, api) for problem in problems)
     return EvaluationSet(items, benchmark, template, known.grader)
 
 
+def benchmark_of(path: Path, name: str | None) -> Benchmark:
+    """The benchmark of that name, or without one how its file is read: a parquet as `arithmetic`, else as MATH."""
+    if name is not None:
+        return find_benchmark(name)
+    return replace(BENCHMARKS["arithmetic" if path.suffix == ".parquet" else "math500"], num_items=None)
+
+
 def find_benchmark(name: str) -> Benchmark:
-    """The benchmark of that name. Raises BenchmarkError with the nearest one."""
+    """The benchmark of that name. Raises ProblemsError with the nearest one."""
     if name in BENCHMARKS:
         return BENCHMARKS[name]
     close = difflib.get_close_matches(name, BENCHMARKS, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(BENCHMARKS)}"
-    raise BenchmarkError(f"{name!r} is not a benchmark; {hint}")
+    raise ProblemsError(f"{name!r} is not a benchmark; {hint}")

@@ -1,15 +1,15 @@
-"""Rows of an evaluation file as problems, with nothing dropped silently."""
+"""Rows of a file as problems, with nothing dropped silently. Training and evaluation read by it."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval.problems import BenchmarkError
+from eval.problems import ProblemsError
 from eval.problems.items import Problem
 from eval.problems.prompts import Message, read_utf8
 
@@ -19,7 +19,7 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 
 @dataclass(frozen=True)
 class Schema:
-    """How a row becomes a problem; a row whose `problem` or `gold` gives None is counted as a fault."""
+    """How a row becomes a problem; one whose `problem` or `gold` gives None is a fault, as are `other_faults`."""
 
     columns: tuple[str, ...]  # by which the schema is recognised
     problem: Callable[[Row], str | None]
@@ -28,53 +28,76 @@ class Schema:
     no_gold: str
     messages: Callable[[Row], tuple[Message, ...] | None] = lambda row: None
     details: Callable[[Row], Row] = lambda row: row  # where id, subject and level stand
+    other_faults: Mapping[str, Callable[[Row], bool]] = field(default_factory=dict)
 
 
 def read_problems(path: Path, schemas: Sequence[Schema]) -> list[Problem]:
     """All problems of a file, in its order, by the first schema whose columns the file has.
 
-    Raises BenchmarkError with counts when columns, problems or gold answers are missing, text is not UTF-8, or an
-    id is used twice.
+    Raises ProblemsError for a file that cannot be read or lacks columns, and for rows without a problem or a gold
+    answer or with text that is not UTF-8, with their count and first row numbers.
     """
     rows = read_file(path)
-    _require(path, len(rows), {"the file has no rows": int(not rows)})
-    columns = {name for row in rows for name in row}
-    schema = next((schema for schema in schemas if columns.issuperset(schema.columns)), None)
-    if schema is None:
-        known = " or ".join(", ".join(s.columns) for s in schemas)
-        missing = ", ".join(name for name in schemas[0].columns if name not in columns)
-        raise BenchmarkError(
-            f"{path} lacks the columns {missing} (it has {', '.join(sorted(columns))}); what can be read: {known}"
-        )
-    texts, golds = [schema.problem(row) for row in rows], [schema.gold(row) for row in rows]
-    pairs = list(zip(texts, golds, strict=True))
-    _require(
-        path,
-        len(rows),
-        {
-            schema.no_problem: sum(text is None for text in texts),
-            schema.no_gold: sum(gold is None for gold in golds),
-            "a lone surrogate, which is no text": sum(not _is_text(pair) for pair in pairs),
-        },
-    )
-    problems = [
-        _problem(schema, number, row, str(text), str(gold))
-        for number, (row, (text, gold)) in enumerate(zip(rows, pairs, strict=True))
+    if not rows:
+        raise ProblemsError(f"{path} has no rows; name another file, or mend it")
+    schema = find_schema(path, {name for row in rows for name in row}, schemas)
+    faults: dict[str, Callable[[Row], bool]] = {
+        schema.no_problem: lambda row: schema.problem(row) is None,
+        schema.no_gold: lambda row: schema.gold(row) is None,
+        "a lone surrogate, which is no text": lambda row: not _is_text(schema.problem(row), schema.gold(row)),
+        **schema.other_faults,
+    }
+    found = [
+        _describe_fault(what, [number for number, row in enumerate(rows) if is_bad(row)])
+        for what, is_bad in faults.items()
     ]
+    if any(found):
+        raise ProblemsError(
+            f"{path}: of {len(rows)} rows, {' and '.join(filter(None, found))}. No row is dropped silently: mend "
+            "the file"
+        )
+    return [_problem(schema, number, row) for number, row in enumerate(rows)]
+
+
+def find_schema(path: Path, columns: Collection[str], schemas: Sequence[Schema]) -> Schema:
+    """The first schema whose columns the file has. Raises ProblemsError that names what is missing."""
+    for schema in schemas:
+        if set(columns).issuperset(schema.columns):
+            return schema
+    known = " or ".join(", ".join(schema.columns) for schema in schemas)
+    missing = ", ".join(name for name in schemas[0].columns if name not in columns)
+    raise ProblemsError(
+        f"{path} lacks the columns {missing} (it has {', '.join(sorted(columns))}); what can be read: {known}"
+    )
+
+
+def require_columns(path: Path, schema: Schema) -> None:
+    """Raise ProblemsError unless the file is a parquet with the schema's columns; reads its end only."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.read_schema(path).names
+    except (pa.ArrowException, OSError) as error:
+        raise ProblemsError(f"{path} cannot be read as parquet: {error}") from None
+    find_schema(path, names, (schema,))
+
+
+def require_unique_ids(path: Path, problems: Sequence[Problem]) -> None:
+    """Raise ProblemsError when an id is used twice: results are paired by id."""
     repeated = [identity for identity, count in Counter(problem.id for problem in problems).items() if count > 1]
     if repeated:
-        raise BenchmarkError(
+        raise ProblemsError(
             f"{path}: {len(repeated)} ids are used more than once (first: {repeated[0]!r}); results are paired "
             f"by id, so extra_info.index (or unique_id, id, idx) must be unique"
         )
-    return problems
 
 
-def read_file(path: Path) -> list[Row]:
+def read_file(path: Path) -> list[dict[str, Any]]:
     """The rows of a .parquet, a .jsonl, or a .json: a list, or rows by their index as in AISBench's file."""
     if not path.is_file():
-        raise BenchmarkError(
-            f"{path} is not a file; an evaluation set must be a file that ends in {', '.join(SUFFIXES)}, or the "
+        raise ProblemsError(
+            f"{path} is not a file; problems come from a file that ends in {', '.join(SUFFIXES)}, or the "
             f"source of one: hf:ORG/NAME/FILE, modelscope:ORG/NAME/FILE or https://..., each with #sha256=..."
         )
     if path.suffix == ".parquet":
@@ -83,15 +106,15 @@ def read_file(path: Path) -> list[Row]:
 
         try:
             return list(pq.read_table(path).to_pylist())
-        except (pa.ArrowInvalid, OSError) as error:
-            raise BenchmarkError(f"{path} cannot be read as parquet: {error}") from None
+        except (pa.ArrowException, OSError) as error:
+            raise ProblemsError(f"{path} cannot be read as parquet: {error}") from None
     if path.suffix == ".jsonl":
         lines = read_utf8(path).split("\n")
         return [_parse(line, f"{path}, line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
     if path.suffix == ".json":
         return _json_rows(path)
-    raise BenchmarkError(
-        f"{path} ends in {path.suffix!r}; an evaluation set must end in one of {', '.join(SUFFIXES)}"
+    raise ProblemsError(
+        f"{path} ends in {path.suffix!r}; a file of problems must end in one of {', '.join(SUFFIXES)}"
     )
 
 
@@ -121,30 +144,32 @@ def last_of_chat(row: Row) -> str | None:
     return messages[-1]["content"] if messages else None
 
 
-def _problem(schema: Schema, number: int, row: Row, text: str, gold: str) -> Problem:
+def _problem(schema: Schema, number: int, row: Row) -> Problem:
     details = schema.details(row)
     return Problem(
         id=text_of(details, "index", "unique_id", "id", "idx") or f"row-{number}",
-        text=text,
-        gold=gold,
+        text=str(schema.problem(row)),
+        gold=str(schema.gold(row)),
         subject=text_of(details, "subject", "subfield", "type", "名称"),
         level=text_of(details, "level", "task"),
         messages=schema.messages(row),
+        data_source=text_of(row, "data_source"),
+        extra_info=row.get("extra_info") or {},
     )
 
 
-def _json_rows(path: Path) -> list[Row]:
+def _json_rows(path: Path) -> list[dict[str, Any]]:
     content = _load(read_utf8(path), str(path))
     rows = list(content.values()) if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise BenchmarkError(f"{path}: a list of JSON objects is needed, or an object of them by index")
+        raise ProblemsError(f"{path}: a list of JSON objects is needed, or an object of them by index")
     return rows
 
 
-def _parse(line: str, place: str) -> Row:
+def _parse(line: str, place: str) -> dict[str, Any]:
     row = _load(line, place)
     if not isinstance(row, dict):
-        raise BenchmarkError(f"{place}: a JSON object is needed, not {type(row).__name__}")
+        raise ProblemsError(f"{place}: a JSON object is needed, not {type(row).__name__}")
     return row
 
 
@@ -152,16 +177,15 @@ def _load(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise BenchmarkError(f"{place}: not JSON ({error})") from error
+        raise ProblemsError(f"{place}: not JSON ({error})") from error
 
 
-def _is_text(parts: Sequence[str | None]) -> bool:
+def _is_text(*parts: str | None) -> bool:
     return not any("\ud800" <= character <= "\udfff" for part in parts if part for character in part)
 
 
-def _require(path: Path, num_rows: int, faults: Mapping[str, int]) -> None:
-    found = [f"{count} with {what}" if num_rows else what for what, count in faults.items() if count]
-    if found:
-        raise BenchmarkError(
-            f"{path}: of {num_rows} rows, {' and '.join(found)}. No row is dropped silently: mend the file."
-        )
+def _describe_fault(what: str, numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    first = ", ".join(str(number) for number in numbers[:5])
+    return f"{len(numbers)} with {what} (rows {first}{', ...' if len(numbers) > 5 else ''})"

@@ -1,8 +1,10 @@
-"""The data of an evaluation: problems as a file has them, and items as they are asked and graded."""
+"""Problems as a file has them, and the items of an evaluation as they are asked and graded."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from eval.answers.grading import GraderName
 from eval.problems.prompts import TEMPLATES, Message, Prompt, Template
@@ -10,9 +12,10 @@ from eval.problems.prompts import TEMPLATES, Message, Prompt, Template
 
 @dataclass(frozen=True)
 class Problem:
-    """One row of an evaluation file.
+    """One row of a file of problems.
 
-    `level` and `subject` are free text that the report groups by; None where the file has none.
+    `level` and `subject` are free text that the report groups by; None where the file has none. Files in the
+    schema of DAPO-Math-17k have the last three too.
     """
 
     id: str
@@ -21,6 +24,8 @@ class Problem:
     subject: str | None = None
     level: str | None = None
     messages: tuple[Message, ...] | None = None  # the prompt where the file has a whole one
+    data_source: str | None = None  # chooses the scorer
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from eval.problems import BenchmarkError
+from eval.problems import ProblemsError
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 Prompt = tuple[Message, ...] | str  # messages of a chat, or the text to complete
@@ -90,7 +90,7 @@ def find_template(name: str, default: str) -> Template:
     """The template of that name, else the one in that file, which must say {problem} once.
 
     `default` is what the name "default" stands for. One newline at the end of a file is the editor's and is left
-    out. Raises BenchmarkError for a name that is neither.
+    out. Raises ProblemsError for a name that is neither.
     """
     name = default if name == DEFAULT else name
     if name in TEMPLATES:
@@ -99,10 +99,10 @@ def find_template(name: str, default: str) -> Template:
     if not path.is_file():
         close = difflib.get_close_matches(name, (DEFAULT, *TEMPLATES), n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {DEFAULT}, {', '.join(TEMPLATES)}"
-        raise BenchmarkError(f"evaluate.prompt={name} is neither a prompt template nor a file with one; {hint}")
+        raise ProblemsError(f"evaluate.prompt={name} is neither a prompt template nor a file with one; {hint}")
     text = read_utf8(path).removesuffix("\n")
     if text.count(PLACE) != 1:
-        raise BenchmarkError(
+        raise ProblemsError(
             f"{path} says {PLACE} {text.count(PLACE)} times; a prompt template (evaluate.prompt) says it exactly "
             f"once, where the problem goes"
         )
@@ -110,18 +110,23 @@ def find_template(name: str, default: str) -> Template:
 
 
 def read_utf8(path: Path) -> str:
-    """What a file says. Raises BenchmarkError when it is no text in UTF-8."""
+    """What a file says. Raises ProblemsError when it is no text in UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise BenchmarkError(
+        raise ProblemsError(
             f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8 text"
         ) from None
 
 
-def make_prompt(template: Template, api: Api, problem: str, messages: Sequence[Message] | None) -> Prompt:
-    """What is sent for one problem; `messages` are the file's own, for the template `given`."""
+def make_messages(template: Template, problem: str, messages: Sequence[Message] | None) -> tuple[Message, ...]:
+    """The chat that asks one problem; `messages` are the file's own, for the template `given`."""
     if template.name == "given" and messages:
-        return tuple(messages) if api == "chat" else "\n\n".join(message["content"] for message in messages)
-    text = template.render(problem)
-    return ({"role": "user", "content": text},) if api == "chat" else text
+        return tuple(messages)
+    return ({"role": "user", "content": template.render(problem)},)
+
+
+def make_prompt(template: Template, api: Api, problem: str, messages: Sequence[Message] | None) -> Prompt:
+    """What is sent for one problem: a chat, or the texts of its messages to complete."""
+    chat = make_messages(template, problem, messages)
+    return chat if api == "chat" else "\n\n".join(message["content"] for message in chat)

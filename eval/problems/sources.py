@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -16,7 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
-from eval.problems import BenchmarkError
+from durable import locked
+from eval.problems import ProblemsError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def fetch(source: str | Path, cache: Path | None = None) -> Path:
     A path stands for itself. `hf:ORG/NAME/FILE` and `modelscope:ORG/NAME/FILE` (both also with @REVISION) are
     datasets of the hubs, at the endpoint that HF_ENDPOINT or MODELSCOPE_ENDPOINT names; `https://...` is a file.
     Each of the three ends in #sha256=DIGEST and is kept in `cache`, by default dapo/ in XDG_CACHE_HOME or
-    ~/.cache. Raises BenchmarkError when it cannot be had, or is not what the digest says.
+    ~/.cache. Raises ProblemsError when it cannot be had, or is not what the digest says.
     """
     text = str(source)
     if not _REMOTE.match(text):
@@ -43,7 +43,7 @@ def fetch(source: str | Path, cache: Path | None = None) -> Path:
     address, _, digest = text.partition("#sha256=")
     digest = digest.lower()
     if not _DIGEST.fullmatch(digest):
-        raise BenchmarkError(
+        raise ProblemsError(
             f"{text} is not pinned: end it in #sha256= and the 64 digits of the file's digest, so that it cannot "
             f"change between two evaluations (sha256sum FILE tells it)"
         )
@@ -52,13 +52,12 @@ def fetch(source: str | Path, cache: Path | None = None) -> Path:
         unquote(urlsplit(address).path) if scheme.startswith("http") else rest.partition("@")[0]
     ).name
     if not name:
-        raise BenchmarkError(f"{address} names no file")
+        raise ProblemsError(f"{address} names no file")
     target = (cache or default_cache()) / digest[:16] / name
     if target.is_file() and file_sha256(target) == digest:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one downloads
+    with locked(target.parent / ".lock", on_wait=lambda *_: None):  # one process downloads
         if not target.is_file() or file_sha256(target) != digest:
             logger.info("downloading %s", address)
             part = target.with_name(f".{name}.part")
@@ -86,7 +85,7 @@ def _require_digest(part: Path, address: str, digest: str) -> None:
     if found != digest:
         size = part.stat().st_size
         part.unlink()
-        raise BenchmarkError(
+        raise ProblemsError(
             f"{address} is not the file that was named: its sha256 is {found} ({size} bytes), not {digest}. "
             f"Nothing of it was kept; if the new content is wanted, name its digest."
         )
@@ -106,7 +105,7 @@ def _from_url(url: str, part: Path) -> None:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason, is_final = f"{type(error).__name__}: {error}", isinstance(error, httpx.InvalidURL)
         if is_final or attempt == _ATTEMPTS:
-            raise BenchmarkError(f"{url} cannot be downloaded: {reason}, at attempt {attempt} of {_ATTEMPTS}")
+            raise ProblemsError(f"{url} cannot be downloaded: {reason}, at attempt {attempt} of {_ATTEMPTS}")
         time.sleep(_BACKOFF_SECONDS * 2 ** (attempt - 1))
 
 
@@ -126,16 +125,16 @@ def _from_hub(scheme: str, rest: str, part: Path) -> None:
     """Write a file of a dataset on a hub to `part`, with that hub's own library."""
     match = _HUB_FILE.fullmatch(rest)
     if match is None:
-        raise BenchmarkError(f"{scheme}:{rest} is not of the form {scheme}:ORG/NAME/FILE or ...@REVISION")
+        raise ProblemsError(f"{scheme}:{rest} is not of the form {scheme}:ORG/NAME/FILE or ...@REVISION")
     try:
         download, errors = _HUBS[scheme]()
     except ImportError as error:
-        raise BenchmarkError(f"{scheme}:{rest} needs a library that is not installed: {error}") from None
+        raise ProblemsError(f"{scheme}:{rest} needs a library that is not installed: {error}") from None
     with tempfile.TemporaryDirectory(dir=part.parent) as folder:
         try:
             path = download(match["repo"], match["file"], match["revision"], folder)
         except errors as error:
-            raise BenchmarkError(
+            raise ProblemsError(
                 f"{scheme}:{rest} cannot be downloaded: {type(error).__name__}: {error}"
             ) from error
         Path(path).replace(part)

@@ -46,9 +46,9 @@ def fetch_model(
     """Build and warm up the model of a recipe."""
     # Before torch is loaded: threads that spin while they wait starve each other where cores are shared.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from dapo_core.data import read_rows
     from dapo_core.errors import ConfigError
-    from dapo_core.warm_start import WarmStartRecipe, build_model
+    from dapo_core.warm_start import build_model
+    from eval.problems.files import read_file
     from flows.config import load_config
 
     settings = load_config(config, overrides or ())
@@ -56,8 +56,7 @@ def fetch_model(
         raise ConfigError(
             f"model.source={settings.model.source} has nothing to build; model.path is used as it is"
         )
-    recipe = WarmStartRecipe(**settings.model.recipe.model_dump())
-    metrics = build_model(read_rows(data), output, recipe, settings.run.seed)
+    metrics = build_model(read_file(data), output, settings.model.recipe, settings.run.seed)
     typer.echo(f"{output}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}")
 
 
@@ -68,7 +67,7 @@ def train(
     model: Annotated[Path, typer.Option(help="Hugging Face model folder.")],
     output: Annotated[Path, typer.Option(help="Folder for checkpoints and metrics.jsonl; one with them resumes.")],
     held_out: Annotated[
-        Path | None, typer.Option(help="Held-out set that validation.every asks: parquet, or MATH-500 jsonl.")
+        Path | None, typer.Option(help="Held-out set that validation.every asks: a file that dapo eval reads.")
     ] = None,
     overrides: SetOption = None,
 ) -> None:
@@ -76,13 +75,13 @@ def train(
 
     Stopped, or killed at any moment, the same command continues from the last checkpoint.
     """
-    from dapo_core.trainer import train as train_model
+    from dapo_core.training import train as train_model
     from flows.config import load_config
     from flows.progress import TrainingLog
 
     settings = load_config(config, overrides or ())
     on_step = TrainingLog(settings.train.total_steps).on_step
-    result = train_model(settings, data, model, output, on_step, held_out)
+    result = train_model(settings, data, model, output, on_step, held_out, settings.evaluate.benchmark)
     typer.echo(f"{result.checkpoint}: {result.steps} training steps, {result.policy_version} optimizer steps")
 
 
@@ -113,7 +112,7 @@ def merge(
     ] = False,
 ) -> None:
     """Merge FSDP shards, ours or verl's, into a Hugging Face folder that transformers and vLLM load."""
-    from dapo_core.merge import merge_checkpoint
+    from dapo_core.merge.run import merge_checkpoint
     from flows.progress import bytes_progress
 
     with bytes_progress("merge") as on_file:

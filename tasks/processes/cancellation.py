@@ -22,7 +22,7 @@ RETRY_SECONDS = 0.5
 def is_worker_restart(error: BaseException) -> bool:
     """Whether the error is the SIGTERM of a worker that ends, not that of a person or of a cancelled flow run.
 
-    A flow run whose state is not known within ANSWER_SECONDS counts as not cancelled.
+    Without an answer from the server within ANSWER_SECONDS the flow run counts as not cancelled.
     """
     if not isinstance(error, TerminationSignal) or WORKER_VARIABLE not in os.environ:
         return False

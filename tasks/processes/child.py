@@ -54,7 +54,7 @@ class ChildProcessFailed(DapoError, RuntimeError):
 
 
 class RunningCommand(ABC):
-    """A command whose output is in a log: it can be followed and stopped."""
+    """A command with its output in a log: it can be followed and stopped."""
 
     def __init__(self, label: str, log_path: Path, log_offset: int) -> None:
         self.label = label
@@ -105,12 +105,11 @@ class RunningCommand(ABC):
         since some wrappers repeat what the terminal sent, and is raised at the end.
         """
         began, echo = time.monotonic(), None
-        is_requested = False
-        while self.poll() is None and time.monotonic() < began + wait_seconds:
+        while True:
             try:
-                if not is_requested:
-                    self.request(STOP)
-                    is_requested = True
+                if self.poll() is not None or time.monotonic() >= began + wait_seconds:
+                    break
+                self.request(STOP)
                 time.sleep(POLL_SECONDS)
             except BaseException as error:
                 if isinstance(error, Exception) or time.monotonic() >= began + ECHO_SECONDS:
@@ -162,20 +161,16 @@ def run_command(
     *,
     log_path: str | os.PathLike[str],
     label: str,
-    env: Mapping[str, str] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
     on_line: Callable[[str], None] | None = None,
     grace_seconds: float = GRACE_SECONDS,
 ) -> None:
     """Run a command to its end and hand each line it writes to `on_line` (default: our log).
 
-    `env` is added to our own environment; output is appended to `log_path`. Whatever interrupts us here,
-    cancellation included, ends the command and everything below it before it is raised again.
+    Output is appended to `log_path`. Whatever interrupts us here, cancellation included, ends the command and
+    everything below it before it is raised again.
     Raises ChildProcessFailed when the command does not end with exit code 0.
     """
-    with background_command(
-        command, log_path=log_path, label=label, env=env, cwd=cwd, grace_seconds=grace_seconds
-    ) as process:
+    with background_command(command, log_path=log_path, label=label, grace_seconds=grace_seconds) as process:
         process.hand_lines_to(on_line)
 
 
@@ -186,7 +181,6 @@ def background_command(
     log_path: str | os.PathLike[str],
     label: str,
     env: Mapping[str, str] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
     grace_seconds: float = GRACE_SECONDS,
     folder_variable: str | None = None,
 ) -> Iterator[SupervisedProcess]:
@@ -207,7 +201,7 @@ def background_command(
         settings = {"grace_seconds": grace_seconds, "stop_seconds": 0, "folder": folder, "detached": None}
         log_offset = path.stat().st_size
         with os.fdopen(lock):
-            popen = start_supervisor(command, path, [lock], settings, env=environment, cwd=cwd)
+            popen = start_supervisor(command, path, [lock], settings, environment)
         process = SupervisedProcess(label, path, log_offset, popen)
         logger.info("%s runs under pid %d, its output is in %s", label, process.pid, path)
         stack.callback(process.stop)
@@ -215,7 +209,7 @@ def background_command(
 
 
 def prepare_log(log_path: str | os.PathLike[str], label: str) -> Path:
-    """The absolute path of a log, whose folder is made; raises ChildProcessFailed on other systems than Linux."""
+    """The absolute path of a log, in a folder that exists; raises ChildProcessFailed elsewhere than on Linux."""
     if sys.platform != "linux":
         raise ChildProcessFailed(f"{label}: child processes are only supervised on Linux, not on {sys.platform}")
     path = Path(log_path).absolute()
@@ -250,11 +244,9 @@ def start_supervisor(
     log_path: Path,
     locks: Sequence[int],
     settings: Mapping[str, Any],
-    *,
     env: Mapping[str, str] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the command under a supervisor, which inherits the locks."""
+    """Start the command under a supervisor, which inherits the locks; `env` is added to our own environment."""
     words = json.dumps({"parent_pid": os.getpid(), **settings})
     with log_path.open("ab") as log:
         return subprocess.Popen(
@@ -262,7 +254,6 @@ def start_supervisor(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            cwd=cwd,
             # Python children would otherwise keep their last lines in a buffer.
             env={"PYTHONUNBUFFERED": "1", **os.environ, **(env or {})},
             start_new_session=True,

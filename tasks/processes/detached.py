@@ -44,7 +44,6 @@ class DetachOptions:
     stop_seconds: float  # for the command alone to end in order, before all below it get SIGTERM
     goes_on_after: Callable[[BaseException], bool] = lambda error: False  # although this error ends us
     lock: Callable[[], AbstractContextManager[int | None]] = contextlib.nullcontext  # to hold while it runs
-    work: str = ""  # such as a folder: a command on other work that has the same log is waited for
     grace_seconds: float = GRACE_SECONDS
 
 
@@ -56,7 +55,6 @@ class Record:
     host: str
     started_at: float
     unwatched_seconds: float
-    work: str
     stopping: str | None = None  # why, from the moment it is being stopped
     exit_code: int | None = None  # minus the signal that killed it; None while it runs
 
@@ -132,7 +130,7 @@ def attach_or_start(
     options: DetachOptions,
     on_line: Callable[[str], None] | None = None,
 ) -> None:
-    """Run a command to its end, or attach to the one that does its work already; hand on each line.
+    """Run a command to its end, or attach to the one that already writes to this log; hand on each line.
 
     Whatever interrupts us stops the command, unless `options.goes_on_after` it; then the next run attaches.
     Raises ChildProcessFailed when the command does not end with exit code 0.
@@ -157,13 +155,8 @@ def find_running(log_path: Path) -> Record | None:
 
 
 def _find_or_start(command: Sequence[str], path: Path, label: str, options: DetachOptions) -> DetachedProcess:
-    def is_running() -> bool:
-        record = find_running(path)
-        return record is not None and record.work == options.work
-
-    # One on other work ends when it is no longer watched; the lock of the log is free after that.
-    patience_seconds = options.unwatched_seconds + options.stop_seconds + options.grace_seconds
-    lock = lock_log(path, label, patience_seconds + STOP_MARGIN_SECONDS, should_stop_waiting=is_running)
+    patience_seconds = options.stop_seconds + options.grace_seconds + STOP_MARGIN_SECONDS
+    lock = lock_log(path, label, patience_seconds, should_stop_waiting=lambda: find_running(path) is not None)
     if lock is not None:
         return _start(command, path, lock, label, options)
     logger.info("%s already runs: attached to %s; its output is in %s", label, find_running(path), path)
@@ -173,18 +166,14 @@ def _find_or_start(command: Sequence[str], path: Path, label: str, options: Deta
 def _start(
     command: Sequence[str], path: Path, log_lock: int, label: str, options: DetachOptions
 ) -> DetachedProcess:
-    """Start the command, whose log is locked."""
+    """Start the command; the supervisor inherits the lock of its log."""
     for suffix in (RECORD_SUFFIX, *REQUEST_SUFFIXES.values()):
         path.with_suffix(suffix).unlink(missing_ok=True)
     settings = {
         "grace_seconds": options.grace_seconds,
         "stop_seconds": options.stop_seconds,
         "folder": None,
-        "detached": {
-            "stem": str(path.with_suffix("")),
-            "unwatched_seconds": options.unwatched_seconds,
-            "work": options.work,
-        },
+        "detached": {"stem": str(path.with_suffix("")), "unwatched_seconds": options.unwatched_seconds},
     }
     log_offset = path.stat().st_size
     with os.fdopen(log_lock), options.lock() as lock:

@@ -9,8 +9,8 @@ and when its parent dies; then it ends as the command did (same exit code or sig
 A detached command may outlive the parent. Its files lie beside its log, on a file system that hosts may share:
 
     STEM.log     its output; locked while the supervisor lives
-    STEM.json    its record: who supervises it, on what it works, why it is being stopped, how it ended. Watchers
-                 touch it; the command is stopped when they have not for `unwatched_seconds`
+    STEM.json    its record: who supervises it, why it is being stopped, how it ended. Watchers touch it; the
+                 command is stopped when they have not for `unwatched_seconds`
     STEM.stop    an empty file that requests a stop; STEM.kill: one without a grace period
 """
 

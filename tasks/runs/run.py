@@ -18,10 +18,11 @@ from typing import Any
 
 from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.loading import dump_config
-from dapo_core.data import require_columns
 from dapo_core.errors import DapoError
 from dapo_core.reward.routing import require_scorers
 from durable import locked, write_atomically
+from eval.problems.benchmarks import TRAINING
+from eval.problems.files import require_columns
 from eval.problems.prompts import find_template
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, StoreError
 from tasks.config import ChainConfig
@@ -222,14 +223,14 @@ def _end(error: BaseException | None) -> dict[str, str]:
 def check_inputs(config: ChainConfig) -> None:
     """Raise when a file that the configuration names is not there, or not what a run can use.
 
-    ConfigError, DataError, ModelError; BenchmarkError for a prompt.
+    ConfigError, DataError, ModelError; ProblemsError for a prompt.
     """
     prepare_data_inputs(config)
     require_scorers((), config.reward, config.custom_reward)
     require_resume(config.checkpoint.resume)
     find_template(config.evaluate.prompt, default="given")
     if config.data.source == "path":
-        require_columns(str(config.data.train_path))
+        require_columns(Path(str(config.data.train_path)), TRAINING)
     if config.model.source == "path":
         require_positions(str(config.model.path), config.data, config.rollout)
         require_servable(str(config.model.path), config.serve, os.environ)

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from dapo_core.config.fields import Section, key, volatile
 
-# What says it instead. vLLM takes _ for - in long arguments, and = before a value.
+# The key that replaces each argument. vLLM accepts _ for - in long arguments, and = before a value.
 _SERVE_KEYS = {
     "--tensor-parallel-size": "serve.tensor_parallel",
     "-tp": "serve.tensor_parallel",
@@ -51,29 +51,29 @@ _SERVE_KEYS = {
 class ServeConfig(Section):
     """The `vllm serve` processes that answer the evaluation."""
 
-    num_servers: int = volatile(
-        1, "Independent servers that share an evaluation, each on devices of its own.", ge=1, le=1024
+    num_servers: int = volatile(1, "Independent servers of an evaluation, each on its own devices.", ge=1, le=1024)
+    tensor_parallel: int = volatile(1, "Devices over which the layers of a model are split.", ge=1, le=1024)
+    data_parallel: int = volatile(
+        1, "Copies of the model behind one server, by vLLM's data parallelism.", ge=1, le=1024
     )
-    tensor_parallel: int = volatile(1, "Devices that share the layers of a server's model.", ge=1, le=1024)
-    data_parallel: int = volatile(1, "Copies of the model behind one server, vLLM's own way.", ge=1, le=1024)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the served weights.")
     max_model_len: int = key(22528, "Prompt plus response tokens.", ge=2)
     max_num_seqs: int = volatile(24, "Sequences decoded at once.", ge=1)
-    eager: bool = key(False, "Compile nothing: a small model is served sooner, a large one slower.")
+    eager: bool = key(False, "Do not compile: a small model starts sooner, a large one runs slower.")
     memory_utilization: float | None = volatile(
         None, "Share of a device's memory that a server takes; unset: vLLM's default.", gt=0, le=1
     )
     memory_gigabytes: float | None = volatile(
         None,
-        "KV cache in place of a share of the memory, as a CPU wants it; unset: what vLLM takes by itself.",
+        "Size of the KV cache instead of a share of the memory, as a CPU needs; unset: vLLM's default.",
         gt=0,
     )
     host: str = volatile("127.0.0.1", "Address to bind, IPv4 or IPv6.", min_length=1)
     port: int = volatile(
-        0, "Port to bind, and those after it for more servers; 0 takes free ones.", ge=0, le=65_535
+        0, "First port to bind; further servers take the next ones. 0 chooses free ports.", ge=0, le=65_535
     )
-    startup_seconds: float = volatile(900.0, "Deadline for the first healthy answer of all servers.", gt=0)
-    extra_args: tuple[str, ...] = key((), "Further arguments of `vllm serve`, as typed.")
+    startup_seconds: float = volatile(900.0, "Deadline for all servers to become healthy.", gt=0)
+    extra_args: tuple[str, ...] = key((), "More arguments of `vllm serve`.")
 
     @property
     def devices_per_server(self) -> int:

@@ -1,4 +1,4 @@
-"""Whatever dies, nothing is orphaned, the run's state becomes right, and the next run goes on from what is there.
+"""Whatever dies leaves no process behind and gets the right state, and the next run continues from what is there.
 
 what happens, and while what                 state of the run        what goes on
 SIGKILL of the flow's process, building      Crashed, by worker      a run that waited builds
@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,8 +156,7 @@ def evaluation(site: Site, builds: Builds, training: Paused) -> Stopped:
 @pytest.fixture(scope="module")
 def attached(site: Site, training: Paused, evaluation: Stopped) -> Stopped:
     """A run that attached to the training after its worker had ended, cancelled."""
-    worker, flow_process = site.service("worker"), site.flow_process(training.flow_run)
-    assert flow_process is not None
+    worker, flow_process = site.service("worker"), site.tree(training.flow_run)[0]
     os.kill(worker.pid, signal.SIGTERM)
     assert_all_gone([worker, flow_process])
     assert [process for process in training.processes if not process.is_running()] == []
@@ -179,9 +179,19 @@ def resumed_evaluation(site: Site, evaluation: Stopped, attached: Stopped) -> st
 
 @pytest.fixture(scope="module")
 def unwatched(site: Site, attached: Stopped, resumed_evaluation: str) -> Paused:
-    """A training that goes on from the last step, and would not for long if nobody watched it."""
+    """A training that continues, and ends soon if it is not watched; a run that waited for it is cancelled."""
+    lock = site.store / ".locks" / TRAINING_LOCK
     flow_run = site.create_run("train-policy", *TRAINING, "flow.unwatched_minutes=0.1")
-    return paused(site, flow_run, len(attached.lines) + 1)
+    holder = site.wait_for("the training's lock", lambda: find_holder(lock), PATIENCE_SECONDS)
+    waiting = site.create_run("train-policy", "train.total_steps=1")
+    training = paused(site, flow_run, len(attached.lines) + 1)
+    wait_for_log(site, waiting, "waiting for the lock")
+    processes = site.tree(waiting)
+    site.cancel(waiting)
+    assert_all_gone(processes)
+    assert_state(site, waiting, "CANCELLED")
+    assert find_holder(lock) == holder
+    return training
 
 
 @dataclass(frozen=True)
@@ -189,25 +199,12 @@ class Away:
     """What worker and server left when they went away."""
 
     processes: list[psutil.Process]  # of the evaluation
-    metrics: list[str]  # of the training that nobody watched, in the end
+    metrics: list[str]  # of the training that was not watched, in the end
+    dapo_runs: Future[None]  # stopped meanwhile
 
 
 @pytest.fixture(scope="module")
-def waited(site: Site, unwatched: Paused) -> None:
-    """A run has waited for that training's lock, and was cancelled."""
-    path = site.store / ".locks" / TRAINING_LOCK
-    holder = find_holder(path)
-    waiting = site.create_run("train-policy", "train.total_steps=1")
-    wait_for_log(site, waiting, "waiting for the lock")
-    processes = site.tree(waiting)
-    site.cancel(waiting)
-    assert_all_gone(processes)
-    assert_state(site, waiting, "CANCELLED")
-    assert find_holder(path) == holder is not None
-
-
-@pytest.fixture(scope="module")
-def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Paused, waited: None) -> Away:
+def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Paused) -> Away:
     """Worker and server are killed, and the flow of that training; 40 s later they are there again."""
     site.wait_for("more answers", lambda: len(answers(site)) > len(evaluation.lines), PATIENCE_SECONDS)
     processes, port = site.tree(resumed_evaluation), site.services.server.read()["port"]
@@ -215,12 +212,14 @@ def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Pa
     kill_flow(site, unwatched.flow_run)
     kill(site.service("server"))
     back_at = time.monotonic() + AWAY_SECONDS
-    lines = unwatched.end(UNWATCHED)
-    assert find_holder(site.store / ".locks" / TRAINING_LOCK) is None
-    site.wait_for("40 s", lambda: time.monotonic() >= back_at, AWAY_SECONDS)
-    site.up()
-    assert site.services.server.read()["port"] == port
-    return Away(processes, lines)
+    with ThreadPoolExecutor() as beside:
+        dapo_runs = beside.submit(stop_dapo_runs, site.folder / "runs")
+        lines = unwatched.end(UNWATCHED)
+        assert find_holder(site.store / ".locks" / TRAINING_LOCK) is None
+        site.wait_for("40 s", lambda: time.monotonic() >= back_at, AWAY_SECONDS)
+        site.up()
+        assert site.services.server.read()["port"] == port
+        return Away(processes, lines, dapo_runs)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +230,7 @@ def finished(site: Site, away: Away) -> Path:
     return folder
 
 
-def test_a_webhook_is_told_of_a_run_that_crashed_unseen(site: Site, tmp_path: Path) -> None:
+def test_a_webhook_hears_of_a_run_that_crashed_unseen(site: Site, tmp_path: Path) -> None:
     """By the automation of docs/notifications.md, made as it says there."""
     words = (ROOT / "docs/notifications.md").read_text().split("## Runs that end unseen")[1].split("\n## ")[0]
     code, automation = re.findall(r"```(?:python|yaml)\n(.*?)```", words, re.DOTALL)
@@ -251,10 +250,10 @@ def test_a_webhook_is_told_of_a_run_that_crashed_unseen(site: Site, tmp_path: Pa
         flow_run = site.create_run("prepare-data")
         crashed = {"type": "CRASHED", "name": "Crashed", "message": reason}
         site.ask("POST", f"/flow_runs/{flow_run}/set_state", state=crashed, force=True)
-        site.wait_for("the webhook is told", lambda: receiver.received, PATIENCE_SECONDS)
-        [(_, told)] = receiver.received
-    assert (told["event"], told["reason"]) == ("crashed", reason)
-    assert told["flow_run"]["url"].endswith(flow_run)
+        site.wait_for("the webhook", lambda: receiver.received, PATIENCE_SECONDS)
+        [(_, event)] = receiver.received
+    assert (event["event"], event["reason"]) == ("crashed", reason)
+    assert event["flow_run"]["url"].endswith(flow_run)
 
 
 def test_a_model_is_built_after_its_builders_were_stopped(site: Site, builds: Builds) -> None:
@@ -269,7 +268,7 @@ def test_a_training_that_outlived_its_worker_and_was_cancelled_goes_on(attached:
     assert lines_of(finished / "metrics.jsonl")[: len(attached.lines)] == attached.lines
 
 
-def test_a_training_that_nobody_watched_goes_on(attached: Stopped, away: Away, finished: Path) -> None:
+def test_an_unwatched_training_is_continued_by_the_next_run(attached: Stopped, away: Away, finished: Path) -> None:
     assert len(attached.lines) < len(away.metrics) < NUM_STEPS
     lines = lines_of(finished / "metrics.jsonl")
     assert lines[: len(away.metrics)] == away.metrics
@@ -293,10 +292,21 @@ def test_an_evaluation_goes_on_after_a_cancellation_and_without_a_server(
     assert set(evaluation.lines) <= set(lines)  # time stamps and all
 
 
-def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path) -> None:
+def test_stopping_dapo_run_leaves_no_orphan(away: Away) -> None:
+    away.dapo_runs.result()
+
+
+def test_runs_that_lost_their_process_and_worker_become_crashed(
+    site: Site, training: Paused, unwatched: Paused, away: Away
+) -> None:
+    for flow_run in (training.flow_run, unwatched.flow_run):
+        assert "No heartbeat" in assert_state(site, flow_run, "CRASHED")["message"]
+
+
+def stop_dapo_runs(place: Path) -> None:
     """Two at once, of which one builds the model that the other one waits for."""
-    site = Site(tmp_path, (*SMALL, HOURS))
-    runs = {started_run(site, tmp_path / name): tmp_path / name for name in ("one", "other")}
+    site = Site(place, (*SMALL, HOURS))
+    runs = {started_run(site, place / name): place / name for name in ("one", "other")}
 
     def find_builder() -> subprocess.Popen[bytes] | None:
         assert [run.returncode for run in runs if run.poll() is not None] == []
@@ -318,16 +328,9 @@ def test_stopping_dapo_run_leaves_no_orphan(tmp_path: Path) -> None:
         site.end_everything()
 
 
-def test_runs_that_lost_their_process_and_worker_become_crashed(
-    site: Site, training: Paused, unwatched: Paused, away: Away
-) -> None:
-    for flow_run in (training.flow_run, unwatched.flow_run):
-        assert "No heartbeat" in assert_state(site, flow_run, "CRASHED")["message"]
-
-
 def started_run(site: Site, folder: Path) -> subprocess.Popen[bytes]:
     """`dapo run` with Prefect's files and a server of its own."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     overrides = [word for change in site.changes() for word in ("--set", change)]
     with open(folder / "run.log", "wb") as output:
         return subprocess.Popen(
@@ -341,7 +344,7 @@ def started_run(site: Site, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def paused(site: Site, flow_run: str, num_steps: int) -> Paused:
-    """The training of a run, as soon as so many steps of it are done."""
+    """The training of a run, once that many steps are done."""
     site.wait_for(f"{num_steps} steps", lambda: len(metrics(site)) >= num_steps, PATIENCE_SECONDS)
     command = command_of(site, flow_run, "train")
     assert command is not None
@@ -376,9 +379,7 @@ def command_of(
 
 
 def kill_flow(site: Site, flow_run: str) -> None:
-    process = site.flow_process(flow_run)
-    assert process is not None
-    kill(process)
+    kill(site.tree(flow_run)[0])
 
 
 def kill(process: psutil.Process) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.metrics import METRICS_FILE, read_metrics
+from dapo_core.metrics import METRICS_FILE
+from durable import read_json_lines
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs" / "arith_cpu.yaml"
@@ -33,7 +34,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     dapo("fetch-model", RECIPE, "--data", data / "train.parquet", "--output", model)
     paths = ("--data", data / "train.parquet", "--model", model, "--output", training)
     dapo("train", RECIPE, *paths, "--set", f"train.total_steps={NUM_STEPS}", "--set", "validation.every=0")
-    return read_metrics(training / METRICS_FILE)
+    return read_json_lines(training / METRICS_FILE)
 
 
 def test_sampled_accuracy_rises(lines: list[dict[str, float]]) -> None:

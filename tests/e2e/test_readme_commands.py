@@ -25,8 +25,8 @@ from tests.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 BLOCK_BEGINS = "Each stage is also a command on plain paths"
 SHORT = {
-    "data.arithmetic.num_train": 2000,
-    "data.arithmetic.num_eval": 24,
+    "data.arithmetic.num_train": 256,
+    "data.arithmetic.num_eval": 12,
     "model.recipe.num_steps": 20,
     "sampler.dynamic": "false",
     "train.total_steps": 2,
@@ -83,8 +83,8 @@ def served_log_probs(url: str, batch: Batch) -> list[list[float]]:
         answer = httpx.post(
             url, json=question, headers={"Authorization": "Bearer secret"}, timeout=60, trust_env=False
         )
-        told = answer.raise_for_status().json()["choices"][0]["prompt_logprobs"]
-        served.append([told[place][str(ids[place])]["logprob"] for place in range(num_prompt, len(ids))])
+        shown = answer.raise_for_status().json()["choices"][0]["prompt_logprobs"]
+        served.append([shown[place][str(ids[place])]["logprob"] for place in range(num_prompt, len(ids))])
     return served
 
 
@@ -138,7 +138,7 @@ def test_the_stage_commands_make_a_report_out_of_a_recipe(recipe: Path, tmp_path
         if server is not None:
             stop(server)
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert report["n"] == 24
+    assert report["n"] == 12
     accuracy = {side: json.loads((tmp_path / side / "summary.json").read_text())["accuracy"] for side in SIDES}
     assert {side: report[side]["accuracy"] for side in SIDES} == accuracy
     assert report["train"]["steps"] == 2

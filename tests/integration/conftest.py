@@ -15,7 +15,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return build_world(tmp_path_factory.mktemp("world"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
     """A running Ray for `train.ray_address`: trainings that join it need not start one each."""
     from ray.cluster_utils import Cluster

@@ -50,8 +50,8 @@ def train_policy(run: Run, data: Artifact, model: Artifact, code: str) -> Artifa
     def build(folder: Path) -> dict[str, Any]:
         progress = StageProgress(run, "train_policy", folder)
         log_path = run.store.log_path(key.stage, key.key)
-        command = [sys.executable, "-c", code]
-        run_command(command, log_path=log_path, label="train_policy", cwd=folder, on_line=progress.on_line)
+        command = ["env", "-C", str(folder), sys.executable, "-c", code]
+        run_command(command, log_path=log_path, label="train_policy", on_line=progress.on_line)
         return {"step": 12, "sampler/accuracy": 4.00004}
 
     return run.produce("train_policy", key, build, resumable=True)

@@ -184,7 +184,8 @@ parts = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions=
 command = [sys.executable, "-S", "-c", sys.argv[2]]
 
 def build(work):
-    run_command(command, log_path=store.log_path("train", parts.key), label="train", cwd=work, grace_seconds=1.0)
+    inside = ["env", "-C", str(work), *command]
+    run_command(inside, log_path=store.log_path("train", parts.key), label="train", grace_seconds=1.0)
     return {}
 
 store.produce(parts, build, resumable=True)

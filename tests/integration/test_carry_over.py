@@ -11,7 +11,7 @@ from dapo_core.arithmetic import generate_problems, write_parquet
 from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.sampler import FATES
-from dapo_core.trainer import train
+from dapo_core.training import train
 from flows.config import Config, resolve_config
 from tests.tiny_models import build_tiny_qwen3
 

@@ -1,4 +1,4 @@
-"""Processes that die under SIGKILL: which one is said, the call ends at once, and all can be started again."""
+"""Processes that die under SIGKILL or hang: the message says which, the call ends in time, and all can restart."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,12 +24,13 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+import dapo_core.cluster.actors
 from dapo_core.batch import Batch
-from dapo_core.cluster import Cluster, RolloutGroup, answers, start_cluster
-from dapo_core.cluster.answers import Roster
+from dapo_core.cluster import Cluster, RolloutGroup, start_cluster
+from dapo_core.cluster.actors import Actors, death_reason
 from dapo_core.cluster.start import _connect
 from dapo_core.data import Prompt
-from dapo_core.errors import CheckpointError, DataError, WorkerDied
+from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
 from dapo_core.rollout import GroupRequest
 from flows.config import Config
 from tasks.processes.supervisor import descendants
@@ -75,7 +77,7 @@ def actors(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
                 threading.Event().wait()
             raise ERRORS[what]
 
-    monkeypatch.setattr(answers, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(dapo_core.cluster.actors, "PING_SECONDS", 0.5)
     _connect(config_of(train={"ray_address": ray_address}))
     actors = [ray.remote(Actor).options(num_cpus=1).remote() for _ in range(3)]
     yield actors
@@ -86,31 +88,63 @@ def actors(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
 
 def test_a_death_ends_every_call_and_is_told_from_errors(actors: list[Any]) -> None:
     sound, hanging, victim = actors
-    roster = Roster()
-    roster.add("policy rank", actors)
-    place = roster.get(victim.place.remote())
+    watched = Actors()
+    watched.add("policy rank", actors)
+    place = watched.get(victim.place.remote())
     with pytest.raises(RayTaskError, match="Connection closed by peer"):  # nobody died: it stays what it is
-        roster.get([sound.call.remote("fail")])
+        watched.get([sound.call.remote("fail")])
     with pytest.raises(DataError, match=r"^no rows$"):
-        roster.get([sound.call.remote("ours")])
+        watched.get([sound.call.remote("ours")])
     with pytest.raises(CheckpointError, match="the shards cannot be loaded"):
-        roster.get([sound.call.remote("shards")])
+        watched.get([sound.call.remote("shards")])
     hanging_call = hanging.call.remote("hang")
     said = rf"^policy rank 2 of 3 \({place}\) {KILLED}$"
     with killed_within(place), pytest.raises(WorkerDied, match=said):
-        roster.get([hanging_call, victim.call.remote("hang")])
+        watched.get([hanging_call, victim.call.remote("hang")])
     with pytest.raises(WorkerDied, match=said):  # though nothing is asked of the dead one
-        roster.get([hanging_call])
-    rollouts = RolloutGroup([sound], FAR, roster)
+        watched.get([hanging_call])
+    rollouts = RolloutGroup([sound], FAR, watched)
     with pytest.raises(WorkerDied, match=said):  # while groups are waited for, which takes minutes
         take_groups(rollouts)
     with pytest.raises(WorkerDied, match=said) as caught:  # as a broken collective ends
-        roster.get([sound.call.remote("fail")])
+        watched.get([sound.call.remote("fail")])
     with pytest.raises(WorkerDied, match=said):  # as a save or a load ends that the dead one had a part in
-        roster.get([sound.call.remote("shards")])
+        watched.get([sound.call.remote("shards")])
     assert isinstance(caught.value.__cause__, RayActorError)
     with pytest.raises(DataError, match=r"^no rows$"):
-        roster.get([sound.call.remote("ours")])
+        watched.get([sound.call.remote("ours")])
+
+
+def test_a_worker_that_hangs_is_not_waited_for_without_end(actors: list[Any]) -> None:
+    class Hanging:  # local, so that its process need not load what this module does
+        """A rollout worker whose engine never returns from its first step."""
+
+        def submit(self, requests: Any) -> None:
+            pass
+
+        def poll(self, max_seconds: float) -> None:
+            threading.Event().wait()
+
+        def abort(self) -> None:
+            pass
+
+        def suspend(self) -> None:
+            pass
+
+    worker = ray.remote(Hanging).options(num_cpus=1).remote()
+    ray.get(worker.submit.remote([]))  # its process takes a while
+    group = RolloutGroup([worker], 2.0, Actors())
+    group.submit(REQUESTS[:1])
+    assert group.finished() == []  # the poll begins, and says nothing for a second
+    questions: list[Callable[[], Any]] = [lambda: group.submit(REQUESTS[1:]), group.abort, group.suspend]
+    try:
+        for ask in questions:
+            with pytest.raises(
+                RolloutError, match=r"did not answer within 2 s: .*raise sampler\.max_seconds_without_kept"
+            ):
+                ask()
+    finally:
+        ray.kill(worker)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +160,8 @@ def test_a_death_ends_every_call_and_is_told_from_errors(actors: list[Any]) -> N
     ],
 )
 def test_the_reason_is_a_phrase(error: RayError, said: str) -> None:
-    assert answers.death_reason(error).startswith(said)
-    assert len(answers.death_reason(error)) <= 200
+    assert death_reason(error).startswith(said)
+    assert len(death_reason(error)) <= 200
 
 
 def take_groups(rollouts: RolloutGroup) -> NoReturn:
@@ -139,8 +173,7 @@ def take_groups(rollouts: RolloutGroup) -> NoReturn:
 def update(cluster: Cluster, batch: Batch) -> float:
     """Gradient norm of an optimizer step of both ranks."""
     old_log_probs, _ = cluster.policy.log_probs(batch)
-    sums, _ = cluster.policy.update(batch.with_old_log_probs(old_log_probs))
-    return sums.grad_norm
+    return cluster.policy.update(replace(batch, old_log_probs=old_log_probs)).grad_norm
 
 
 @contextmanager

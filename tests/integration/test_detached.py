@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,18 +160,6 @@ def test_the_next_run_attaches_to_what_outlived_its_parent(
     assert not is_locked(stem.with_suffix(".cluster"))
     assert start_time_of(first.pid) is None
     assert run(stem, STARTED_AGAIN) == ["started again"]  # what has ended is not attached to
-
-
-def test_a_command_on_other_work_is_waited_for(stem: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="tasks.processes.child")
-    go = stem.with_suffix(".go")
-    end(start_parent(stem, python(TICKER, go, "0"), work="0123"), signal.SIGKILL)
-    timer = threading.Timer(0.5, go.touch)
-    timer.start()
-    assert run(stem, STARTED_AGAIN, dataclasses.replace(OPTIONS, work="0123.forced")) == ["started again"]
-    timer.join()
-    assert "train waits for processes of an earlier run" in caplog.text
-    assert log_of(stem).index("last words") < log_of(stem).index("started again")
 
 
 def test_unwatched_it_stops_in_order_and_the_next_run_starts_it_again(stem: Path) -> None:

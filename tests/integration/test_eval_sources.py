@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.problems import BenchmarkError, sources
+from eval.problems import ProblemsError, sources
 from eval.problems.benchmarks import load_set
 from eval.problems.sources import fetch
 
@@ -106,14 +106,14 @@ def test_a_source_without_a_digest_is_refused_before_anything_is_asked(
     server: FileServer, tmp_path: Path, end: str
 ) -> None:
     for source in (f"{server.url}/math.jsonl", "hf:org/name/math.jsonl", "modelscope:org/name/math.jsonl"):
-        with pytest.raises(BenchmarkError, match="is not pinned: end it in #sha256="):
+        with pytest.raises(ProblemsError, match="is not pinned: end it in #sha256="):
             fetch(source + end, tmp_path)
     assert server.requests == []
 
 
 def test_another_content_is_refused_with_both_digests_and_not_kept(server: FileServer, tmp_path: Path) -> None:
     named = hashlib.sha256(b"what was meant").hexdigest()
-    with pytest.raises(BenchmarkError, match=rf"its sha256 is {DIGEST} \({len(BODY)} bytes\), not {named}"):
+    with pytest.raises(ProblemsError, match=rf"its sha256 is {DIGEST} \({len(BODY)} bytes\), not {named}"):
         fetch(f"{server.url}/math.jsonl#sha256={named}", tmp_path)
     assert files(tmp_path) == []
 
@@ -141,29 +141,29 @@ def test_what_is_not_there_is_told_with_its_status(server: FileServer, tmp_path:
         return True
 
     server.behave = gone
-    with pytest.raises(BenchmarkError, match=r"math.jsonl cannot be downloaded: HTTP 404, at attempt 1 of 4"):
+    with pytest.raises(ProblemsError, match=r"math.jsonl cannot be downloaded: HTTP 404, at attempt 1 of 4"):
         fetch(f"{server.url}/math.jsonl#sha256={DIGEST}", tmp_path)
     assert files(tmp_path) == []
 
 
 def test_a_path_stands_for_itself(tmp_path: Path) -> None:
     (tmp_path / "math.jsonl").write_bytes(BODY)
-    with pytest.raises(BenchmarkError, match="50 rows, but math500 has exactly 500"):
+    with pytest.raises(ProblemsError, match="50 rows, but math500 has exactly 500"):
         load_set(tmp_path / "math.jsonl", "math500")
-    with pytest.raises(BenchmarkError, match="aime25 has no source of its own; name its file with --data"):
+    with pytest.raises(ProblemsError, match="aime25 has no source of its own; name its file with --data"):
         load_set(None, "aime25")
-    with pytest.raises(BenchmarkError, match="no evaluation set is named"):
+    with pytest.raises(ProblemsError, match="no evaluation set is named"):
         load_set(None)
 
 
 _FETCH = """
 import sys
 from eval.problems.sources import fetch
-from eval.problems import BenchmarkError
+from eval.problems import ProblemsError
 for source in sys.argv[1:]:
     try:
         print(fetch(source).read_bytes().count(b"problem"))
-    except BenchmarkError as error:
+    except ProblemsError as error:
         print(error)
 """
 

@@ -1,4 +1,4 @@
-"""What a merge promises beside its result: bounded memory, no half of a model, a manifest that is true."""
+"""What a merge promises beside its result: bounded memory, no half-written model, a true manifest."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import Qwen3Config
 
 from dapo_core.errors import CheckpointError
-from dapo_core.merge import MERGE_MANIFEST, merge_checkpoint
 from dapo_core.merge.dcp import DcpSource
-from dapo_core.merge.sources import open_source
+from dapo_core.merge.run import merge_checkpoint, open_source
 from dapo_core.merge.verification import compare_logits, empty_model
 from dapo_core.merge.writer import output_tensors
+from dapo_core.model_folder import MERGE_MANIFEST
 from tests.ranks import run_ranks
 from tests.verl_folders import Case, write_folders
 
@@ -54,8 +54,13 @@ def _in_child(function: Callable[..., None], *arguments: Any) -> tuple[int | Non
     return process.exitcode, receiving.recv() if process.exitcode == 0 else None
 
 
+def _save_all(rank: int, folder: Path) -> None:
+    for num_layers in (1, 12):
+        _save(rank, folder / str(num_layers), num_layers)
+
+
 def _save(rank: int, folder: Path, num_layers: int) -> None:
-    """A random model, of 15 MiB for each layer, as a checkpoint of verl and as one of ours."""
+    """A random model, of 15 MiB for each layer, as a checkpoint of verl and as one of dapo train."""
     config = Qwen3Config(
         vocab_size=320,
         hidden_size=512,
@@ -87,46 +92,46 @@ def _anonymous_bytes() -> int:
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
 
 
-def _merge_and_watch(send: Callable[[Any], None], warm_up: Path, source: Path, target: Path, dtype: str) -> None:
-    merge_checkpoint([warm_up], target.with_name("warm_up"))  # imports and pools have their memory from now on
-    peak, is_done = 0, threading.Event()
+def _merge_and_watch(send: Callable[[Any], None], large: Path, target: Path) -> None:
+    """Sends sizes and peak memory of a merge from each source and to each dtype."""
+    sent = {}
+    for source in ("verl", "ours"):
+        for dtype in ("keep", "bfloat16"):
+            name = f"{source}-{dtype}"
+            merge_checkpoint([large / "1" / source], target / f"{name}-warm-up", dtype)  # imports, thread pools
+            peak, is_done = 0, threading.Event()
 
-    def watch() -> None:
-        nonlocal peak
-        while not is_done.wait(0.001):
-            peak = max(peak, _anonymous_bytes())
+            def watch(is_done: threading.Event = is_done) -> None:
+                nonlocal peak
+                while not is_done.wait(0.001):
+                    peak = max(peak, _anonymous_bytes())
 
-    before = _anonymous_bytes()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    sizes = merge_checkpoint([source], target, dtype, SHARD_BYTES)
-    is_done.set()
-    watcher.join()
-    send((sizes, peak - before))
+            before = _anonymous_bytes()
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            sizes = merge_checkpoint([large / "12" / source], target / name, dtype, SHARD_BYTES)
+            is_done.set()
+            watcher.join()
+            sent[name] = sizes, peak - before
+    send(sent)
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of 1 and of 12 layers."""
     folder = tmp_path_factory.mktemp("large")
-    for num_layers in (1, 12):
-        run_ranks(2, _save, folder / str(num_layers), num_layers)
+    run_ranks(2, _save_all, folder)
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
-@pytest.mark.parametrize("source", ["verl", "ours"])
-def test_memory_is_bounded_by_one_file_and_one_tensor(
-    large: Path, tmp_path: Path, source: str, dtype: str
-) -> None:
-    exit_code, sent = _in_child(
-        _merge_and_watch, large / "1" / source, large / "12" / source, tmp_path / "merged", dtype
-    )
+def test_memory_is_bounded_by_one_file_and_one_tensor(large: Path, tmp_path: Path) -> None:
+    exit_code, sent = _in_child(_merge_and_watch, large, tmp_path)
     assert exit_code == 0
-    sizes, peak = sent
-    assert sizes["parameters"] * 4 > 5 * (SHARD_BYTES + TENSOR_BYTES)
-    assert sizes["shards"] >= 3
-    assert 0 < peak <= SHARD_BYTES + TENSOR_BYTES
+    assert len(sent) == 4
+    for name, (sizes, peak) in sent.items():
+        assert sizes["parameters"] * 4 > 5 * (SHARD_BYTES + TENSOR_BYTES)
+        assert sizes["shards"] >= 3
+        assert 0 < peak <= SHARD_BYTES + TENSOR_BYTES, name
 
 
 def _merge_and_die(send: Callable[[Any], None], source: Path, target: Path) -> None:
@@ -147,34 +152,22 @@ def test_a_merge_that_is_killed_leaves_no_model(small: tuple[Path, Path], tmp_pa
     )
 
 
-def _merge_with_small_files(send: Callable[[Any], None], source: Path, target: Path) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+def test_a_merge_that_fails_or_is_stopped_leaves_nothing(small: tuple[Path, Path], tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        merge_checkpoint([source], target)
-    except CheckpointError as error:
-        send(str(error))
-
-
-def test_a_merge_that_cannot_write_leaves_nothing(small: tuple[Path, Path], tmp_path: Path) -> None:
-    exit_code, message = _in_child(_merge_with_small_files, small[1], tmp_path / "merged")
-    assert exit_code == 0
-    assert "merged could not be written: [Errno 27] File too large" in message
+        with pytest.raises(CheckpointError, match=r"merged could not be written: \[Errno 27\] File too large"):
+            merge_checkpoint([small[1]], tmp_path / "merged")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
 
-
-def test_a_caller_that_stops_leaves_nothing(small: tuple[Path, Path], tmp_path: Path) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         merge_checkpoint([small[1]], tmp_path / "merged", on_file=stop)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_empty_target_is_filled(small: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "merged").mkdir()
-    merge_checkpoint([small[1]], tmp_path / "merged")
-    assert (tmp_path / "merged" / "config.json").is_file()
 
 
 def test_the_manifest_has_the_digest_of_every_file_and_tensor(small: tuple[Path, Path], tmp_path: Path) -> None:
@@ -187,6 +180,7 @@ def test_the_manifest_has_the_digest_of_every_file_and_tensor(small: tuple[Path,
         (chat.parents[1] / name).write_text(f'{{"of": "{name}"}}')
     save_file({"stale": torch.zeros(2)}, chat.parents[1] / "model.safetensors")  # weights that verl may put there
     target = tmp_path / "merged"
+    target.mkdir()  # an empty folder is filled
     merge_checkpoint([tmp_path / "step"], target, max_shard_bytes=60_000)
     manifest = json.loads((target / MERGE_MANIFEST).read_text())
     on_disk = {path.relative_to(target).as_posix(): path for path in target.rglob("*") if path.is_file()}
@@ -215,7 +209,7 @@ def test_the_manifest_has_the_digest_of_every_file_and_tensor(small: tuple[Path,
     assert "logits" not in manifest
 
 
-def test_logits_of_other_weights_are_told_apart(small: tuple[Path, Path], tmp_path: Path) -> None:
+def test_logits_of_other_weights_are_refused(small: tuple[Path, Path], tmp_path: Path) -> None:
     target = tmp_path / "merged"
     merge_checkpoint([small[1]], target, "bfloat16", verify_logits=True)
     source = open_source([small[1]])
@@ -267,7 +261,7 @@ def test_the_best_checkpoint_of_a_training_is_merged(
     assert not any(name.startswith("rng") or name.startswith("rank") for name in manifests["best"]["tensors"])
 
 
-def test_no_best_checkpoint_is_said_before_anything_is_written(
+def test_a_missing_best_checkpoint_is_named_before_anything_is_written(
     large: Path, small: tuple[Path, Path], tmp_path: Path
 ) -> None:
     one = large / "1" / "ours" / "step_000001"
@@ -286,7 +280,7 @@ def test_no_best_checkpoint_is_said_before_anything_is_written(
 
 
 def _save_alone(folder: Path, model_files: Path, weights: dict[str, torch.Tensor]) -> Path:
-    """A checkpoint of ours by one rank, whose tensors keep the strides that they have."""
+    """A checkpoint of dapo train by one rank; its tensors keep their strides."""
     checkpoint = folder / "step_000001"
     shutil.copytree(model_files, checkpoint / "huggingface")
     with warnings.catch_warnings():

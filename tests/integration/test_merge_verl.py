@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from transformers import AutoModelForCausalLM
 
 from dapo_core.errors import CheckpointError
-from dapo_core.merge import MERGE_MANIFEST, merge_checkpoint
+from dapo_core.merge.run import merge_checkpoint
 from dapo_core.merge.verl import VerlSource, find_shards
+from dapo_core.model_folder import MERGE_MANIFEST
 from tests.ranks import run_ranks
 from tests.verl_folders import Case, write_folders
 
 CASES = [
-    Case(2, (1,), "qwen3", True),
     Case(2, (2,), "qwen2", False),
     Case(1, (2,), "qwen3", True),
     Case(2, (3,), "llama", True),
@@ -33,7 +33,7 @@ CASES = [
     Case(2, (2, 2), "qwen3", True),
     Case(1, (2, 2), "llama", False),
 ]
-THREE, HYBRID = CASES[4], CASES[6]
+TIED, THREE, HYBRID = CASES[1], CASES[3], CASES[5]
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,7 @@ def test_shards_of_two_nodes_are_one_model(folders: dict[Case, tuple[Path, Path]
         tensors = load_file(path)
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 40_000
     shutil.copy2(first / "model_world_size_3_rank_0.pt", second)
-    with pytest.raises(
-        CheckpointError, match=r"rank 0 is there twice, as \S+rank_0\.pt and as \S+rank_0\.pt; keep"
-    ):
+    with pytest.raises(CheckpointError, match=r"rank 0 has two files, \S+rank_0\.pt and \S+rank_0\.pt; keep"):
         merge_checkpoint([second, first], tmp_path / "again")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"empty holds no model_world_size_W_rank_R\.pt, unlike the other"):
@@ -182,7 +180,10 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
         (_truncate, r"rank_1\.pt cannot be read \(.+\): it is truncated, or of another version of torch"),
         (_other_size, r"rank_3\.pt and \S+rank_0\.pt were written by trainings of 4 and 3 ranks"),
         (_swap, r"rank_1\.pt does not belong to the other shards: .*part 0, not 1; copy it again"),
-        (_change(_rename), r"rank_1\.pt does not .*: it and the first differ in 2 names, as model\.norm\.scale"),
+        (
+            _change(_rename),
+            r"rank_1\.pt does not .*: it and the first differ in 2 names, such as model\.norm\.scale",
+        ),
         (
             _change(_halve),
             r"rank_1\.pt .* its model\.norm\.weight is part of \(64,\) torch\.float16, not \(64,\) to",
@@ -195,7 +196,7 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
             _change(_poison),
             r"rank_1\.pt is refused: it holds more than tensors, and loading that could run code \(.*o",
         ),
-        (_edit("fsdp_config.json", world_size=8), r"fsdp_config\.json tells of 8 ranks, the shards' names of 3"),
+        (_edit("fsdp_config.json", world_size=8), r"fsdp_config\.json is of 8 ranks, the shards' names are of 3"),
         (
             _edit("huggingface/config.json", vocab_size=9),
             r"\S+weight in \S+ is \(\d+, 64\), Qwen3Moe\S+ needs \(9, 64",
@@ -230,8 +231,8 @@ def test_a_damaged_shard_is_named_before_anything_is_written(
 
 
 def test_tied_tensors_that_differ_are_not_dropped(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
-    shutil.copytree(folders[CASES[0]][1], tmp_path / "step")
-    shard = tmp_path / "step" / "actor" / "model_world_size_1_rank_0.pt"
+    shutil.copytree(folders[TIED][1], tmp_path / "step")
+    shard = tmp_path / "step" / "actor" / "model_world_size_2_rank_1.pt"
     state = torch.load(shard, weights_only=True)
     head = state["lm_head.weight"]
     state["lm_head.weight"] = DTensor(head.to_local() + 1, head._spec, requires_grad=False)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from dapo_core.config.training import TrainConfig
 from dapo_core.device import device_for
 from dapo_core.policy.model import load_sharded
-from dapo_core.policy.offload import offload_model, offload_optimizer, onload_model, onload_optimizer
+from dapo_core.policy.offload import move_model, move_optimizer
 from tests.integration.test_sharded_model import IDS, Logits
 from tests.ranks import run_ranks
 from tests.tiny_models import build_tiny
@@ -51,8 +51,8 @@ def _away_and_back(rank: int, path: Path, num_ranks: int) -> dict[str, bool]:
     shapes = {name: parameter.to_local().shape for name, parameter in parameters.items()}
     with torch.no_grad():
         model(IDS)  # leaves the root whole
-    onload_model(model, META)
-    onload_optimizer(optimizer, META)
+    move_model(model, META)
+    move_optimizer(optimizer, META)
     moments = list(_moments(optimizer))
     return {
         "weights are away": all(parameter.to_local().is_meta for parameter in model.parameters()),
@@ -83,10 +83,9 @@ def _learn(rank: int, path: Path, num_ranks: int, is_offloaded: bool) -> dict[st
     with torch.no_grad():
         model(IDS)
     if is_offloaded:
-        offload_model(model)
-        offload_optimizer(optimizer)
-        onload_model(model, CPU)
-        onload_optimizer(optimizer, CPU)
+        for _ in ("away", "back"):
+            move_model(model, CPU)
+            move_optimizer(optimizer, CPU)
     _step(model, optimizer)
     return _whole(model)
 

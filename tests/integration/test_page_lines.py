@@ -1,4 +1,4 @@
-"""Prefect's page gets so many lines of a command in a minute; the terminal and the log file get all."""
+"""Prefect's page gets a limited number of lines per minute; the terminal and the log file get all."""
 
 from __future__ import annotations
 

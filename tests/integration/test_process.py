@@ -270,16 +270,11 @@ def test_environment_directory_and_input_of_the_command(tmp_path: Path, monkeypa
     code = (
         "import os, sys; print(os.environ['INHERITED'], os.environ['ADDED'], os.getcwd(), repr(sys.stdin.read()))"
     )
-    lines: list[str] = []
-    run_command(
-        python(code),
-        log_path=tmp_path / "log",
-        label="asker",
-        env={"ADDED": "too"},
-        cwd=tmp_path,
-        on_line=lines.append,
-    )
-    assert lines == [f"yes too {tmp_path} ''"]
+    with background_command(
+        python(code), log_path=tmp_path / "log", label="asker", env={"ADDED": "too"}
+    ) as process:
+        wait_until(lambda: process.poll() is not None, "the end")
+        assert process.tail(2) == [f"yes too {os.getcwd()} ''"]
 
 
 def test_the_command_ignores_no_signal_but_what_we_were_started_to_ignore(tmp_path: Path) -> None:

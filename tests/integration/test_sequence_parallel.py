@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,8 +35,12 @@ def _model(family: str, num_key_heads: int) -> TokenLogProbs:
     return TokenLogProbs(AutoModelForCausalLM.from_config(config, dtype=torch.float32), chunk_tokens=8)
 
 
-def _slice(rank: int, family: str, num_key_heads: int, batch: Batch, sequence_parallel: int) -> dict[str, Any]:
-    """This rank's log-probs and their cells, and the gradients summed over ranks."""
+def _whole_and_slice(rank: int, *case: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _slice(*case, 1), _slice(*case, dist.get_world_size())
+
+
+def _slice(family: str, num_key_heads: int, batch: Batch, sequence_parallel: int) -> dict[str, Any]:
+    """This rank's log-probs and their cells, and the gradients summed over the ranks of the row."""
     model = _model(family, num_key_heads)
     if sequence_parallel > 1:
         model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -44,7 +49,7 @@ def _slice(rank: int, family: str, num_key_heads: int, batch: Batch, sequence_pa
     weights = batch.old_log_probs.flatten()[row.cells]
     (weights * log_probs + entropy).sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.causal_lm.named_parameters()}
-    for gradient in gradients.values():
+    for gradient in gradients.values() if sequence_parallel > 1 else ():
         dist.all_reduce(gradient)
     return {
         "log_probs": log_probs.detach(),
@@ -68,10 +73,11 @@ def test_slices_give_the_log_probs_and_gradients_of_the_whole_row(
 ) -> None:
     batch = random_batch(num_groups=3, group_size=3, seed=5)
     weights = torch.linspace(-1, 2, batch.old_log_probs.numel()).view_as(batch.old_log_probs)
-    batch = batch.with_old_log_probs(weights)
+    batch = replace(batch, old_log_probs=weights)
     assert batch.lengths.sum() % sequence_parallel  # so the row is padded
-    (whole,) = run_ranks(1, _slice, family, num_key_heads, batch, 1)
-    ranks = run_ranks(sequence_parallel, _slice, family, num_key_heads, batch, sequence_parallel)
+    (whole, *_), ranks = zip(
+        *run_ranks(sequence_parallel, _whole_and_slice, family, num_key_heads, batch), strict=True
+    )
     assert {rank["num_tokens"] for rank in ranks} == {-(-whole["num_tokens"] // sequence_parallel)}
     assert torch.equal(torch.cat([rank["cells"] for rank in ranks]), whole["cells"])
     log_probs = torch.cat([rank["log_probs"] for rank in ranks])

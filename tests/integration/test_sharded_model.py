@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from dapo_core.config.training import TrainConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ModelError
 from dapo_core.loss import LossTotals
-from dapo_core.merge import shard_name
+from dapo_core.merge.writer import shard_name
 from dapo_core.model_folder import INDEX_FILE, SINGLE_FILE
 from dapo_core.policy import Policy
 from dapo_core.policy.model import load_sharded
 from tests.batches import random_batch
 from tests.configs import make_config
 from tests.ranks import run_ranks
-from tests.tiny_models import ARCHITECTURES, Architecture, build_tiny
+from tests.tiny_models import ARCHITECTURES, build_tiny
 
 CPU = device_for("cpu")
 LEARN = {"learning_rate": 1e-2, "warmup_steps": 0}
@@ -72,14 +73,37 @@ def _require_equal(rank: dict[str, Any], path: Path) -> None:
         torch.testing.assert_close(rank["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-def test_every_architecture_loads_as_transformers_loads_it(
-    tmp_path: Path, architecture: Architecture, is_tied: bool
-) -> None:
-    build_tiny(tmp_path, architecture, seed=3, tie_word_embeddings=is_tied)
-    for rank in run_ranks(2, _load, tmp_path, TrainConfig(num_ranks=2)):
-        _require_equal(rank, tmp_path)
+def _load_each(rank: int, cases: list[tuple[Path, TrainConfig]]) -> list[dict[str, Any]]:
+    return [_load(rank, *case) for case in cases]
+
+
+def test_every_architecture_loads_as_transformers_loads_it(tmp_path: Path) -> None:
+    """Tied or not, of one file or several; what saves time or memory changes nothing."""
+    plain, folder = TrainConfig(num_ranks=2), tmp_path
+    cases = [
+        (build_tiny(folder / f"{name}-{is_tied}", name, seed=3, tie_word_embeddings=is_tied), plain)
+        for name in ARCHITECTURES
+        for is_tied in (True, False)
+    ]
+    cases += [(cases[0][0], TrainConfig(num_ranks=2, gradient_checkpointing=False))]
+    cases += [(cases[0][0], TrainConfig(num_ranks=2, reshard_after_forward=False))]
+    cases += [(_in_bfloat16_files(build_tiny(folder / "files", "qwen3_moe", seed=6)), plain)]
+    for results in run_ranks(2, _load_each, cases):
+        for (path, _), result in zip(cases, results, strict=True):
+            _require_equal(result, path)
+
+
+def _in_bfloat16_files(path: Path) -> Path:
+    """The folder with its weights in bfloat16, cut into two files behind an index."""
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(path / SINGLE_FILE).items()}
+    (path / SINGLE_FILE).unlink()
+    names = sorted(tensors)
+    places = {name: shard_name(1 + (number % 2), 2) for number, name in enumerate(names)}
+    for place in set(places.values()):
+        save_file({name: tensors[name] for name in names if places[name] == place}, path / place)
+    index = {"metadata": {}, "weight_map": places}
+    (path / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
+    return path
 
 
 @pytest.mark.parametrize(
@@ -102,34 +126,18 @@ def test_ranks_and_copies_make_the_same_model(
         _require_equal(rank, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "options"),
-    [
-        (2, {"gradient_checkpointing": False}),
-        (2, {"reshard_after_forward": False}),
-    ],
-    ids=["gradient_checkpointing", "reshard_after_forward"],
-)
-def test_ways_to_save_time_or_memory_change_nothing(
-    tmp_path: Path, num_ranks: int, options: dict[str, bool]
-) -> None:
-    build_tiny(tmp_path, "qwen3", seed=5)
-    for rank in run_ranks(num_ranks, _load, tmp_path, TrainConfig(num_ranks=num_ranks, **options)):
-        _require_equal(rank, tmp_path)
-
-
 def _update(
     rank: int, path: Path, is_compiled: bool
 ) -> tuple[torch.Tensor, float, dict[str, torch.Tensor] | None]:
     """Log-probs of three packed rows of different lengths, and what an update made of the weights."""
     batch = random_batch(num_groups=4, group_size=2)
-    batch = batch.with_old_log_probs(torch.full_like(batch.rollout_log_probs, -3.0))
+    batch = replace(batch, old_log_probs=torch.full_like(batch.rollout_log_probs, -3.0))
     policy = Policy(path, make_config(path, train={"compile": is_compiled, **LEARN}))
     shares, _ = split_batch(batch, 1, 40)
     assert len(shares[0].micro_batches) == 3
     log_probs, _ = policy.log_probs(shares[0])
-    sums = policy.update(shares[0], LossTotals(batch.num_loss_tokens, batch.num_loss_responses))
-    return log_probs, sums.grad_norm, policy.gather_weights(list(policy.weight_sizes()))
+    update = policy.update(shares[0], LossTotals.of(batch))
+    return log_probs, update.grad_norm, policy.gather_weights(list(policy.weight_sizes()))
 
 
 def test_compiled_layers_change_nothing(tmp_path: Path) -> None:
@@ -143,18 +151,8 @@ def test_compiled_layers_change_nothing(tmp_path: Path) -> None:
         assert torch.isclose(compiled[2][name], weight, rtol=0, atol=1e-4).float().mean() > 0.995, name
 
 
-def test_bfloat16_files_over_several_become_float32_master_weights(tmp_path: Path) -> None:
-    build_tiny(tmp_path, "qwen3_moe", seed=6)
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / SINGLE_FILE).items()}
-    (tmp_path / SINGLE_FILE).unlink()
-    names = sorted(tensors)
-    places = {name: shard_name(1 + (number % 2), 2) for number, name in enumerate(names)}
-    for place in set(places.values()):
-        save_file({name: tensors[name] for name in names if places[name] == place}, tmp_path / place)
-    index = {"metadata": {}, "weight_map": places}
-    (tmp_path / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
-    for rank in run_ranks(2, _load, tmp_path, TrainConfig(num_ranks=2)):
-        _require_equal(rank, tmp_path)
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    _in_bfloat16_files(build_tiny(tmp_path, "qwen3", seed=6))
     (tmp_path / shard_name(2, 2)).unlink()
     with pytest.raises(ModelError, match=r"lacks 1 of the 2 files .* such as model-00002-of-00002\.safetensors"):
         load_sharded(tmp_path, TrainConfig(), CPU, Logits)

@@ -11,8 +11,9 @@ import pytest
 
 from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.checkpoint.state import read_state
-from dapo_core.metrics import METRICS_FILE, read_metrics
-from dapo_core.trainer import train
+from dapo_core.metrics import METRICS_FILE
+from dapo_core.training import train
+from durable import read_json_lines
 from flows.config import load_config
 from tests.metric_names import NAME_VALUE
 from tests.trainings import World, config_of
@@ -49,7 +50,7 @@ def start(world: World, ray_address: str, tmp_path: Path) -> Start:
             (tmp_path / "scorer.py").write_text(scorer)
             changes["custom_reward"] = {"path": str(tmp_path / "scorer.py")}
         train(config_of(**changes), world.data, world.model, tmp_path / "run")
-        return read_metrics(tmp_path / "run" / METRICS_FILE)
+        return read_json_lines(tmp_path / "run" / METRICS_FILE)
 
     return run
 
@@ -192,7 +193,7 @@ def test_equal_rewards_leave_the_gradient_to_the_entropy_bonus(start: Start) -> 
     assert second["actor/entropy"] > first["actor/entropy"] + 0.01
 
 
-def test_compat_verl_learns_from_the_rounding_of_equal_rewards(start: Start) -> None:
+def test_compat_verl_learns_from_the_rounding_of_equal_rewards_on_two_ranks(start: Start) -> None:
     """Seven times -1.4 have a standard deviation of 2e-16 in float64, so the filter keeps the group."""
     (line,) = start(
         "def compute_score(**_):\n    return -1.4\n",
@@ -200,12 +201,14 @@ def test_compat_verl_learns_from_the_rounding_of_equal_rewards(start: Start) -> 
         reward=NO_OVERLONG,
         sampler={"gen_prompts": 2, "dynamic": True, "metric": "score", "max_num_gen_batches": 1},
         rollout={"group_size": 7},
-        train={"train_prompts": 2},
+        train={"num_ranks": 2, "train_prompts": 2, "mini_prompts": 2},
     )
     assert line["sampler/kept_groups"] == 2
     assert line["critic/rewards/min"] == line["critic/rewards/max"] == -1.4
     # in float32: -1.4 - mean is one rounding, 1.2e-7, and so is the deviation: 1.2e-7 / (1.3e-7 + 1e-6)
     assert abs(line["critic/advantages/mean"]) == pytest.approx(0.106, abs=0.02)
+    # ratios are 1 and advantages equal: the mean over ranks of means over micro-batches is that of one token
+    assert line["actor/pg_loss"] == pytest.approx(-line["critic/advantages/mean"], rel=1e-4)
     assert line["actor/grad_norm"] > 0.01
 
 

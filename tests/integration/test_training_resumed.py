@@ -18,12 +18,14 @@ from typing import Any
 import pytest
 import yaml
 
-from dapo_core import trainer
+from dapo_core import training
 from dapo_core.checkpoint.folder import best_checkpoints, checkpoint_folders, latest_checkpoint
 from dapo_core.checkpoint.state import read_state, read_step_metrics
-from dapo_core.errors import CheckpointError, ConfigError, TrainingStopped
-from dapo_core.metrics import METRICS_FILE, read_metrics
-from dapo_core.trainer import train
+from dapo_core.errors import CheckpointError, ConfigError
+from dapo_core.metrics import METRICS_FILE
+from dapo_core.stopping import TrainingStopped
+from dapo_core.training import train
+from durable import read_json_lines
 from flows.config import Config
 from tasks.artifacts.code import PROJECT_ROOT
 from tasks.processes.supervisor import descendants
@@ -97,7 +99,7 @@ def begun(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_validation_is_told_and_decides_which_checkpoint_is_kept(begun: Begun) -> None:
-    lines = read_metrics(begun.output / METRICS_FILE)
+    lines = read_json_lines(begun.output / METRICS_FILE)
     for line in lines:
         assert (
             line["validation/accuracy"] == line["val-core/arithmetic/acc/mean@1"] == begun.validated[line["step"]]
@@ -123,7 +125,7 @@ def test_a_training_that_had_ended_starts_nothing(
     metrics, checkpoints = output / METRICS_FILE, output / "checkpoints"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     (checkpoints / "step_000003.0123.partial").mkdir()
-    monkeypatch.setattr(trainer, "start_cluster", lambda *_: pytest.fail("it was started again"))
+    monkeypatch.setattr(training, "start_cluster", lambda *_: pytest.fail("it was started again"))
     result = train(begun.config(None), world.data, world.model, output, held_out_path=world.data)
     assert (result.checkpoint, result.steps) == (checkpoints / "step_000004", 4)
     assert result.policy_version == read_state(result.checkpoint).policy_version
@@ -155,7 +157,7 @@ def test_another_begins_from_its_checkpoint_with_what_is_allowed(
     assert not (tmp_path / "other" / METRICS_FILE).exists()
     go(["train.learning_rate"])
     assert "continuing from step_000004 with train.learning_rate 0.02 -> 0.01" in caplog.text
-    lines = read_metrics(tmp_path / "other" / METRICS_FILE)
+    lines = read_json_lines(tmp_path / "other" / METRICS_FILE)
     assert [line["step"] for line in lines] == [4, 5]  # where it begins is told, too
     assert lines[0]["actor/lr"] == pytest.approx(2e-2)
     assert lines[1]["actor/lr"] == pytest.approx(1e-2)  # 10 optimizer steps are past the warm-up of 6
@@ -208,7 +210,7 @@ def stopped_by_ctrl_c(begun: Begun, world: World, config: Config, output: Path) 
             dapo_command("train", recipe, *paths), stdout=log, stderr=log, cwd=PROJECT_ROOT, start_new_session=True
         )
         try:
-            wait_for(lambda: held.exists() or command.poll() is not None)
+            wait_for(lambda: held.exists() or command.poll() is not None, seconds=3 * FAR)  # Ray and three steps
             below = descendants(command.pid)
             assert len(below) > 3  # ranks and workers, and what they are started by
             assert command.pid not in map(os.getpgid, below)  # nor would SIGTERM to the group reach one
@@ -239,7 +241,7 @@ def test_a_training_that_is_stopped_ends_with_the_bits_of_one_that_was_not(
     assert signal.getsignal(signal.SIGTERM) == handler  # nor Ray's
     exit_code, log = stopped_by_ctrl_c(begun, world, begun.config(None, checkpoint=seldom), output)
     assert exit_code == 130, log
-    assert "told to stop by SIGINT: a last checkpoint after step 3, then the end" in log
+    assert "SIGINT received: writing a last checkpoint after step 3, then ending" in log
     assert "TrainingStopped: training was stopped after step 3 of 4" in log
     assert "Traceback" not in log
     assert latest_checkpoint(checkpoints) == checkpoints / "step_000003"

@@ -18,7 +18,7 @@ from dapo_core.errors import RolloutError
 from dapo_core.policy import Policy
 from dapo_core.policy.model import reshard
 from dapo_core.rollout import RolloutWorker
-from dapo_core.weight_sync import plan_buckets, probe_difference, publish_weights
+from dapo_core.weight_sync import probe_difference, publish_weights
 from tests.batches import random_batch
 from tests.configs import make_config
 from tests.ranks import run_ranks
@@ -42,9 +42,9 @@ class InProcessPolicy:
         """Bytes of each parameter by name."""
         return self.rank.weight_sizes()
 
-    def gather_weights(self, names: list[str]) -> dict[str, torch.Tensor] | None:
-        """One bucket."""
-        return self.rank.gather_weights(names)
+    def gather_weights(self, buckets: list[list[str]]) -> list[dict[str, torch.Tensor] | None]:
+        """The weights in buckets."""
+        return [self.rank.gather_weights(names) for names in buckets]
 
 
 @dataclass
@@ -188,13 +188,6 @@ def test_an_engine_with_old_weights_is_noticed(cluster: Any) -> None:
     assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
 
 
-def test_weights_that_are_not_numbers_are_noticed(cluster: Any) -> None:
-    _multiply(cluster, "model.norm.weight", float("nan"))
-    publish_weights(cluster, 1)
-    with pytest.raises(RolloutError, match="differ from the policy's by nan nats per token"):
-        probe_difference(cluster, PROBE, ["float32"])
-
-
 def test_several_buckets_carry_every_weight_once(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = list(cluster.policy.weight_sizes())
     monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 50_000)
@@ -207,10 +200,3 @@ def test_several_buckets_carry_every_weight_once(cluster: Any, monkeypatch: pyte
     for bucket in cluster.rollouts.buckets:
         assert len(bucket) == 1 or sum(sizes[name] for name in bucket) <= 50_000
     assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
-
-
-def test_buckets_are_cut_before_they_overflow() -> None:
-    sizes = {"a": 4, "b": 4, "c": 3, "d": 20, "e": 1}
-    # 4 + 4 fits 10, + 3 does not; d alone is above the bound and still goes, alone
-    assert plan_buckets(sizes, 10) == [["a", "b"], ["c"], ["d"], ["e"]]
-    assert plan_buckets({}, 10) == []

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from dapo_core.advantage import group_advantages
+from dapo_core.advantage import group_advantages, weigh
+from dapo_core.batch import build_batch
 from dapo_core.config.training import AlgorithmConfig
+from tests.batches import UNSCORED, make_group
 
 DAPO = AlgorithmConfig()
 
@@ -139,3 +143,9 @@ def test_a_response_that_does_not_count_moves_no_sibling(
     assert advantages[2] == 0
     assert advantages[counts].tolist() == group_advantages(rewards[counts], np.zeros(3, int), algorithm).tolist()
     assert group_advantages(rewards, _one_group(rewards), algorithm, ~np.isfinite(rewards)).tolist() == [0.0] * 4
+
+
+def test_a_response_without_a_score_is_no_sibling() -> None:
+    batch = build_batch([make_group([1.0, UNSCORED, -1.0])], mask_truncated=False)
+    batch = replace(batch, rewards=torch.tensor([1.0, 0.6, -1.0], dtype=torch.float64))
+    assert weigh(batch, _algorithm(normalize_by_std=False)).advantages.tolist() == [1.0, 0.0, -1.0]

@@ -10,12 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.batch import balance_over_ranks, build_batch, micro_batches, split_batch, workload
+from dapo_core.batch import (
+    RankShare,
+    balance_over_ranks,
+    build_batch,
+    micro_batches,
+    mini_batches,
+    shuffled,
+    split_batch,
+    workload,
+)
 from dapo_core.data import Prompt
 from dapo_core.engines.base import FinishReason
 from dapo_core.errors import DataError
 from dapo_core.rollout import Group, Rollout
-from tests.batches import make_group, random_batch
+from tests.batches import UNSCORED, make_group, random_batch
 
 NAN = float("nan")
 
@@ -70,7 +79,7 @@ def test_responses_without_a_score_train_no_token() -> None:
 
 def test_select_orders_and_trims() -> None:
     batch = replace(build_batch(_groups(), mask_truncated=False), advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]))
-    chosen = batch.with_old_log_probs(batch.rollout_log_probs * 2).select([2, 0])
+    chosen = replace(batch, old_log_probs=batch.rollout_log_probs * 2).select([2, 0])
     assert chosen.token_ids.tolist() == [[3, 3, 3, 4, 0], [5, 6, 7, 8, 2]]
     assert chosen.response_mask.int().tolist() == [[1, 0, 0], [1, 1, 1]]
     assert chosen.rollout_log_probs.tolist() == [[-0.5, 0.0, 0.0], [-0.5, -1.0, -1.5]]
@@ -191,10 +200,36 @@ def test_more_ranks_than_responses() -> None:
     assert all(share.batch.num_responses == 1 for share in shares)  # something to run the forward pass on
 
 
-def test_anchoring_replaces_only_the_old_log_probs() -> None:
-    batch = random_batch(2, 2)
-    anchored = batch.with_old_log_probs(torch.full_like(batch.old_log_probs, -3.0))
-    assert (anchored.old_log_probs == -3.0).all()
-    for name in ("token_ids", "response_mask", "rollout_log_probs", "advantages"):
-        assert torch.equal(getattr(anchored, name), getattr(batch, name))
-    assert replace(anchored, old_log_probs=batch.old_log_probs).old_log_probs.isnan().all()
+def test_siblings_share_a_group_and_rewards_are_those_of_the_scorer() -> None:
+    batch = build_batch([make_group([1.0, UNSCORED]), make_group([-1.0])], mask_truncated=False)
+    assert batch.group_ids.tolist() == [0, 0, 1]
+    assert batch.rewards.tolist() == [1.0, 0.0, -1.0]
+    assert batch.is_scored.tolist() == [True, False, True]
+    assert batch.select([2]).rewards.tolist() == [-1.0]
+
+
+def test_mini_batches_do_not_sort_groups_by_how_soon_they_finished() -> None:
+    """A mini-batch of the shortest responses would give each of their tokens more weight than long ones have."""
+    as_finished = [make_group([1.0, -1.0], number, num_response_tokens=number + 1) for number in range(64)]
+    groups = shuffled(as_finished, seed=3, step=1)
+    assert sorted(group.prompt.index for group in groups) == list(range(64))
+    tokens = np.array([group.num_response_tokens for group in groups]).reshape(4, 16).sum(axis=1)
+    # 4 mini-batches of 16: as finished they have 272, 784, 1296 and 1808 tokens, at random 1040 +- 129
+    assert tokens.min() > 1040 - 3 * 129
+    assert tokens.max() < 1040 + 3 * 129
+    assert shuffled(as_finished, seed=3, step=1) == groups  # a step continued from a checkpoint is the same
+    assert shuffled(as_finished, seed=3, step=2) != groups
+
+
+def test_mini_batches_take_every_response_once_in_order() -> None:
+    batch = random_batch(num_groups=5, group_size=2)
+    parts = list(mini_batches(batch, 2))
+    assert [part.num_responses for part in parts] == [4, 4, 2]
+    assert torch.cat([part.advantages for part in parts]).tolist() == batch.advantages.tolist()
+
+
+def test_an_empty_micro_batch_is_a_row_that_trains_nothing() -> None:
+    share = RankShare(random_batch(1, 2), [np.array([1]), np.array([], dtype=np.int64)])
+    assert share.micro_batch(0).num_loss_tokens > 0
+    empty = share.micro_batch(1)
+    assert (empty.num_responses, empty.num_loss_tokens) == (1, 0)

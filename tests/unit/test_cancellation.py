@@ -44,7 +44,7 @@ def test_a_server_that_does_not_answer_leaves_it_running(
         began = time.monotonic()
         with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{silent.getsockname()[1]}/api"}):
             assert is_worker_restart(SIGTERM)
-    assert 0.5 < time.monotonic() - began < 3.0
+    assert 0.5 < time.monotonic() - began < 10.0
     assert "cannot ask Prefect whether" in caplog.text
 
 

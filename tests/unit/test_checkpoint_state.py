@@ -20,7 +20,7 @@ from dapo_core.checkpoint.state import (
 )
 from dapo_core.errors import CheckpointError
 from dapo_core.model_folder import copy_model_files
-from tests.checkpoints import make_model_folder, make_state
+from tests.checkpoints import MODEL_FILES, files_below, make_model_folder, make_state
 
 
 def _write_state(folder: Path, step: int, accuracy: float | None = None) -> Path:
@@ -92,13 +92,7 @@ def test_a_state_that_cannot_be_read_names_the_way_out(tmp_path: Path, name: str
 
 def test_a_checkpoint_carries_the_model_files_without_weights(tmp_path: Path) -> None:
     copy_model_files(make_model_folder(tmp_path / "model"), tmp_path / "copy")
-    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer.model",
-    ]
+    assert files_below(tmp_path / "copy") == list(MODEL_FILES)
 
 
 def test_folders_are_ordered_by_step_and_others_do_not_count(tmp_path: Path) -> None:

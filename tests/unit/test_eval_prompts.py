@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eval.answers.extraction import extract_boxed
-from eval.problems import BenchmarkError
+from eval.problems import ProblemsError
 from eval.problems.prompts import TEMPLATES, Template, find_template, make_prompt
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -69,10 +69,10 @@ def test_a_file_is_a_template_and_its_last_newline_is_the_editor_s(tmp_path: Pat
 def test_a_file_without_one_place_for_the_problem_is_refused(tmp_path: Path, text: str, times: int) -> None:
     path = tmp_path / "mine.txt"
     path.write_text(text)
-    with pytest.raises(BenchmarkError, match=rf"mine.txt says {{problem}} {times} times; .*exactly once"):
+    with pytest.raises(ProblemsError, match=rf"mine.txt says {{problem}} {times} times; .*exactly once"):
         find_template(str(path), "bare")
 
 
 def test_a_misspelt_template_is_told_the_nearest() -> None:
-    with pytest.raises(BenchmarkError, match=r"evaluate.prompt=aisbnch is neither .*; did you mean 'aisbench'\?"):
+    with pytest.raises(ProblemsError, match=r"evaluate.prompt=aisbnch is neither .*; did you mean 'aisbench'\?"):
         find_template("aisbnch", "bare")

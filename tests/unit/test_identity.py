@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from dapo_core.data import Prompt, PromptStream
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.identity import refuse_other_training, training_identity
 from flows.config import Config
+from tasks.stages import TRAIN_POLICY
 from tests.configs import make_config
 
 BEFORE = {"run.seed": 3, "train.learning_rate": 1e-6, "train.weight_decay": 0.1, "prompts": "ab"}
@@ -127,3 +130,17 @@ def test_what_is_allowed_is_told_and_what_is_not_is_refused(tmp_path: Path) -> N
 def test_an_allowed_key_that_is_not_bound_is_refused(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         refuse_other_training(tmp_path, BEFORE, NOW, allowed=(name, "prompts"))
+
+
+def test_attempts_share_whatever_the_cache_key_says_changes_the_training(model_path: Path) -> None:
+    def names(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from names(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}"
+
+    # A training may become longer; what is measured and kept on the way does not change it.
+    free = {"train.total_steps", "validation.every", "validation.num_prompts", "checkpoint.keep_best"}
+    keys = set(names(TRAIN_POLICY.key(make_config(model_path), {}).config))
+    assert keys - _identity(model_path).keys() == free

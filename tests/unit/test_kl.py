@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from dapo_core.batch import build_batch
 from dapo_core.config.training import KLConfig
-from dapo_core.errors import ConfigError
 from dapo_core.kl import KLController, kl_estimate, reward_penalties
+from tests.batches import make_group
 
 LN2, NAN = math.log(2), float("nan")
 ESTIMATORS = ("kl", "abs", "mse", "low_var_kl")
@@ -82,7 +84,7 @@ def test_reward_penalties() -> None:
     old = torch.tensor([[-0.5, -1.1, -0.8], [-1.0, NAN, NAN], [NAN, NAN, NAN]])
     ref = torch.tensor([[-1.0, -1.0, -1.0], [-2.0, NAN, 0.0], [NAN, 0.0, float("-inf")]])
     sums, mean = reward_penalties(old, ref, mask, KLConfig(place="reward", estimator="kl"))
-    assert sums.dtype == "float64"
+    assert sums.dtype == torch.float64
     assert sums.tolist() == pytest.approx([0.6, 1.0, 0.0], abs=1e-6)
     assert mean == pytest.approx(0.6, abs=1e-6)
 
@@ -140,6 +142,14 @@ def test_a_fixed_coefficient_stays() -> None:
     assert controller.coefficient == 0.01
 
 
-def test_a_step_of_five_horizons_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"50000 responses is 5\.0 times algorithm\.kl\.horizon=10000.*200000"):
-        _adaptive().update(0.1, 50_000)
+def test_a_response_that_trains_nothing_loses_its_kl_like_its_siblings() -> None:
+    group = make_group([1.0, -1.0], num_response_tokens=[3, 2])
+    group.rollouts[1] = replace(group.rollouts[1], finish_reason="length")
+    batch = build_batch([group], mask_truncated=True)
+    batch = replace(batch, old_log_probs=batch.rollout_log_probs, ref_log_probs=batch.rollout_log_probs - 0.5)
+    controller = KLController(KLConfig(place="reward", estimator="kl", coefficient=0.1))
+    penalised, metrics = controller.penalise(batch)
+    # KL 0.5 a token: 1 - 0.1 * 3 * 0.5 and -1 - 0.1 * 2 * 0.5
+    assert penalised.rewards.tolist() == pytest.approx([0.85, -1.1])
+    assert metrics == {"actor/reward_kl_penalty": pytest.approx(0.5), "actor/reward_kl_penalty_coeff": 0.1}
+    assert KLController(KLConfig(place="loss")).penalise(batch) == (batch, {})

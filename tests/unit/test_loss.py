@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -70,11 +71,11 @@ def test_one_token(
 ) -> None:
     loss, slope = _one_token(math.log(ratio), advantage)
     assert loss.loss.item() == pytest.approx(value, abs=1e-12)
-    assert loss.pg_loss == loss.loss.item()
+    assert loss.sums.pg_loss == loss.loss.item()
     assert slope == pytest.approx(gradient, abs=1e-12)
-    assert (loss.clipped, loss.clipped_dual, loss.num_tokens) == (float(is_clipped), float(is_dual), 1.0)
-    assert loss.neg_log_ratio == pytest.approx(-math.log(ratio), abs=1e-12)
-    assert loss.kl_loss == 0.0
+    assert (loss.sums.clipped, loss.sums.clipped_dual, loss.sums.num_tokens) == (is_clipped, is_dual, 1.0)
+    assert loss.sums.neg_log_ratio == pytest.approx(-math.log(ratio), abs=1e-12)
+    assert loss.sums.kl_loss == 0.0
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_one_token(
 def test_a_log_ratio_of_fifty_is_clamped_to_twenty(log_ratio: float, advantage: float, value: float) -> None:
     loss, slope = _one_token(log_ratio, advantage)
     assert loss.loss.item() == pytest.approx(value, rel=1e-6)
-    assert loss.neg_log_ratio == -math.copysign(20.0, log_ratio)
+    assert loss.sums.neg_log_ratio == -math.copysign(20.0, log_ratio)
     assert slope == 0.0  # constant beyond the clamp
 
 
@@ -102,24 +103,6 @@ def test_token_weights(aggregation: str, weights: list[list[float]]) -> None:
     mask = torch.tensor([[True, True], [True, False], [False, False]])
     found = _totals(mask).token_weights(mask, _algorithm(aggregation))
     torch.testing.assert_close(found, torch.tensor(weights))
-
-
-# Two responses, ratios all 1, so that a token's loss is -A: A = -4 on 2 tokens, A = -10 on 1 token.
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
-        ("token-mean", 6.0),  # (4 + 4 + 10) / 3
-        ("seq-mean-token-sum", 9.0),  # (8 + 10) / 2
-        ("seq-mean-token-mean", 7.0),  # (4 + 10) / 2
-        ("seq-mean-token-sum-norm", 0.9),  # (8 / 10 + 10 / 10) / 2
-    ],
-)
-def test_aggregations(aggregation: str, expected: float) -> None:
-    mask = torch.tensor([[True, True], [True, False]])
-    algorithm = _algorithm(aggregation)
-    tokens = _tokens(torch.zeros(2, 2), [-4.0, -10.0], mask, _totals(mask).token_weights(mask, algorithm))
-    loss = policy_loss(torch.zeros(2, 2), None, tokens, algorithm)
-    assert loss.loss.item() == pytest.approx(expected)
 
 
 # Responses of 1, 2 and 9 tokens with losses 10.1, 9.7 and 7.5 per token: over all tokens
@@ -149,14 +132,8 @@ def test_token_mean_is_of_the_mini_batch_and_with_compat_verl_of_micro_batches(
         for rows in share:
             weights = totals.token_weights(mask[rows], algorithm, num_responses)
             tokens = _tokens(torch.zeros(len(rows), 9), (-losses[rows]).tolist(), mask[rows], weights)
-            value += policy_loss(torch.zeros(len(rows), 9), None, tokens, algorithm).pg_loss
+            value += policy_loss(torch.zeros(len(rows), 9), None, tokens, algorithm).sums.pg_loss
     assert value == pytest.approx(verl if compat == "verl" else 97 / 12, rel=1e-6)
-
-
-def test_compat_verl_weighs_a_whole_mini_batch_by_its_tokens() -> None:
-    mask = torch.tensor([[True, True], [True, False]])
-    weights = LossTotals(3, 2, num_data_ranks=4).token_weights(mask, _algorithm(compat="verl"))
-    torch.testing.assert_close(weights, torch.tensor([[1 / 3, 1 / 3], [1 / 3, 0.0]]))
 
 
 @pytest.mark.parametrize("compat", ["none", "verl"])
@@ -186,7 +163,7 @@ def test_what_stands_under_the_mask_changes_neither_value_nor_gradient(aggregati
         loss.loss.backward()
         assert log_probs.grad is not None
         assert entropy.grad is not None
-        numbers = (loss.loss.item(), loss.pg_loss, loss.kl_loss, loss.neg_log_ratio, loss.clipped)
+        numbers = (loss.loss.item(), *astuple(loss.sums))
         results.append((numbers, log_probs.grad.tolist(), entropy.grad.tolist()))
     numbers, gradient, entropy_gradient = results[0]
     assert all(math.isfinite(number) for number in numbers)
@@ -206,7 +183,7 @@ def test_a_part_without_trained_tokens_adds_nothing(aggregation: str, compat: st
     weights = totals.token_weights(mask, algorithm, 0)
     loss = policy_loss(log_probs, None, _tokens(torch.full((2, 3), NAN), [1.0, 1.0], mask, weights), algorithm)
     loss.loss.backward()
-    assert (loss.loss.item(), loss.num_tokens, loss.clipped, loss.neg_log_ratio) == (0.0, 0.0, 0.0, 0.0)
+    assert (loss.loss.item(), *astuple(loss.sums)) == (0.0,) * 7
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == [[0.0] * 3] * 2
 
@@ -220,7 +197,7 @@ def test_the_entropy_bonus_lowers_the_loss_by_the_mean_entropy() -> None:
     loss = policy_loss(torch.zeros(2, 1), entropy, tokens, algorithm)
     loss.loss.backward()
     assert loss.loss.item() == pytest.approx(1.97)
-    assert loss.pg_loss == pytest.approx(2.0)
+    assert loss.sums.pg_loss == pytest.approx(2.0)
     assert entropy.grad is not None
     torch.testing.assert_close(entropy.grad, torch.full((2, 1), -0.025))  # -0.05 / 2 tokens
 
@@ -241,8 +218,8 @@ def test_kl_in_the_loss_adds_its_coefficient_times_the_mean() -> None:
     tokens = _tokens(log_probs.detach(), [0.0], mask, weights, ref_log_probs=torch.full((1, 2), -1.0))
     loss = policy_loss(log_probs, None, tokens, algorithm)
     loss.loss.backward()
-    assert loss.kl_loss == pytest.approx(0.1276260, abs=1e-6)
-    assert (loss.loss.item(), loss.pg_loss) == (pytest.approx(0.2552520, abs=1e-6), 0.0)
+    assert loss.sums.kl_loss == pytest.approx(0.1276260, abs=1e-6)
+    assert (loss.loss.item(), loss.sums.pg_loss) == (pytest.approx(0.2552520, abs=1e-6), 0.0)
     assert log_probs.grad is not None
     torch.testing.assert_close(log_probs.grad, torch.tensor([[0.3934693, -0.6487213]]))
 
@@ -256,7 +233,7 @@ def test_kl_in_the_loss_asks_for_the_reference() -> None:
 def test_kl_elsewhere_is_no_part_of_the_loss(place: str) -> None:
     algorithm = _algorithm(kl={"place": place, "coefficient": 2.0})
     loss, slope = _one_token(0.0, 3.0, algorithm, ref_log_probs=torch.full((1, 1), -5.0, dtype=torch.float64))
-    assert (loss.loss.item(), loss.kl_loss, slope) == (-3.0, 0.0, -3.0)
+    assert (loss.loss.item(), loss.sums.kl_loss, slope) == (-3.0, 0.0, -3.0)
 
 
 def test_an_importance_weight_multiplies_the_policy_loss_alone_and_takes_no_gradient() -> None:
@@ -270,7 +247,7 @@ def test_an_importance_weight_multiplies_the_policy_loss_alone_and_takes_no_grad
     tokens = _tokens(zeros, [-2.0], mask, torch.ones(1, 1), importance_weights=importance, ref_log_probs=zeros)
     loss = policy_loss(log_probs, torch.full((1, 1), 0.7, dtype=torch.float64), tokens, algorithm)
     loss.loss.backward()
-    assert loss.pg_loss == pytest.approx(1.1, abs=1e-12)
+    assert loss.sums.pg_loss == pytest.approx(1.1, abs=1e-12)
     assert loss.loss.item() == pytest.approx(1.0313626, abs=1e-7)
     assert log_probs.grad is not None
     assert log_probs.grad.item() == pytest.approx(1.1 + 0.3 * math.log(1.1), abs=1e-12)

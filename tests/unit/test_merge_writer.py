@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from dapo_core.merge.sources import CHUNK_BYTES, StoredTensor, values_in_order
 from dapo_core.merge.writer import (
     OutputFile,
     OutputTensor,
-    _Workers,
     output_tensors,
     plan_files,
     require_opens,
@@ -131,36 +129,6 @@ def test_what_safetensors_cannot_hold_is_refused() -> None:
     whole = OutputTensor("z", (2,), torch.complex64, "z", FilePiece("z"))
     with pytest.raises(CheckpointError, match=r"z is complex64, which safetensors files cannot hold"):
         OutputFile("f", [whole]).header()
-
-
-def test_the_next_is_read_while_the_present_one_is_written() -> None:
-    may_write, written = threading.Event(), []
-
-    def write(chunk: memoryview) -> None:
-        assert may_write.wait(60)
-        written.append(bytes(chunk))
-
-    with _Workers(2) as workers:
-        read: list[bytes] = []
-        for chunk in (b"a", b"b", b"c"):  # as many as may wait; one more would wait for the first
-            workers.put(memoryview(chunk), write, read.append)
-        assert written == []
-        may_write.set()
-        workers.put(memoryview(b"d"), write, read.append)
-        assert written
-        workers.finish()
-    assert written == [b"a", b"b", b"c", b"d"]
-    assert [bytes(chunk) for chunk in read] == written
-
-
-def test_what_a_worker_raises_reaches_the_caller() -> None:
-    def fail(chunk: memoryview) -> None:
-        raise OSError("no room")
-
-    with _Workers(1) as workers:
-        workers.put(memoryview(b"a"), fail)
-        with pytest.raises(OSError, match="no room"):
-            workers.finish()
 
 
 def _other_bytes(descriptor: int, part: memoryview, offset: int) -> int:

@@ -8,28 +8,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config
 
 from dapo_core.batch import Batch, build_batch
 from dapo_core.config.training import KLConfig
 from dapo_core.data import Prompt
-from dapo_core.device import device_for
 from dapo_core.engines.base import FinishReason
-from dapo_core.flops import ActorUtilization
+from dapo_core.loss import LossSums
 from dapo_core.metrics import (
     batch_metrics,
     draw_metrics,
     response_metrics,
     seqlen_metrics,
-    timing_metrics,
     update_metrics,
 )
-from dapo_core.policy import UpdateSums
+from dapo_core.policy import Update
 from dapo_core.reward.scorers import Verdict
 from dapo_core.rollout import Group, Rollout
 from dapo_core.sampler import Draw, TokenAccount
-from tests.batches import make_group
-from tests.metric_names import expand
+from tests.batches import UNSCORED, make_group
 
 
 def _rollout(num_tokens: int, score: float, verdict: Verdict, finish: FinishReason, penalty: float) -> Rollout:
@@ -48,7 +44,9 @@ def _groups() -> list[Group]:
 
 
 def test_responses() -> None:
-    rewards = np.array([1.0, -1.75, -1.25, -9.0])  # scores + overlong - KL; of the empty response it says nothing
+    rewards = torch.tensor(
+        [1.0, -1.75, -1.25, -9.0]
+    )  # scores + overlong - KL; of the empty response it says nothing
     assert response_metrics(_groups(), rewards, max_prompt_tokens=3) == pytest.approx(
         {
             "critic/score/mean": -1 / 3,  # (1 - 1 - 1) / 3 without the empty response
@@ -82,9 +80,9 @@ def test_responses() -> None:
 
 def test_the_clip_ratio_is_of_the_finish_reason_not_of_the_longest() -> None:
     longest = make_group([1.0, -1.0, 1.0, 1.0], num_response_tokens=[9, 2, 9, 1])
-    assert response_metrics([longest], np.zeros(4), 9)["response_length/clip_ratio"] == 0.0
+    assert response_metrics([longest], torch.zeros(4), 9)["response_length/clip_ratio"] == 0.0
     cut = replace(longest, rollouts=[replace(longest.rollouts[0], finish_reason="length"), *longest.rollouts[1:]])
-    assert response_metrics([cut], np.zeros(4), 9)["response_length/clip_ratio"] == 0.25
+    assert response_metrics([cut], torch.zeros(4), 9)["response_length/clip_ratio"] == 0.25
 
 
 def test_a_failed_scorer_shows_among_the_verdicts() -> None:
@@ -93,12 +91,20 @@ def test_a_failed_scorer_shows_among_the_verdicts() -> None:
     rollouts = [
         replace(rollout, verdict=verdict) for rollout, verdict in zip(group.rollouts, verdicts, strict=True)
     ]
-    metrics = response_metrics([replace(group, rollouts=rollouts)], np.zeros(4), 9)
+    metrics = response_metrics([replace(group, rollouts=rollouts)], torch.zeros(4), 9)
     assert (metrics["reward/error_ratio"], metrics["reward/timeout_ratio"]) == (0.25, 0.5)
 
 
+def test_a_response_without_a_score_is_in_no_mean_of_scores() -> None:
+    group = make_group([1.0, UNSCORED, 0.5])
+    metrics = response_metrics([group], torch.tensor(group.rewards), max_prompt_tokens=9)
+    assert (metrics["critic/score/mean"], metrics["critic/score/min"]) == (0.75, 0.5)  # without the 0.0
+    assert metrics["critic/rewards/mean"] == 0.75
+    assert metrics["reward/timeout_ratio"] == pytest.approx(1 / 3)
+
+
 def test_only_empty_responses_have_no_score() -> None:
-    metrics = response_metrics([make_group([1.0, 1.0], num_response_tokens=0)], np.zeros(2), 9)
+    metrics = response_metrics([make_group([1.0, 1.0], num_response_tokens=0)], torch.zeros(2), 9)
     assert metrics["response/aborted_ratio"] == 1.0
     assert not [name for name in metrics if name.startswith(("critic/", "response_length_non_aborted/"))]
     assert all(math.isfinite(value) for value in metrics.values())
@@ -147,10 +153,9 @@ def test_tokens_outside_the_mask_are_not_trained() -> None:
 
 
 def test_sequence_lengths_before_and_after_balancing() -> None:
-    # B = 6 rows on D = 2 ranks in mini-batches of 4 and 2: (9, 1, 1, 1), (4, 8); longest first gives
-    # 9 | 1 1 1 and 8 | 4 to the other rank
+    # B = 6 rows on D = 2 ranks in mini-batches of 4 and 2: 9 | 1 1 1 and 4 | 8
     lengths = np.array([9, 1, 1, 1, 4, 8])
-    metrics = seqlen_metrics(lengths, [np.array([0, 4]), np.array([1, 2, 3, 5])])
+    metrics = seqlen_metrics(lengths, [_update(0.0, 1, 1.0, rank_tokens=tokens) for tokens in ((9, 3), (4, 8))])
     assert metrics == {
         "global_seqlen/min": 11.0,  # 9 + 1 + 1 in the first half,
         "global_seqlen/max": 13.0,  # 1 + 4 + 8 in the second
@@ -162,8 +167,7 @@ def test_sequence_lengths_before_and_after_balancing() -> None:
 
 
 def test_more_ranks_than_rows() -> None:
-    none = np.empty(0, dtype=np.int64)
-    metrics = seqlen_metrics(np.array([5, 3]), [np.array([0]), np.array([1]), none])
+    metrics = seqlen_metrics(np.array([5, 3]), [_update(0.0, 1, 1.0, rank_tokens=(5, 3, 0))])
     assert (metrics["global_seqlen/min"], metrics["global_seqlen/balanced_min"]) == (0.0, 0.0)
     assert metrics["global_seqlen/mean"] == pytest.approx(8 / 3)
 
@@ -172,10 +176,16 @@ NO_KL = KLConfig()
 KL_IN_LOSS = KLConfig(place="loss", coefficient=0.25)
 
 
-def _sums(loss: float, num_tokens: float, grad_norm: float, is_skipped: bool = False) -> UpdateSums:
-    return UpdateSums(
-        loss, loss / 2, num_tokens, num_tokens / 10, 1.0, num_tokens / 20 - 1, grad_norm, is_skipped, loss / 100
-    )
+def _update(
+    loss: float,
+    num_tokens: float,
+    grad_norm: float,
+    is_skipped: bool = False,
+    learning_rate: float = 0.004,
+    rank_tokens: tuple[int, ...] = (4, 7),
+) -> Update:
+    sums = LossSums(loss, loss / 2, num_tokens, num_tokens / 10, 1.0, num_tokens / 20 - 1)
+    return Update(sums, grad_norm, is_skipped, learning_rate, 1, rank_tokens)
 
 
 def test_updates_are_weighted_by_tokens() -> None:
@@ -188,7 +198,7 @@ def test_updates_are_weighted_by_tokens() -> None:
         "actor/skipped_updates": 0.0,
         "actor/lr": 0.004,  # of the last
     }
-    updates = [_sums(0.2, 10, 1.0), _sums(0.4, 30, 3.0)]
+    updates = [_update(0.2, 10, 1.0, learning_rate=0.002), _update(0.4, 30, 3.0)]
     assert update_metrics(updates, NO_KL) == pytest.approx(expected)
     with_kl = {**expected, "actor/kl_loss": 0.15, "actor/kl_coef": 0.25}  # (0.1 + 0.2) / 2
     assert update_metrics(updates, KL_IN_LOSS) == pytest.approx(with_kl)
@@ -196,9 +206,9 @@ def test_updates_are_weighted_by_tokens() -> None:
 
 def test_skipped_updates_are_counted_and_leave_the_rest_finite() -> None:
     nan = float("nan")
-    overflown = _sums(0.4, 30, float("inf"), is_skipped=True)
-    broken = replace(_sums(nan, 30, nan, is_skipped=True), neg_log_ratio=nan, learning_rate=0.002)
-    metrics = update_metrics([_sums(0.2, 10, 1.0), overflown, broken], KL_IN_LOSS)
+    overflown = _update(0.4, 30, float("inf"), is_skipped=True)
+    broken = _update(nan, 30, nan, is_skipped=True, learning_rate=0.002)
+    metrics = update_metrics([_update(0.2, 10, 1.0), overflown, broken], KL_IN_LOSS)
     assert metrics == pytest.approx(
         {
             "actor/pg_loss": 0.3,  # of the two mini-batches with a loss
@@ -217,7 +227,7 @@ def test_skipped_updates_are_counted_and_leave_the_rest_finite() -> None:
 
 
 def test_updates_on_no_token_have_no_shares() -> None:
-    empty = UpdateSums(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, False, 0.5)
+    empty = Update(LossSums(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, False, 0.5, 1)
     assert update_metrics([empty, empty], NO_KL) == {
         "actor/grad_norm": 0.0,
         "actor/skipped_updates": 0.0,
@@ -241,64 +251,3 @@ def test_the_account_of_a_draw() -> None:
     assert (metrics["sampler/kept_groups"], metrics["sampler/kept_tokens"]) == (2.0, 30.0)
     assert (metrics["sampler/aborted_groups"], metrics["sampler/aborted_tokens"]) == (3.0, 10.0)
     assert (metrics["sampler/stale_groups"], metrics["sampler/all_right_tokens"]) == (0.0, 0.0)
-
-
-def test_the_published_batch() -> None:
-    # The shortest and longest chunk of the log, the others of equal length so that the total is right; a response
-    # that is wrong and as long as allowed has -1 - 1 = -2; 40 of 1024 are cut: 0.0390625.
-    rest = 7718944 - 33676 - 326471
-    chunks = [33676, 326471, *[rest // 62 + (rank < rest % 62) for rank in range(62)]]
-    lengths = np.array([[chunk - 15, *[1] * 15] for chunk in chunks]).ravel()  # 16 responses a rank
-    metrics = seqlen_metrics(lengths, np.split(np.arange(1024), 64))
-    assert metrics["global_seqlen/minmax_diff"] == 292795.0  # 326471 - 33676
-    assert metrics["global_seqlen/mean"] == 120608.5  # 7718944 / 64
-    cut = [_rollout(4, -1.0, "wrong", "length", -1.0)] * 40 + [_rollout(3, 1.0, "right", "stop", 0.0)] * 984
-    rewards = np.array([rollout.reward for rollout in cut])
-    responses = response_metrics([Group(Prompt(0, (5, 6), "arithmetic", "1"), cut, 0)], rewards, 2048)
-    assert responses["critic/rewards/min"] == -2.0
-    assert responses["response_length/clip_ratio"] == 0.0390625
-    means = responses["prompt_length/mean"] + responses["response_length/mean"]
-    assert responses["perf/total_num_tokens"] == means * 1024
-
-
-# The table of metrics as the field names them: NAME or NAME/{parts}.
-TABLE = """
-train/num_gen_batches critic/score/{mean,max,min} critic/rewards/{mean,max,min} critic/advantages/{mean,max,min}
-critic/returns/{mean,max,min} actor/{entropy,pg_loss,pg_clipfrac,pg_clipfrac_lower,ppo_kl,kl_loss,kl_coef}
-actor/{grad_norm,skipped_updates,lr} response_length/{mean,max,min}
-prompt_length/{mean,max,min} response/aborted_ratio response_length_non_aborted/{mean,max,min}
-response_length/clip_ratio prompt_length/clip_ratio global_seqlen/{min,max,minmax_diff}
-global_seqlen/{balanced_min,balanced_max,mean}
-sampler/{kept,all_right,all_wrong,surplus,stale,aborted}_{groups,tokens}
-sampler/waste_ratio reward/{right,wrong,no_answer,error,timeout}_ratio reward/overlong_ratio
-timing_s/{gen,reward,old_log_prob,ref,adv,update_actor,weight_sync,save_checkpoint,testing,step}
-timing_per_token_ms/{gen,old_log_prob,ref,adv,update_actor} perf/{total_num_tokens,generated_tokens,time_per_step}
-perf/throughput perf/mfu/actor perf/max_rss_gb perf/cpu_memory_used_gb
-"""
-# Written elsewhere: training/* and actor/reward_kl_* by the trainer, rollout/* by rollout_correction, the
-# memory of accelerators by device.
-OURS_TOO = {
-    "sampler/accuracy",
-    "sampler/carried_out_groups",
-    "sampler/carried_out_tokens",
-    "perf/trained_response_tokens",
-}
-
-
-def test_every_metric_of_the_table_is_written_as_a_plain_number() -> None:
-    batch = _two_responses()
-    lengths = (batch.prompt_lengths + batch.response_lengths).numpy()
-    phases = [name.removeprefix("timing_s/") for name in expand(TABLE) if name.startswith("timing_s/")]
-    meter = ActorUtilization(Qwen3Config(), "Ascend910B3", torch.bfloat16, 2)
-    metrics = {
-        **draw_metrics(Draw([], 1, TokenAccount())),
-        **response_metrics(_groups(), np.zeros(4), 3),
-        **batch_metrics(batch, torch.ones(2, 2), torch.ones(2, 2)),
-        **seqlen_metrics(lengths, [np.array([0]), np.array([1])]),
-        **update_metrics([_sums(0.2, 10, 1.0)], KL_IN_LOSS),
-        **timing_metrics(dict.fromkeys(phases, 1.5), 3, 11, 1),
-        **meter.metrics(lengths, 3, 1.5),
-        **device_for("cpu").memory_metrics(),
-    }
-    assert set(metrics) == expand(TABLE) | OURS_TOO
-    assert {type(value) for value in metrics.values()} == {float}

@@ -7,11 +7,14 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dapo_core.errors import CheckpointError
-from dapo_core.metrics import MetricsLog, PhaseTimer, format_step, read_metrics, timing_metrics
+from dapo_core.metrics import MetricsLog, PhaseTimer, format_step, timing_metrics
+from durable import read_json_lines
 from tests.metric_names import NAME_VALUE
 
 EXAMPLE_LINE = (
@@ -29,10 +32,12 @@ EXAMPLE_LINE = (
 
 def test_the_published_step() -> None:
     # 1024 responses on 64 devices: (7385.140625 + 152.890625) * 1024 = 7718944 tokens
-    num_response_tokens, num_tokens = int(7385.140625 * 1024), int((7385.140625 + 152.890625) * 1024)
-    assert num_tokens == 7718944
+    prompt_ids, num_response_tokens = range(7718944 - 7562384), 7562384  # 7385.140625 * 1024
+    group: Any = SimpleNamespace(
+        num_response_tokens=num_response_tokens, prompt=SimpleNamespace(prompt_ids=prompt_ids), rollouts=[None]
+    )
     seconds = {"gen": 1315.2451746799998, "ref": 77.18944, "adv": 7.718944, "update_actor": 303.9206}
-    speeds = timing_metrics({**seconds, "step": 1738.0274970199998}, num_response_tokens, num_tokens, 64)
+    speeds = timing_metrics({**seconds, "step": 1738.0274970199998}, [group], 64)
     assert speeds == pytest.approx(
         {
             **{f"timing_s/{name}": value for name, value in seconds.items()},
@@ -49,7 +54,7 @@ def test_the_published_step() -> None:
 
 
 def test_a_skipped_step_has_a_throughput_of_zero() -> None:
-    assert timing_metrics({"gen": 1.0, "step": 2.0}, 0, 0, 1) == {
+    assert timing_metrics({"gen": 1.0, "step": 2.0}, [], 1) == {
         "timing_s/gen": 1.0,
         "timing_s/step": 2.0,
         "perf/time_per_step": 2.0,
@@ -109,7 +114,7 @@ def test_the_log_forgets_later_steps_and_a_torn_line_on_resume(tmp_path: Path) -
         log.append(step, step * 2, {"timing_s/step": 0.5 + step})
     with log.path.open("a", encoding="utf-8") as file:
         file.write('{"step": 4, "wall_ti')
-    assert [line["step"] for line in read_metrics(log.path)] == [1, 2, 3]
+    assert [line["step"] for line in read_json_lines(log.path)] == [1, 2, 3]
     resumed = MetricsLog(tmp_path, last_step=2)
     resumed.append(3, 6, {"timing_s/step": 9.0})
     lines = [json.loads(line) for line in resumed.path.read_text(encoding="utf-8").splitlines()]
@@ -121,8 +126,8 @@ def test_the_log_forgets_later_steps_and_a_torn_line_on_resume(tmp_path: Path) -
 
 def test_a_new_run_begins_with_an_empty_log(tmp_path: Path) -> None:
     MetricsLog(tmp_path, 0).append(1, 1, {"timing_s/step": 1.0})
-    assert read_metrics(MetricsLog(tmp_path, 0).path) == []
-    assert read_metrics(tmp_path / "absent.jsonl") == []
+    assert read_json_lines(MetricsLog(tmp_path, 0).path) == []
+    assert read_json_lines(tmp_path / "absent.jsonl") == []
 
 
 def test_numbers_that_are_not_finite_stay_readable_as_json(tmp_path: Path) -> None:
@@ -147,6 +152,6 @@ def test_a_full_disk_is_told_and_the_lines_there_stay(tmp_path: Path, monkeypatc
     refused = rf"{log.path} cannot be written: .*No space left on device; make room, or take an --output"
     with pytest.raises(CheckpointError, match=refused):
         MetricsLog(tmp_path, 0)
-    assert [line["step"] for line in read_metrics(log.path)] == [1]
+    assert [line["step"] for line in read_json_lines(log.path)] == [1]
     with pytest.raises(CheckpointError, match=refused):
         log.append(2, 4, {"timing_s/step": 0.5})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from dapo_core.batch import Batch
+from dapo_core.batch import Batch, build_batch
 from dapo_core.errors import ModelError
 from dapo_core.policy import require_trainable
 from dapo_core.policy.attention import Packing, packed_attention
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack
-from tests.batches import random_batch
+from tests.batches import make_group, random_batch
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -67,15 +68,11 @@ def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def test_layout() -> None:
     """The example of PackedRow, with an empty response between."""
-    zeros = torch.zeros(3, 2)
-    batch = Batch(
+    sizes = [(2, 2), (3, 0), (1, 1)]  # of prompt and response
+    groups = [make_group([1.0], number, response, prompt) for number, (prompt, response) in enumerate(sizes)]
+    batch = replace(
+        build_batch(groups, mask_truncated=False),
         token_ids=torch.tensor([[5, 6, 7, 8], [9, 9, 9, 0], [3, 4, 0, 0]]),
-        prompt_lengths=torch.tensor([2, 3, 1]),
-        response_lengths=torch.tensor([2, 0, 1]),
-        response_mask=zeros.bool(),
-        rollout_log_probs=zeros,
-        old_log_probs=zeros,
-        advantages=torch.zeros(3),
     )
     row = pack(batch, CPU)
     assert row.token_ids.tolist() == [[5, 6, 7, 8, 9, 9, 9, 3, 4]]
@@ -86,13 +83,13 @@ def test_layout() -> None:
     assert row.cells.tolist() == [0, 1, 4]  # of [3, 2]: row 0 both, row 2 the first
 
 
-def test_lanes_hold_sequences_at_least_half_as_long_as_their_first() -> None:
+def test_blocks_hold_sequences_at_least_half_as_long_as_their_first() -> None:
     packing = Packing([3, 7, 1, 4], CPU)
     # 7 and 4 (2 * 4 >= 7) share a lane, 3 (6 < 7) begins the next, 1 (2 < 3) a third
-    assert [(lane.num_sequences, lane.num_tokens) for lane in packing.lanes] == [(2, 7), (1, 3), (1, 1)]
-    assert packing.lanes[0].tokens.tolist() == [3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 0, 0, 0]
-    assert packing.lanes[1].tokens.tolist() == [0, 1, 2]
-    assert packing.lanes[2].tokens.tolist() == [10]
+    assert [(block.num_sequences, block.num_tokens) for block in packing.blocks] == [(2, 7), (1, 3), (1, 1)]
+    assert packing.blocks[0].tokens.tolist() == [3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 0, 0, 0]
+    assert packing.blocks[1].tokens.tolist() == [0, 1, 2]
+    assert packing.blocks[2].tokens.tolist() == [10]
     # the row's tokens 0-2 are in the second lane, which begins at 14; token 10 is in the third at 17
     assert packing.places.tolist() == [14, 15, 16, 0, 1, 2, 3, 4, 5, 6, 17, 7, 8, 9, 10]
 
@@ -148,16 +145,7 @@ class LiveBytes(TorchDispatchMode):
 
 def _peak_bytes(num_tokens: int, vocabulary: int, chunk_tokens: int) -> int:
     """Most bytes at once in a forward and a backward pass over one response, entropy included."""
-    zeros = torch.zeros(1, num_tokens)
-    batch = Batch(
-        token_ids=torch.arange(num_tokens + 1).unsqueeze(0),
-        prompt_lengths=torch.tensor([1]),
-        response_lengths=torch.tensor([num_tokens]),
-        response_mask=zeros.bool(),
-        rollout_log_probs=zeros,
-        old_log_probs=zeros,
-        advantages=torch.zeros(1),
-    )
+    batch = build_batch([make_group([1.0], 0, num_tokens, num_prompt_tokens=1)], mask_truncated=False)
     keys = SIZES | {"vocab_size": vocabulary, "max_position_embeddings": 1024}
     causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **keys), dtype=torch.float32)
     model, row = TokenLogProbs(causal_lm, chunk_tokens), pack(batch, CPU)
@@ -167,6 +155,7 @@ def _peak_bytes(num_tokens: int, vocabulary: int, chunk_tokens: int) -> int:
     return live.peak
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
     vocabulary = 151_936
     few, many = (_peak_bytes(num_tokens, vocabulary, chunk_tokens=16) for num_tokens in (64, 512))

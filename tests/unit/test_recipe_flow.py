@@ -51,6 +51,7 @@ def test_a_wrong_value_ends_the_flow_before_it_leaves_anything(flow: Flow[..., A
     assert not store.exists()
 
 
+@pytest.mark.slow
 def test_a_flow_whose_worker_is_killed_goes_on(tmp_path: Path) -> None:
     """With Prefect's own console handler it ends at its next line."""
     script = [sys.executable, "-c", LOGS_TO_A_CLOSED_PIPE, str(tmp_path / "output")]

@@ -22,6 +22,7 @@ from tests.recorded_runs import Outcome, record_run, small_config
 from tests.webhooks import started_receiver
 
 
+@pytest.mark.slow
 def test_plots_of_equal_contents_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     monkeypatch.setattr(report_module, "draw_plots", lambda *what: drawn.append(what) or draw_plots(*what))
@@ -54,6 +55,7 @@ def test_a_chain_counts_as_built_with_every_output_in_its_place(tmp_path: Path) 
     assert not is_built(config)  # damaged
 
 
+@pytest.mark.slow
 def test_dapo_run_of_a_built_chain_starts_no_server(tmp_path: Path) -> None:
     with started_receiver() as receiver:
         changes = [f"flow.webhook.url={receiver.url()}"]

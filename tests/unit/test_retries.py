@@ -13,12 +13,12 @@ from prefect.states import Failed
 from dapo_core.errors import (
     CheckpointError,
     DataError,
-    NotEnoughSignal,
     RolloutError,
     ServeError,
     ServerDied,
     WorkerDied,
 )
+from dapo_core.sampler import NotEnoughSignal
 from eval import EvaluationError
 from tasks.artifacts import StoreError
 from tasks.evaluate_model import evaluate_model

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_core.compat import OURS, VERL
-from dapo_core.errors import NotEnoughSignal, RewardError
+from dapo_core.errors import RewardError
 from dapo_core.rollout import Group
-from dapo_core.sampler import FATES
+from dapo_core.sampler import FATES, NotEnoughSignal
 from tests.batches import UNSCORED
 from tests.sources import (
     MIXED,

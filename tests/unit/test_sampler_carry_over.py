@@ -8,8 +8,7 @@ import pytest
 
 from dapo_core.checkpoint.state import TrainerState, read_state, state_files
 from dapo_core.data import PromptStream
-from dapo_core.errors import NotEnoughSignal
-from dapo_core.sampler import Sampler
+from dapo_core.sampler import NotEnoughSignal, Sampler
 from tests.sources import (
     MIXED,
     PROMPTS,

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from dapo_core.errors import NotEnoughSignal, RolloutError
+from dapo_core.errors import RolloutError
+from dapo_core.sampler import NotEnoughSignal
 from tests.sources import (
     MIXED,
     RIGHT,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from ray._private import services
 
 from dapo_core.cluster.start import _signals_are_ours
 from dapo_core.stopping import ECHO_SECONDS, StopRequest, StopRequested
@@ -40,7 +43,7 @@ def test_what_may_be_interrupted_is_so_at_once_and_handlers_come_back(number: si
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize(("step", "then"), [(7, "a last checkpoint after step 8, then the end"), (0, "step 1,")])
+@pytest.mark.parametrize(("step", "then"), [(8, "a last checkpoint after step 8, then ending"), (1, "step 1,")])
 def test_a_request_during_the_work_of_a_step_waits_for_its_end(
     caplog: pytest.LogCaptureFixture, step: int, then: str
 ) -> None:
@@ -53,12 +56,13 @@ def test_a_request_during_the_work_of_a_step_waits_for_its_end(
             entered = True
     assert not entered
     (message,) = _messages(caplog)
-    assert message.startswith("told to stop by SIGTERM: ")
+    assert message.startswith("SIGTERM received: ")
     assert then in message
 
 
 @pytest.mark.parametrize(
-    ("step", "then"), [(7, "a last checkpoint after step 7, then the end"), (0, "nothing to save as no step")]
+    ("step", "then"),
+    [(8, "a last checkpoint after step 7, then ending"), (1, "without a checkpoint, as no step is done")],
 )
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_request_while_groups_are_waited_for_ends_that(
@@ -136,3 +140,10 @@ def test_a_signal_while_ray_starts_is_ours_and_so_is_the_handler_afterwards() ->
             start(is_signalled=True)
         assert (stop.signal, signal.getsignal(signal.SIGTERM)) == (signal.SIGTERM, ours)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ray_still_starts_its_processes_through_the_part_that_is_patched() -> None:
+    with _signals_are_ours():
+        popen: Any = services.ConsolePopen
+        assert popen.keywords == {"start_new_session": True}
+    assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)

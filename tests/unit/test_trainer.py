@@ -1,28 +1,49 @@
-"""Parts of the training step that need no rank and no engine."""
+"""A trainer without ranks and engines: what it takes over from a checkpoint, and how it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import inspect
+import logging
+import signal
+import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from dapo_core.batch import build_batch
+from dapo_core.checkpoint import writer
+from dapo_core.checkpoint.folder import latest_checkpoint
+from dapo_core.checkpoint.resume import require_same_training
+from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.data import Prompt, PromptStream
+from dapo_core.errors import CheckpointError, ConfigError, WorkerDied
 from dapo_core.identity import training_identity
-from dapo_core.metrics import response_metrics
-from dapo_core.trainer import Trainer
-from flows.config import Config
-from tasks.stages import TRAIN_POLICY
-from tests.batches import UNSCORED, make_group
+from dapo_core.metrics import METRICS_FILE, MetricsLog
+from dapo_core.sampler import Draw, NotEnoughSignal, TokenAccount
+from dapo_core.stopping import StopRequest, StopRequested
+from dapo_core.trainer import Trainer, is_due
+from durable import read_json_lines
+from tests.checkpoints import FileShards, make_state, write_state
 from tests.configs import make_config
+from tests.sources import MIXED, Clock, SlowSource
 from tests.tiny_models import build_tiny_qwen3
 
 PROMPTS = [Prompt(index, (index + 5,), "arithmetic", "1") for index in range(7)]
+
+
+class AskedShards(FileShards):
+    """Raises the error when asked whether an asynchronous save has ended."""
+
+    error: BaseException | None = None
+
+    def is_saved(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return super().is_saved()
 
 
 @pytest.fixture(scope="module")
@@ -30,86 +51,245 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_qwen3(tmp_path_factory.mktemp("model"))
 
 
-def _trainer(model_path: Path, **sections: dict[str, Any]) -> Trainer:
+def _trainer(
+    model_path: Path, output: Path, shards: FileShards | None = None, **sections: dict[str, Any]
+) -> Trainer:
+    """Of ranks that have nothing to load and no weights to hand out."""
     config = make_config(model_path, **sections)
-    cluster: Any = SimpleNamespace(policy=SimpleNamespace(device_name=lambda: "cpu"), rollouts=None)
+    policy: Any = shards or FileShards()
+    policy.device_name, policy.load, policy.weight_sizes = lambda: "cpu", lambda folder: None, dict
+    policy.memory_metrics, policy.gather_weights = dict, list
+    rollouts = SimpleNamespace(load_weights=lambda buckets, version: [version])
+    cluster: Any = SimpleNamespace(policy=policy, rollouts=rollouts)
     stream = PromptStream(PROMPTS, config.run.seed, config.data.shuffle)
-    return Trainer(config, cluster, stream, model_path, model_path, training_identity(config, stream, model_path))
+    identity = training_identity(config, stream, model_path)
+    (output / "checkpoints").mkdir(parents=True, exist_ok=True)
+    return Trainer(config, cluster, stream, model_path, output, identity)
 
 
-def _stage_keys(config: Config) -> set[str]:
-    """Keys that the stage's cache key holds, as section.key."""
-
-    def names(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                yield from names(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}"
-
-    return set(names(TRAIN_POLICY.key(config, {}).config))
+def test_all_of_a_state_is_taken_over(model_path: Path, tmp_path: Path) -> None:
+    trainer = _trainer(model_path, tmp_path)
+    state = replace(make_state(20), identity=trainer.identity, kl_coefficient=0.25)
+    trainer.resume(write_state(tmp_path / "checkpoints", state))
+    assert (trainer.num_steps, trainer.policy_version, trainer.stream.position) == (20, 320, 123)
+    assert (trainer.sampler.surplus, trainer.sampler.unfinished) == (state.surplus, state.unfinished)
+    assert trainer.kl.coefficient == 0.25
 
 
-def test_attempts_share_whatever_the_cache_key_says_changes_the_training(model_path: Path) -> None:
-    trainer = _trainer(model_path)
-    # A training may become longer; what is measured and kept on the way does not change it.
-    watched = {"validation.every", "validation.num_prompts", "checkpoint.keep_best"}
-    assert _stage_keys(trainer.config) - trainer.identity.keys() == {"train.total_steps", *watched}
+@pytest.mark.parametrize(
+    ("sections", "coefficient"),
+    [
+        ({"rollout": {"group_size": 8}}, 0.25),  # the groups that wait are of 16
+        ({"algorithm": {"kl": {"target": 0.5}}}, 0.25),  # adapted so far, and from here on to another target
+        ({"algorithm": {"kl": {"coefficient": 0.5}}}, 0.5),  # what a person set counts
+    ],
+)
+def test_a_training_changed_on_its_way_drops_groups_and_takes_a_new_kl_coefficient(
+    model_path: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    sections: dict[str, dict[str, Any]],
+    coefficient: float,
+) -> None:
+    identity = _trainer(model_path, tmp_path / "old").identity
+    state = replace(make_state(20), identity=identity, kl_coefficient=0.25)
+    trainer = _trainer(model_path, tmp_path / "new", **sections)
+    trainer.resume(write_state(tmp_path / "old" / "checkpoints", state))
+    assert (trainer.sampler.surplus, trainer.sampler.unfinished) == ([], [])
+    assert "4 groups sampled before the change are dropped" in caplog.text
+    assert trainer.kl.coefficient == coefficient
 
 
-def test_another_order_of_the_data_is_another_training(model_path: Path) -> None:
-    shuffled, in_order = (_trainer(model_path, data={"shuffle": flag}).identity for flag in (True, False))
-    assert {name for name in shuffled if shuffled[name] != in_order[name]} == {"data.shuffle"}
+def test_lines_of_another_training_are_no_part_of_one_begun_from_a_path(model_path: Path, tmp_path: Path) -> None:
+    """Of one that was begun here and killed before its first checkpoint; the own lines stay."""
+    trainer = _trainer(model_path, tmp_path / "new")
+    state = replace(make_state(3), identity=trainer.identity)
+    log = MetricsLog(tmp_path / "new", 0)
+    for step in (1, 2, 3, 4):
+        log.append(step, step, {"of": 1.0})
+    trainer.resume(write_state(tmp_path / "old" / "checkpoints", state))
+    (line,) = read_json_lines(tmp_path / "new" / METRICS_FILE)
+    assert (line["step"], line["policy_version"], line["critic/score/mean"]) == (3, 48, -1 / 3)
+    trainer.resume(write_state(tmp_path / "new" / "checkpoints", replace(state, step=4)))
+    assert [line["step"] for line in read_json_lines(tmp_path / "new" / METRICS_FILE)] == [3, 4]
 
 
-def test_a_scorer_edited_while_training_goes_on_is_another_one(model_path: Path, tmp_path: Path) -> None:
-    scorer = tmp_path / "scorer.py"
-    scorer.write_text("def compute_score(*_): return 1", encoding="utf-8")
-    trainer = _trainer(model_path, custom_reward={"path": str(scorer)})
-    begun = dict(trainer.identity)
-    scorer.write_text("def compute_score(*_): return 2", encoding="utf-8")
-    assert trainer.identity == begun
-    assert _trainer(model_path, custom_reward={"path": str(scorer)}).identity != begun
+@pytest.mark.parametrize(("step", "is_own", "is_refused"), [(4, True, False), (5, True, True), (4, False, True)])
+def test_a_checkpoint_without_a_step_to_follow_is_refused(
+    model_path: Path, tmp_path: Path, step: int, is_own: bool, is_refused: bool
+) -> None:
+    """Where 4 steps are asked for; a finished training started again has nothing to do, which is no error."""
+    trainer = _trainer(model_path, tmp_path, train={"total_steps": 4})
+    folder = tmp_path / ("checkpoints" if is_own else "other")
+    start = write_state(folder, replace(make_state(step), identity=trainer.identity))
+    told = []
+    try:
+        require_same_training(trainer.config, start, tmp_path / "checkpoints", trainer.identity)
+    except ConfigError as error:
+        told.append(str(error))
+    assert bool(told) == is_refused
+    if is_refused:
+        assert told[0].startswith(
+            f"{start} is of training step {step}, so that train.total_steps=4 leaves no step"
+        )
+        assert f"raise it above {step}" in told[0]
 
 
-def test_mini_batches_do_not_sort_groups_by_how_soon_they_finished(model_path: Path) -> None:
-    """A mini-batch of the shortest responses would give each of their tokens more weight than long ones have."""
-    trainer = _trainer(model_path, run={"seed": 3})
-    as_finished = [make_group([1.0, -1.0], number, num_response_tokens=number + 1) for number in range(64)]
-    groups = trainer._mixed(as_finished)
-    assert sorted(group.prompt.index for group in groups) == list(range(64))
-    tokens = np.array([group.num_response_tokens for group in groups]).reshape(4, 16).sum(axis=1)
-    # 4 mini-batches of 16: as finished they have 272, 784, 1296 and 1808 tokens, at random 1040 +- 129
-    assert tokens.min() > 1040 - 3 * 129
-    assert tokens.max() < 1040 + 3 * 129
-    assert trainer._mixed(as_finished) == groups  # a step continued from a checkpoint is the same
-    trainer.step = 1
-    assert trainer._mixed(as_finished) != groups
+@pytest.mark.parametrize("reason", [StopRequested(), NotEnoughSignal("few groups")])
+@pytest.mark.parametrize("failure", [None, WorkerDied("rank 1"), CheckpointError("disk full")])
+def test_what_ends_a_training_is_told_whatever_becomes_of_the_checkpoint_in_flight(
+    model_path: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: BaseException,
+    failure: BaseException | None,
+) -> None:
+    """Above all, an interrupted training whose ranks are gone as well must not be started again."""
+    shards = AskedShards()
+    trainer = _trainer(model_path, tmp_path, shards)
+
+    def fail(number: int) -> dict[str, float]:
+        trainer.checkpoints.begin(make_state(5))
+        shards.error = failure
+        raise reason
+
+    monkeypatch.setattr(trainer, "step", fail)
+    with pytest.raises(type(reason)) as caught:
+        trainer.run()
+    assert caught.value is reason
+    assert (latest_checkpoint(tmp_path / "checkpoints") is None) == (failure is not None)
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == (failure is not None)
+    assert all(str(failure) in error for error in errors)
 
 
-def test_a_response_that_trains_nothing_loses_its_kl_like_its_siblings(model_path: Path) -> None:
-    kl = {"place": "reward", "estimator": "kl", "coefficient": 0.1}
-    trainer = _trainer(model_path, algorithm={"kl": kl}, reward={"mask_truncated": True})
-    group = make_group([1.0, -1.0], num_response_tokens=[3, 2])
-    group.rollouts[1] = replace(group.rollouts[1], finish_reason="length")
-    batch = build_batch([group], mask_truncated=True)
-    batch = replace(batch, old_log_probs=batch.rollout_log_probs, ref_log_probs=batch.rollout_log_probs - 0.5)
-    rewards, told = trainer._rewards([group], batch)
-    # KL 0.5 a token: 1 - 0.1 * 3 * 0.5 and -1 - 0.1 * 2 * 0.5
-    assert rewards == pytest.approx([0.85, -1.1])
-    assert told == {"actor/reward_kl_penalty": pytest.approx(0.5), "actor/reward_kl_penalty_coeff": 0.1}
+def test_a_checkpoint_is_published_while_groups_are_waited_for(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step's draw may take half an hour: a kill in it must not cost a checkpoint whose shards are all there."""
+    monkeypatch.setattr(writer, "POLL_SECONDS", 0.0)
+    trainer = _trainer(model_path, tmp_path, train={"train_prompts": 1, "mini_prompts": 1})
+    trainer.checkpoints.begin(make_state(5))
+    named: list[Path | None] = []
+
+    class Source(SlowSource):
+        def finished(self) -> list[Any]:
+            named.append(latest_checkpoint(tmp_path / "checkpoints"))
+            return super().finished()
+
+    trainer.sampler.source = Source([MIXED], Clock(), seconds=1.0, pause=4)
+    trainer.sampler.draw(1)
+    assert named == [None, None, *[tmp_path / "checkpoints" / "step_000005"] * 2]  # written at the second question
+    assert trainer.checkpoints.take_polled_seconds() > 0
 
 
-def test_a_response_without_a_score_is_in_no_mean_of_scores() -> None:
-    group = make_group([1.0, UNSCORED, 0.5])
-    told = response_metrics([group], np.array(group.rewards), max_prompt_tokens=9)
-    assert (told["critic/score/mean"], told["critic/score/min"]) == (0.75, 0.5)  # (1 + 0.5) / 2, without the 0.0
-    assert told["critic/rewards/mean"] == 0.75
-    assert told["reward/timeout_ratio"] == pytest.approx(1 / 3)
+class StoppingSource(SlowSource):
+    """Brings a group at once, and with it the request to stop."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        super().__init__([MIXED], Clock(), seconds=1.0, pause=1)
+        self.stop = stop
+
+    def finished(self) -> list[Any]:
+        self.stop.signal = signal.SIGTERM
+        return super().finished()
 
 
-def test_a_response_without_a_score_is_no_sibling(model_path: Path) -> None:
-    trainer = _trainer(model_path, rollout={"group_size": 3}, algorithm={"normalize_by_std": False})
-    batch = build_batch([make_group([1.0, UNSCORED, -1.0])], mask_truncated=False)
-    weighed = trainer._weigh(batch, np.array([1.0, 0.6, -1.0]), np.array([True, False, True]))
-    assert weighed.advantages.tolist() == [1.0, 0.0, -1.0]
+def _stopped_in_its_draw(
+    model_path: Path, output: Path, before: Callable[[Trainer, TrainerState], object]
+) -> tuple[Path | None, TrainerState]:
+    """The latest checkpoint of a training stopped in the draw after step 3, which took groups and prompts."""
+    stop = StopRequest()
+    sampler = {"in_flight": "carry_over", "max_staleness": 9}
+    trainer = _trainer(model_path, output, sampler=sampler, train={"train_prompts": 4, "mini_prompts": 1})
+    state = replace(make_state(3), identity=trainer.identity)
+    trainer.num_steps, trainer.policy_version, trainer.stream.position = (
+        3,
+        state.policy_version,
+        state.prompt_position,
+    )
+    trainer.sampler.surplus, trainer.sampler.unfinished = list(state.surplus), list(state.unfinished)
+    trainer.kl.coefficient = state.kl_coefficient
+    trainer.sampler.source = StoppingSource(stop)
+    before(trainer, trainer._state(state.metrics))
+    with pytest.raises(StopRequested):
+        trainer.run(stop=stop)
+    assert trainer.sampler.source.in_flight  # it was in the midst of it
+    assert trainer.sampler.surplus == []
+    return latest_checkpoint(output / "checkpoints"), state
+
+
+def test_a_training_stopped_in_a_draw_saves_what_was_before_it(model_path: Path, tmp_path: Path) -> None:
+    saved, state = _stopped_in_its_draw(
+        model_path, tmp_path, lambda trainer, own: trainer.checkpoints.keep(own, is_due=False)
+    )
+    assert saved == tmp_path / "checkpoints" / "step_000003"
+    assert read_state(saved) == state
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_a_stopped_training_writes_no_second_checkpoint_of_a_step(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_on_disk: bool
+) -> None:
+    """Neither of one in flight nor of one that is there."""
+    caplog.set_level(logging.INFO)
+
+    def keep(trainer: Trainer, state: TrainerState) -> None:
+        trainer.checkpoints.keep(state, is_due=True)
+        if is_on_disk:
+            trainer.checkpoints.finish()
+
+    saved, state = _stopped_in_its_draw(model_path, tmp_path, keep)
+    assert saved is not None
+    assert read_state(saved) == state
+    assert [text.split(":")[0] for text in caplog.messages if "bytes" in text] == ["checkpoint step_000003"]
+
+
+def test_what_is_stopped_before_its_first_step_saves_nothing(model_path: Path, tmp_path: Path) -> None:
+    assert _stopped_in_its_draw(model_path, tmp_path, lambda trainer, state: None)[0] is None
+
+
+def test_a_request_during_a_step_is_met_after_it(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = StopRequest()
+    trainer = _trainer(model_path, tmp_path, train={"total_steps": 4}, checkpoint={"save_every": 3})
+    trainer.resume(None)
+    monkeypatch.setattr(trainer.sampler, "draw", lambda step: Draw([], 1, TokenAccount()))
+
+    def ask(step: int, metrics: dict[str, float]) -> None:
+        stop.signal = signal.SIGTERM if step == 2 else None
+
+    with pytest.raises(StopRequested):
+        trainer.run(ask, stop)
+    assert trainer.num_steps == 2
+    assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000002"
+    assert [line["step"] for line in read_json_lines(tmp_path / METRICS_FILE)] == [1, 2]
+
+
+def test_a_request_in_the_last_step_finishes_the_training(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = StopRequest()
+    trainer = _trainer(model_path, tmp_path, train={"total_steps": 1})
+    trainer.resume(None)
+    monkeypatch.setattr(trainer.sampler, "draw", lambda step: Draw([], 1, TokenAccount()))
+    trainer.run(lambda step, metrics: setattr(stop, "signal", signal.SIGINT), stop)
+    assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000001"
+
+
+@pytest.mark.parametrize(("step", "every", "due"), [(4, 2, True), (3, 2, False), (7, 2, True), (7, 0, False)])
+def test_what_is_due_every_few_steps_is_due_on_the_last(step: int, every: int, due: bool) -> None:
+    assert is_due(step, every, total_steps=7) == due
+
+
+def test_the_step_is_a_table_of_contents() -> None:
+    """No arithmetic, no `try`, no branch but on whether there are groups and what is due."""
+    lines = textwrap.dedent(inspect.getsource(Trainer.step))
+    nodes = list(ast.walk(ast.parse(lines)))
+    assert len(lines.splitlines()) <= 60
+    assert not [node for node in nodes if isinstance(node, ast.Try | ast.BinOp)]
+    assert {type(node.op) for node in nodes if isinstance(node, ast.AugAssign)} == {ast.BitOr}
+    branches = [ast.unparse(node.test).partition("(")[0] for node in nodes if isinstance(node, ast.If)]
+    assert branches == ["draw.groups", "is_due"]

@@ -34,8 +34,8 @@ class FixedPolicy:
     def weight_sizes(self) -> dict[str, int]:
         return {"a": 300 * 1024**2, "b": 300 * 1024**2, "c": 4}
 
-    def gather_weights(self, names: list[str]) -> dict[str, int]:
-        return {name: self.weight_sizes()[name] for name in names}
+    def gather_weights(self, buckets: list[list[str]]) -> list[list[str]]:
+        return buckets
 
 
 @dataclass
@@ -89,10 +89,7 @@ def test_buckets_keep_the_order_and_the_bound() -> None:
 def test_all_weights_go_to_the_engines_with_their_version() -> None:
     engines = FixedEngines([])
     publish_weights(_cluster(FixedPolicy(torch.zeros(1, 1)), engines), policy_version=7)
-    (buckets, version), *rest = engines.loaded
-    assert not rest
-    assert version == 7
-    assert [list(bucket) for bucket in buckets] == [["a"], ["b", "c"]]  # 300 + 300 MiB exceed 512 MiB
+    assert engines.loaded == [([["a"], ["b", "c"]], 7)]  # 300 + 300 MiB exceed 512 MiB
 
 
 def test_the_worst_engine_counts() -> None:

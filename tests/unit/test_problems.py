@@ -1,10 +1,12 @@
-"""Evaluation files: what is read, and what is refused with which message."""
+"""Files of problems: read alike by training, validation and evaluation, and refused with which message."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dapo_core.reward.routing import routes
+from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, score_math
+from dapo_core.validation import held_out_prompts
 from eval.answers.grading import ChoiceGrader, grade
-from eval.problems import BenchmarkError
-from eval.problems.benchmarks import BENCHMARKS, load_set
+from eval.problems import ProblemsError
+from eval.problems.benchmarks import BENCHMARKS, TRAINING, load_set
+from eval.problems.files import read_problems, require_columns
 from eval.problems.items import Item
 from eval.problems.sources import file_sha256
 from flows.cli.evaluation import DATASETS
 from tasks.config import EvaluateConfig
+from tasks.dataset import build_dataset
+from tests.configs import make_config
+from tests.tiny_models import tiny_tokenizer
 
 
 def load_items(path: Path, benchmark: str | None = None) -> list[Item]:
@@ -57,6 +66,44 @@ def math_row(index: int) -> dict[str, Any]:
     }
 
 
+def test_rows_that_training_cannot_use_are_counted_with_their_numbers(tmp_path: Path) -> None:
+    good = parquet_row(0, extra_info=None)
+    prompts = ["1 + 1?", [], None, [{"role": "user", "content": None}], [{"role": "user", "content": " "}], ""]
+    for prompt in prompts:
+        (tmp_path / "rows.json").write_text(json.dumps([good, parquet_row(1, prompt=prompt)]))
+        with pytest.raises(
+            ProblemsError, match=r"1 with an empty prompt or one that is not chat messages \(rows 1\)"
+        ):
+            read_problems(tmp_path / "rows.json", (TRAINING,))
+    golds = [parquet_row(n, reward_model={"ground_truth": gold}) for n, gold in enumerate(["0", " ", None] * 3)]
+    with pytest.raises(ProblemsError, match=r"6 with no reward_model.ground_truth \(rows 1, 2, 4, 5, 7, \.\.\.\)"):
+        read_problems(write_parquet(tmp_path / "train.parquet", golds), (TRAINING,))
+    for extra_info in ({"when": datetime(2026, 1, 1)}, {"image": b"x"}, "text", [1]):
+        path = write_parquet(tmp_path / "train.parquet", [good, parquet_row(1, extra_info=extra_info)])
+        with pytest.raises(ProblemsError, match=r"1 with an extra_info that is not a struct .* \(rows 1\)"):
+            read_problems(path, (TRAINING,))
+
+
+def test_training_rows_keep_their_source_and_their_extra_info_and_may_repeat(tmp_path: Path) -> None:
+    info = {"index": 7, "answers": [1.5, None], "more": {"level": 3}}
+    row = parquet_row(0, extra_info=info, reward_model={"ground_truth": 0})
+    first, second = read_problems(write_parquet(tmp_path / "train.parquet", [row, row]), (TRAINING,))
+    assert first == second
+    assert (first.data_source, first.gold, first.extra_info) == ("arith", "0", info)
+
+
+def test_a_training_file_without_the_columns_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "train.parquet", [{"prompt": "x", "answer": "1"}])
+    with pytest.raises(
+        ProblemsError, match=r"lacks the columns data_source, reward_model \(it has answer, prompt\)"
+    ):
+        require_columns(path, TRAINING)
+    path.write_bytes(b"not parquet at all")
+    for broken in (path, tmp_path / "absent.parquet", tmp_path):
+        with pytest.raises(ProblemsError, match=rf"^{broken} cannot be read as parquet: "):
+            require_columns(broken, TRAINING)
+
+
 def test_a_parquet_needs_what_training_needs_and_no_more(tmp_path: Path) -> None:
     rows = [
         {name: parquet_row(index)[name] for name in ("data_source", "prompt", "reward_model")}
@@ -86,12 +133,6 @@ def test_answer_is_the_gold_where_the_solution_has_no_box(tmp_path: Path) -> Non
     assert load_items(write_jsonl(tmp_path / "math.jsonl", [row]))[0].gold == "5"
 
 
-def test_missing_columns_are_named(tmp_path: Path) -> None:
-    rows = [{"data_source": "arith", "question": "1 + 1"}]
-    with pytest.raises(BenchmarkError, match=r"lacks the columns prompt, reward_model"):
-        load_items(write_parquet(tmp_path / "eval.parquet", rows))
-
-
 def test_empty_prompts_and_golds_are_counted_not_dropped(tmp_path: Path) -> None:
     rows = [
         parquet_row(0),
@@ -100,19 +141,20 @@ def test_empty_prompts_and_golds_are_counted_not_dropped(tmp_path: Path) -> None
         parquet_row(3, reward_model={"ground_truth": "", "style": "rule"}),
     ]
     with pytest.raises(
-        BenchmarkError, match=r"of 4 rows, 2 with an empty prompt and 1 with no reward_model.ground"
+        ProblemsError,
+        match=r"of 4 rows, 2 with an empty prompt .*rows 1, 2\) and 1 with no reward_model.ground_truth \(rows 3",
     ):
         load_items(write_parquet(tmp_path / "eval.parquet", rows))
 
 
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BenchmarkError, match="of 0 rows, the file has no rows"):
+    with pytest.raises(ProblemsError, match="has no rows"):
         load_items(write_jsonl(tmp_path / "math.jsonl", []))
 
 
 def test_repeated_ids_are_counted(tmp_path: Path) -> None:
     rows = [math_row(1), math_row(2), math_row(1), math_row(2), math_row(3)]
-    with pytest.raises(BenchmarkError, match=r"2 ids are used more than once \(first: 'test/1.json'\)"):
+    with pytest.raises(ProblemsError, match=r"2 ids are used more than once \(first: 'test/1.json'\)"):
         load_items(write_jsonl(tmp_path / "math.jsonl", rows))
 
 
@@ -120,31 +162,31 @@ def test_math500_asserts_500_rows(tmp_path: Path) -> None:
     assert (
         len(load_items(write_jsonl(tmp_path / "full.jsonl", [math_row(i) for i in range(500)]), "math500")) == 500
     )
-    with pytest.raises(BenchmarkError, match=r"499 rows, but math500 has exactly 500"):
+    with pytest.raises(ProblemsError, match=r"499 rows, but math500 has exactly 500"):
         load_items(write_jsonl(tmp_path / "short.jsonl", [math_row(i) for i in range(499)]), "math500")
 
 
 def test_unknown_benchmark_suggests_the_known_one(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "math.jsonl", [math_row(1)])
-    with pytest.raises(BenchmarkError, match=r"'math50' is not a benchmark; did you mean 'math500'\?"):
+    with pytest.raises(ProblemsError, match=r"'math50' is not a benchmark; did you mean 'math500'\?"):
         load_items(path, "math50")
 
 
 def test_broken_json_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "math.jsonl"
     path.write_text(json.dumps(math_row(1)) + "\n{torn\n")
-    with pytest.raises(BenchmarkError, match=r"math.jsonl, line 2: not JSON"):
+    with pytest.raises(ProblemsError, match=r"math.jsonl, line 2: not JSON"):
         load_items(path)
 
 
 def test_missing_file_and_unknown_suffix(tmp_path: Path) -> None:
     with pytest.raises(
-        BenchmarkError,
+        ProblemsError,
         match=r"none.parquet is not a file; .* a file that ends in .parquet, .jsonl, .json, or",
     ):
         load_items(tmp_path / "none.parquet")
     (tmp_path / "data.csv").write_text("problem\n")
-    with pytest.raises(BenchmarkError, match=r"ends in '.csv'.*\.parquet, \.jsonl, \.json"):
+    with pytest.raises(ProblemsError, match=r"ends in '.csv'.*\.parquet, \.jsonl, \.json"):
         load_items(tmp_path / "data.csv")
 
 
@@ -158,7 +200,7 @@ def test_missing_file_and_unknown_suffix(tmp_path: Path) -> None:
 )
 def test_bytes_that_are_no_set_are_refused(name: str, fault: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"{\xff}")
-    with pytest.raises(BenchmarkError, match=fault):
+    with pytest.raises(ProblemsError, match=fault):
         load_items(tmp_path / name)
 
 
@@ -170,13 +212,13 @@ def test_an_object_of_rows_by_index_is_read_as_the_lines_are(tmp_path: Path) -> 
     as_list.write_text(json.dumps(rows))
     assert load_items(lines) == load_items(by_index) == load_items(as_list)
     as_list.write_text('["text"]')
-    with pytest.raises(BenchmarkError, match=r"list.json: a list of JSON objects is needed"):
+    with pytest.raises(ProblemsError, match=r"list.json: a list of JSON objects is needed"):
         load_items(as_list)
 
 
 def test_a_lone_surrogate_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
     rows = [math_row(1), math_row(2) | {"problem": "\ud800?"}]
-    with pytest.raises(BenchmarkError, match="of 2 rows, 1 with a lone surrogate"):
+    with pytest.raises(ProblemsError, match="of 2 rows, 1 with a lone surrogate"):
         load_items(write_jsonl(tmp_path / "math.jsonl", rows))
 
 
@@ -205,14 +247,49 @@ GOLDS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "row", "gold"), GOLDS)
-def test_the_gold_answer_of_each_shape(
-    name: str, row: dict[str, Any], gold: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+EVERY_FORMAT: list[tuple[str | None, dict[str, Any], str]] = [
+    *GOLDS,
+    ("arithmetic", parquet_row(3), "4"),
+    ("math500", math_row(4), "5"),
+    (None, math_row(4), "5"),
+]
+
+
+@pytest.mark.parametrize("compat", ["none", "verl"])
+@pytest.mark.parametrize(("name", "row", "gold"), EVERY_FORMAT)
+def test_every_format_goes_through_preparation_validation_and_evaluation(
+    name: str | None, row: dict[str, Any], gold: str, compat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(BENCHMARKS, name, replace(BENCHMARKS[name], num_items=1))
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps([row]))
-    assert load_items(path, name)[0].gold == gold
+    if name is not None:
+        monkeypatch.setitem(BENCHMARKS, name, replace(BENCHMARKS[name], num_items=None))
+    (tmp_path / "held_out.json").write_text(json.dumps({"0": row}))  # as AISBench keeps MATH-500
+    config = make_config(
+        data={
+            "source": "path",
+            "train_path": str(
+                write_parquet(tmp_path / "train.parquet", [parquet_row(0, data_source="math_dapo")])
+            ),
+            "eval_path": str(tmp_path / "held_out.json"),
+        },
+        evaluate={"benchmark": name},
+        algorithm={"compat": compat},
+        reward={"scorers": ("arith=math_dapo",)},
+    )
+    folder = tmp_path / "data"
+    folder.mkdir()
+    assert build_dataset(config, folder) == {"train_rows": 1, "eval_rows": 1}
+    [item] = load_set(folder / "eval.json", name).items
+    tokenizer = tiny_tokenizer()
+    [prompt] = held_out_prompts(folder / "eval.json", name, tokenizer, config)
+    assert prompt.ground_truth == item.gold == gold
+    asked = tokenizer.apply_chat_template(
+        [dict(m) for m in item.prompt], add_generation_prompt=True, tokenize=False
+    )
+    assert list(prompt.prompt_ids) == tokenizer(str(asked), add_special_tokens=False).input_ids
+    scorers = VERL_SCORERS if compat == "verl" else SCORERS
+    if prompt.data_source != "arith":
+        scorer = scorers[routes()[prompt.data_source]]
+        assert scorer(f"So \\boxed{{{gold}}}", gold).verdict == "right"  # as the prompt asks, also under verl
 
 
 @pytest.mark.parametrize(
@@ -220,7 +297,11 @@ def test_the_gold_answer_of_each_shape(
     [
         ("aime24", {"problem": "?", "answer": "7.5"}, "1 with no whole number as the answer"),
         ("gsm8k", {"question": "?", "answer": "18"}, "1 with no answer behind ####"),
-        ("olympiadbench", {"question": None, "final_answer": []}, "1 with no question and 1 with no final_answer"),
+        (
+            "olympiadbench",
+            {"question": None, "final_answer": []},
+            r"1 with no question .*and 1 with no final_answer",
+        ),
         (
             "choice",
             {"question": "?", "choices": "{'A'", "answer": "H", "task": "判断题"},
@@ -237,7 +318,7 @@ def test_the_gold_answer_of_each_shape(
 def test_a_row_of_another_shape_is_refused(name: str, row: dict[str, Any], fault: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([row]))
-    with pytest.raises(BenchmarkError, match=fault):
+    with pytest.raises(ProblemsError, match=fault):
         load_items(path, name)
 
 
@@ -297,3 +378,10 @@ def test_every_solution_of_the_real_math500_grades_right() -> None:
     solutions = [json.loads(line)["solution"] for line in path.read_text().splitlines()]
     verdicts = [grade(s, "stop", item.gold).verdict for s, item in zip(solutions, items, strict=True)]
     assert verdicts == ["right"] * 500
+    golds = [item.gold for item in items]
+    ending = "Therefore, the final answer is: $\\boxed{{{}}}$. I hope it is correct."
+    assert [score_math(ending.format(gold), gold).verdict for gold in golds] == ["right"] * 500
+    assert [score_math(ending.format(f"{gold}1"), gold).verdict for gold in golds] == ["wrong"] * 500
+    scored = Counter(score_math(*pair).verdict for pair in zip(solutions, golds, strict=True))
+    # 22 boxes begin more than 300 characters before the end; 2 solutions have another `answer:` after the box
+    assert scored == {"right": 476, "no_answer": 22, "wrong": 2}

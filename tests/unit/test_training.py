@@ -1,4 +1,4 @@
-"""Restarts after a dead process: how long they wait, what resets their count, and what ends them."""
+"""Around the steps: restarts after a dead process, and what a stopped training says."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from dapo_core.errors import WorkerDied
-from dapo_core.restarts import Restarts
-from dapo_core.stopping import StopRequest, StopRequested
+from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
+from dapo_core.training import Restarts, raising_stopped
+from tests.checkpoints import make_state, write_state
+from tests.configs import make_config
 
 DEATH = WorkerDied("policy rank 1 of 2 (pid 7 on 10.0.0.1) died: its node is lost")
 FIRST, SECOND = Path("run/step_000010"), Path("run/step_000020")
@@ -28,7 +30,7 @@ def test_pauses_double_up_to_a_minute(delay_seconds: float, expected: list[float
     pauses: list[float] = []
     restarts = Restarts(6, delay_seconds, pauses.append)
     for _ in expected:
-        restarts.note(DEATH, None)
+        restarts.pause(DEATH, None)
     assert pauses == expected
 
 
@@ -36,10 +38,10 @@ def test_a_new_checkpoint_resets_the_count_and_only_that() -> None:
     pauses: list[float] = []
     restarts = Restarts(2, 1.0, pauses.append)
     for latest in (None, None, FIRST, FIRST, SECOND, SECOND):
-        restarts.note(DEATH, latest)
+        restarts.pause(DEATH, latest)
     assert pauses == [1, 2, 1, 2, 1, 2]
     with pytest.raises(WorkerDied) as caught:
-        restarts.note(DEATH, SECOND)
+        restarts.pause(DEATH, SECOND)
     assert str(caught.value).startswith(f"{DEATH}; given up after 2 restarts without a new checkpoint: ")
     assert "raise train.max_restarts" in str(caught.value)
     assert caught.value.__cause__ is DEATH
@@ -48,17 +50,17 @@ def test_a_new_checkpoint_resets_the_count_and_only_that() -> None:
 
 def test_a_training_that_may_not_restart_ends_at_once() -> None:
     with pytest.raises(WorkerDied, match="given up after 0 restarts"):
-        Restarts(0, 1.0, pytest.fail).note(DEATH, FIRST)
+        Restarts(0, 1.0, pytest.fail).pause(DEATH, FIRST)
 
 
 def test_what_happened_and_where_training_goes_on_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     restarts = Restarts(3, 0.5, lambda seconds: None)
-    restarts.note(DEATH, None)
-    restarts.note(DEATH, None)
-    restarts.note(DEATH, SECOND)
+    restarts.pause(DEATH, None)
+    restarts.pause(DEATH, None)
+    restarts.pause(DEATH, SECOND)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 3
     assert caplog.messages == [
-        f"{DEATH}; training starts again in {seconds} s from {place} (restart {number} of at most 3 "
+        f"{DEATH}; training restarts in {seconds} s from {place} (restart {number} of at most 3 "
         "without a new checkpoint)"
         for seconds, place, number in [
             ("0.5", "the beginning", 1),
@@ -101,3 +103,34 @@ def test_what_dies_once_training_is_told_to_stop_is_not_started_again(
         Restarts(5, 0.0).until_done(attempt, None, tmp_path, stop)
     assert starts == [None]
     assert caplog.messages == [str(DEATH)]
+
+
+@pytest.mark.parametrize(
+    ("resume", "step", "said"),
+    [
+        ("auto", 7, "after step 7 of 40; its checkpoint is {folder}/step_000007; the same command continues"),
+        ("never", 7, "the same command with --set checkpoint.resume=auto continues"),
+        ("auto", None, "before its first checkpoint; the same command starts from the beginning"),
+    ],
+)
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stopped_training_says_what_it_continues_from(
+    tmp_path: Path,
+    resume: str,
+    step: int | None,
+    said: str,
+    number: signal.Signals,
+    exit_code: int,
+) -> None:
+    config = make_config(tmp_path, checkpoint={"resume": resume}, train={"total_steps": 40})
+    if step is not None:
+        write_state(tmp_path, make_state(step))
+    stop = StopRequest()
+    stop.signal = number
+    with pytest.raises(TrainingStopped) as caught, raising_stopped(stop, config, tmp_path):
+        raise StopRequested
+    assert said.format(folder=tmp_path) in str(caught.value)
+    assert caught.value.exit_code == exit_code
+    stop.is_urgent = True
+    with pytest.raises(KeyboardInterrupt), raising_stopped(stop, config, tmp_path):
+        raise KeyboardInterrupt

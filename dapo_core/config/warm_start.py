@@ -1,0 +1,16 @@
+"""The section `model.recipe`."""
+
+from __future__ import annotations
+
+from dapo_core.config.fields import Section, key
+
+
+class WarmStartConfig(Section):
+    """The small Qwen3 that `model.source: recipe` builds and warms up."""
+
+    num_layers: int = key(2, "Decoder layers.", ge=1, le=64)
+    hidden_size: int = key(128, "Width of the residual stream.", ge=16, le=8192)
+    num_heads: int = key(4, "Attention heads.", ge=1, le=128)
+    num_steps: int = key(600, "Supervised steps before reinforcement learning.", ge=1, le=100_000)
+    batch_size: int = key(32, "Solutions per supervised step.", ge=1, le=65_536)
+    learning_rate: float = key(3e-3, "Peak AdamW rate of the supervised steps.", gt=0, le=1)

@@ -1,0 +1,191 @@
+"""A training from its input to its last checkpoint: checks, resuming, restarts after a death, stopping."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from dapo_core.checkpoint.folder import CHECKPOINTS, latest_checkpoint
+from dapo_core.checkpoint.resume import (
+    find_start,
+    finish_if_done,
+    lock_checkpoints,
+    require_resume,
+    require_same_training,
+)
+from dapo_core.checkpoint.state import read_step
+from dapo_core.cluster import start_cluster
+from dapo_core.data import Prompt, PromptStream, load_tokenizer, tokenize_prompts
+from dapo_core.errors import ConfigError, WorkerDied
+from dapo_core.identity import training_identity
+from dapo_core.model_folder import require_model_folder
+from dapo_core.policy import read_model_config, require_trainable
+from dapo_core.reward.routing import require_scorers
+from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
+from dapo_core.trainer import OnStep, Trainer
+from dapo_core.validation import held_out_prompts
+from eval.problems.benchmarks import TRAINING
+from eval.problems.files import read_problems
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import TrainingConfig
+
+logger = logging.getLogger(__name__)
+
+MAX_DELAY_SECONDS = 60.0  # of doubled pauses between restarts; a longer configured one stays as it is
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where training ended."""
+
+    checkpoint: Path
+    steps: int
+    policy_version: int
+
+
+def train(
+    config: TrainingConfig,
+    train_path: Path,
+    model_path: Path,
+    output_dir: Path,
+    on_step: OnStep | None = None,
+    held_out_path: Path | None = None,
+    benchmark: str | None = None,
+) -> TrainResult:
+    """Train the model on the parquet's prompts; checkpoints and metrics.jsonl go to `output_dir`.
+
+    checkpoint.resume says what it continues from. When a rank or a rollout worker dies, all of them are restarted
+    from the last checkpoint, up to train.max_restarts times; then WorkerDied is raised. `held_out_path` is what
+    validations ask, a file of `benchmark` if named. `on_step(step, metrics)` is called after each step. Input is
+    checked before any worker starts. On SIGTERM or SIGINT a last checkpoint is written and TrainingStopped
+    raised; a second signal raises KeyboardInterrupt at once.
+    """
+    folder = output_dir / CHECKPOINTS
+    with StopRequest() as stop, raising_stopped(stop, config, folder):
+        stream, held_out = _read_prompts(config, train_path, model_path, held_out_path, benchmark)
+        identity = training_identity(config, stream, model_path)  # now: a scorer may be edited while training runs
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock_checkpoints(folder):
+            start = find_start(folder, config.checkpoint.resume)
+            if start is not None:
+                require_same_training(config, start, folder, identity)
+                if (end := finish_if_done(config, start, output_dir)) is not None:
+                    return TrainResult(start, end.step, end.policy_version)
+
+            def attempt(start: Path | None) -> Trainer:
+                with start_cluster(config, model_path) as cluster:
+                    trainer = Trainer(config, cluster, stream, model_path, output_dir, identity, held_out)
+                    trainer.resume(start)
+                    trainer.run(on_step, stop)
+                    return trainer
+
+            restarts = Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
+            trainer = restarts.until_done(attempt, start, folder, stop)
+    checkpoint = latest_checkpoint(folder)
+    assert checkpoint is not None, "the last step always writes a checkpoint"
+    return TrainResult(checkpoint, trainer.num_steps, trainer.policy_version)
+
+
+def _read_prompts(
+    config: TrainingConfig, train_path: Path, model_path: Path, held_out_path: Path | None, benchmark: str | None
+) -> tuple[PromptStream, list[Prompt]]:
+    """The prompts to train on and those to validate with, checked against the model and the scorers."""
+    require_resume(config.checkpoint.resume)
+    require_model_folder(model_path)
+    require_trainable(read_model_config(model_path), config.train.sequence_parallel)
+    tokenizer = load_tokenizer(model_path)
+    prompts = tokenize_prompts(read_problems(train_path, (TRAINING,)), tokenizer, config.data.max_prompt_tokens)
+    held_out: list[Prompt] = []
+    if config.validation.every:
+        if held_out_path is None:
+            raise ConfigError(
+                f"validation.every={config.validation.every} needs a held-out set; name one with --held-out, or "
+                "set validation.every=0"
+            )
+        held_out = held_out_prompts(held_out_path, benchmark, tokenizer, config)
+    require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
+    return PromptStream(prompts, config.run.seed, config.data.shuffle), held_out
+
+
+@contextmanager
+def raising_stopped(stop: StopRequest, config: TrainingConfig, folder: Path) -> Iterator[None]:
+    """Raise TrainingStopped, which names the checkpoint to continue from, where the first signal ends training."""
+    try:
+        yield
+    except (StopRequested, KeyboardInterrupt) as error:
+        if stop.signal is None or stop.is_urgent:
+            raise
+        checkpoint = latest_checkpoint(folder)
+        with_auto = " with --set checkpoint.resume=auto" if config.checkpoint.resume == "never" else ""
+        message = "training was stopped before its first checkpoint; the same command starts from the beginning"
+        if checkpoint is not None:
+            message = (
+                f"training was stopped after step {read_step(checkpoint)} of {config.train.total_steps}; its "
+                f"checkpoint is {checkpoint}; the same command{with_auto} continues"
+            )
+        stopped = TrainingStopped(message)
+        stopped.exit_code = 128 + stop.signal
+        raise stopped from error
+
+
+class Restarts:
+    """Counts consecutive restarts without a new checkpoint, and pauses longer before each."""
+
+    def __init__(
+        self, max_restarts: int, delay_seconds: float, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.max_restarts = max_restarts
+        self.delay_seconds = delay_seconds
+        self.sleep = sleep
+        self._num_in_a_row = 0
+        self._latest: Path | None = None  # checkpoint at the last restart
+
+    def until_done(
+        self, attempt: Callable[[Path | None], Result], start: Path | None, folder: Path, stop: StopRequest
+    ) -> Result:
+        """What `attempt(checkpoint to start from)` returns, repeated from the latest in `folder` after a death.
+
+        After a stop request nothing is restarted.
+        """
+        while True:
+            try:
+                return attempt(start)
+            except WorkerDied as error:
+                start = latest_checkpoint(folder) or start
+                if stop.signal is not None:  # systemd, for one, signals every process
+                    logger.error("%s", error)
+                stop.check()
+                self.pause(error, start)
+
+    def pause(self, error: WorkerDied, latest: Path | None) -> None:
+        """Wait before the restart from checkpoint `latest`, or from the beginning.
+
+        Raises WorkerDied, with the count, after `max_restarts` restarts without a new checkpoint.
+        """
+        if latest != self._latest:
+            self._num_in_a_row, self._latest = 0, latest
+        if self._num_in_a_row == self.max_restarts:
+            raise WorkerDied(
+                f"{error}; given up after {self.max_restarts} restarts without a new checkpoint: find out what "
+                "ends the process, lower checkpoint.save_every, or raise train.max_restarts"
+            ) from error
+        longest = max(MAX_DELAY_SECONDS, self.delay_seconds)
+        seconds = min(self.delay_seconds * 2**self._num_in_a_row, longest)
+        self._num_in_a_row += 1
+        logger.warning(
+            "%s; training restarts in %g s from %s (restart %d of at most %d without a new checkpoint)",
+            error,
+            seconds,
+            "the beginning" if latest is None else f"checkpoint {latest.name}",
+            self._num_in_a_row,
+            self.max_restarts,
+        )
+        self.sleep(seconds)
