@@ -60,7 +60,7 @@ class MockServer:
         self.answered: collections.Counter[int] = collections.Counter()
 
     async def serve(self, control: multiprocessing.connection.Connection) -> None:
-        """Answer until told to stop; then tell the counts."""
+        """Answer until asked to stop, then send the counts."""
         server = await asyncio.start_server(self._talk, "127.0.0.1", 0, backlog=512)
         control.send(server.sockets[0].getsockname()[1])
         await asyncio.get_running_loop().run_in_executor(None, control.recv)
@@ -117,7 +117,7 @@ def _serve(behaviour: Behaviour, control: multiprocessing.connection.Connection)
 
 @contextlib.contextmanager
 def serving(behaviour: Behaviour) -> Iterator[tuple[RunningServer, Path]]:
-    """A server that behaves so, and an empty folder."""
+    """A server with this behaviour, and an empty folder."""
     with tempfile.TemporaryDirectory() as folder:
         server = RunningServer(behaviour)
         try:

@@ -37,15 +37,3 @@ class WorkerDied(DapoError, RuntimeError):
 
 class CheckpointError(DapoError, RuntimeError):
     """A checkpoint is incomplete, damaged, or belongs to another configuration."""
-
-
-class ServeError(DapoError, RuntimeError):
-    """A model server could not be started, or ended before it answered."""
-
-    summary: str = ""  # the message without the server's last lines
-
-
-class ServerDied(ServeError):
-    """A model server was killed while it started, or ended after it had answered."""
-
-    is_lasting = False

@@ -32,7 +32,7 @@ class DataConfig(PromptsConfig):
 
     source: Literal["arithmetic", "path"] = key("path", "`arithmetic` generates problems, `path` reads parquet.")
     train_path: str | None = key(None, "Training parquet in the DAPO-Math-17k schema (source: path).")
-    eval_path: str | None = key(None, "Evaluation parquet or MATH-500 jsonl (source: path).")
+    eval_path: str | None = key(None, "Held-out set, any file that dapo eval reads (source: path).")
     arithmetic: ArithmeticConfig = Field(default_factory=ArithmeticConfig)
 
     @model_validator(mode="after")

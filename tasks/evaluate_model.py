@@ -1,4 +1,4 @@
-"""Serve a model and ask it every held-out item."""
+"""Serve a model and evaluate it on every held-out item."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eval.run import evaluate
+from eval.problems.benchmarks import load_set
 from tasks.artifacts import Artifact
-from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of, set_of
+from tasks.evaluation_settings import evaluate_servers
 from tasks.page import StageProgress
 from tasks.runs.run import Run
 from tasks.serve_model.servers import serve_model
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Artifact:
     """The results directory (results.jsonl, settings.json, summary.json) of one model, recorded as `label`.
 
-    Answers of a failed attempt are kept: the next one with the same key asks only for what is missing.
+    A failed attempt keeps its answers; the next one with the same key asks only for what is missing.
     """
     settings = run.config.evaluate
     key = EVALUATE_MODEL.key(run.config, evaluate_model_inputs(run.config, data, model))
@@ -37,20 +37,12 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
         link_log(run, log_path)
-        evaluation_set = set_of(eval_file(data), settings)
+        evaluation_set = load_set(eval_file(data), settings.benchmark, settings.prompt, settings.api)
         with serve_model(model.path, run.config.serve, log_path=log_path) as servers:
             urls = ", ".join(server.base_url for server in servers)
             logger.info("%s serves on %s; asking %d items", servers[0].model, urls, len(evaluation_set.items))
-            summary = evaluate(
-                evaluation_set,
-                [endpoint_of(server) for server in servers],
-                sampling_of(settings),
-                folder,
-                limits=limits_of(settings),
-                model_digest=model.digest,
-                max_failed_ratio=settings.max_failed_ratio,
-                on_progress=StageProgress(run, label).on_progress,
-            )
+            on_progress = StageProgress(run, label).on_progress
+            summary = evaluate_servers(evaluation_set, servers, settings, folder, model.digest, on_progress)
         commands = [server.command for server in servers]
         return {"accuracy": summary.accuracy, "n": summary.n, "serve_commands": commands}
 

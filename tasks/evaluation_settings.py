@@ -1,4 +1,4 @@
-"""The configuration's section `evaluate` in the terms of the package eval, which knows no configuration."""
+"""Evaluate running servers as the section `evaluate` says, and check that they serve one model."""
 
 from __future__ import annotations
 
@@ -8,38 +8,51 @@ from pathlib import Path
 
 import httpx
 
-from dapo_core.errors import ServeError
 from eval.client import LOOPBACK, Endpoint, Sampling
 from eval.dispatch import Limits
-from eval.problems.benchmarks import load_set
 from eval.problems.items import EvaluationSet
+from eval.run import OnProgress, evaluate
+from eval.summary import Summary
 from tasks.config import EvaluateConfig
-from tasks.serve_model.servers import Server
+from tasks.serve_model.failure import ServeError
 
 
-def endpoint_of(server: Server) -> Endpoint:
-    """The client's view of a server."""
-    return Endpoint(server.base_url, server.model, server.api_key)
-
-
-def limits_of(settings: EvaluateConfig) -> Limits:
-    """How much the configuration wants asked at once, and how patiently."""
-    return Limits(
-        concurrency=settings.concurrency,
-        requests_per_second=settings.requests_per_second,
-        timeout_seconds=settings.request_timeout_seconds,
-        max_attempts=settings.max_attempts,
-        outage_seconds=settings.outage_seconds,
+def evaluate_servers(
+    evaluation_set: EvaluationSet,
+    servers: Sequence[Endpoint],
+    settings: EvaluateConfig,
+    output_dir: Path,
+    model_digest: str,
+    on_progress: OnProgress | None = None,
+) -> Summary:
+    """`eval.run.evaluate` with the configuration's sampling and limits."""
+    return evaluate(
+        evaluation_set,
+        servers,
+        Sampling(
+            max_tokens=settings.max_response_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            seed=settings.seed,
+            num_samples=settings.num_samples,
+        ),
+        output_dir,
+        limits=Limits(
+            concurrency=settings.concurrency,
+            requests_per_second=settings.requests_per_second,
+            timeout_seconds=settings.request_timeout_seconds,
+            max_attempts=settings.max_attempts,
+            outage_seconds=settings.outage_seconds,
+        ),
+        model_digest=model_digest,
+        max_failed_ratio=settings.max_failed_ratio,
+        on_progress=on_progress,
     )
 
 
-def set_of(source: str | Path | None, settings: EvaluateConfig) -> EvaluationSet:
-    """The evaluation set of a file or source, read and asked as the configuration wants. Raises ProblemsError."""
-    return load_set(source, settings.benchmark, settings.prompt, settings.api)
-
-
-def served_model_identity(servers: Sequence[Server]) -> str:
-    """What tells the model behind URLs from another of the same name: its folder, and the files there if local.
+def served_model_identity(servers: Sequence[Endpoint]) -> str:
+    """A digest of the served model: its folder, and the files there if they are local.
 
     Raises ServeError when a server cannot be reached, does not serve that name, or serves another model than the
     first one.
@@ -54,9 +67,9 @@ def served_model_identity(servers: Sequence[Server]) -> str:
     return hashlib.sha256(repr(identities[0]).encode()).hexdigest()
 
 
-def _identity(server: Server) -> tuple[str, list[tuple[str, int, int]]]:
-    url = endpoint_of(server).url("models")
-    roots = _served_models(url, server.api_key)
+def _identity(server: Endpoint) -> tuple[str, list[tuple[str, int, int]]]:
+    url = server.url("models")
+    roots = _served_models(url, server.api_key or "")
     if server.model not in roots:
         raise ServeError(f"{url} serves {', '.join(roots)}, not {server.model!r}; set --model-name")
     folder = Path(roots[server.model])
@@ -67,14 +80,14 @@ def _identity(server: Server) -> tuple[str, list[tuple[str, int, int]]]:
 
 
 def _served_models(url: str, api_key: str) -> dict[str, str]:
-    """The folder, where the server tells it, by served name."""
-    if not (api_key.isascii() and api_key.isprintable()):  # before a library quotes it in its refusal
+    """Served name -> model folder, or the name again if the server does not list the folder."""
+    if not (api_key.isascii() and api_key.isprintable()):  # the HTTP library's own refusal would quote it
         raise ServeError(
-            "VLLM_API_KEY holds a character that no HTTP header may, such as a line's end; set it anew"
+            "VLLM_API_KEY holds a character that HTTP headers forbid, such as a newline; set it again"
         )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        # A proxy from the environment must not stand between us and a server on this machine.
+        # A server on this machine is reached without the environment's proxy.
         is_near = httpx.URL(url).host in LOOPBACK
         with httpx.Client(headers=headers, timeout=30.0, trust_env=not is_near) as client:
             answer = client.get(url)
@@ -94,15 +107,3 @@ def _served_models(url: str, api_key: str) -> dict[str, str]:
             f"{url} does not list models: HTTP {answer.status_code}, {answer.text[:100]!r}; --base-url must be an "
             "OpenAI-compatible server"
         ) from None
-
-
-def sampling_of(settings: EvaluateConfig) -> Sampling:
-    """How the configuration wants answers sampled."""
-    return Sampling(
-        max_tokens=settings.max_response_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        seed=settings.seed,
-        num_samples=settings.num_samples,
-    )

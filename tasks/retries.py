@@ -6,9 +6,9 @@ import copy
 import logging
 from typing import Any
 
-from dapo_core.errors import ServeError
 from dapo_core.stopping import TrainingStopped
 from tasks.processes.child import ChildProcessFailed
+from tasks.serve_model.failure import ServeError
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from prefect import State, Task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
-from dapo_core.errors import ServeError
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact
 from tasks.config import TimeLimitsConfig
 from tasks.page import show_stage
 from tasks.processes.child import ChildProcessFailed
 from tasks.retries import RETRY_DELAYS_SECONDS, may_succeed_next_time, shortened
 from tasks.runs.run import Run, RunSkipped
+from tasks.serve_model.failure import ServeError
 from tasks.time_limit import time_limit
 
 logger = logging.getLogger(__name__)

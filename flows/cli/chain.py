@@ -79,7 +79,10 @@ def stage(
     name: Annotated[StageName, typer.Argument(metavar="NAME", help=f"One of: {', '.join(StageName)}.")],
     config: ConfigArgument,
     overrides: SetOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Build it although the store has it.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Build it although the store has it, or continue an unfinished attempt."),
+    ] = False,
     side: Annotated[Side | None, typer.Option(help="evaluate-model: which model; after is the default.")] = None,
 ) -> None:
     """Run one stage, with what it needs from the store, and print where its output is."""
@@ -179,7 +182,7 @@ def plan(
 ) -> None:
     """Show what a run would do, without running anything: each stage, and why it is not cached.
 
-    cached: its output is in the store. building: a process makes it. resumes: an unfinished attempt goes on.
+    cached: its output is in the store. building: a process makes it. resumes: an unfinished attempt is continued.
     damaged: its output changed on disk and is made again. stale: the last run of the same run.name had it with
     another key, or its input is to be built. runs: it is not in the store.
     """

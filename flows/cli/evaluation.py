@@ -1,4 +1,4 @@
-"""`dapo eval`, `grade`, `report`, `compare`: measuring models and comparing what was measured."""
+"""`dapo eval`, `grade`, `report`, `compare`: evaluate models and compare the results."""
 
 from __future__ import annotations
 
@@ -26,49 +26,42 @@ DATASETS = ("math500", "aime24", "aime25", "amc23", "gsm8k", "olympiadbench", "m
     "--data d/eval.parquet --output before --set evaluate.num_samples=4 --set evaluate.temperature=0.6. "
     "As AISBench's guide: dapo eval --base-url http://127.0.0.1:8000 --dataset math500 --output before "
     "--set evaluate.api=completions",
-    short_help="Ask a served model every held-out item.",
+    short_help="Evaluate a served model.",
 )
 def evaluate(
     base_url: Annotated[
         list[str],
-        typer.Option(help="Address of an OpenAI-compatible server; several of one model share the work."),
+        typer.Option(help="URL of an OpenAI-compatible server; repeat it for more servers of the same model."),
     ],
     output: Annotated[Path, typer.Option(help="Results folder; an unfinished one is continued.")],
     dataset: Annotated[
-        str | None, typer.Option(help=f"Known set whose rows are counted: {', '.join(DATASETS)}.")
+        str | None, typer.Option(help=f"Known dataset, checked for completeness: {', '.join(DATASETS)}.")
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
             metavar="FILE|SOURCE",
             help="Parquet, jsonl or json; or hf:ORG/NAME/FILE, modelscope:ORG/NAME/FILE, https://..., each with "
-            "#sha256=DIGEST. Most datasets have a source of their own.",
+            "#sha256=DIGEST. Most datasets have a default source.",
         ),
     ] = None,
     model_name: Annotated[str, typer.Option(help="Served model name.")] = "policy",
-    config: Annotated[Path | None, typer.Option(help="Recipe whose section evaluate applies.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Recipe whose `evaluate` section to use.")] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Ask a served model every held-out item; the API key is read from VLLM_API_KEY."""
-    from eval.run import evaluate as run_evaluation
+    """Evaluate a served model on every item of a dataset; the API key comes from VLLM_API_KEY."""
+    from eval.client import Endpoint
+    from eval.problems.benchmarks import load_set
     from flows.config import load_config_or_defaults
-    from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of, served_model_identity, set_of
+    from tasks.evaluation_settings import evaluate_servers, served_model_identity
     from tasks.serve_model.command import API_KEY_VARIABLE
-    from tasks.serve_model.servers import Server
 
     chosen = [f"evaluate.benchmark={dataset}"] if dataset is not None else []
     settings = load_config_or_defaults(config, [*(overrides or ()), *chosen]).evaluate
-    evaluation_set = set_of(data, settings)
-    servers = [Server(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
-    summary = run_evaluation(
-        evaluation_set,
-        [endpoint_of(server) for server in servers],
-        sampling_of(settings),
-        output,
-        limits=limits_of(settings),
-        model_digest=served_model_identity(servers),
-        max_failed_ratio=settings.max_failed_ratio,
-    )
+    evaluation_set = load_set(data, settings.benchmark, settings.prompt, settings.api)
+    servers = [Endpoint(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
+    identity = served_model_identity(servers)
+    summary = evaluate_servers(evaluation_set, servers, settings, output, identity)
     typer.echo(
         f"{output}: accuracy {summary.accuracy:.1%} of {summary.n} (AISBench's rule "
         f"{summary.aisbench['accuracy']:.1%}), no answer {summary.no_answer_rate:.1%}, "
@@ -82,7 +75,7 @@ def evaluate(
 def grade(
     results: Annotated[Path, typer.Argument(help="Results folder of dapo eval, or its results.jsonl.")],
 ) -> None:
-    """Grade the responses of an evaluation again, without asking the model, and say which verdicts changed."""
+    """Grade stored responses again, without asking the model, and list the verdicts that changed."""
     from eval.regrade import describe, regrade
 
     typer.echo(describe(regrade(results)))
@@ -96,7 +89,7 @@ def report(
     before: Annotated[Path, typer.Option(help="Results folder of dapo eval.")],
     after: Annotated[Path, typer.Option(help="Results folder of dapo eval.")],
     output: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")],
-    metrics: Annotated[Path | None, typer.Option(help="metrics.jsonl of the training between the two.")] = None,
+    metrics: Annotated[Path | None, typer.Option(help="metrics.jsonl of the training in between.")] = None,
     title: Annotated[str, typer.Option(help="Heading of the report.")] = "Before/after report",
 ) -> None:
     """Compare two evaluations item by item and write the report."""
@@ -117,12 +110,12 @@ def compare(
         list[str] | None,
         typer.Argument(
             metavar="SIDE",
-            help="BEFORE and AFTER, each a results folder of dapo eval, or a run: its id, the beginning or end "
-            "of it, latest or latest~1; any number with --history, which by default takes the store.",
+            help="BEFORE and AFTER: results folders of dapo eval, or runs by id, by the start or end of an id, "
+            "or as latest and latest~1. With --history any number; default: every run in the store.",
         ),
     ] = None,
     is_history: Annotated[
-        bool, typer.Option("--history", help="Over time: results folders, reports, runs, stores of runs.")
+        bool, typer.Option("--history", help="Compare over time: results folders, reports, runs, stores.")
     ] = False,
     output: Annotated[
         Path | None,
@@ -130,9 +123,9 @@ def compare(
     ] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Compare evaluations of the same items: two of them pair by pair, or with --history many over time.
+    """Compare evaluations of the same items: two of them item by item, or with --history many over time.
 
-    Of a run its evaluation after training counts; of two runs it is also said how their configurations differ.
+    A run stands for its evaluation after training. For two runs the differing configuration keys are listed too.
     """
     from tasks.runs.history import find_evaluation, find_run
 
@@ -142,7 +135,7 @@ def compare(
         _print_history(paths or [store], output)
         return
     if len(given) != 2:
-        raise typer.BadParameter(f"BEFORE and AFTER are needed, {len(given)} given; for more, add --history")
+        raise typer.BadParameter(f"BEFORE and AFTER are needed, {len(given)} given; add --history for more")
     (before, run_before), (after, run_after) = (find_evaluation(store, side) for side in given)
     _print_runs_compared({"before": run_before, "after": run_after})
     if output is not None:
@@ -162,7 +155,7 @@ def compare(
 
 
 def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:
-    """Say which runs are compared, by their evaluation after training, and how their configurations differ."""
+    """Print which runs are compared and how their configurations differ."""
     from tasks.runs.history import changed_keys
 
     found = {side: run for side, run in runs.items() if run is not None}

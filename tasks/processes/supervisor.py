@@ -237,6 +237,8 @@ class Supervisor:
         self._write_record(exit_code=exit_code)  # the locks are released after it, by our end
         if exit_code < 0:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has dumped its core already
+            for number in AWAITED_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # drops one that came since
             with contextlib.suppress(OSError, ValueError):
                 signal.signal(-exit_code, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())

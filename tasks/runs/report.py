@@ -18,14 +18,13 @@ from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.run import Run
 from tasks.stages import CHAIN
 
-PLOTS_FILE = "plots.json"  # drawing takes longer than all else of a report
+PLOTS_FILE = "plots.json"  # drawing takes longer than the rest of a report
 
 
 def report_run(run: Run, before: Artifact, after: Artifact, training: Artifact) -> dict[str, Any]:
     """The content of report.json, written with report.md and report.html; its headline goes to the run's record.
 
-    Written in each run, cached stages or not, because it tells which they were; plots of equal contents are those
-    of an earlier run.
+    Every run writes its own, since it lists which stages were cached; plots of equal contents are reused.
     """
     key = StageKey(
         stage="plots",
@@ -55,13 +54,13 @@ def report_run(run: Run, before: Artifact, after: Artifact, training: Artifact) 
 
 
 def repeat_chain(run: Run) -> dict[str, Any]:
-    """The report of a run whose every stage the store has; raises StoreError when it has one no longer."""
+    """The report of a run with every stage in the store; raises StoreError when one is missing."""
     taken = {link.label: run.take(link.label) for link in CHAIN}
     return report_run(run, taken["evaluate_before"], taken["evaluate_after"], taken["train_policy"])
 
 
 def headline(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What a list of runs shows of a report."""
+    """The figures that a list of runs shows."""
     return {
         "before": report["before"]["accuracy"],
         "after": report["after"]["accuracy"],
@@ -72,7 +71,7 @@ def headline(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_plots(run: Run, key: str) -> Plots | None:
-    """The plots of this key in the newest run with the same outputs that has them; None where none has."""
+    """The plots of this key from the newest run with the same outputs; None if no run has them."""
     digests = {label: stage.digest for label, stage in run.stages.items()}
     for other in read_runs(run.store.root):
         path = other.folder / PLOTS_FILE
@@ -83,6 +82,6 @@ def _find_plots(run: Run, key: str) -> Plots | None:
             stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if stored["key"] == key:
                 return stored["plots"]
-        except (OSError, ValueError, KeyError):  # another version's, or removed: they are drawn anew
+        except (OSError, ValueError, KeyError):  # removed, damaged or of another version
             continue
     return None

@@ -1,4 +1,4 @@
-"""What keeps vLLM from serving a model folder and can be seen before it starts."""
+"""Reasons why vLLM would refuse a model folder, found before it starts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,10 @@ from tasks.serve_model.config import ServeConfig
 
 # vLLM 0.32, transformers_utils/model_arch_config_convertor.py: the smallest of these that is set counts.
 _LENGTH_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "max_target_positions",
-    "max_sequence_length",
-    "max_seq_length",
-    "seq_len",
-)
-# Rope types whose max_position_embeddings holds the scaled length already; the others are scaled by their factor.
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions",
+    "max_sequence_length", "max_seq_length", "seq_len",
+)  # fmt: skip
+# Rope types whose max_position_embeddings is already scaled; the others are scaled by their factor.
 _SCALED_TYPES = frozenset({"su", "longrope", "llama3", "deepseek_llama_scaling"})
 _YARN_TYPES = frozenset({"yarn", "deepseek_yarn"})
 _ALLOW_LONGER_VARIABLE = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
@@ -65,10 +59,10 @@ def require_positions(model_path: str | Path, data: PromptsConfig, rollout: Roll
 
 
 def longest_sequence(config: Mapping[str, Any]) -> int | None:
-    """Tokens that a model of this config.json has positions for; None when it does not say.
+    """Number of positions of a model with this config.json; None when it does not say.
 
-    vLLM's rule (`_get_and_verify_max_len`), lenient where its versions differ: YaRN may be given with the original
-    or with the scaled max_position_embeddings, and the larger reading counts.
+    vLLM's rule (`_get_and_verify_max_len`), lenient where its versions differ: YaRN may come with the original or
+    the scaled max_position_embeddings, and the larger reading counts.
     """
     text = config.get("text_config") or config
     lengths = [text[name] for name in _LENGTH_KEYS if text.get(name) is not None]
@@ -76,14 +70,14 @@ def longest_sequence(config: Mapping[str, Any]) -> int | None:
     longest = text.get("model_max_length") or min(lengths, default=None)
     if longest is None:
         return None
-    if "gemma3" in str(config.get("model_type")):  # its length is scaled already
+    if "gemma3" in str(config.get("model_type")):  # its length is already scaled
         return int(longest)
     scaled = [_scaled(longest, rope) for rope in _ropes(text)]
     return int(max(scaled, default=longest))
 
 
 def _ropes(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Rope parameters under their new or their old name, one for each layer type where they are nested."""
+    """Rope parameters under their new or old name; nested ones have a set per layer type."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     nested = [part for part in rope.values() if isinstance(part, dict)]
     yield from nested or [rope]

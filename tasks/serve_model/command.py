@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 
 from dapo_core.device import Device, device_for
-from dapo_core.errors import ServeError
 from tasks.serve_model.config import ServeConfig
+from tasks.serve_model.failure import ServeError
 
 SERVED_NAME = "policy"
 API_KEY_VARIABLE = "VLLM_API_KEY"
@@ -25,49 +25,38 @@ CPU_BINDING_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 def serve_command(model_path: str | Path, settings: ServeConfig, port: int) -> list[str]:
     """The `vllm serve` command line; the API key travels in the environment, where `ps` does not show it."""
     num_bytes = settings.memory_gigabytes and int(settings.memory_gigabytes * 1024**3)
-    optional = {
+    options = {
+        "--served-model-name": SERVED_NAME,
+        "--host": settings.host,
+        "--port": port,
+        "--dtype": settings.dtype,
+        "--max-model-len": settings.max_model_len,
+        "--max-num-seqs": settings.max_num_seqs,
+        "--generation-config": "vllm",
         "--tensor-parallel-size": settings.tensor_parallel if settings.tensor_parallel > 1 else None,
         "--data-parallel-size": settings.data_parallel if settings.data_parallel > 1 else None,
         "--gpu-memory-utilization": settings.memory_utilization,
         "--kv-cache-memory-bytes": num_bytes,
     }
     return [
-        sys.executable,
-        "-m",
-        "dapo_core.engines.vllm_command",
-        "serve",
-        str(model_path),
-        "--served-model-name",
-        SERVED_NAME,
-        "--host",
-        settings.host,
-        "--port",
-        str(port),
-        "--dtype",
-        settings.dtype,
-        "--max-model-len",
-        str(settings.max_model_len),
-        "--max-num-seqs",
-        str(settings.max_num_seqs),
-        "--generation-config",
-        "vllm",
-        *(word for flag, value in optional.items() if value is not None for word in (flag, str(value))),
+        *(sys.executable, "-m", "dapo_core.engines.vllm_command", "serve", str(model_path)),
+        *(word for option, value in options.items() if value is not None for word in (option, str(value))),
         *(["--enforce-eager"] if settings.eager else []),
         *settings.extra_args,
     ]
 
 
 def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The command as one would type it, with its environment before it; the API key is left out."""
+    """The command as typed in a shell, after its environment; the API key is left out."""
     shown = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if name != API_KEY_VARIABLE]
     return " ".join([*shown, shlex.join(command)])
 
 
 def serve_environments(settings: ServeConfig, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """What each server's environment has beside ours: nothing is reported to anyone, and its own devices."""
+    """What each server gets beside our environment: no telemetry, and its own devices."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     if settings.eager:
-        # --enforce-eager leaves the sampler compiled, which needs a C++ compiler on a CPU
+        # --enforce-eager still compiles the sampler, which needs a C++ compiler on a CPU
         quiet["TORCHDYNAMO_DISABLE"] = "1"
     places: list[dict[str, str]] = [{}] * settings.num_servers
     if settings.num_servers > 1 or settings.devices_per_server > 1:
@@ -91,7 +80,7 @@ def vllm_device() -> Device:
 
 
 def _share_devices(settings: ServeConfig, device: Device, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """A part of the visible devices for each server."""
+    """Each server's part of the visible devices."""
     each, names = settings.devices_per_server, device.visible(environment)
     needed = each * settings.num_servers
     if needed > len(names):
@@ -105,23 +94,23 @@ def _share_devices(settings: ServeConfig, device: Device, environment: Mapping[s
 
 
 def _share_cores(settings: ServeConfig, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Cores of its own for each worker of each server: left alone, vLLM binds every server to the same ones.
+    """Cores for each worker of each server; vLLM itself would bind every server to the same ones.
 
-    As vLLM does, one core of a worker is left to the scheduler. With fewer cores than workers nothing is bound.
+    Like vLLM, leave one core of a worker to the scheduler. With fewer cores than workers nothing is bound.
     """
+    num_servers, each = settings.num_servers, settings.devices_per_server
     if CPU_BINDING_VARIABLE in environment:
-        return [{}] * settings.num_servers
-    cores, each = sorted(os.sched_getaffinity(0)), settings.devices_per_server
-    share = len(cores) // (each * settings.num_servers)
+        return [{}] * num_servers
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // (each * num_servers)
     if share == 0:
-        return [{CPU_BINDING_VARIABLE: "nobind"}] * settings.num_servers
+        return [{CPU_BINDING_VARIABLE: "nobind"}] * num_servers
     num_bound = max(1, share - 1)
-    workers = [
-        ",".join(map(str, cores[worker * share : worker * share + num_bound]))
-        for worker in range(each * settings.num_servers)
+    starts = range(0, each * num_servers * share, share)
+    workers = [",".join(map(str, cores[start : start + num_bound])) for start in starts]
+    return [
+        {CPU_BINDING_VARIABLE: "|".join(workers[first : first + each])} for first in range(0, len(workers), each)
     ]
-    parts = [workers[start : start + each] for start in range(0, len(workers), each)]
-    return [{CPU_BINDING_VARIABLE: "|".join(part)} for part in parts]
 
 
 def base_url(host: str, port: int) -> str:
@@ -131,37 +120,33 @@ def base_url(host: str, port: int) -> str:
 
 
 def choose_ports(settings: ServeConfig) -> list[int]:
-    """A port that is free now for each server: serve.port and those after it, or free ones."""
+    """A port for each server: serve.port and those after it, or free ones."""
     if settings.port == 0:
         return free_ports(settings.host, settings.num_servers)
     ports = [settings.port + number for number in range(settings.num_servers)]
     for port in ports:
-        require_free_port(settings.host, port)
+        try:
+            with _new_socket(settings.host) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((settings.host, port))
+        except OSError as error:
+            raise ServeError(
+                f"port {port} on {settings.host} cannot be bound: {error.strerror}; "
+                "set serve.port=0 to take a free one"
+            ) from None
     return ports
 
 
 def free_ports(host: str, count: int = 1) -> list[int]:
     """Different ports that are free on the host now."""
     try:
-        with contextlib.ExitStack() as stack:  # all are held until the last is chosen
+        with contextlib.ExitStack() as stack:  # all stay bound until the last is chosen
             probes = [stack.enter_context(_new_socket(host)) for _ in range(count)]
             for probe in probes:
                 probe.bind((host, 0))
             return [probe.getsockname()[1] for probe in probes]
     except OSError as error:
         raise ServeError(f"serve.host={host} has no free port to bind: {error}; set serve.host") from None
-
-
-def require_free_port(host: str, port: int) -> None:
-    """Raise ServeError when something else listens on the port."""
-    try:
-        with _new_socket(host) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as error:
-        raise ServeError(
-            f"port {port} on {host} cannot be bound: {error.strerror}; set serve.port=0 to take a free one"
-        ) from None
 
 
 def _new_socket(host: str) -> socket.socket:

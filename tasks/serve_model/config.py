@@ -28,26 +28,6 @@ _SERVE_KEYS = {
 }
 
 
-# What says it instead. vLLM takes _ for - in long arguments, and = before a value.
-_SERVE_KEYS = {
-    "--tensor-parallel-size": "serve.tensor_parallel",
-    "-tp": "serve.tensor_parallel",
-    "--data-parallel-size": "serve.data_parallel",
-    "-dp": "serve.data_parallel",
-    "--dtype": "serve.dtype",
-    "--max-model-len": "serve.max_model_len",
-    "--max-num-seqs": "serve.max_num_seqs",
-    "--enforce-eager": "serve.eager",
-    "--no-enforce-eager": "serve.eager",
-    "--gpu-memory-utilization": "serve.memory_utilization",
-    "--kv-cache-memory-bytes": "serve.memory_gigabytes",
-    "--host": "serve.host",
-    "--port": "serve.port",
-    "--served-model-name": "nothing: the evaluation asks for its own name",
-    "--api-key": "the environment variable VLLM_API_KEY, which `ps` does not show",
-}
-
-
 class ServeConfig(Section):
     """The `vllm serve` processes that answer the evaluation."""
 

@@ -1,9 +1,12 @@
-"""Why a server ended, from what it wrote."""
+"""Errors of serving, and why a server ended, from what it wrote."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+
+from dapo_core.errors import DapoError
+from tasks.processes.child import ChildProcessFailed
 
 # vLLM prefixes lines of its processes: "(EngineCore pid=71) ERROR 11-21 18:54:53 [core.py:1113] ValueError: ..."
 _PREFIX = re.compile(r"^(\([\w ]+ pid=\d+\) ?)?((ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?)?")
@@ -15,13 +18,43 @@ _PORT_TAKEN = re.compile(r"Address already in use|EADDRINUSE")
 _MOST_CHARS = 1000
 
 
+class ServeError(DapoError, RuntimeError):
+    """A server could not be started, or ended before it answered."""
+
+    summary: str = ""  # the message without the server's last lines
+
+
+class ServerDied(ServeError):
+    """A server was killed, lost its port to another process, or ended after it had answered."""
+
+    is_lasting = False
+
+
+def failure_of(
+    ended: ChildProcessFailed, lines: Sequence[str], meaning: str, kind: type[ServeError]
+) -> ServeError:
+    """The error for a server that ended with these last lines; ServerDied if another attempt may help."""
+    is_killed = ended.exit_code is not None and ended.exit_code < 0
+    if is_killed or any(_PORT_TAKEN.search(line) for line in lines):  # taken after we found it free
+        kind = ServerDied
+    refusal = refused_argument(lines)
+    if refusal is not None:
+        advice = "Correct serve.extra_args; `vllm serve --help=all` lists what it takes"
+        return kind(f"{ended.summary}\nvLLM says: {refusal}\n{advice}")
+    cause = raised_error(lines)
+    said = f"vLLM says: {cause}\n" if cause else ""
+    error = kind(f"{said}{ended}\n{meaning}")
+    error.summary = f"{said}{ended.summary}\n{meaning}"
+    return error
+
+
 def refused_argument(lines: Sequence[str]) -> str | None:
-    """vLLM's own line about an argument that it does not take; None when it ended for another reason."""
+    """vLLM's own line about an argument it does not accept; None when it ended for another reason."""
     return next((line for line in map(_bare, reversed(lines)) if _REFUSAL.match(line)), None)
 
 
 def raised_error(lines: Sequence[str]) -> str | None:
-    """The last error that was raised at first hand, with the indented lines that belong to it."""
+    """The last original error, with the indented lines that belong to it."""
     bare = [_bare(line) for line in lines]
     for number in range(len(bare) - 1, -1, -1):
         if _RAISED.match(bare[number]) and not _SECONDHAND.search(bare[number]):
@@ -32,10 +65,5 @@ def raised_error(lines: Sequence[str]) -> str | None:
     return None
 
 
-def is_port_taken(lines: Sequence[str]) -> bool:
-    """Whether the server ended because something else has its port."""
-    return any(_PORT_TAKEN.search(line) for line in lines)
-
-
 def _bare(line: str) -> str:
-    return line[_PREFIX.match(line).end() :]  # type: ignore[union-attr]  # it matches every line, if with nothing
+    return _PREFIX.sub("", line, count=1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
 import secrets
-import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from pathlib import Path
 
 import httpx
 
-from dapo_core.errors import ServeError, ServerDied
 from eval import EvaluationError
-from eval.dispatch import run_in_thread
+from eval.client import Endpoint
 from tasks.processes.child import SupervisedProcess, background_command
+from tasks.processes.supervisor import STOP
 from tasks.serve_model.checks import require_servable
 from tasks.serve_model.command import (
     API_KEY_VARIABLE,
@@ -26,14 +25,12 @@ from tasks.serve_model.command import (
     SOCKETS_VARIABLE,
     base_url,
     choose_ports,
-    free_ports,
-    require_free_port,
     serve_command,
     serve_environments,
     shell_line,
 )
 from tasks.serve_model.config import ServeConfig
-from tasks.serve_model.failure import is_port_taken, raised_error, refused_argument
+from tasks.serve_model.failure import ServeError, ServerDied, failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,20 +41,17 @@ CAUSE_LINES = 2000
 
 
 @dataclass(frozen=True)
-class Server:
+class Server(Endpoint):
     """A server that answers."""
 
-    base_url: str
-    model: str  # the served name
-    api_key: str
-    command: str = ""  # as one would type it, MODEL being the folder; "" for a server that others started
+    command: str = ""  # as typed, with MODEL for the folder; "" for a server that is not ours
 
 
 @contextlib.contextmanager
 def serve_model(
     model_path: str | Path, settings: ServeConfig, log_path: Path, api_key: str | None = None
 ) -> Iterator[tuple[Server, ...]]:
-    """Yield serve.num_servers healthy servers of the model; all are gone when the block is left in any way.
+    """Yield serve.num_servers healthy servers of the model; all are gone when the block ends in any way.
 
     Healthy means: its model list names our model and one token was completed. The first server logs to `log_path`,
     the others beside it with their number. Raises ModelError for a folder that cannot be served before anything
@@ -79,10 +73,10 @@ def serve_model(
 def serve_until_interrupted(
     model_path: str | Path, settings: ServeConfig, log_path: Path, environment: Mapping[str, str]
 ) -> None:
-    """Serve in the foreground. Without a VLLM_API_KEY a fresh key is made and logged.
+    """Serve in the foreground. Without a VLLM_API_KEY a new key is made and logged.
 
-    A single server replaces this process, which never returns; several are watched, and raise ServeError when one
-    ends.
+    A single server replaces this process, so the call never returns; several are watched, and ServeError is raised
+    when one ends.
     """
     require_servable(model_path, settings, environment)
     api_key = environment.get(API_KEY_VARIABLE)
@@ -98,187 +92,109 @@ def serve_until_interrupted(
         logger.info("%d servers answer: %s", len(running), " ".join(one.server.base_url for one in running))
         while all(one.process.poll() is None for one in running):
             time.sleep(POLL_SECONDS)
-        raise next(one for one in running if one.process.poll() is not None).failure("The other servers are ended")
+        ended = next(one for one in running if one.process.poll() is not None)
+        raise ended.failure("The other servers are stopped")
 
 
-class _Launch:
-    """One server on its way to being healthy; `start` may be called again after it ended."""
+@dataclass(frozen=True)
+class _Running:
+    """A server whose process runs, healthy or not yet."""
 
-    def __init__(
-        self,
-        label: str,
-        model_path: str | Path,
-        settings: ServeConfig,
-        log_path: Path,
-        environment: Mapping[str, str],
-        stack: contextlib.ExitStack,
-    ) -> None:
-        self._label = label
-        self._model_path = model_path
-        self._settings = settings
-        self._log_path = log_path
-        self._environment = environment
-        self._stack = stack
-        self._processes: list[SupervisedProcess] = []
-        self._port = 0
-        self.server: Server
-
-    def start(self, port: int) -> None:
-        """Start it; the stack ends it."""
-        self._port = port
-        command = serve_command(self._model_path, self._settings, port)
-        logger.info("%s: %s", self._label, shell_line(command, self._environment))
-        process = self._stack.enter_context(
-            background_command(
-                command,
-                log_path=self._log_path,
-                label=self._label,
-                env=self._environment,
-                folder_variable=SOCKETS_VARIABLE,
-            )
-        )
-        self._processes.append(process)
-        url = base_url(self._settings.host, port)
-        portable = ["python", *("MODEL" if word == str(self._model_path) else word for word in command[1:])]
-        line = shell_line(portable, self._environment)
-        self.server = Server(url, SERVED_NAME, self._environment[API_KEY_VARIABLE], line)
-
-    @property
-    def process(self) -> SupervisedProcess:
-        """The latest one."""
-        return self._processes[-1]
-
-    def ask_to_end(self) -> None:
-        """Send SIGTERM, and do not wait."""
-        for process in self._processes:
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGTERM)
-
-    async def become_healthy(self) -> None:
-        """Return once it lists our model and completes a token. Raises ServeError when it ends first.
-
-        Whoever takes a port between our looking and vLLM's binding makes it end: it is started once more then.
-        """
-        is_first = True
-        while not await self._is_healthy_before_it_ends():
-            if not (is_first and is_port_taken(self.process.tail(CAUSE_LINES))):
-                raise self.failure("The server ended before it was healthy; correct serve.* or the model folder")
-            logger.warning("%s: its port was taken meanwhile, starting it again", self._label)
-            is_first = False
-            self.start(self._port_again())
-
-    def _port_again(self) -> int:
-        if self._settings.port == 0:
-            return free_ports(self._settings.host)[0]
-        require_free_port(self._settings.host, self._port)
-        return self._port
-
-    async def _is_healthy_before_it_ends(self) -> bool:
-        # Beside the requests: whoever else has the port may take them and never answer.
-        answers = asyncio.create_task(self._answer())
-        try:
-            while self.process.poll() is None:
-                done, _ = await asyncio.wait({answers}, timeout=POLL_SECONDS)
-                if done:
-                    answers.result()
-                    return True
-            return False
-        finally:
-            answers.cancel()
-
-    async def _answer(self) -> None:
-        """Return once it is healthy."""
-        headers = {"Authorization": f"Bearer {self.server.api_key}"}
-        url = self.server.base_url
-        async with httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=REQUEST_SECONDS, trust_env=False
-        ) as client:
-            while not await _is_healthy(client, self.server.model):
-                await asyncio.sleep(POLL_SECONDS)
+    server: Server
+    process: SupervisedProcess
+    is_healthy: threading.Event
 
     def failure(self, meaning: str, kind: type[ServeError] = ServeError) -> ServeError:
-        """What to raise for a server that ended: of this kind, or ServerDied when a signal killed it."""
-        lines, ended = self.process.tail(CAUSE_LINES), self.process.failure()
-        if ended.exit_code is not None and ended.exit_code < 0:
-            kind = ServerDied
-        refusal = refused_argument(lines)
-        if refusal is not None:
-            return kind(
-                f"{ended.summary}\nvLLM says: {refusal}\nCorrect serve.extra_args; `vllm serve --help=all` lists "
-                "what it takes"
-            )
-        cause = raised_error(lines)
-        said = f"vLLM says: {cause}\n" if cause else ""
-        error = kind(f"{said}{ended}\n{meaning}")
-        error.summary = f"{said}{ended.summary}\n{meaning}"
-        return error
-
-    def tail(self) -> str:
-        """Its last lines, under its name."""
-        return "\n".join([f"{self._label}, {self.process.log_path}:", *self.process.tail(TAIL_LINES)])
-
-
-async def _is_healthy(client: httpx.AsyncClient, model: str) -> bool:
-    try:
-        models = (await client.get("/v1/models")).raise_for_status().json()
-        if model not in [entry["id"] for entry in models["data"]]:
-            return False
-        return (
-            await client.post("/v1/completions", json={"model": model, "prompt": "1", "max_tokens": 1})
-        ).is_success
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return False
+        """The error to raise for a server that ended; ServerDied if another attempt may help."""
+        return failure_of(self.process.failure(), self.process.tail(CAUSE_LINES), meaning, kind)
 
 
 @contextlib.contextmanager
 def _run_servers(
     model_path: str | Path, settings: ServeConfig, log_path: Path, api_key: str | None
-) -> Iterator[list[_Launch]]:
+) -> Iterator[list[_Running]]:
+    """Yield the servers once all are healthy. Raises ServeError when one ends first, or at the deadline."""
     deadline = time.monotonic() + settings.startup_seconds
     own = {API_KEY_VARIABLE: api_key or secrets.token_urlsafe(24)}
     environments = [{**place, **own} for place in serve_environments(settings, os.environ)]
-    ports = choose_ports(settings)
+    running: list[_Running] = []
+    is_over = threading.Event()
     with contextlib.ExitStack() as stack:
-        launches = [
-            _Launch(
-                _label(number, settings), model_path, settings, _log_path(log_path, number), environment, stack
-            )
-            for number, environment in enumerate(environments)
-        ]
         try:
-            for launch, port in zip(launches, ports, strict=True):
-                launch.start(port)
-            stop = asyncio.Event()
-            run_in_thread(_become_healthy(launches, deadline, settings.startup_seconds, stop), stop.set)
-            yield launches
+            for number, port in enumerate(choose_ports(settings), start=1):
+                label, log = "vllm serve", log_path
+                if settings.num_servers > 1:
+                    label += f" {number} of {settings.num_servers}"
+                if number > 1:
+                    log = log_path.with_name(f"{log_path.stem}-{number}{log_path.suffix}")
+                environment = environments[number - 1]
+                command = serve_command(model_path, settings, port)
+                logger.info("%s: %s", label, shell_line(command, environment))
+                process = stack.enter_context(
+                    background_command(
+                        command, log_path=log, label=label, env=environment, folder_variable=SOCKETS_VARIABLE
+                    )
+                )
+                portable = ["python", *("MODEL" if word == str(model_path) else word for word in command[1:])]
+                line = shell_line(portable, environment)
+                server = Server(base_url(settings.host, port), SERVED_NAME, own[API_KEY_VARIABLE], line)
+                running.append(_Running(server, process, _watch_health(server, is_over)))
+            while pending := [one for one in running if not one.is_healthy.is_set()]:
+                _refuse_ended(pending)
+                if time.monotonic() >= deadline:
+                    raise _too_late(pending, settings)
+                time.sleep(POLL_SECONDS)
+            yield running
         finally:
-            # All at once; the stack then waits for each.
-            for launch in launches:
-                launch.ask_to_end()
+            is_over.set()
+            for one in running:  # all at once; the stack then waits for each
+                if one.process.poll() is None:
+                    one.process.request(STOP)
 
 
-async def _become_healthy(
-    launches: Sequence[_Launch], deadline: float, startup_seconds: float, stop: asyncio.Event
-) -> None:
-    """Return once all are healthy, or told to stop; raises ServeError when one ended, or at the deadline."""
-    waits = {asyncio.create_task(launch.become_healthy()): launch for launch in launches}
-    pending = set(waits)
-    while pending and not stop.is_set():
-        if time.monotonic() >= deadline:
-            tails = "\n".join(launch.tail() for task, launch in waits.items() if task in pending)
-            raise ServeError(
-                f"{len(pending)} of {len(launches)} servers not healthy after serve.startup_seconds="
-                f"{startup_seconds:g}; raise it, or see their last lines:\n{tails}"
-            )
-        done, pending = await asyncio.wait(pending, timeout=POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
+def _watch_health(server: Server, is_over: threading.Event) -> threading.Event:
+    """An event that a thread sets once the server lists our model and completes a token.
+
+    A thread of its own: whatever else has the port may accept a request and never answer it.
+    """
+    is_healthy = threading.Event()
+
+    def watch() -> None:
+        headers = {"Authorization": f"Bearer {server.api_key}"}
+        with httpx.Client(headers=headers, timeout=REQUEST_SECONDS, trust_env=False) as client:
+            while not is_over.is_set():
+                if _answers(client, server):
+                    is_healthy.set()
+                    return
+                is_over.wait(POLL_SECONDS)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return is_healthy
 
 
-def _label(number: int, settings: ServeConfig) -> str:
-    """How a server is called in messages."""
-    return "vllm serve" if settings.num_servers == 1 else f"vllm serve {number + 1} of {settings.num_servers}"
+def _answers(client: httpx.Client, server: Server) -> bool:
+    try:
+        models = client.get(server.url("models")).raise_for_status().json()
+        if server.model not in [entry["id"] for entry in models["data"]]:
+            return False
+        body = {"model": server.model, "prompt": "1", "max_tokens": 1}
+        return client.post(server.url("completions"), json=body).is_success
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return False
 
 
-def _log_path(first: Path, number: int) -> Path:
-    return first if number == 0 else first.with_name(f"{first.stem}-{number + 1}{first.suffix}")
+def _refuse_ended(pending: Sequence[_Running]) -> None:
+    for one in pending:
+        if one.process.poll() is not None:
+            raise one.failure("The server ended before it was healthy; correct serve.* or the model folder")
+
+
+def _too_late(pending: Sequence[_Running], settings: ServeConfig) -> ServeError:
+    tails = [
+        "\n".join([f"{one.process.label}, {one.process.log_path}:", *one.process.tail(TAIL_LINES)])
+        for one in pending
+    ]
+    return ServeError(
+        f"{len(pending)} of {settings.num_servers} servers not healthy after serve.startup_seconds="
+        f"{settings.startup_seconds:g}; raise it, or see their last lines:\n" + "\n".join(tails)
+    )

@@ -136,7 +136,7 @@ def builds(site: Site) -> Builds:
 @pytest.fixture(scope="module")
 def training(site: Site, builds: Builds) -> Paused:
     """A run that trains while another one evaluates."""
-    site.wait_for("the model", lambda: [*site.store.glob("fetch_model/*/1/manifest.json")], PATIENCE_SECONDS)
+    site.wait_for("the model", lambda: [*site.store.glob("fetch_model/*/[0-9]/manifest.json")], PATIENCE_SECONDS)
     return paused(site, site.create_run("train-policy", *TRAINING), 2)
 
 

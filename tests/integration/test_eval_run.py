@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.errors import ServeError
 from eval import EvaluationError
 from eval.answers.grading import MathGrader
 from eval.client import Endpoint, Sampling
@@ -24,7 +23,7 @@ from eval.regrade import regrade
 from eval.results import exclusive, load_evaluation, read_rows
 from eval.run import evaluate
 from tasks.evaluation_settings import served_model_identity
-from tasks.serve_model.servers import Server
+from tasks.serve_model.failure import ServeError
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -323,7 +322,7 @@ def test_servers_of_different_models_are_not_one_evaluation(server: ArithmeticSe
 
 def test_a_key_that_no_header_may_hold_is_refused_and_not_shown(server: ArithmeticServer) -> None:
     with pytest.raises(ServeError, match="VLLM_API_KEY holds a character") as caught:
-        served_model_identity([Server(server.url, "m", "secret\n")])
+        served_model_identity([Endpoint(server.url, "m", "secret\n")])
     assert "secret" not in str(caught.value)
 
 

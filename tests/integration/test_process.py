@@ -177,22 +177,6 @@ def test_an_interrupt_early_in_the_end_does_not_hurry_it_and_is_not_lost(
     assert "in order" in log.read_text()
 
 
-def test_a_cancel_exception_ends_the_command_and_is_raised_again(tmp_path: Path) -> None:
-    before = set(supervisor.descendants(os.getpid()))  # such as the fork server of other tests
-
-    class Cancelled(BaseException):
-        pass
-
-    def cancel(line: str) -> None:
-        raise Cancelled(line)
-
-    command = [sys.executable, "-S", "-c", TREE, str(tmp_path / "members")]
-    with pytest.raises(Cancelled, match="tree is up"):
-        run_command(command, log_path=tmp_path / "log", label="tree", on_line=cancel, grace_seconds=0.5)
-    assert living(read_members(tmp_path)) == set()
-    assert supervisor.descendants(os.getpid()).keys() <= before
-
-
 def test_left_over_processes_of_a_good_command_are_ended_and_named(tmp_path: Path) -> None:
     code = """
         import subprocess
@@ -217,20 +201,19 @@ def test_the_error_has_exit_code_last_lines_and_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "words"),
-    [(signal.SIGKILL, "was killed by SIGKILL (not by us"), (signal.SIGSEGV, "was killed by SIGSEGV")],
+    ("command", "words"),
+    [
+        (
+            python("import os; os.kill(os.getpid(), 9)"),
+            r"was killed by SIGKILL \(not by us(.|\n)*\(it wrote nothing",
+        ),
+        (python("import os; os.kill(os.getpid(), 11)"), "was killed by SIGSEGV"),
+        (["no-such-program"], r"exit code 127(.|\n)*cannot start 'no-such-program'"),
+    ],
 )
-def test_the_error_names_the_signal(tmp_path: Path, ending: signal.Signals, words: str) -> None:
-    code = f"import os; os.kill(os.getpid(), {int(ending)})"
-    with pytest.raises(ChildProcessFailed) as caught:
-        run_command(python(code), log_path=tmp_path / "log", label="train")
-    assert words in str(caught.value)
-    assert "(it wrote nothing)" in str(caught.value)
-
-
-def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ChildProcessFailed, match=r"exit code 127(.|\n)*cannot start 'no-such-program'"):
-        run_command(["no-such-program"], log_path=tmp_path / "log", label="train")
+def test_the_error_names_the_signal_or_what_cannot_start(tmp_path: Path, command: list[str], words: str) -> None:
+    with pytest.raises(ChildProcessFailed, match=words):
+        run_command(command, log_path=tmp_path / "log", label="train")
 
 
 def test_each_line_comes_once_whatever_bytes_it_holds(tmp_path: Path) -> None:
@@ -265,7 +248,7 @@ def test_lines_go_to_our_log_by_default_and_the_file_is_appended_to(
     assert (tmp_path / "log").read_text() == "first\nsecond\n"
 
 
-def test_environment_directory_and_input_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_folder_and_input_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INHERITED", "yes")
     code = (
         "import os, sys; print(os.environ['INHERITED'], os.environ['ADDED'], os.getcwd(), repr(sys.stdin.read()))"
@@ -289,9 +272,13 @@ def test_the_command_ignores_no_signal_but_what_we_were_started_to_ignore(tmp_pa
     assert {name: mask & settable for name, mask in masks.items()} == {"SigBlk:": 0, "SigIgn:": ignored}
 
 
-def test_a_server_lives_for_the_block_and_is_torn_down_when_that_fails(tmp_path: Path) -> None:
+def test_a_server_lives_for_the_block_and_a_cancel_exception_ends_its_tree(tmp_path: Path) -> None:
+    class Cancelled(BaseException):
+        pass
+
+    before = set(supervisor.descendants(os.getpid()))  # such as the fork server of other tests
     command = [sys.executable, "-S", "-c", TREE, str(tmp_path / "members")]
-    with contextlib.suppress(ZeroDivisionError), contextlib.ExitStack() as block:
+    with contextlib.suppress(Cancelled), contextlib.ExitStack() as block:
         server = block.enter_context(
             background_command(command, log_path=tmp_path / "log", label="server", grace_seconds=0.5)
         )
@@ -299,17 +286,10 @@ def test_a_server_lives_for_the_block_and_is_torn_down_when_that_fails(tmp_path:
         assert server.poll() is None
         assert server.tail(5) == ["tree is up"]
         assert living(read_members(tmp_path)) == TREE_NAMES
-        raise ZeroDivisionError
+        raise Cancelled
     assert server.poll() == -signal.SIGTERM  # which a sleeping command does not handle
     assert living(read_members(tmp_path)) == set()
-
-
-def test_a_server_that_dies_says_so(tmp_path: Path) -> None:
-    code = "import sys; print('address in use'); sys.exit(9)"
-    with background_command(python(code), log_path=tmp_path / "log", label="server") as server:
-        wait_until(lambda: server.poll() is not None, "the server to die")
-        assert "server ended with exit code 9" in str(server.failure())
-        assert "  | address in use" in str(server.failure())
+    assert supervisor.descendants(os.getpid()).keys() <= before
 
 
 def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dapo_core.errors import ModelError, ServeError
+from dapo_core.errors import ModelError
 from eval.problems.items import EvaluationSet, Item
-from eval.run import evaluate
 from tasks.config import EvaluateConfig
-from tasks.evaluation_settings import endpoint_of, limits_of, sampling_of
+from tasks.evaluation_settings import evaluate_servers
 from tasks.processes import supervisor
 from tasks.serve_model.command import SOCKETS_VARIABLE
 from tasks.serve_model.config import ServeConfig
+from tasks.serve_model.failure import ServeError
 from tasks.serve_model.servers import Server, serve_model
 from tests.tiny_models import build_tiny_qwen3
 
@@ -161,13 +161,7 @@ def test_an_evaluation_is_shared_by_the_servers(serving: Serving, tmp_path: Path
     ]
     settings = EvaluateConfig(max_response_tokens=MAX_RESPONSE_TOKENS, concurrency=2)
     before = [num_answered(server) for server in serving.servers]
-    summary = evaluate(
-        EvaluationSet(tuple(items)),
-        [endpoint_of(server) for server in serving.servers],
-        sampling_of(settings),
-        tmp_path,
-        limits=limits_of(settings),
-    )
+    summary = evaluate_servers(EvaluationSet(tuple(items)), serving.servers, settings, tmp_path, "digest")
     assert (summary.n, summary.num_items, summary.request_failed_rate) == (NUM_ITEMS, NUM_ITEMS, 0.0)
     answered = [num_answered(server) - at for server, at in zip(serving.servers, before, strict=True)]
     assert sum(answered) == NUM_ITEMS

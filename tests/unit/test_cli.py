@@ -17,18 +17,15 @@ import pytest
 import typer
 import yaml
 
-from dapo_core.errors import (
-    ConfigError,
-    NotEnoughSignal,
-    RolloutError,
-    ServeError,
-    TrainingStopped,
-)
+from dapo_core.errors import ConfigError, RolloutError
+from dapo_core.sampler import NotEnoughSignal
+from dapo_core.stopping import TrainingStopped
 from eval import EvaluationError
 from eval.results import ResultsError
 from flows.cli import app, main
 from tasks.processes.child import ChildProcessFailed
 from tasks.retries import describe, exit_code_of
+from tasks.serve_model.failure import ServeError
 from tasks.train_policy import resume_words
 from tests.evaluations import write_results
 from tests.tiny_models import build_tiny_qwen3
@@ -252,7 +249,7 @@ def test_compare_prints_markdown_and_writes_only_what_is_asked_for(tmp_path: Pat
     assert (
         len([line for line in done.stdout.splitlines() if line.startswith("| 2")]) == 2
     )  # the report is of `after`, and as old in seconds
-    assert ": 1 later run took this evaluation from the store." in done.stdout
+    assert ": 1 later run reused this evaluation from the store." in done.stdout
     assert {path.name for path in (tmp_path / "nights").iterdir()} == {"history.html"}
 
 
@@ -271,7 +268,7 @@ def test_compare_of_one_evaluation_with_itself_gives_no_figures_of_a_change(tmp_
 
 def test_compare_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
     before = write_results(tmp_path / "before", "rw")
-    assert "BEFORE and AFTER are needed, 1 given; for more, add --history" in refusal("compare", before)
+    assert "BEFORE and AFTER are needed, 1 given; add --history for more" in refusal("compare", before)
     other = write_results(tmp_path / "after", "rww")
     assert "1 of 3 items are only in after (first: '2')" in refusal("compare", before, other)
 

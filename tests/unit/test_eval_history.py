@@ -93,9 +93,9 @@ def test_what_was_measured_once_counts_once(tmp_path: Path) -> None:
     (series,) = history
     assert [(point.label, point.num_repeats) for point in series.points] == [("1", 0), ("2", 2)]
     assert (series.num_tests, series.trend) == (1, None)
-    said = "`2`: 2 later runs took this evaluation from the store. It was measured once and counts once."
+    said = "`2`: 2 later runs reused this evaluation from the store. It was measured once and counts once."
     assert said in render_markdown(history)
-    assert "measured once; 2 later runs took it from the store" in write_page(history, tmp_path).read_text()
+    assert "measured once; reused from the store by 2 later runs" in write_page(history, tmp_path).read_text()
     report = json.loads((runs / "4" / "report" / "report.json").read_text())
     del report["after"]["evaluation"]  # as an earlier version wrote it
     (runs / "4" / "report" / "report.json").write_text(json.dumps(report))

@@ -10,14 +10,7 @@ import httpx
 import pytest
 from prefect.states import Failed
 
-from dapo_core.errors import (
-    CheckpointError,
-    DataError,
-    RolloutError,
-    ServeError,
-    ServerDied,
-    WorkerDied,
-)
+from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
 from dapo_core.sampler import NotEnoughSignal
 from eval import EvaluationError
 from tasks.artifacts import StoreError
@@ -27,6 +20,7 @@ from tasks.merge_checkpoint import merge_checkpoint
 from tasks.prepare_data import prepare_data
 from tasks.processes.child import ChildProcessFailed, run_command
 from tasks.retries import exit_code_of, is_lasting, may_succeed_next_time, shortened
+from tasks.serve_model.failure import ServeError, ServerDied
 from tasks.time_limit import StageTimedOut
 from tasks.train_policy import train_policy
 from tasks.write_report import write_report
