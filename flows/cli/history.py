@@ -25,7 +25,8 @@ def runs(
     context: typer.Context,
     store: StoreOption = DEFAULT_STORE,
     limit: Annotated[
-        int | None, typer.Option(min=1, help=f"The newest only; a table has {NUM_LISTED} if not told, JSON all.")
+        int | None,
+        typer.Option(min=1, help=f"Newest runs only; default: {NUM_LISTED} in a table, all in JSON."),
     ] = None,
     is_json: JsonOption = False,
 ) -> None:
@@ -89,16 +90,14 @@ def gc(
     store: StoreOption = DEFAULT_STORE,
     is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, say what would go.")] = False,
     has_unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Also what attempts left that nobody went on with for a day.")
+        bool, typer.Option("--unfinished", help="Also unfinished attempts that were not continued for a day.")
     ] = False,
-    has_damaged: Annotated[
-        bool, typer.Option("--damaged", help="Also what was moved aside as damaged or half-written.")
-    ] = False,
+    has_damaged: Annotated[bool, typer.Option("--damaged", help="Also damaged and half-written outputs.")] = False,
 ) -> None:
     """Remove artifacts that no kept run uses; records and reports of all runs stay.
 
-    Runs newer than the last kept one, runs that go on, and those of the last day that have no report keep theirs
-    too. What is being built, or is younger than an hour, stays.
+    Runs newer than the last kept one, runs in progress, and runs of the last day without a report keep theirs too.
+    What is being built, or is younger than an hour, stays. Waits for exports and for runs that record a stage.
     """
     from flows.tables import print_garbage
     from tasks.runs.collect_garbage import collect_garbage

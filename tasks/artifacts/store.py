@@ -115,10 +115,10 @@ class ArtifactStore:
         except DamagedArtifact:
             if directory.exists():
                 raise
-            return None  # a garbage collection took it meanwhile
+            return None  # a garbage collection removed it
 
     def builder(self, stage: str, key: str) -> str | None:
-        """Returns who builds the artifact of this key, as "pid 12 on node3 since TIME"; None when nobody does."""
+        """Returns who builds the artifact of this key, as "pid 12 on node3 since TIME", or None."""
         path = self.lock_path(stage, key)
         return read_holder(path) if is_locked(path) else None
 

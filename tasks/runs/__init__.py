@@ -1,1 +1,1 @@
-"""Runs of the chain: one that goes on, those that were, what the next one would do."""
+"""Runs of the chain: the one in progress, recorded ones, and what the next one would do."""

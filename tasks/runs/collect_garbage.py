@@ -43,8 +43,8 @@ def collect_garbage(
     """What was, or with `is_dry_run` would be, removed, and what stays although no kept run uses it.
 
     Kept are the newest `keep_runs` runs with a report, all runs newer than the last of these, runs in progress,
-    and those without a report that changed within a day. Run folders stay. Attempts that nobody continued for a
-    day go with `has_unfinished`, damaged and half-written artifacts with `has_damaged`.
+    and those without a report that changed within a day. Run folders stay. Attempts not continued for a day
+    go with `has_unfinished`, damaged and half-written artifacts with `has_damaged`.
     Raises StoreError when a run's record cannot be read, since everything that run uses would count as unused.
     """
     if not (root / "runs").is_dir():  # elsewhere every folder would look unused
@@ -84,7 +84,7 @@ def _may_go_on(store: ArtifactStore, run: RecordedRun, has_commands: bool) -> bo
 
 
 def _traces(store: ArtifactStore, run: RecordedRun) -> Iterator[Path]:
-    """What changes while the run goes on: its record, and the attempts that its commands work on."""
+    """What changes while the run is in progress: its record, and the attempts that its commands work on."""
     yield run.folder / RECORD_FILE
     for link in filter(Path.is_symlink, run.folder.glob("*.log")):
         stage, _, key = link.readlink().stem.rpartition("-")
@@ -124,7 +124,7 @@ def _age_seconds(*paths: Path) -> float:
 
 
 def _statuses(path: Path) -> Iterator[os.stat_result]:
-    """Of the path and all below it, without what vanishes meanwhile."""
+    """Of the path and all below it; files that vanish are left out."""
     below = (Path(place, name) for place, folders, files in os.walk(path) for name in (*folders, *files))
     for each in itertools.chain([path], below):
         with contextlib.suppress(FileNotFoundError):

@@ -121,7 +121,8 @@ class _Portable:
 
     def __init__(self, run: RecordedRun) -> None:
         store = run.store
-        recorded = (Path(stage.path).parents[2] for stage in run.stages.values())  # perhaps under another mount
+        # The store may have been recorded under another mount.
+        recorded = (Path(stage.artifact).parents[2] for stage in run.stages.values())
         names = {str(folder): "${HOME}" for folder in (Path.home(), Path.home().resolve()) if folder != Path("/")}
         names |= {str(folder): "${STORE}" for folder in (store, store.resolve(), *recorded)}
         self._names = names | {str(escape(path)): name for path, name in names.items()}

@@ -32,21 +32,19 @@ _LATEST = re.compile(r"latest(?:~(\d+))?")
 
 
 @dataclass(frozen=True)
-class RecordedStage:
-    """What a run did about one stage."""
+class StageRecord:
+    """What a run did about one stage, as run.json has it."""
 
-    label: str
-    stage: str
+    cached: bool
+    seconds: float
+    artifact: str  # its path when it was recorded; the store may have moved since
     key: str
     digest: str
-    path: str  # of the artifact as recorded; the store may have moved since
-    is_cached: bool
-    seconds: float
 
     @property
     def place(self) -> Path:
         """Where the artifact is in its store: STAGE/KEY16/NUMBER."""
-        return Path(*Path(self.path).parts[-3:])
+        return Path(*Path(self.artifact).parts[-3:])
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class RecordedRun:
     state: str  # running, completed, failed, cancelled, skipped; interrupted: its process or worker is gone
     started_at: float  # seconds since the epoch
     seconds: float  # up to its end, or as far as is known
-    stages: Mapping[str, RecordedStage]
+    stages: Mapping[str, StageRecord]
     error: str | None
     report: Mapping[str, Any] | None  # the headline: before, after, difference, p, n
 
@@ -78,7 +76,7 @@ class RecordedRun:
     @property
     def num_cached(self) -> int:
         """Stages whose artifact was there."""
-        return sum(stage.is_cached for stage in self.stages.values())
+        return sum(stage.cached for stage in self.stages.values())
 
     @property
     def num_built(self) -> int:
@@ -136,7 +134,7 @@ def read_run(folder: Path) -> RecordedRun:
             state=state,
             started_at=record["started_at"],
             seconds=time.time() - record["started_at"] if state == "running" else record["seconds"],
-            stages={label: _stage(label, values) for label, values in record["stages"].items()},
+            stages={label: StageRecord(**values) for label, values in record["stages"].items()},
             error=record.get("error"),
             report=record.get("report"),
         )
@@ -144,17 +142,11 @@ def read_run(folder: Path) -> RecordedRun:
         raise StoreError(
             f"{path} cannot be read: {error.strerror}; mend that, or move the run's folder away"
         ) from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
             f"{path} is not the record of a run ({error!r}): a run of another version wrote it, or it was edited; "
             "move the run's folder away to do without it and what only it used"
         ) from None
-
-
-def _stage(label: str, values: Mapping[str, Any]) -> RecordedStage:
-    path = values["artifact"]
-    stage = Path(path).parts[-3]
-    return RecordedStage(label, stage, values["key"], values["digest"], path, values["cached"], values["seconds"])
 
 
 def run_lock_path(folder: Path) -> Path:
@@ -285,5 +277,12 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
     stages = {}
     for label, stage in run.stages.items():
         artifact = artifact_of(run, label)
-        stages[label] = {**vars(stage), "path": artifact.path if artifact else None}
+        stages[label] = {
+            "stage": stage.place.parts[0],
+            "key": stage.key,
+            "digest": stage.digest,
+            "path": artifact.path if artifact else None,
+            "is_cached": stage.cached,
+            "seconds": stage.seconds,
+        }
     return {"id": run.id, **vars(run), "folder": str(run.folder), "stages": stages}

@@ -18,7 +18,7 @@ from tasks.stages import CHAIN, Link
 class PlannedStage:
     """One stage of the chain as a run would find it.
 
-    cached: its artifact is there. building: a process makes it. resumes: an attempt at this key waits to be
+    cached: its artifact is there. building: a process makes it. resumes: an attempt at this key is
     continued. damaged: its artifact is not as its manifest says. stale: the run before had one, and this one's key
     differs or its input is still to be built. runs: anything else that is not there.
     """

@@ -26,7 +26,7 @@ from eval.problems.files import require_columns
 from eval.problems.prompts import find_template
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, StoreError
 from tasks.config import ChainConfig
-from tasks.runs.history import CONFIG_FILE, RECORD_FILE, run_lock_path
+from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
 from tasks.stages import LINKS, prepare_data_inputs
 from tasks.time_limit import clock_stopped
@@ -38,17 +38,6 @@ current_stage: ContextVar[str] = ContextVar("current_stage", default="")  # for 
 
 class RunSkipped(DapoError, RuntimeError):
     """The run was skipped: it started too late, or another run holds a lock that it needs."""
-
-
-@dataclass
-class StageRecord:
-    """What happened to one stage in a run."""
-
-    cached: bool
-    seconds: float
-    artifact: str  # path
-    key: str
-    digest: str
 
 
 @dataclass
@@ -75,11 +64,11 @@ class Run:
         check_start(config)
         store = ArtifactStore(config.store.path)
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%f")[:-3]
-        folder = runs_folder(config) / f"{now}Z-{os.getpid()}"
+        folder = store.root / "runs" / f"{now}Z-{os.getpid()}"
         folder.mkdir(parents=True)
         (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
-        logger.info("run %s of %s in %s", folder.name, config.run.name, folder.absolute())
-        run = Run(config, store, folder.absolute(), flow, frozenset(forced))
+        logger.info("run %s of %s in %s", folder.name, config.run.name, folder)
+        run = Run(config, store, folder, flow, frozenset(forced))
         run.lock.enter_context(locked(run_lock_path(folder)))
         run.record()
         return run
@@ -240,8 +229,3 @@ def check_start(config: ChainConfig) -> None:
     """Raise, before any work, what would end a run: what `check_inputs` raises, or StoreError."""
     check_inputs(config)
     ArtifactStore(config.store.path).check_writable()
-
-
-def runs_folder(config: ChainConfig) -> Path:
-    """Where runs are recorded."""
-    return Path(config.store.path) / "runs"

@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tasks.artifacts import ArtifactStore, StageKey, StoreError
+from tests.processes import wait_until
 
 DEADLINE_SECONDS = 30.0
 PARTS = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})
@@ -50,13 +50,6 @@ def start_builder(tmp_path: Path, mode: str = "clean") -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-c", BUILDER, *arguments, mode], stdout=subprocess.PIPE, stderr=log, text=True
         )
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_SECONDS} s for: {what}"
-        time.sleep(0.02)
 
 
 def builds(tmp_path: Path) -> list[int]:

@@ -233,18 +233,15 @@ def test_files_found_right_are_not_read_again_until_they_change(
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     age(made)
     assert store.lookup("train", PARTS.key) is None
-    assert hashed[0] == "weights.bin"
+    assert hashed == ["weights.bin"]
 
 
 def test_a_lost_or_torn_stamp_only_costs_time(store: ArtifactStore) -> None:
     made, _ = store.produce(PARTS, Builder())
-    age(made)
-    assert store.lookup("train", PARTS.key) == made
     stamp = Path(made.path).with_suffix(".verified")
-    stamp.write_text("{")
-    assert store.lookup("train", PARTS.key) == made
-    stamp.unlink()
-    assert store.lookup("train", PARTS.key) == made
+    for content in ("{", "[]"):
+        stamp.write_text(content)
+        assert store.lookup("train", PARTS.key) == made
 
 
 def test_a_failed_build_is_no_hit_and_stays_to_be_looked_at(

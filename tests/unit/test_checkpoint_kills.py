@@ -33,7 +33,7 @@ CHANGES = ("rename", "fsync", "mkdir", "unlink", "rmdir")
 
 
 class Killed(BaseException):
-    """What a SIGKILL is to a test that goes on."""
+    """Stands for a SIGKILL in a test that continues."""
 
 
 class Disk:
@@ -110,15 +110,15 @@ def _failures(
         while True:
             folder = before.with_name(f"{'torn' if is_torn else 'at'}_{fatal}")
             shutil.copytree(before, folder, copy_function=os.link)  # files are never changed in place
-            told = ""
+            message = ""
             with _disk(fatal, is_torn, error) as disk:
                 try:
                     act(folder, model_path)
                 except (Killed, CheckpointError) as raised:
-                    told = str(raised)
+                    message = str(raised)
             if not disk.has_failed:
                 break
-            yield folder, disk, told
+            yield folder, disk, message
             shutil.rmtree(folder)
             fatal += 1
 
@@ -197,15 +197,15 @@ def test_a_full_disk_at_any_change_leaves_the_old_or_the_new_checkpoint(tmp_path
     write(make_writer(before, model_path, **KEEP), STATES[5], STATES[10], STATES[15])
     seen = set()
     full = OSError(errno.ENOSPC, "No space left on device")
-    for folder, _, told in _failures(before, model_path, _publish_20, full):
+    for folder, _, message in _failures(before, model_path, _publish_20, full):
         steps = _assert_all_complete(folder)
-        if told:
-            assert "No space left on device" in told
-            assert f"training can continue from step_{steps[-1]:06d}. Make room" in told
+        if message:
+            assert "No space left on device" in message
+            assert f"training can continue from step_{steps[-1]:06d}. Make room" in message
             assert list(folder.glob("step_*.partial")) == []
         else:  # nothing failed but the removal of step 10
             assert steps[-1] == 20
-        seen.add((bool(told), steps[-1]))
+        seen.add((bool(message), steps[-1]))
         _go_on(folder, model_path)
     assert seen == {(True, 15), (True, 20), (False, 20)}  # (True, 20): after it was named
 

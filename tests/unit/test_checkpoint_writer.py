@@ -279,7 +279,7 @@ def test_shards_that_cannot_be_written_leave_what_was_there(
     assert names_in(folder) == ["latest", "step_000011"]
 
 
-def test_a_rank_that_dies_is_told_as_such(folder: Path, model_path: Path) -> None:
+def test_a_dead_rank_is_not_reported_as_a_failed_checkpoint(folder: Path, model_path: Path) -> None:
     """The trainer starts new ranks, with a writer of their own."""
     write(make_writer(folder, model_path), make_state(5))
     writer = make_writer(folder, model_path, BrokenShards("is_saved", WorkerDied("rank 1")))

@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     config = small_config(folder, f"flow.webhook.url={SECRET}", f"serve.extra_args={json.dumps(files)}")
     recorded = record_run(config, Outcome(is_model=True))
     run = find_run(recorded.store.root, recorded.folder.name)
-    evaluations = [run.stages[label].path for label in ("evaluate_before", "evaluate_after")]
+    evaluations = [run.stages[label].artifact for label in ("evaluate_before", "evaluate_after")]
     report = read_report(run)
     assert report is not None
     (run.folder / "report" / "report.html").write_text(render_html(report, draw_plots(compare(*evaluations), [])))
@@ -62,7 +62,7 @@ def ignore(done: int, total: int) -> None:
 
 
 def test_transformers_loads_the_folder_as_the_artifact(run: RecordedRun, exported: Path) -> None:
-    merged = run.stages["merge_checkpoint"].path
+    merged = run.stages["merge_checkpoint"].artifact
     ids = AutoTokenizer.from_pretrained(exported)("12 + 7", return_tensors="pt").input_ids
     with torch.no_grad():
         logits = [AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (exported, merged)]
@@ -71,7 +71,7 @@ def test_transformers_loads_the_folder_as_the_artifact(run: RecordedRun, exporte
 
 def test_the_files_are_copies_beside_report_manifests_and_configuration(run: RecordedRun, exported: Path) -> None:
     weights = exported / "model.safetensors"
-    original = Path(run.stages["merge_checkpoint"].path) / "model.safetensors"
+    original = Path(run.stages["merge_checkpoint"].artifact) / "model.safetensors"
     assert not os.path.samefile(weights, original)
     assert (weights.stat().st_nlink, hash_file(weights)) == (1, hash_file(original))
     assert not (exported / "manifest.json").exists()  # it is no artifact
@@ -98,7 +98,7 @@ def test_no_file_tells_where_it_was_made(run: RecordedRun, exported: Path) -> No
     places = {str(store), html.escape(str(store)), f"{Path.home()}/"}
     assert {name for name, text in texts.items() if any(place in text for place in places)} == set()
     stage = run.stages["merge_checkpoint"]
-    place = f"${{STORE}}/{stage.stage}/{stage.key[:16]}/1"
+    place = f"${{STORE}}/{stage.place}"
     assert json.loads(texts["report.json"])["artifacts"]["merge_checkpoint"] == place
     assert place in texts["report.md"]
     assert place in texts["report.html"]
@@ -213,7 +213,7 @@ def test_a_collection_waits_until_the_model_is_copied(tmp_path: Path) -> None:
 
         num_bytes = export_run(run, tmp_path / "model", collect)
         gone = {str(item.attempt.path) for item in collections[0].result(timeout=60) if not item.left}
-    assert run.stages["merge_checkpoint"].path in gone
+    assert run.stages["merge_checkpoint"].artifact in gone
     assert (num_bytes, (tmp_path / "model" / "weights").read_text()) == (3, "old")
 
 
@@ -240,7 +240,7 @@ def test_what_keeps_an_export_from_beginning_is_said(run: RecordedRun, tmp_path:
 def test_a_damaged_model_is_not_handed_on(tmp_path: Path) -> None:
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
-    weights = Path(run.stages["merge_checkpoint"].path) / "weights"
+    weights = Path(run.stages["merge_checkpoint"].artifact) / "weights"
     weights.write_text("trainee")  # as long as "trained"
     with pytest.raises(StoreError, match=r"weights has sha256 \w{64}, its manifest says .* damaged"):
         export_run(run, tmp_path / "model", ignore)
@@ -261,10 +261,10 @@ def test_the_base_models_card_is_kept_beside_ours(tmp_path: Path) -> None:
     run = find_run(recorded.store.root, "latest")
     # As a merge brings it along: published anew under the same key, with the file listed.
     merged = run.stages["merge_checkpoint"]
-    manifest_path = Path(merged.path) / "manifest.json"
+    manifest_path = Path(merged.artifact) / "manifest.json"
     manifest = json.loads(manifest_path.read_text())
-    (Path(merged.path) / "README.md").write_text("the base model's")
-    entry = {"path": "README.md", "size": 16, "sha256": hash_file(Path(merged.path) / "README.md")}
+    (Path(merged.artifact) / "README.md").write_text("the base model's")
+    entry = {"path": "README.md", "size": 16, "sha256": hash_file(Path(merged.artifact) / "README.md")}
     manifest_path.write_text(json.dumps({**manifest, "files": [*manifest["files"], entry]}))
     export_run(run, tmp_path / "model", ignore)
     assert (tmp_path / "model" / "BASE_MODEL_README.md").read_text() == "the base model's"

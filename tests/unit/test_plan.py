@@ -147,14 +147,6 @@ def test_a_stage_that_waits_names_a_changed_file(recorded: Run, tmp_path: Path) 
     assert "input custom_reward changed" in plan["train_policy"].changes
 
 
-def test_only_stages_that_resume_are_said_to(tmp_path: Path) -> None:
-    """The others begin again in an empty folder."""
-    [data, *_] = planned(tmp_path / "store").values()
-    assert data.key is not None
-    (ArtifactStore(tmp_path / "store").key_folder("prepare_data", data.key) / "1.partial").mkdir(parents=True)
-    assert planned(tmp_path / "store")["prepare_data"].state == "runs"
-
-
 def test_what_is_being_built_is_not_said_to_be_unfinished(recorded: Run, tmp_path: Path) -> None:
     store = copied(recorded, tmp_path)
     needs = {label: recorded.take(label) for label in LINKS["train_policy"].needs}

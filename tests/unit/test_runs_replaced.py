@@ -39,8 +39,8 @@ def test_a_forced_stage_leaves_earlier_runs_what_they_had(tmp_path: Path) -> Non
         runs = [first, probe(config, "two", ("probe",)), probe(config, "never built")]
     assert [(run.folder / "probe" / "content").read_text() for run in runs] == ["one", "two", "two"]
     newest, second, oldest = read_runs(first.store.root)
-    assert [run.stages["probe"].is_cached for run in (oldest, second, newest)] == [False, False, True]
-    assert [Path(run.stages["probe"].path).name for run in (oldest, second, newest)] == ["1", "2", "2"]
+    assert [run.stages["probe"].cached for run in (oldest, second, newest)] == [False, False, True]
+    assert [Path(run.stages["probe"].artifact).name for run in (oldest, second, newest)] == ["1", "2", "2"]
     found = artifact_of(oldest, "probe")
     assert found is not None
     assert (Path(found.path) / "content").read_text() == "one"

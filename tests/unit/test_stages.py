@@ -343,7 +343,7 @@ def test_a_run_records_and_links_each_stage_as_it_ends(config: Config) -> None:
     run.record(report={"n": 1})
     [recorded] = read_runs(Path(config.store.path))
     assert (built, stages_seen, current_stage.get()) == (again, ["probe_first"], "")
-    assert {label: stage.is_cached for label, stage in recorded.stages.items()} == {
+    assert {label: stage.cached for label, stage in recorded.stages.items()} == {
         "probe_first": False,
         "probe_again": True,
     }
