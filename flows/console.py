@@ -6,10 +6,8 @@ import logging
 import sys
 from typing import TextIO
 
-from flows.progress import StepBar
-
-# Prefect's names for what a run's own lines say already; its page and log keep them, tracebacks included. The last
-# one is ours, and speaks of the page only.
+# Loggers of Prefect that repeat what a run's own lines say; its page keeps them, tracebacks included. The last is
+# ours, about the page only.
 QUIET_LOGGERS = (
     "prefect.flow_runs",
     "prefect.task_runs",
@@ -22,18 +20,21 @@ STAGE_WIDTH = 16
 
 
 def print_messages() -> None:
-    """Send our messages, as they are, to standard output."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[StandardOutput()])
+    """Send our messages, as they are, to standard output, and steps to a bar where that is a terminal."""
+    output = StandardOutput()
+    if sys.stdout.isatty():
+        from flows.progress import StepBar
+
+        output.addFilter(StepBar())
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[output])
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def print_chain() -> None:
-    """Have the lines of a run begin with time and stage, and leave out Prefect's account of the same events."""
+    """Have the lines of a run begin with time and stage, without Prefect's lines about the same events."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(stage)s %(message)s", datefmt="%H:%M:%S"))
         handler.addFilter(_admit)
-        if sys.stdout.isatty():
-            handler.addFilter(StepBar())
 
 
 def print_markdown(text: str) -> None:

@@ -1,11 +1,9 @@
 """The whole chain as one Prefect flow."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flows.config import WebhookConfig, load_config
-from flows.notify import tell_report
+from flows.notify import report_result
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
 from tasks.evaluate_model import evaluate_model
 from tasks.fetch_model import fetch_model
@@ -36,5 +34,5 @@ def run_chain(run: Run, webhook: WebhookConfig, gives_way: bool = False) -> dict
     merged = merge_checkpoint(run, training)
     after = evaluate_model(run, data, merged, "evaluate_after")
     report = write_report(run, before, after, training)
-    tell_report(run, report, webhook)
+    report_result(run, report, webhook)
     return {"run": str(run.folder), "verdict": report["verdict"]}

@@ -1,6 +1,4 @@
-"""The whole chain on a schedule: it gives way to whoever trains already, and is dropped when it comes too late."""
-
-from __future__ import annotations
+"""The whole chain on a schedule. A run is skipped when it starts too late or another training runs."""
 
 import datetime
 import logging
@@ -28,30 +26,33 @@ def dapo_nightly(
     max_late_hours: Annotated[float, Field(gt=0)] = 3.0,
     fresh_seed: bool = True,
 ) -> dict[str, Any] | State[Any]:
-    """Train and report as dapo-full does, unless another training runs or the night is over: then Skipped."""
+    """Train and report as dapo-full does; skipped when another training runs or it starts too late."""
     scheduled = flow_run.scheduled_start_time
     settings = load_config(config, (*overrides, *seed_of_night(scheduled, fresh_seed)))
     try:
         with Run.start(settings, flow="dapo-nightly") as run:
-            if flow_run.run_count == 1:  # what began in time may be tried again at any time
+            if flow_run.run_count == 1:  # a run that started in time may be tried again at any time
                 check_in_time(scheduled, datetime.datetime.now(datetime.timezone.utc), max_late_hours)
             with hold(nightly_lock_path(settings), run.folder.name, gives_way=True):
                 check_free(training_lock_path(settings), settings)
                 return run_chain(run, settings.flow.webhook, gives_way=True)
     except RunSkipped as reason:
-        logger.warning("skipped: %s", reason)
+        logger.warning("%s", reason)
         return Completed(name="Skipped", message=str(reason))
 
 
 def seed_of_night(scheduled: datetime.datetime, fresh_seed: bool) -> tuple[str, ...]:
-    """The override that gives each night its seed: that of its date, whenever it runs or is tried again."""
+    """The override that seeds a nightly run with its date, however late it runs or is tried again."""
     night = scheduled.astimezone(datetime.timezone.utc).date()
     return (f"run.seed={(night - EPOCH).days}",) if fresh_seed else ()
 
 
 def check_in_time(scheduled: datetime.datetime, now: datetime.datetime, max_late_hours: float) -> None:
-    """Raise RunSkipped when the run begins too late, as all do that were due while no worker was there."""
+    """Raise RunSkipped when the run starts too late, as after hours without a worker."""
     late_hours = (now - scheduled).total_seconds() / 3600
     if late_hours > max_late_hours:
         due = f"{scheduled:%Y-%m-%d %H:%M %Z}"
-        raise RunSkipped(f"came {late_hours:.1f} hours late, due {due}; max_late_hours is {max_late_hours:g}")
+        raise RunSkipped(
+            f"The run was skipped because it started {late_hours:.1f} hours late, due {due}; "
+            f"max_late_hours is {max_late_hours:g}"
+        )

@@ -1,7 +1,7 @@
-"""The webhook of the configuration: told by HTTP when a report is finished and when a run did not end well.
+"""The webhook of a recipe: one POST for a finished report, one for a run that did not end well.
 
-`tell_report` belongs at the end of a flow; `tell_failure` is a Prefect hook for on_failure, on_crashed and
-on_cancellation. Prefect runs these in the flow's process, or in the worker when that process is gone.
+`report_failure` is a Prefect hook for on_failure, on_crashed and on_cancellation. Prefect runs these in the flow's
+process, or in the worker when that process is gone.
 """
 
 from __future__ import annotations
@@ -27,43 +27,38 @@ from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.run import Run
 
 logger = logging.getLogger(__name__)
-logging.getLogger("httpx").setLevel(logging.WARNING)  # its line for each request holds the whole URL
 
 PROJECT = Path(__file__).resolve().parents[1]  # where a worker that runs elsewhere finds recipes
-DEFAULT_CONFIG = "configs/arith_cpu.yaml"  # of a run whose parameters name none
-MOST_REASON_CHARS = 1000
-FIGURES = ("before", "after", "difference", "ci95", "p", "n")
+MAX_REASON_CHARS = 1000
+FIGURES = ("difference", "ci95", "p", "n")
 
 
-def tell_report(run: Run, report: Mapping[str, Any], webhook: WebhookConfig) -> None:
-    """Have the webhook told of a finished report, if there is one; a webhook that fails is a warning."""
-    figures = {name: report[name] for name in FIGURES if name in report}
-    figures |= {side: report[side]["accuracy"] for side in ("before", "after")}
-    recipe, difference = run.config.run.name, points(report["difference"])
+def report_result(run: Run, report: Mapping[str, Any], webhook: WebhookConfig) -> None:
+    """Send a finished report to the webhook, if there is one; a webhook that fails is a warning."""
     payload = {
         "event": "report",
-        "text": f"{recipe}: {report['verdict']} ({difference} points)",
-        "recipe": recipe,
+        "text": f"{run.config.run.name}: {report['verdict']} ({points(report['difference'])} points)",
+        "recipe": run.config.run.name,
         "run": run.folder.name,
         "verdict": report["verdict"],
-        **figures,
+        **{side: report[side]["accuracy"] for side in ("before", "after")},
+        **{name: report[name] for name in FIGURES},
         "report": str(run.folder / REPORT_FOLDER / REPORT_PAGE),
         "flow_run": _flow_run(runtime.flow_run.name, runtime.flow_run.id),
     }
     send(webhook, payload)
 
 
-def tell_failure(flow: Any, flow_run: Any, state: Any) -> None:
-    """Have the webhook of the run's recipe told that the run failed, crashed or was cancelled, and why."""
-    parameters = flow_run.parameters
-    recipe = Path(parameters.get("config", DEFAULT_CONFIG))
+def report_failure(flow: Any, flow_run: Any, state: Any) -> None:
+    """Send to the webhook of the run's recipe that the run failed, crashed or was cancelled, and why."""
+    recipe = Path(flow_run.parameters["config"])
     try:
-        config = load_config(recipe if recipe.exists() else PROJECT / recipe, parameters.get("overrides") or ())
+        config = load_config(recipe if recipe.exists() else PROJECT / recipe, flow_run.parameters["overrides"])
     except ConfigError as error:
-        logger.warning("nobody is told that %s ended as %s: %s", flow_run.name, state.name, error)
+        logger.warning("no webhook is called for %s, which ended as %s: %s", flow_run.name, state.name, error)
         return
-    event = {"CANCELLING": "cancelled"}.get(state.type.value, state.type.value.lower())
-    reason = (state.message or "")[:MOST_REASON_CHARS]
+    event = "cancelled" if state.is_cancelling() else state.type.value.lower()
+    reason = (state.message or "")[:MAX_REASON_CHARS]
     payload = {
         "event": event,
         "text": f"{config.run.name}: {flow.name} {event}: {reason}",
@@ -77,24 +72,18 @@ def tell_failure(flow: Any, flow_run: Any, state: Any) -> None:
 
 
 def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
-    """Post the payload as JSON to the webhook, once; returns whether it was taken, a log line says why not.
+    """Post the payload as JSON to the webhook, once; True if it was accepted, else a log line says why not.
 
     The log names the host only: the path or the query of such an address is often the secret itself.
     """
     if webhook.url is None:
         return False
-    url = webhook.url
+    url, event = webhook.url, payload["event"]
     if url.startswith("$"):
         url = os.environ.get(url[1:], "").strip()
-        if not url:
-            logger.warning(
-                "flow.webhook.url=%s is not set in this process: nobody is told of this %s",
-                webhook.url,
-                payload["event"],
-            )
-            return False
         if not is_http_address(url):
-            logger.warning("%s is no http or https address: nobody is told", webhook.url)
+            what = "no http or https address" if url else "not set in this process"
+            logger.warning("flow.webhook.url=%s is %s: no webhook is called for this %s", webhook.url, what, event)
             return False
     host = urlsplit(url).hostname
     try:
@@ -105,16 +94,16 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
         ):
             status = answer.status_code
     except (httpx.TransportError, httpx.InvalidURL) as error:
-        logger.warning("the webhook at %s did not answer (%s): nobody is told", host, type(error).__name__)
+        logger.warning("the webhook at %s did not answer (%s) for this %s", host, type(error).__name__, event)
         return False
     if not 200 <= status < 300:
-        logger.warning("the webhook at %s answered HTTP %d: nobody may be told", host, status)
+        logger.warning("the webhook at %s answered HTTP %d for this %s", host, status, event)
         return False
-    logger.info("told the webhook at %s of this %s", host, payload["event"])
+    logger.info("the webhook at %s accepted this %s", host, event)
     return True
 
 
-def _flow_run(name: str | None, identity: Any) -> dict[str, str | None]:
+def _flow_run(name: str | None, flow_run_id: Any) -> dict[str, str | None]:
     """What a person needs to find the run on Prefect's page; runtime.flow_run.ui_url names no page of 3.7."""
     has_page = get_current_settings().server.ui.enabled
-    return {"name": name, "url": url_for("flow-run", identity) if identity and has_page else None}
+    return {"name": name, "url": url_for("flow-run", flow_run_id) if flow_run_id and has_page else None}

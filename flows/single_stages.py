@@ -1,7 +1,5 @@
 """One flow per stage: the task that the whole chain calls, with what it needs taken from the store."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

@@ -1,34 +1,43 @@
-"""What Prefect's page shows of a run: progress, newest training steps, stages with their lineage, the report.
+"""What Prefect's page shows of a run: progress, newest training steps, stages with their inputs, the report.
 
 Keys of artifacts begin with the recipe's name, so that the page keeps a history of versions for each recipe.
 """
 
 from __future__ import annotations
 
+import contextvars
 import hashlib
 import json
+import logging
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient
+import httpx
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run, task_run
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from dapo_core.metrics import METRICS_FILE
+from durable import read_json_lines
 from eval.report import REPORT_MARKDOWN, REPORT_PAGE
 from tasks.artifacts import SHORT_KEY_LENGTH, Artifact
-from tasks.poster import poster
 from tasks.runs.run import Run
 from tasks.stages import LINKS
 
+logger = logging.getLogger(__name__)
+
 UPDATE_SECONDS = 10.0
+REQUEST_SECONDS = 10.0
+RETRY_SECONDS, PATIENCE_SECONDS = 5.0, 60.0  # while the server is away
 NUM_STEPS = 10
-TAIL_BYTES = 256 * 1024  # of metrics.jsonl: a line has about 3 KiB
 STEP_LINE = re.compile(r"[a-z ]+ step (?P<done>\d+)(?:/| of )(?P<total>\d+)\b.*")
 STEP_COLUMNS = {
     "step": "step",
@@ -41,6 +50,9 @@ STEP_COLUMNS = {
     "tokens/s per device": "perf/throughput",
 }
 
+# No stage waits for the server; the process waits for this thread when it ends.
+sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefect-page")
+
 
 def artifact_key(recipe: str, name: str) -> str:
     """The key of an artifact on the page: lower-case letters, digits and dashes.
@@ -49,12 +61,8 @@ def artifact_key(recipe: str, name: str) -> str:
     """
     plain = recipe.lower().replace("_", "-")
     slug = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
-    parts = [
-        slug,
-        "" if slug == plain else hashlib.sha256(recipe.encode()).hexdigest()[:6],
-        name.replace("_", "-"),
-    ]
-    return "-".join(part for part in parts if part)
+    digest = "" if slug == plain else hashlib.sha256(recipe.encode()).hexdigest()[:6]
+    return "-".join(part for part in (slug, digest, name.replace("_", "-")) if part)
 
 
 def show_stage(run: Run, label: str, artifact: Artifact) -> None:
@@ -65,11 +73,12 @@ def show_stage(run: Run, label: str, artifact: Artifact) -> None:
     facts = {"output": _code(artifact.path), "state": how, "key": _short(artifact.key)}
     facts |= {"content": _short(artifact.digest), "host": manifest["host"], "run": _code(str(run.folder))}
     metrics = {name: _number(value) for name, value in manifest["metrics"].items() if not isinstance(value, list)}
-    inputs = [f"- {_link(run, need)}: {_short(run.stages[need].digest)}" for need in _needs(run, label)]
-    text = [f"# {label}", _table(("", ""), facts)]
-    text += ["## Numbers", _table(("", ""), metrics)] if metrics else []
+    needs = [need for need in LINKS[label].needs if need in run.stages]
+    inputs = [f"- {_link(run, need)}: {_short(run.stages[need].digest)}" for need in needs]
+    text = [f"# {label}", _table(facts)]
+    text += ["## Numbers", _table(metrics)] if metrics else []
     text += ["## Made from", "\n".join(inputs)] if inputs else []
-    _create(run, label, "markdown", "\n\n".join(text), how)
+    PageArtifact(run, label, "markdown", how).show("\n\n".join(text))
 
 
 def show_report(run: Run, folder: Path, verdict: str) -> None:
@@ -77,7 +86,8 @@ def show_report(run: Run, folder: Path, verdict: str) -> None:
     report = unwrapped((folder / REPORT_MARKDOWN).read_text(encoding="utf-8"))
     stages = ", ".join(_link(run, label) for label in run.stages)
     place = f"With plots: {_code(str(folder / REPORT_PAGE))}"
-    _create(run, "report", "markdown", f"{place}\n\n{report}\n\nStages on this page: {stages}\n", verdict)
+    text = f"{place}\n\n{report}\n\nStages on this page: {stages}\n"
+    PageArtifact(run, "report", "markdown", verdict).show(text)
 
 
 def unwrapped(markdown: str) -> str:
@@ -93,16 +103,16 @@ def unwrapped(markdown: str) -> str:
 
 
 class StageProgress:
-    """How far a stage is, as a bar on the page; of a training, beside it, a table of its newest steps."""
+    """The progress of a stage as a bar on the page; for a training also a table of its newest steps."""
 
     def __init__(self, run: Run, label: str, folder: Path | None = None) -> None:
-        self._bar = _LiveArtifact(run, f"{label}-progress", "progress", f"{label} of {run.config.run.name}")
-        self._table = _LiveArtifact(run, f"{label}-steps", "table", f"Newest steps of {run.config.run.name}")
+        self._bar = PageArtifact(run, f"{label}-progress", "progress", f"{label} of {run.config.run.name}")
+        self._table = PageArtifact(run, f"{label}-steps", "table", f"Newest steps of {run.config.run.name}")
         self._metrics_path = None if folder is None else folder / METRICS_FILE
         self._update_at = 0.0
 
     def on_line(self, line: str) -> None:
-        """Take notice of a line that a child wrote, if it tells of a step."""
+        """Read the progress from a line that a child wrote, if it names a step."""
         if match := STEP_LINE.fullmatch(line.strip()):
             self.on_progress(int(match["done"]), int(match["total"]))
 
@@ -110,68 +120,54 @@ class StageProgress:
         """Bring the page up to date, at most every 10 s and at the end."""
         if time.monotonic() < self._update_at and done < total:
             return
-        self._update_at = time.monotonic() + UPDATE_SECONDS
         self._bar.show(round(100 * done / max(total, 1), 1))
-        if self._metrics_path is not None and (steps := newest_steps(self._metrics_path)):
-            self._table.show(json.dumps([_step_row(step) for step in steps]))
+        if self._metrics_path is not None and (steps := read_json_lines(self._metrics_path)[-NUM_STEPS:]):
+            rows = [{name: _number(step.get(key)) for name, key in STEP_COLUMNS.items()} for step in steps[::-1]]
+            self._table.show(json.dumps(rows))
+        self._update_at = time.monotonic() + UPDATE_SECONDS
 
 
-def newest_steps(path: Path) -> list[dict[str, Any]]:
-    """The last lines of a metrics.jsonl that may be being written, newest first."""
-    try:
-        with open(path, "rb") as file:
-            start = max(0, file.seek(0, 2) - TAIL_BYTES)
-            file.seek(start)
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return []
-    whole = lines[1 if start else 0 : -1]
-    return [json.loads(line) for line in reversed(whole[-NUM_STEPS:])]
-
-
-class _LiveArtifact:
-    """One artifact that is created once and then changed: a new version each time would fill the database."""
+class PageArtifact:
+    """An artifact that is created once and then updated: a new version each time would fill the database."""
 
     def __init__(self, run: Run, name: str, kind: str, description: str) -> None:
-        self._request = ArtifactCreate(
-            key=artifact_key(run.config.run.name, name), type=kind, description=description, **_run_ids()
-        )
+        key = artifact_key(run.config.run.name, name)
+        ids: dict[str, Any] = {"flow_run_id": flow_run.id, "task_run_id": task_run.id}
+        self._request = ArtifactCreate(key=key, type=kind, description=description, **ids)
         self._id: UUID | None = None
 
     def show(self, data: Any) -> None:
-        poster.post(f"{self._request.key} of {id(self)}", lambda client: self._send(client, data))
+        """Send the content to the API of this flow run; returns at once."""
+        sender.submit(contextvars.copy_context().run, self._send, data)
 
-    def _send(self, client: SyncPrefectClient, data: Any) -> None:
-        if self._id is None:
-            self._id = client.create_artifact(self._request.model_copy(update={"data": data})).id
-        else:
-            client.update_artifact(self._id, ArtifactUpdate(data=data))
+    def _send(self, data: Any) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return self._send_once(data)
+            except (httpx.HTTPError, PrefectException, RuntimeError) as error:
+                is_away = isinstance(error, httpx.TransportError)
+                if not is_away or time.monotonic() > deadline:
+                    logger.warning(
+                        "Prefect's page lacks %s: %s: %s", self._request.key, type(error).__name__, error
+                    )
+                    return
+                time.sleep(RETRY_SECONDS)
 
-
-def _create(run: Run, name: str, kind: str, data: str, description: str) -> None:
-    key = artifact_key(run.config.run.name, name)
-    request = ArtifactCreate(key=key, type=kind, data=data, description=description, **_run_ids())
-    poster.post(f"{key} of {run.folder.name}", lambda client: _send_new(client, request))
-
-
-def _send_new(client: SyncPrefectClient, request: ArtifactCreate) -> None:
-    client.create_artifact(request)
-
-
-def _run_ids() -> dict[str, Any]:
-    return {"flow_run_id": flow_run.id, "task_run_id": task_run.id}
-
-
-def _needs(run: Run, label: str) -> Sequence[str]:
-    return [need for need in LINKS[label].needs if need in run.stages]
+    def _send_once(self, data: Any) -> None:
+        # Prefect's own retries would hold up what comes after for minutes.
+        with (
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+            get_client(httpx_settings={"timeout": REQUEST_SECONDS}, sync_client=True) as client,
+        ):
+            if self._id is None:
+                self._id = client.create_artifact(self._request.model_copy(update={"data": data})).id
+            else:
+                client.update_artifact(self._id, ArtifactUpdate(data=data))
 
 
 def _link(run: Run, label: str) -> str:
     return f"[{label}](/artifacts/key/{artifact_key(run.config.run.name, label)})"
-
-
-def _step_row(step: Mapping[str, Any]) -> dict[str, Any]:
-    return {column: _number(step.get(name)) for column, name in STEP_COLUMNS.items()}
 
 
 def _number(value: Any) -> Any:
@@ -190,6 +186,5 @@ def _code(text: str) -> str:
     return "`" + text.replace("`", "'").replace("|", "\\|") + "`"
 
 
-def _table(header: tuple[str, str], rows: Mapping[str, Any]) -> str:
-    lines = [header, ("---", "---"), *rows.items()]
-    return "\n".join(f"| {name} | {value} |" for name, value in lines)
+def _table(rows: Mapping[str, Any]) -> str:
+    return "\n".join(f"| {name} | {value} |" for name, value in {"": "", "---": "---", **rows}.items())

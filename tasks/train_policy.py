@@ -18,7 +18,6 @@ from tasks.runs.run import Run
 from tasks.stage_command import run_dapo
 from tasks.stage_task import stage_task
 from tasks.stages import TRAIN_FILE, TRAIN_POLICY, eval_file, train_policy_inputs
-from tasks.training_limit import shown_as_training
 from tasks.training_lock import hold, training_lock_path
 
 
@@ -51,9 +50,8 @@ def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = Fa
                 training_lock_path(run.config), run.folder.name, key.key, gives_way and attempt == 1
             ),
         )
-        with shown_as_training():
-            progress = StageProgress(run, "train_policy", folder)
-            run_dapo(words, run, key, detach=detach, on_line=progress.on_line)
+        progress = StageProgress(run, "train_policy", folder)
+        run_dapo(words, run, key, detach=detach, on_line=progress.on_line)
         return last_metrics(folder)
 
     return run.produce("train_policy", key, build, resumable=TRAIN_POLICY.is_resumable)

@@ -7,12 +7,12 @@ import signal
 
 import pytest
 
-from flows.prefect_settings import project_settings
+from flows.prefect_settings import PROJECT_SETTINGS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads cost more than they give
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # where more run than there are cores, spinning threads starve
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ |= project_settings()  # before Prefect is imported
+os.environ |= PROJECT_SETTINGS  # before Prefect is imported
 # A shell that starts us in the background has us ignore these, and our children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from bench.small_chain import CONFIG, SMALL
-from flows.services.daemons import SERVER, WORKER, Services, State
+from flows.services import Services
 from tasks.serve_model.command import SOCKETS_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,9 +54,10 @@ class Site:
             "COLUMNS": "200",
         }
 
-    def state(self) -> State:
-        """Pids and address of the services."""
-        return Services(self.store).read()
+    @property
+    def services(self) -> Services:
+        """Its server and worker."""
+        return Services(self.store)
 
     def changes(self, *more: str) -> list[str]:
         """The overrides of a run."""
@@ -90,7 +91,7 @@ class Site:
         parameters = {"config": CONFIG, "overrides": self.changes(*changes), **parameters}
         words = [word for key, value in parameters.items() for word in ("--param", f"{key}={json.dumps(value)}")]
         prefect = [sys.executable, "-m", "prefect", "deployment", "run", name]
-        done = self._run([*prefect, *words], 120, PREFECT_API_URL=self.state().api_url)
+        done = self._run([*prefect, *words], 120, PREFECT_API_URL=self.services.api_url)
         found = re.search(r"UUID: ([0-9a-f-]{36})", done.stdout)
         assert found, done.stdout + done.stderr
         return found[1]
@@ -107,7 +108,7 @@ class Site:
 
     def ask(self, method: str, path: str, **json: Any) -> Any:
         """The answer of Prefect's REST interface, None when it has no content."""
-        with httpx.Client(base_url=self.state().api_url, timeout=API_SECONDS, trust_env=False) as client:
+        with httpx.Client(base_url=self.services.api_url, timeout=API_SECONDS, trust_env=False) as client:
             answer = client.request(method, path, json=json or None).raise_for_status()
         return answer.json() if answer.content else None
 
@@ -144,7 +145,7 @@ class Site:
             if answer := check():
                 return answer
             time.sleep(0.2)
-        logs = [Services(self.store).log_path(name) for name in (SERVER, WORKER)]
+        logs = [self.services.server.log, self.services.worker.log]
         tails = "\n".join(f"{log}:\n{log.read_text()[-4000:]}" for log in logs if log.exists())
         pytest.fail(f"{what}: not within {seconds:.0f} s; still there: {describe(self.processes())}\n{tails}")
 
@@ -176,9 +177,9 @@ class Site:
 
     def service(self, name: str) -> psutil.Process:
         """The server or the worker."""
-        daemon = self.state().running(name)
-        assert daemon is not None
-        return psutil.Process(daemon.pid)
+        service = getattr(self.services, name)
+        assert service.is_running
+        return psutil.Process(service.read()["pid"])
 
     def end_everything(self) -> list[str]:
         """SIGKILL every process at once, as a power cut would; returns the commands that ran."""

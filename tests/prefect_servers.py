@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from flows.prefect_settings import prefect_settings
+from flows.prefect_settings import apply_prefect_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
@@ -32,12 +32,13 @@ class PrefectServer:
     api: str
     environment: dict[str, str]  # what a process needs, beside ours, to talk to it
 
-    def prefect(self, *words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-        """`prefect WORDS`, run to its end, as a person types it in the project directory."""
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """The command, run to its end as a person types it in the project directory."""
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         return subprocess.run(
-            [Path(sys.executable).with_name("prefect"), *words],
-            cwd=cwd,
-            env={**os.environ, **self.environment, **env},
+            command,
+            cwd=ROOT,
+            env={**os.environ, **self.environment, "PATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -54,7 +55,8 @@ def started_server(folder: Path, **settings: str) -> Iterator[PrefectServer]:
     """A server on a free port with a database of its own; `settings` are further PREFECT_ variables of it."""
     port = free_port()
     api = f"http://{HOST}:{port}/api"
-    environment = {**prefect_settings(folder / "prefect"), "PREFECT_API_URL": api, **settings}
+    environment = {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_API_URL": api, **settings}
+    apply_prefect_settings(environment)
     start = ("-m", "prefect", "server", "start", "--host", HOST, "--port", str(port))
     with started_process(folder, "server", *start, **environment):
         wait_for("Prefect's server is up", lambda: is_up(api), STARTUP_SECONDS, folder / "server.log")

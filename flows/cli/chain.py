@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,24 +52,21 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
 
     Where the store has every output and no Prefect server runs, none is started: only the report is written.
     """
-    from flows.prefect_server import has_prefect_api
+    from flows.prefect_server import named_api, provide_prefect_api
     from tasks.runs.history import REPORT_FOLDER
     from tasks.runs.plan import is_built
 
     settings = begin(config, overrides)
-    has_all = is_built(settings)
-    if has_all and not has_prefect_api(Path(settings.store.path)):
-        logger.info("every output is in the store: a report is all there is to do, which needs no Prefect server")
+    store = Path(settings.store.path)
+    if is_built(settings) and not named_api(store):
+        logger.info("every output is in the store: only a report is to be written, without a Prefect server")
         print_report(report_again(settings))
         return
-    wait_for_api = start_prefect(settings)
-    if not has_all:
-        import matplotlib.backends.backend_agg  # noqa: F401 - for the report, while the server starts
-
+    wait_for_api = provide_prefect_api(store)
     from flows.dapo_full import dapo_full
 
     wait_for_api()
-    with said_when_stopped():
+    with message_when_stopped():
         result = dapo_full(str(config), tuple(overrides or ()))
     print_report(Path(result["run"]) / REPORT_FOLDER)
 
@@ -98,11 +95,14 @@ def stage(
         if name is not StageName.EVALUATE_MODEL:
             raise typer.BadParameter(f"{name.value} has no sides; evaluate-model has", param_hint="--side")
         options["side"] = side.value
-    wait_for_api = start_prefect(begin(config, overrides, _needs(name, side)))
+    from flows.prefect_server import provide_prefect_api
+
+    settings = begin(config, overrides, _needs(name, side))
+    wait_for_api = provide_prefect_api(Path(settings.store.path))
     from flows.single_stages import STAGE_FLOWS
 
     wait_for_api()
-    with said_when_stopped():
+    with message_when_stopped():
         output = STAGE_FLOWS[name.value](str(config), tuple(overrides or ()), **options)
     if name is StageName.COMPARE:
         print_report(Path(output))
@@ -122,9 +122,9 @@ def _needs(name: StageName, side: Side | None) -> tuple[str, ...]:
 
 
 def begin(config: Path, overrides: list[str] | None, needs: Sequence[str] = ()) -> Config:
-    """The configuration of a run that may start; from here lines begin with time and stage.
+    """The configuration of a run that may start; from here on lines begin with time and stage.
 
-    Raises what would end the run, which begins from the outputs of the stages that it `needs`.
+    Raises what would end the run, which starts from the outputs of the stages that it `needs`.
     """
     from flows.config import load_config
     from flows.console import print_chain
@@ -141,27 +141,19 @@ def begin(config: Path, overrides: list[str] | None, needs: Sequence[str] = ()) 
 
 def report_again(settings: Config) -> Path:
     """The folder of a new report on a chain that is built."""
-    from flows.notify import tell_report
+    from flows.notify import report_result
     from tasks.runs.history import REPORT_FOLDER
     from tasks.runs.report import repeat_chain
     from tasks.runs.run import Run
 
     with Run.start(settings) as run:
-        tell_report(run, repeat_chain(run), settings.flow.webhook)
+        report_result(run, repeat_chain(run), settings.flow.webhook)
     return run.folder / REPORT_FOLDER
 
 
-def start_prefect(settings: Config) -> Callable[[], None]:
-    """Start Prefect's API while the caller imports flows; returns what waits for it."""
-    from flows.prefect_server import provide_prefect_api
-
-    logger.info("starting Prefect")
-    return provide_prefect_api(Path(settings.store.path))
-
-
 @contextlib.contextmanager
-def said_when_stopped() -> Iterator[None]:
-    """Say, when Ctrl-C ends the block, that nothing done is lost."""
+def message_when_stopped() -> Iterator[None]:
+    """On Ctrl-C, say that what is done is kept."""
     try:
         yield
     except KeyboardInterrupt:
@@ -191,8 +183,8 @@ def plan(
     """Show what a run would do, without running anything: each stage, and why it is not cached.
 
     cached: its output is in the store. building: a process makes it. resumes: an unfinished attempt is continued.
-    damaged: its output changed on disk, and is made again. stale: the run before, of the same run.name, had it
-    with another key, or its input is to be built. runs: it is not there.
+    damaged: its output changed on disk and is made again. stale: the last run of the same run.name had it with
+    another key, or its input is to be built. runs: it is not in the store.
     """
     from flows.config import load_config
     from flows.tables import print_json, print_plan

@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from flows.services.daemons import DEFAULT_STORE, SERVER, WORKER, Services
-
-if TYPE_CHECKING:
-    from flows.services.daemons import State
+from flows.services import DEFAULT_STORE, bring_up, read_deployments, take_down
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
-StoreOption = Annotated[Path, typer.Option(help="Artifact store whose services are meant.")]
+StoreOption = Annotated[Path, typer.Option(help="Artifact store that the services belong to.")]
 
 
 @app.command(
@@ -39,26 +36,25 @@ def up(
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option(help="Address it listens on; default: 127.0.0.1. Prefect asks nobody for a password."),
+        typer.Option(help="Address it listens on; default: 127.0.0.1. Prefect has no password."),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Start a Prefect server and a worker that go on in the background, and register the deployments.
+    """Start a Prefect server and a worker in the background, and register the deployments.
 
-    Type it in the project directory, where prefect.yaml is. What runs already stays as it is.
+    Type it in the project directory, where prefect.yaml is. What is running stays as it is.
     """
-    from flows.services.start import Wishes, bring_up
-
-    services = Services(store)
-    state = bring_up(services, Path.cwd(), Wishes(database, host, port))
-    _print_services(services, state)
-    is_default = services.folder == Services(DEFAULT_STORE).folder  # the one that the plugin asks
+    project = Path.cwd()
+    services = bring_up(store, project, host=host, port=port, database=database)
+    server = services.server.read()
+    is_default = store.resolve() == DEFAULT_STORE.resolve()  # the one that Prefect's startup plugin asks
     typer.echo(
-        f"Prefect's page: {state.page_url}\n"
+        f"Prefect's page: {server['page_url']}\n"
+        f"Logs:           {services.server.log} {services.worker.log}\n"
         f"{'Elsewhere than in this directory first' if is_default else 'First'}: "
-        f"export PREFECT_API_URL={state.api_url}\n"
+        f"export PREFECT_API_URL={server['api_url']}\n"
         "Run the chain:  prefect deployment run dapo-full\n"
-        f"On a schedule:  {'; '.join(_schedules(Path.cwd())) or 'nothing'} (prefect.yaml)\n"
+        f"On a schedule:  {'; '.join(_schedules(project)) or 'nothing'} (prefect.yaml)\n"
         f"End it all:     dapo down{'' if is_default else f' --store {shlex.quote(str(store))}'}"
     )
 
@@ -71,9 +67,7 @@ def down(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """End the worker and the server that `dapo up` started, with --cancel their flow runs, and nothing else."""
-    from flows.services.start import take_down
-
-    ended = take_down(Services(store), cancel)
+    ended = take_down(store, cancel)
     for what in ended:
         typer.echo(f"ended {what}")
     if not ended:
@@ -95,7 +89,7 @@ def doctor(
     from rich.markup import escape
     from rich.table import Table
 
-    from flows.services.doctor import FAIL, examine
+    from flows.doctor import FAIL, examine
     from flows.tables import print_table
 
     table = Table("check", "", "found", "what to do")
@@ -111,22 +105,9 @@ def doctor(
 
 
 def _schedules(project: Path) -> list[str]:
-    from flows.services.project import read_deployments
-
     return [
         f"{deployment['name']}, cron {schedule['cron']} {schedule.get('timezone', 'UTC')}"
         for deployment in read_deployments(project)
         for schedule in deployment.get("schedules", ())
         if schedule.get("active", True)
     ]
-
-
-def _print_services(services: Services, state: State) -> None:
-    from rich.table import Table
-
-    from flows.tables import print_table
-
-    table = Table("what", "pid", "address", "log")
-    for name, address in ((SERVER, state.api_url), (WORKER, "work pool dapo")):
-        table.add_row(name, str(state.daemons[name].pid), address, str(services.log_path(name)))
-    print_table(table)

@@ -71,19 +71,17 @@ def train(
     ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Train a model with DAPO. Told to stop (Ctrl-C, SIGTERM) it writes a last checkpoint and ends everything.
+    """Train a model with DAPO. On Ctrl-C or SIGTERM it writes a last checkpoint and ends.
 
     Stopped, or killed at any moment, the same command continues from the last checkpoint.
     """
     from dapo_core.training import train as train_model
     from flows.config import load_config
-    from flows.progress import TrainingProgress
+    from flows.progress import TrainingLog
 
     settings = load_config(config, overrides or ())
-    with TrainingProgress(settings.train.total_steps) as progress:
-        result = train_model(
-            settings, data, model, output, progress.on_step, held_out, settings.evaluate.benchmark
-        )
+    on_step = TrainingLog(settings.train.total_steps).on_step
+    result = train_model(settings, data, model, output, on_step, held_out, settings.evaluate.benchmark)
     typer.echo(f"{result.checkpoint}: {result.steps} training steps, {result.policy_version} optimizer steps")
 
 

@@ -200,7 +200,7 @@ def test_the_run_folder_records_and_links_everything(chain: Finished) -> None:
 
 
 def test_the_page_of_the_flow_run_shows_what_happened(site: Site, chain: Finished) -> None:
-    page = f"{site.state().page_url}/runs/flow-run/{chain.flow_run}"
+    page = f"{site.services.server.read()['page_url']}/runs/flow-run/{chain.flow_run}"
     name = site.ask("GET", f"/flow_runs/{chain.flow_run}")["name"]
     tasks = site.task_states(chain.flow_run)
     with Browser() as browser:
@@ -215,7 +215,9 @@ def test_the_page_of_the_flow_run_shows_what_happened(site: Site, chain: Finishe
             browser.evaluate(f"document.getElementById('{tab}').click()")
             for word in words:
                 browser.wait_for(f"document.body.innerText.includes({json.dumps(word)})")
-        assert all(url.startswith((site.state().page_url, "data:", "blob:")) for url in browser.requests)
+        assert all(
+            url.startswith((site.services.server.read()["page_url"], "data:", "blob:")) for url in browser.requests
+        )
 
 
 def test_a_second_run_is_all_cached(site: Site, chain: Finished) -> None:

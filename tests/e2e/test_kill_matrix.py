@@ -34,11 +34,10 @@ from typing import Any
 
 import psutil
 import pytest
-from prefect.events.actions import ChangeFlowRunState
+import yaml
 
 from bench.small_chain import CONFIG, SMALL
-from flows.services.daemons import SERVER, WORKER
-from flows.services.registration import crash_automation
+from flows.services import CRASH_AUTOMATION_FILE
 from tasks.processes.detached import read_record
 from tasks.processes.supervisor import REQUESTED, UNWATCHED
 from tasks.training_lock import TRAINING_LOCK, find_holder
@@ -157,7 +156,7 @@ def evaluation(site: Site, builds: Builds, training: Paused) -> Stopped:
 @pytest.fixture(scope="module")
 def attached(site: Site, training: Paused, evaluation: Stopped) -> Stopped:
     """A run that attached to the training after its worker had ended, cancelled."""
-    worker, flow_process = site.service(WORKER), site.tree(training.flow_run)[0]
+    worker, flow_process = site.service("worker"), site.tree(training.flow_run)[0]
     os.kill(worker.pid, signal.SIGTERM)
     assert_all_gone([worker, flow_process])
     assert [process for process in training.processes if not process.is_running()] == []
@@ -208,10 +207,10 @@ class Away:
 def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Paused) -> Away:
     """Worker and server are killed, and the flow of that training; 40 s later they are there again."""
     site.wait_for("more answers", lambda: len(answers(site)) > len(evaluation.lines), PATIENCE_SECONDS)
-    processes, port = site.tree(resumed_evaluation), site.state().port
-    kill(site.service(WORKER))
+    processes, port = site.tree(resumed_evaluation), site.services.server.read()["port"]
+    kill(site.service("worker"))
     kill_flow(site, unwatched.flow_run)
-    kill(site.service(SERVER))
+    kill(site.service("server"))
     back_at = time.monotonic() + AWAY_SECONDS
     with ThreadPoolExecutor() as beside:
         dapo_runs = beside.submit(stop_dapo_runs, site.folder / "runs")
@@ -219,7 +218,7 @@ def away(site: Site, evaluation: Stopped, resumed_evaluation: str, unwatched: Pa
         assert find_holder(site.store / ".locks" / TRAINING_LOCK) is None
         site.wait_for("40 s", lambda: time.monotonic() >= back_at, AWAY_SECONDS)
         site.up()
-        assert site.state().port == port
+        assert site.services.server.read()["port"] == port
         return Away(processes, lines, dapo_runs)
 
 
@@ -235,16 +234,15 @@ def test_a_webhook_hears_of_a_run_that_crashed_unseen(site: Site, tmp_path: Path
     """By the automation of docs/notifications.md, made as it says there."""
     words = (ROOT / "docs/notifications.md").read_text().split("## Runs that end unseen")[1].split("\n## ")[0]
     code, automation = re.findall(r"```(?:python|yaml)\n(.*?)```", words, re.DOTALL)
-    environment = {**os.environ, **site.environment, "PREFECT_API_URL": site.state().api_url}
+    environment = {**os.environ, **site.environment, "PREFECT_API_URL": site.services.api_url}
 
     def run(*command: str) -> str:
         return subprocess.run(
             [sys.executable, *command], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout
 
-    [action] = crash_automation().actions
-    assert isinstance(action, ChangeFlowRunState)
-    reason = str(action.message)
+    [action] = yaml.safe_load(CRASH_AUTOMATION_FILE.read_text())["actions"]
+    reason = action["message"]
     with started_receiver() as receiver:
         block = run("-c", code.replace("https://hooks.example.org/...", receiver.url()))
         (tmp_path / "unseen-crashes.yaml").write_text(automation.replace("BLOCK_ID", block.strip()))

@@ -12,7 +12,7 @@ from typing import Any
 from prefect import flow
 
 from flows.config import load_config
-from flows.notify import tell_failure, tell_report
+from flows.notify import report_failure, report_result
 from tasks.artifacts import Artifact
 from tasks.fetch_model import fetch_model
 from tasks.page import StageProgress
@@ -57,7 +57,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, code: str) -> Artifa
     return run.produce("train_policy", key, build, resumable=True)
 
 
-@flow(name="seen", on_failure=[tell_failure])
+@flow(name="seen", on_failure=[report_failure])
 def seen(config: str, overrides: tuple[str, ...], code: str) -> None:
     settings = load_config(config, overrides)
     with Run.start(settings) as run:
@@ -69,7 +69,7 @@ def seen(config: str, overrides: tuple[str, ...], code: str) -> None:
             for side, verdicts in (("before", "rwww"), ("after", "rrrw"))
         )
         report = write_report(run, before, after, training)
-    tell_report(run, report, settings.flow.webhook)
+    report_result(run, report, settings.flow.webhook)
 
 
 if __name__ == "__main__":

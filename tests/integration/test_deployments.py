@@ -1,26 +1,26 @@
-"""prefect.yaml on a real server: deployed twice, run by name alone, parameters checked, nights scheduled."""
+"""A real Prefect server: deployments, parameters and schedules, and what its page shows of runs of our tasks."""
 
 from __future__ import annotations
 
-import importlib.metadata
+import configparser
 import json
-import os
-import subprocess
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import prefect.settings
 import pytest
-import tomllib
-from prefect.automations import Automation
+import yaml
 
 from flows.config import load_config
-from flows.services.registration import CRASH_AUTOMATION, crash_automation
+from flows.services import CRASH_AUTOMATION
 from tasks.training_lock import hold, nightly_lock_path
-from tests.integration.browser import Browser
 from tests.prefect_servers import ROOT, PrefectServer, started_server, wait_for
+from tests.webhooks import started_receiver
 
 NAMES = [
     "compare",
@@ -36,56 +36,37 @@ SCHEDULE_SECONDS = 90.0
 ANSWER_SECONDS = 60.0
 WRONG = [
     ("config", "configs/arith_cpu.json"),
-    ("overrides", ["seed=2"]),
-    ("overrides", ["trian.total_steps=2"]),
-    ("overrides", ["train.totl_steps=2"]),
-    ("overrides", ["run.seed=2", "train.total_steps=-1"]),
     ("overrides", "run.seed=2"),
     ("side", "both"),
     ("force", "perhaps"),
 ]
-REFUSED_HERE = [
-    (["train.totl_steps=2"], "unknown key train.totl_steps = 2 (did you mean train.total_steps?)"),
-    (["train.total_steps=-1"], "train.total_steps = -1 is refused: input should be greater than or equal to 1"),
-]
 STATES = """
-import datetime, json, sys, time
+import datetime, json, sys
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
 from prefect.states import AwaitingRetry, Scheduled
 from flows.dapo_full import dapo_full
 from flows.dapo_nightly import dapo_nightly
 from flows.single_stages import train
-from tasks.training_limit import LIMIT, shown_as_training
 
-def told(state):
+def ending(state):
     return [state.type.value, state.name, state.message]
 
 store = f"store.path={sys.argv[1]}"
 five_hours_ago = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(hours=5)
 states = {
-    "night": told(dapo_nightly(overrides=(store,), return_state=True)),
-    "misspelt": told(dapo_full(overrides=(store, "train.total_stpes=2"), return_state=True)),
-    "out of bounds": told(dapo_full(overrides=(store, "train.total_steps=-1"), return_state=True)),
-    "without inputs": told(train(overrides=(store,), return_state=True)),
+    "night": ending(dapo_nightly(overrides=(store,), return_state=True)),
+    "misspelt": ending(dapo_full(overrides=(store, "train.total_stpes=2"), return_state=True)),
+    "out of bounds": ending(dapo_full(overrides=(store, "train.total_steps=-1"), return_state=True)),
+    "without inputs": ending(train(overrides=(store,), return_state=True)),
 }
 with get_client(sync_client=True) as client:
     due = Scheduled(scheduled_time=five_hours_ago)
     run = client.create_flow_run(dapo_nightly, parameters={"overrides": [store]}, state=due)
-    states["late"] = told(run_flow(dapo_nightly, flow_run=run, return_type="state"))
+    states["late"] = ending(run_flow(dapo_nightly, flow_run=run, return_type="state"))
     client.set_flow_run_state(run.id, AwaitingRetry(), force=True)
     again = client.read_flow_run(run.id)
-    states["late, but tried again"] = told(run_flow(dapo_nightly, flow_run=again, return_type="state"))
-    def slots():
-        return client.read_global_concurrency_limit_by_name(LIMIT).active_slots
-    def slots_reach(number):
-        deadline = time.monotonic() + 20
-        while slots() != number and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return slots()
-    with shown_as_training():
-        states["slots while training"] = slots_reach(1)
-    states["slots afterwards"] = slots_reach(0)
+    states["late, but tried again"] = ending(run_flow(dapo_nightly, flow_run=again, return_type="state"))
     states["names"] = [run.name for run in client.read_flow_runs()]
 print(json.dumps(states))
 """
@@ -94,23 +75,16 @@ print(json.dumps(states))
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
     folder = tmp_path_factory.mktemp("deployments")
-    with started_server(folder, **plugin_installed(folder / "site")) as server:
+    with started_server(folder) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def deployed(server: PrefectServer) -> list[dict[str, Any]]:
-    """The deployments after the second of two times, which must leave them what they were."""
-    for words in (
-        ["work-pool", "create", "dapo", "--type", "process"],
-        ["gcl", "create", "dapo-training", "-l", "1"],
-        ["automation", "create", "--from-file", "flows/services/crashed_runs.yaml"],
-    ):
-        done = server.prefect(*words)
-        assert done.returncode == 0, done.stdout + done.stderr
+    """The deployments as deploy/setup.sh makes them; deploying again must change nothing."""
     found = []
-    for _ in range(2):
-        done = server.prefect("--no-prompt", "deploy", "--all")
+    for command in (["deploy/setup.sh"], ["prefect", "--no-prompt", "deploy", "--all"]):
+        done = server.run(*command)
         assert done.returncode == 0, done.stdout + done.stderr
         found.append(ask(server, "/deployments/filter", sort="NAME_ASC").raise_for_status().json())
     first, second = (
@@ -118,33 +92,6 @@ def deployed(server: PrefectServer) -> list[dict[str, Any]]:
     )
     assert first == second
     return found[1]
-
-
-def plugin_installed(site: Path) -> dict[str, str]:
-    """The environment in which Prefect finds our plugin, also where the installation lacks its entry point."""
-    if importlib.metadata.entry_points(group="prefect.plugins", name="dapo"):
-        return {}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    metadata = site / "dapo_entry_points-0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dapo-entry-points\nVersion: 0\n")
-    plugins = project["entry-points"]["prefect.plugins"].items()
-    (metadata / "entry_points.txt").write_text(
-        "[prefect.plugins]\n" + "\n".join(f"{name} = {module}" for name, module in plugins)
-    )
-    return {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
-
-
-def run_python(server: PrefectServer, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`python WORDS`, run to its end, with this server as Prefect's."""
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env={**os.environ, **server.environment, **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 def ask(server: PrefectServer, path: str, **content: Any) -> httpx.Response:
@@ -178,15 +125,33 @@ def test_every_flow_is_deployed_with_a_form_that_explains_itself(deployed: list[
 def test_plain_prefect_makes_the_automation_that_dapo_up_looks_for(
     server: PrefectServer, deployed: list[dict[str, Any]]
 ) -> None:
-    [content] = ask(server, "/automations/filter").raise_for_status().json()
-    made, wanted = Automation.model_validate(content), crash_automation()
-    assert (made.name, made.enabled) == (CRASH_AUTOMATION, True)
-    assert made.trigger.model_dump(exclude={"id"}) == wanted.trigger.model_dump(exclude={"id"})
-    assert made.actions == wanted.actions
+    [automation] = ask(server, "/automations/filter").raise_for_status().json()
+    assert (automation["name"], automation["enabled"]) == (CRASH_AUTOMATION, True)
+
+
+def test_the_unit_files_use_commands_and_settings_that_prefect_has(server: PrefectServer) -> None:
+    units = {path.name: path.read_text() for path in (ROOT / "deploy").iterdir()}
+    assert set(units) == {"setup.sh", "compose.yaml", "dapo-server.service", "dapo-worker.service"}
+    start = re.compile(r"prefect ((?:server|worker) start.*?)[\n\"]")
+    commands = {command for text in units.values() for command in start.findall(text)}
+    assert len(commands) == 3
+    for kind in ("server", "worker"):
+        page = server.run("prefect", kind, "start", "--help").stdout
+        words = [word for command in commands if command.startswith(kind) for word in command.split()]
+        assert [word for word in words if word.startswith("--") and word not in page] == []
+    variables = {name for text in units.values() for name in re.findall(r"PREFECT_\w+", text)}
+    assert [name for name in variables if not hasattr(prefect.settings, name)] == []
+    services = yaml.safe_load(units["compose.yaml"])["services"]
+    assert list(services) == ["database", "server", "worker"]
+    for name in ("dapo-server.service", "dapo-worker.service"):
+        unit = configparser.ConfigParser(interpolation=None, strict=False)
+        unit.read_string(units[name])
+        assert unit["Service"]["WorkingDirectory"] == "%h/dapo-pipeline"
+        assert unit["Service"]["ExecStart"].startswith("%h/dapo-pipeline/.venv/bin/prefect ")
 
 
 def test_a_deployment_runs_by_its_name_alone(server: PrefectServer, deployed: list[dict[str, Any]]) -> None:
-    done = server.prefect("deployment", "run", "dapo-full", "--param", 'overrides=["run.seed=2"]')
+    done = server.run("prefect", "deployment", "run", "dapo-full", "--param", 'overrides=["run.seed=2"]')
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     [run] = flow_runs(server, "dapo-full")
@@ -197,50 +162,12 @@ def test_a_deployment_runs_by_its_name_alone(server: PrefectServer, deployed: li
 def test_wrong_parameters_are_refused_before_a_run_exists(
     server: PrefectServer, deployed: list[dict[str, Any]]
 ) -> None:
-    for overrides, refusal in REFUSED_HERE:
-        done = server.prefect("deployment", "run", "compare", "--param", f"overrides={json.dumps(overrides)}")
-        assert done.returncode == 1, done.stdout + done.stderr
-        assert done.stderr == refusal + "\n"
     [evaluation] = [each for each in deployed if each["name"] == "evaluate-model"]
     for name, value in WRONG:
         answer = ask(server, f"/deployments/{evaluation['id']}/create_flow_run", parameters={name: value})
         assert answer.status_code == 409, (name, value)
         assert name in answer.json()["detail"]
-    assert flow_runs(server, "compare") == flow_runs(server, "evaluate-model") == []
-
-
-def test_the_form_says_beside_a_field_what_is_wrong(server: PrefectServer, deployed: list[dict[str, Any]]) -> None:
-    [full] = [each for each in deployed if each["name"] == "dapo-full"]
-    before = [run["id"] for run in flow_runs(server, "dapo-full")]
-    given = json.dumps({"overrides": ["run.seed=2", "train.totl_steps=2"]})
-    with Browser() as browser:
-        browser.open(
-            f"{server.api.removesuffix('/api')}/deployments/deployment/{full['id']}/run?parameters={given}"
-        )
-        submit = "[...document.querySelectorAll('button')].find(button => button.innerText.trim() === 'Submit')"
-        browser.wait_for(f"{submit} !== undefined && document.querySelectorAll('textarea').length === 3")
-        for description in ("The recipe, a YAML file", "Changes to it, each section.key=value"):
-            assert description in browser.evaluate("document.body.innerText")
-        browser.evaluate(f"{submit}.click()")
-        refusal = "'train.totl_steps=2' is not one of ['train.key=value, key: device, num_ranks, "
-        browser.wait_for(f"document.body.innerText.includes({json.dumps(refusal)})")
-    assert [run["id"] for run in flow_runs(server, "dapo-full")] == before
-
-
-def test_a_name_that_says_too_little_is_answered_with_the_names_there_are(
-    server: PrefectServer, deployed: list[dict[str, Any]]
-) -> None:
-    done = server.prefect("deployment", "run", "dapo-fool")
-    said = "".join((done.stdout + done.stderr).split())  # Prefect breaks its lines anywhere
-    assert done.returncode != 0
-    assert "nodeploymentiscalled'dapo-fool'" in said
-    assert all(f"{name}/{name}" in said for name in NAMES)
-    for name in ("one", "other"):
-        flow = ask(server, "/flows/", name=name).raise_for_status().json()["id"]
-        ask(server, "/deployments/", name="twin", flow_id=flow).raise_for_status()
-    done = server.prefect("deployment", "run", "twin")
-    assert done.returncode != 0
-    assert "one/twin,other/twin" in "".join((done.stdout + done.stderr).split())
+    assert flow_runs(server, "evaluate-model") == []
 
 
 def test_the_nightly_schedule_creates_runs(server: PrefectServer, deployed: list[dict[str, Any]]) -> None:
@@ -258,13 +185,13 @@ def test_the_nightly_schedule_creates_runs(server: PrefectServer, deployed: list
 def test_states_say_why_a_run_ended(server: PrefectServer, deployed: list[dict[str, Any]], tmp_path: Path) -> None:
     config = load_config(ROOT / "configs/arith_cpu.yaml", [f"store.path={tmp_path / 'store'}"])
     with hold(nightly_lock_path(config), "the-other-night"):
-        done = run_python(server, "-c", STATES, str(tmp_path / "store"), PREFECT_LOGGING_EXTRA_LOGGERS="")
+        done = server.run(sys.executable, "-c", STATES, str(tmp_path / "store"))
     assert done.returncode == 0, done.stdout + done.stderr
     states = json.loads(done.stdout.splitlines()[-1])
     for night, reason in (
-        ("night", "run the-other-night on "),
-        ("late", "came 5.0 hours late"),
-        ("late, but tried again", "run the-other-night on "),
+        ("night", "because run the-other-night ("),
+        ("late", "started 5.0 hours late"),
+        ("late, but tried again", "because run the-other-night ("),
     ):
         kind, name, message = states[night]
         assert (kind, name) == ("COMPLETED", "Skipped")
@@ -275,16 +202,15 @@ def test_states_say_why_a_run_ended(server: PrefectServer, deployed: list[dict[s
     assert states["misspelt"][0] == states["out of bounds"][0] == "FAILED"
     assert "did you mean train.total_steps?" in states["misspelt"][2]
     assert "train.total_steps = -1 is refused" in states["out of bounds"][2]
-    assert (states["slots while training"], states["slots afterwards"]) == (1, 0)
     lines = [line["message"] for line in ask(server, "/logs/filter").raise_for_status().json()]
-    assert any(line.startswith("skipped: came 5.0 hours late") for line in lines)  # our own lines are on the page
+    assert any("skipped because it started 5.0 hours late" in line for line in lines)  # on the page
     assert f"arith_cpu store.path={tmp_path / 'store'} train.total_steps=-1" in states["names"]
 
 
 def test_dapo_stage_runs_one_stage_and_says_where_its_output_is(server: PrefectServer, tmp_path: Path) -> None:
     changes = (f"store.path={tmp_path / 'store'}", "data.arithmetic.num_train=64", "data.arithmetic.num_eval=8")
     words = [word for change in changes for word in ("--set", change)]
-    done = run_python(server, "-m", "flows.cli", "stage", "prepare-data", "configs/arith_cpu.yaml", *words)
+    done = server.run(sys.executable, "-m", "flows.cli", "stage", "prepare-data", "configs/arith_cpu.yaml", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     output = Path(done.stdout.splitlines()[-1])
     assert (output / "train.parquet").is_file()
@@ -292,3 +218,138 @@ def test_dapo_stage_runs_one_stage_and_says_where_its_output_is(server: PrefectS
     run = json.loads(record.read_text())
     assert (run["flow"], run["state"]) == ("prepare-data", "completed")
     assert {label: stage["artifact"] for label, stage in run["stages"].items()} == {"prepare_data": str(output)}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the server answers about the four runs of page_flow, oldest first."""
+
+    folder: Path
+    flow_runs: list[dict[str, Any]]
+    tasks: list[dict[str, dict[str, Any]]]  # for each flow run, its task runs by the task's name
+    logs: list[dict[str, Any]]
+    artifacts: list[dict[str, Any]]
+    posted: list[dict[str, Any]]  # to the webhook
+
+    def of(self, key: str) -> list[dict[str, Any]]:
+        return [artifact for artifact in self.artifacts if artifact["key"] == key]
+
+
+@pytest.fixture(scope="module")
+def seen(server: PrefectServer, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("page")
+    with started_receiver() as webhook, server.client() as client:
+        done = server.run(sys.executable, "-m", "tests.integration.page_flow", str(folder), webhook.url())
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+        def read(what: str, **query: Any) -> list[dict[str, Any]]:
+            return client.post(f"/{what}/filter", json=query).raise_for_status().json()
+
+        flow_runs = read("flow_runs", sort="START_TIME_ASC", flows={"name": {"any_": ["seen"]}})
+        task_runs = read("task_runs", flows={"name": {"any_": ["seen"]}})
+        for task_run in task_runs:
+            task_run["states"] = client.get("/task_run_states/", params={"task_run_id": task_run["id"]}).json()
+        tasks = [
+            {run["name"].rpartition("-")[0]: run for run in task_runs if run["flow_run_id"] == flow_run["id"]}
+            for flow_run in flow_runs
+        ]
+        logs = read("logs", sort="TIMESTAMP_ASC")
+        artifacts = read("artifacts", sort="CREATED_DESC")[::-1]
+    return Seen(folder, flow_runs, tasks, logs, artifacts, [payload for _, payload in webhook.received])
+
+
+def test_the_state_says_whether_a_stage_was_cached_and_when_it_was_built(seen: Seen) -> None:
+    message = r"built in \d+\.\d s on \d{4}-\d\d-\d\d, key [0-9a-f]{16}"
+    for label in ("prepare-data", "fetch-model", "train-policy"):
+        first, second = (tasks[label]["state"] for tasks in seen.tasks[:2])
+        assert [(state["type"], state["name"]) for state in (first, second)] == [
+            ("COMPLETED", "Completed"),
+            ("COMPLETED", "Cached"),
+        ]
+        assert re.fullmatch(message, first["message"])
+        assert second["message"] == first["message"]
+    assert [run["state"]["type"] for run in seen.flow_runs] == ["COMPLETED", "COMPLETED", "FAILED", "FAILED"]
+
+
+def test_a_killed_child_is_started_again_and_the_page_says_why(seen: Seen) -> None:
+    run = seen.tasks[0]["train-policy"]
+    names = [state["name"] for state in sorted(run["states"], key=lambda state: state["timestamp"])]
+    assert names == ["Pending", "Running", "AwaitingRetry", "Retrying", "Completed"]
+    [line] = [log for log in seen.logs if log["level"] == 30 and "attempt 1 of 4 failed" in log["message"]]
+    assert line["task_run_id"] == run["id"]
+    assert (
+        "the next one begins in 0.2 s: ChildProcessFailed: train_policy was killed by SIGKILL" in line["message"]
+    )
+    assert line["message"].endswith(".log: the engine is lost")
+
+
+def test_an_error_that_lasts_is_not_tried_again_and_is_one_line(seen: Seen) -> None:
+    run = seen.tasks[2]["train-policy"]
+    assert (run["run_count"], run["state"]["name"]) == (1, "Failed")
+    for state in (run["state"], seen.flow_runs[2]["state"]):
+        assert "ChildProcessFailed: train_policy ended with exit code 2; its log is " in state["message"]
+        assert state["message"].endswith(": DataError: no rows")
+        assert "\n" not in state["message"]
+
+
+def test_a_stage_that_takes_too_long_names_the_key(seen: Seen) -> None:
+    run = seen.tasks[3]["train-policy"]
+    assert (run["run_count"], run["state"]["name"], run["state"]["type"]) == (1, "TimedOut", "FAILED")
+    for state in (run["state"], seen.flow_runs[3]["state"]):
+        assert (
+            "flow.time_limits.train_policy_hours=0.0003: ended after 1.08 s; raise it, or run it"
+            in state["message"]
+        )
+
+
+def test_a_stage_is_shown_with_links_to_what_it_was_made_from(seen: Seen) -> None:
+    first, second, *_ = seen.of("arith-cpu-train-policy")
+    assert (first["type"], first["flow_run_id"]) == ("markdown", seen.flow_runs[0]["id"])
+    assert first["task_run_id"] == seen.tasks[0]["train-policy"]["id"]
+    assert first["description"].startswith("built in ")
+    assert second["description"].startswith("cached, built in ")
+    assert str(seen.folder / "store" / "train_policy") in first["data"]
+    assert "| sampler/accuracy | 4 |" in first["data"]
+    links = re.findall(
+        r"^- \[(\w+)\]\(/artifacts/key/([a-z0-9-]+)\): `[0-9a-f]{16}`$", first["data"], re.MULTILINE
+    )
+    assert links == [("prepare_data", "arith-cpu-prepare-data"), ("fetch_model", "arith-cpu-fetch-model")]
+    assert all(seen.of(key) for _, key in links)
+
+
+def test_training_is_one_bar_and_one_table_however_often_they_change(seen: Seen) -> None:
+    [bar] = seen.of("arith-cpu-train-policy-progress")
+    [table] = seen.of("arith-cpu-train-policy-steps")
+    assert (bar["type"], bar["data"]) == ("progress", 100.0)
+    rows = json.loads(table["data"])
+    assert [row["step"] for row in rows] == [12, 11, 10, 9, 8, 7, 6, 5, 4, 3]
+    assert rows[1] == {
+        "step": 11,
+        "accuracy": 3.667,
+        "response tokens": None,
+        "entropy": None,
+        "KL": None,
+        "clip fraction": None,
+        "seconds": None,
+        "tokens/s per device": 123456,
+    }
+
+
+def test_the_report_is_on_the_page_of_its_recipe(seen: Seen) -> None:
+    first, second = seen.of("arith-cpu-report")
+    report = next(seen.folder.glob("store/runs/*/report/report.json"))
+    assert first["description"] == json.loads(report.read_text())["verdict"]
+    for artifact in (first, second):
+        assert re.search(r"`\S+/report/report\.html`", artifact["data"])
+        assert "| accuracy " in artifact["data"]
+        assert "[train_policy](/artifacts/key/arith-cpu-train-policy)" in artifact["data"]
+
+
+def test_the_webhook_is_called_once_for_each_run_with_its_place_on_the_page(seen: Seen) -> None:
+    assert [payload["event"] for payload in seen.posted] == ["report", "report", "failed", "failed"]
+    for payload, flow_run in zip(seen.posted, seen.flow_runs, strict=True):
+        assert payload["flow_run"]["name"] == flow_run["name"]
+        assert payload["flow_run"]["url"].endswith(f"/runs/flow-run/{flow_run['id']}")
+    assert (seen.posted[0]["before"], seen.posted[0]["after"], seen.posted[0]["n"]) == (0.25, 0.75, 4)
+    assert seen.posted[2]["reason"] == seen.flow_runs[2]["state"]["message"]
+    assert (seen.posted[3]["state"], seen.posted[3]["recipe"]) == ("TimedOut", "arith_cpu")

@@ -25,7 +25,7 @@ def test_a_night_is_dropped_when_it_comes_too_late(hours: float, is_late: bool) 
     if not is_late:
         check_in_time(DUE, now, 3.0)
         return
-    with pytest.raises(RunSkipped, match=rf"came {hours:.1f} hours late, due 2026-01-31 02:00 UTC"):
+    with pytest.raises(RunSkipped, match=rf"started {hours:.1f} hours late, due 2026-01-31 02:00 UTC"):
         check_in_time(DUE, now, 3.0)
 
 

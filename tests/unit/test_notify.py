@@ -17,8 +17,7 @@ from prefect.states import Cancelling, Crashed, Failed
 from dapo_core.errors import ConfigError
 from flows.config import WebhookConfig, load_config
 from flows.dapo_full import dapo_full
-from flows.notify import send, tell_failure, tell_report
-from flows.recipe_flow import name_run
+from flows.notify import report_failure, report_result, send
 from tasks.runs.run import Run
 from tests.webhooks import Receiver, started_receiver
 
@@ -46,10 +45,10 @@ def everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
 
-def test_a_finished_report_is_told_in_figures(receiver: Receiver, tmp_path: Path) -> None:
+def test_a_finished_report_is_sent_with_its_figures(receiver: Receiver, tmp_path: Path) -> None:
     config = load_config(CONFIG, (f"store.path={tmp_path}", f"flow.webhook.url={receiver.url()}"))
     run = Run.start(config)
-    tell_report(run, REPORT, config.flow.webhook)
+    report_result(run, REPORT, config.flow.webhook)
     assert receiver.received == [
         (
             "/hook",
@@ -81,7 +80,7 @@ def test_a_finished_report_is_told_in_figures(receiver: Receiver, tmp_path: Path
         (Failed(name="TimedOut", message="x" * 5000), "failed", "x" * 1000),
     ],
 )
-def test_a_run_that_did_not_end_well_is_told_with_its_reason(
+def test_a_run_that_did_not_end_well_is_sent_with_its_reason(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: Any, event: str, reason: str
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a worker need not run in the project's folder
@@ -90,7 +89,7 @@ def test_a_run_that_did_not_end_well_is_told_with_its_reason(
         id="7bfb7b22", name="sly-fox", parameters={"config": CONFIG, "overrides": overrides}
     )
     monkeypatch.setattr("flows.notify.url_for", lambda kind, identity: f"http://prefect/{kind}/{identity}")
-    tell_failure(dapo_full, flow_run, state)
+    report_failure(dapo_full, flow_run, state)
     [(_, payload)] = receiver.received
     assert payload == {
         "event": event,
@@ -107,44 +106,20 @@ def test_a_server_without_a_page_gives_no_address_to_look_at(receiver: Receiver)
     """That of `dapo run`, which is gone with the run."""
     parameters = {"config": CONFIG, "overrides": [f"flow.webhook.url={receiver.url()}"]}
     with temporary_settings({"server.ui.enabled": False}):
-        tell_failure(dapo_full, SimpleNamespace(id="7bfb7b22", name="sly-fox", parameters=parameters), Failed())
+        report_failure(dapo_full, SimpleNamespace(id="7bfb7b22", name="sly-fox", parameters=parameters), Failed())
     [(_, payload)] = receiver.received
     assert payload["flow_run"] == {"name": "sly-fox", "url": None}
 
 
 def test_every_way_to_end_badly_calls_the_hook() -> None:
     for hooks in (dapo_full.on_failure_hooks, dapo_full.on_crashed_hooks, dapo_full.on_cancellation_hooks):
-        assert tell_failure in hooks
+        assert report_failure in hooks
 
 
 def test_a_recipe_that_cannot_be_read_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    flow_run = SimpleNamespace(name="sly-fox", parameters={"config": "no/such.yaml", "overrides": None})
-    tell_failure(dapo_full, flow_run, Failed())
-    assert "nobody is told that sly-fox ended as Failed" in caplog.text
-
-
-def test_a_run_without_parameters_is_one_of_the_default_recipe(caplog: pytest.LogCaptureFixture) -> None:
-    tell_failure(dapo_full, SimpleNamespace(id=None, name="sly-fox", parameters={}), Failed())
-    assert caplog.text == ""  # which has no webhook
-
-
-@pytest.mark.parametrize(
-    ("overrides", "name"),
-    [
-        (["run.seed=2", "flow.webhook.url=https://hooks.example/secret"], "arith_cpu run.seed=2"),
-        ([f"run.seed={seed}" for seed in range(4)], "arith_cpu run.seed=0 run.seed=1 run.seed=2 run.seed=3"),
-        (
-            [f"run.seed={seed}" for seed in range(6)],
-            "arith_cpu run.seed=0 run.seed=1 run.seed=2 run.seed=3 +2 more",
-        ),
-    ],
-)
-def test_a_name_has_the_first_changes_and_no_address(
-    monkeypatch: pytest.MonkeyPatch, overrides: list[str], name: str
-) -> None:
-    given = {"config": CONFIG, "overrides": overrides}
-    monkeypatch.setattr("flows.recipe_flow.flow_run", SimpleNamespace(parameters=given))
-    assert name_run() == name
+    flow_run = SimpleNamespace(name="sly-fox", parameters={"config": "no/such.yaml", "overrides": []})
+    report_failure(dapo_full, flow_run, Failed())
+    assert "no webhook is called for sly-fox, which ended as Failed" in caplog.text
 
 
 def test_the_address_comes_from_the_environment_of_the_call(
@@ -153,11 +128,11 @@ def test_the_address_comes_from_the_environment_of_the_call(
     webhook = WebhookConfig(url="$DAPO_TEST_HOOK")
     monkeypatch.delenv("DAPO_TEST_HOOK", raising=False)
     assert not send(webhook, {"event": "report"})
-    assert "flow.webhook.url=$DAPO_TEST_HOOK is not set" in caplog.text
+    assert "flow.webhook.url=$DAPO_TEST_HOOK is not set in this process" in caplog.text
     monkeypatch.setenv("DAPO_TEST_HOOK", receiver.url("/secret?token=hidden"))
     assert send(webhook, {"event": "report"})
     assert receiver.received == [("/secret?token=hidden", {"event": "report"})]
-    assert "told the webhook at 127.0.0.1 of this report" in caplog.text
+    assert "the webhook at 127.0.0.1 accepted this report" in caplog.text
     assert "secret" not in caplog.text
     assert "hidden" not in caplog.text
 
@@ -196,7 +171,7 @@ def test_an_environment_with_something_else_is_a_warning(
 ) -> None:
     monkeypatch.setenv("DAPO_TEST_HOOK", address)
     assert not send(WebhookConfig(url="$DAPO_TEST_HOOK"), {"event": "report"})
-    assert "$DAPO_TEST_HOOK is no http or https address" in caplog.text
+    assert "flow.webhook.url=$DAPO_TEST_HOOK is no http or https address" in caplog.text
     assert "secret" not in caplog.text
 
 

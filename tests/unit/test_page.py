@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
-from prefect.client.orchestration import SyncPrefectClient
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks import page, poster
-from tasks.page import StageProgress, artifact_key, newest_steps, unwrapped
-from tasks.poster import Poster
+from tasks import page
+from tasks.page import PageArtifact, StageProgress, artifact_key, unwrapped
 from tasks.runs.run import Run
 from tests.configs import make_config
+
+ARTIFACT_ID = "7bfb7b22-e1bc-4db8-8b33-87d230d2fce0"
 
 
 def test_keys_hold_what_prefect_takes_and_keep_recipes_apart() -> None:
@@ -31,49 +29,25 @@ def test_keys_hold_what_prefect_takes_and_keep_recipes_apart() -> None:
     assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", key) for key in keys)
 
 
-def test_newest_steps_of_a_file_that_is_being_written(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert newest_steps(path) == []
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 13)) + '{"step": 13, "a')
-    assert [line["step"] for line in newest_steps(path)] == [12, 11, 10, 9, 8, 7, 6, 5, 4, 3]
-
-
-def test_newest_steps_do_not_begin_in_the_middle_of_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step, "x": "y" * 50_000}) + "\n" for step in range(1, 13)))
-    assert [line["step"] for line in newest_steps(path)] == [12, 11, 10, 9, 8]  # 256 KiB hold five whole lines
-
-
 def test_paragraphs_of_the_report_are_one_line_each() -> None:
     text = "# A\nOne\ntwo.\n\n- first\n  goes on\n- second\n\n| a |\n|---|\n| 1 |\nAfter\nit"
     assert unwrapped(text) == "# A\nOne two.\n\n- first goes on\n- second\n\n| a |\n|---|\n| 1 |\nAfter it"
 
 
-class Recorder(Poster):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def post(self, name: str, message: poster.Message) -> None:
-        self.names.append(name.partition(" of ")[0])
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder = Recorder()
-    monkeypatch.setattr(page, "poster", recorder)
-    return recorder
+def mine(tmp_path: Path) -> Run:
+    config = make_config(store={"path": str(tmp_path)}, run={"name": "mine"})
+    return Run(config, None, tmp_path, "dapo-full")  # type: ignore[arg-type]
 
 
 def test_progress_is_posted_every_ten_seconds_and_at_the_end(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     now = 100.0
     monkeypatch.setattr(page.time, "monotonic", lambda: now)
-    config = make_config(store={"path": str(tmp_path)}, run={"name": "mine"})
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    run = Run(config, None, tmp_path, "dapo-full")  # type: ignore[arg-type]
-    progress = StageProgress(run, "train_policy", tmp_path)
+    shown: list[Any] = []
+    monkeypatch.setattr(PageArtifact, "show", lambda _, data: shown.append(data))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    progress = StageProgress(mine(tmp_path), "train_policy", tmp_path)
     progress.on_line("vllm is starting")
     progress.on_line("training step 1/4: right 20.0 %, 1.2 s")
     now = 109.0
@@ -81,95 +55,74 @@ def test_progress_is_posted_every_ten_seconds_and_at_the_end(
     now = 110.0
     progress.on_line("training step 3/4: right 20.0 %, 1.2 s")
     progress.on_line("training step 4/4: right 20.0 %, 1.2 s")
-    assert recorder.names == ["mine-train-policy-progress", "mine-train-policy-steps"] * 3
+    assert shown[::2] == [25.0, 75.0, 100.0]
+    assert [[row["step"] for row in json.loads(table)] for table in shown[1::2]] == [[2, 1]] * 3
 
 
 class Api(ThreadingHTTPServer):
-    """Answers with a status and counts the requests."""
+    """Answers each request with the next of these statuses, and with an artifact's id."""
 
     daemon_threads = True
-    status = 200
 
-    def __init__(self, port: int = 0) -> None:
-        self.paths: list[str] = []
-        super().__init__(("127.0.0.1", port), ApiHandler)
+    def __init__(self, *statuses: int) -> None:
+        self.statuses = list(statuses)
+        self.requests: list[tuple[str, str, Any]] = []
+        super().__init__(("127.0.0.1", 0), ApiHandler)
 
 
 class ApiHandler(BaseHTTPRequestHandler):
     server: Api
 
-    def do_GET(self) -> None:
-        self.server.paths.append(self.path)
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", "2")
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.command, self.path, body["data"]))
+        self.send_response(self.server.statuses.pop(0))
+        answer = json.dumps({"id": ARTIFACT_ID}).encode()
+        self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(answer)
+
+    def do_GET(self) -> None:
+        self.send_error(404)  # no CSRF tokens here
+
+    def do_PATCH(self) -> None:
+        self.do_POST()
 
     def log_message(self, format: str, *args: object) -> None:
         pass
 
 
-@pytest.fixture
-def api() -> Iterator[Api]:
-    """Bound, so that nobody else takes the port, and answering once `serve` has been called on it."""
-    with ExitStack() as stack:
-        server = stack.enter_context(Api())
-        url = f"http://127.0.0.1:{server.server_address[1]}/api"
-        stack.enter_context(temporary_settings({PREFECT_API_URL: url}))
-        yield server
-        server.shutdown()
-
-
-def serve(api: Api) -> None:
-    threading.Thread(target=api.serve_forever, args=(0.01,), daemon=True).start()
-
-
-def ask(path: str) -> poster.Message:
-    def message(client: SyncPrefectClient) -> None:
-        client.request("GET", path)  # type: ignore[arg-type]
-
-    return message
-
-
-def test_messages_come_in_order_and_a_newer_one_replaces_an_older(
-    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_artifact_is_created_once_and_updated_and_a_refusal_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(poster, "REQUEST_SECONDS", 0.2)
-    monkeypatch.setattr(poster, "REST_SECONDS", 0.1)
-    sender = Poster()
-    started = time.monotonic()
-    sender.post("first", ask("/one"))
-    sender.post("table", ask("/old"))
-    sender.post("last", ask("/three"))
-    sender.post("table", ask("/two"))
-    assert time.monotonic() - started < 0.2
-    wait_until(lambda: "does not answer" in caplog.text)
-    assert not sender.flush()  # does not wait for a server that is away
-    assert time.monotonic() - started < 3.0
-    serve(api)
-    wait_until(lambda: "/api/three" in api.paths)
-    assert sender.flush()
-    assert api.paths[-3:] == ["/api/one", "/api/two", "/api/three"]
-    assert "/api/old" not in api.paths
-    assert caplog.text.count("does not answer") == 1
+    monkeypatch.setattr(page, "RETRY_SECONDS", 0.1)
+    artifact = PageArtifact(mine(tmp_path), "report", "markdown", "verdict")
+    api = Api(201, 422, 204)  # bound: requests wait until it serves
+    with api, temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{api.server_address[1]}/api"}):
+        began = time.monotonic()
+        for data in ("one", "two", "three"):
+            artifact.show(data)
+        assert time.monotonic() - began < 1.0  # no stage waits for the server
+        threading.Thread(target=api.serve_forever, args=(0.01,), daemon=True).start()
+        page.sender.submit(lambda: None).result(20)
+        api.shutdown()
+    update = f"/api/artifacts/{ARTIFACT_ID}"
+    assert api.requests == [
+        ("POST", "/api/artifacts/", "one"),
+        ("PATCH", update, "two"),
+        ("PATCH", update, "three"),
+    ]
+    assert "Prefect's page lacks mine-report: PrefectHTTPStatusError" in caplog.text
 
 
-def test_what_the_server_refuses_is_said_and_dropped(api: Api, caplog: pytest.LogCaptureFixture) -> None:
-    serve(api)
-    api.status = 422
-    sender = Poster()
-    sender.post("the report", ask("/refused"))
-    assert sender.flush()
-    assert "Prefect's page lacks the report: PrefectHTTPStatusError" in caplog.text
-    api.status = 200
-    sender.post("the next", ask("/taken"))
-    assert sender.flush()
-    assert api.paths == ["/api/refused", "/api/taken"]
-
-
-def wait_until(check: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def test_an_artifact_waits_for_a_server_that_is_away_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(page, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(page, "PATIENCE_SECONDS", 0.5)
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):  # nothing listens there
+        began = time.monotonic()
+        PageArtifact(mine(tmp_path), "report", "markdown", "verdict").show("text")
+        page.sender.submit(lambda: None).result(20)
+    assert time.monotonic() - began > 0.5
+    assert caplog.text.count("Prefect's page lacks mine-report: ConnectError") == 1

@@ -38,7 +38,7 @@ def test_step_lines_move_the_bar_and_other_lines_pass() -> None:
     assert bar.bar is None  # complete, so that the next stage begins its own
 
 
-def test_bytes_are_told_in_tenths_where_no_terminal_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_bytes_are_logged_in_tenths_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "flows.progress"), bytes_progress("export") as on_progress:
         for done in range(1, 1001):
             on_progress(done * 1_000_000, 1_000_000_000)
@@ -47,10 +47,10 @@ def test_bytes_are_told_in_tenths_where_no_terminal_is(caplog: pytest.LogCapture
     ]
 
 
-def test_slow_bytes_are_told_by_the_clock(
+def test_slow_bytes_are_logged_by_the_clock(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
     with caplog.at_level(logging.INFO, "flows.progress"), bytes_progress("merge") as on_progress:
         on_progress(1, 1000)
     assert caplog.messages == ["merge: 1 byte of 1.0 kB"]

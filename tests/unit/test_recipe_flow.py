@@ -1,26 +1,39 @@
-"""What every flow of ours has beside Prefect's."""
+"""Flows and their deployments: what each refuses, is named, and shows in its form."""
 
 from __future__ import annotations
 
+import datetime
+import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from prefect import Flow
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.flows import load_flow_from_entrypoint
+from prefect.utilities.callables import parameter_schema
 
 from dapo_core.errors import ConfigError
+from flows.cli.chain import StageName
+from flows.config import load_config
 from flows.dapo_full import dapo_full
 from flows.dapo_nightly import dapo_nightly
+from flows.prefect_settings import PROJECT_SETTINGS
+from flows.recipe_flow import name_run
 from flows.single_stages import STAGE_FLOWS
+from tests.prefect_servers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-# As a flow run's process, whose lines its worker reads through a pipe.
-TALKS_TO_NOBODY = """
+CONFIG = "configs/arith_cpu.yaml"
+DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
+BY_NAME = {deployment["name"]: deployment for deployment in DEPLOYMENTS}
+# As a flow run's process, which its worker reads through a pipe.
+LOGS_TO_A_CLOSED_PIPE = """
 import logging, sys
 import prefect.main
-import flows.recipe_flow
 sys.stdin.readline()
 for number in range(3):
     logging.getLogger("prefect.flow_runs").warning("line %d", number)
@@ -34,13 +47,14 @@ def test_a_wrong_value_ends_the_flow_before_it_leaves_anything(flow: Flow[..., A
     store = tmp_path / "store"
     refused = r"^train\.total_steps = '-1' is refused: input should be greater than or equal to 1$"
     with pytest.raises(ConfigError, match=refused):
-        flow.fn(str(ROOT / "configs/arith_cpu.yaml"), (f"store.path={store}", "train.total_steps='-1'"))
+        flow.fn(str(ROOT / CONFIG), (f"store.path={store}", "train.total_steps='-1'"))
     assert not store.exists()
 
 
 @pytest.mark.slow
-def test_a_flow_whose_worker_is_killed_goes_on_talking(tmp_path: Path) -> None:
-    script = [sys.executable, "-c", TALKS_TO_NOBODY, str(tmp_path / "said")]
+def test_a_flow_whose_worker_is_killed_goes_on(tmp_path: Path) -> None:
+    """With Prefect's own console handler it ends at its next line."""
+    script = [sys.executable, "-c", LOGS_TO_A_CLOSED_PIPE, str(tmp_path / "output")]
     process = subprocess.Popen(
         script, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -52,4 +66,60 @@ def test_a_flow_whose_worker_is_killed_goes_on_talking(tmp_path: Path) -> None:
     process.stdin.write(b"\n")
     process.stdin.close()
     process.wait(60)
-    assert (tmp_path / "said").read_text() == "goes on\n"
+    assert (tmp_path / "output").read_text() == "goes on\n"
+
+
+@pytest.mark.parametrize("package", ["flows", "tasks", "dapo_core", "eval"])
+def test_lines_of_the_stages_go_to_prefects_page(package: str) -> None:
+    config = yaml.safe_load(Path(PROJECT_SETTINGS["PREFECT_LOGGING_CONFIG_PATH"]).read_text())
+    assert config["loggers"][package] == {"level": "INFO", "handlers": ["api"]}
+    assert logging.getLogger(package).handlers  # of this process, in which Prefect has read the file
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["run.seed=2", "flow.webhook.url=https://hooks.example/secret"], "arith_cpu run.seed=2"),
+        ([f"run.seed={seed}" for seed in range(4)], "arith_cpu run.seed=0 run.seed=1 run.seed=2 run.seed=3"),
+        (
+            [f"run.seed={seed}" for seed in range(6)],
+            "arith_cpu run.seed=0 run.seed=1 run.seed=2 run.seed=3 +2 more",
+        ),
+    ],
+)
+def test_a_name_has_the_first_changes_and_no_address(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], name: str
+) -> None:
+    given = {"config": CONFIG, "overrides": overrides}
+    monkeypatch.setattr("flows.recipe_flow.flow_run", SimpleNamespace(parameters=given))
+    assert name_run() == name
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=list(BY_NAME))
+def test_the_deployment_is_the_flow_of_its_name_and_its_parameters_are_valid(
+    deployment: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    flow = load_flow_from_entrypoint(deployment["entrypoint"])
+    assert deployment["name"] == flow.name
+    assert deployment["work_pool"] == {"name": "dapo"}
+    parameters = flow.validate_parameters(deployment["parameters"])
+    load_config(ROOT / parameters["config"], parameters["overrides"])
+    fields = parameter_schema(flow).properties
+    assert all(field["description"] for field in fields.values())
+    assert "Args:" not in flow.description
+
+
+def test_there_is_one_deployment_for_the_chain_the_night_and_each_stage() -> None:
+    assert list(BY_NAME) == ["dapo-full", "dapo-nightly", *STAGE_FLOWS]
+    assert len(BY_NAME) == len(DEPLOYMENTS)
+    assert [name.value for name in StageName] == list(STAGE_FLOWS)
+
+
+def test_the_nightly_run_is_scheduled_once_a_day() -> None:
+    [schedule] = BY_NAME["dapo-nightly"]["schedules"]
+    assert schedule["active"] is True
+    assert CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"]).timezone == "UTC"
+    minute, hour, *days = schedule["cron"].split()
+    assert datetime.time(int(hour), int(minute))
+    assert days == ["*", "*", "*"]

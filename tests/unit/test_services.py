@@ -1,110 +1,142 @@
-"""What `dapo up` remembers of a database, and whom it lets start a service."""
+"""What `dapo up` starts and records, what `dapo down` stops, and what `prefect` gets in the project's folder."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
+import logging.config
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prefect.client.schemas.actions import WorkPoolUpdate
+import yaml
+from prefect.logging.configuration import DEFAULT_LOGGING_SETTINGS_PATH
+from prefect.plugins import HookContext
 from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError
+from durable import LockHeld
+from flows import services
 from flows.cli import app
-from flows.services.daemons import SERVER, WORKER, Daemon, Services, State, api_url
-from flows.services.start import Wishes, _end_work, _start_server, bring_up, take_down, without_password
-from tasks.artifacts import StoreError
-from tasks.serve_model.failure import ServeError
+from flows.prefect_plugin import complete_names, setup_environment
+from flows.prefect_server import named_api, wait_until_healthy
+from flows.prefect_settings import PROJECT_SETTINGS
+from flows.services import DATABASE_VARIABLES, Service, Services, ServicesError, bring_up, take_down
+from tests.prefect_servers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize(
-    ("url", "remembered", "had_password"),
-    [
-        ("sqlite", "", False),
-        ("postgresql+asyncpg://me@host/db", "postgresql+asyncpg://me@host/db", False),
-        ("postgresql+asyncpg://me:p%40ss@host:5433/db", "postgresql+asyncpg://me@host:5433/db", True),
-        (
-            "postgresql+asyncpg://me@/db?password=x&host=/run/pg",
-            "postgresql+asyncpg://me@/db?host=%2Frun%2Fpg",
-            True,
-        ),
-    ],
-)
-def test_a_database_is_remembered_without_its_password(url: str, remembered: str, had_password: bool) -> None:
-    assert without_password(url) == (remembered, had_password)
+SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
+PASSWORD = "for-nobodys-eyes"
+POSTGRES = f"postgresql+asyncpg://me:{PASSWORD}@host:5433/db"
 
 
-@pytest.mark.parametrize("url", ["postgresql://me:secret@host/db", "my:secret database"])
-def test_a_database_that_prefect_cannot_use_is_refused_without_repeating_it(url: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        without_password(url)
-    assert "secret" not in str(refusal.value)
+class Started(Service):
+    """Records how a service would be started."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "server")
+        self.commands: list[tuple[tuple[str, ...], Mapping[str, str]]] = []
+
+    def start(self, command: tuple[str, ...], environment: Mapping[str, str], **record: Any) -> None:
+        self.commands.append((command, environment))
+        self.record_path.write_text(json.dumps(record))
 
 
-def test_a_service_that_is_not_remembered_still_keeps_a_second_one_out(tmp_path: Path) -> None:
-    """As when another machine that shares the store started it."""
-    services = Services(tmp_path)
-    with services.changing() as state:
-        daemon = services.start(state, WORKER, [sys.executable, "-c", "import time; time.sleep(600)"], {})
-        services.write(type(state)())
-        try:
-            assert api_url(tmp_path) is None
-            with pytest.raises(ServeError, match=r"worker\.lock"):
-                services.start(services.read(), WORKER, ["true"], {})
-        finally:
-            assert daemon.stop(10)
-            os.waitpid(daemon.pid, 0)
-        again = services.start(state, WORKER, ["true"], {})
-    assert os.waitpid(again.pid, 0) == (again.pid, 0)
+def test_the_database_of_a_server_stays_the_same_until_another_is_named(tmp_path: Path) -> None:
+    place = Services(tmp_path)
+    place.folder.mkdir()
+    place.server = server = Started(place.folder)
+    services._start_server(place, None, None, POSTGRES)
+    [(command, environment)] = server.commands
+    assert environment[DATABASE_VARIABLES[0]] == POSTGRES
+    assert PASSWORD not in "".join(command) + server.record_path.read_text()
+    with pytest.raises(ConfigError, match=r"keeps its runs in postgresql\+asyncpg: give"):
+        services._start_server(place, None, None, None)
+    port = server.read()["port"]
+    services._start_server(place, None, None, "sqlite")
+    assert DATABASE_VARIABLES[0] not in server.commands[-1][1]
+    assert server.read()["port"] == port
+
+
+def test_a_server_gets_another_port_when_its_own_is_taken() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        assert services._choose_port("127.0.0.1", taken) != taken
+
+
+def test_a_second_service_is_not_started_and_only_our_own_process_is_stopped(tmp_path: Path) -> None:
+    service = Service(tmp_path, "worker")
+    service.start(SLEEP, os.environ)
+    pid = service.read()["pid"]
+    with pytest.raises(LockHeld):
+        Service(tmp_path, "worker").start(SLEEP, os.environ)
+    assert service.stop() == [f"worker, pid {pid}"]
+    os.waitpid(pid, 0)
+    with subprocess.Popen(SLEEP) as other:  # gets the pid later
+        service.record_path.write_text(json.dumps({**service.read(), "pid": other.pid}))
+        assert service.stop() == []
+        assert other.poll() is None
+        other.kill()
+
+
+def test_a_service_of_another_machine_is_not_signalled(tmp_path: Path) -> None:
+    service = Service(tmp_path, "worker")
+    service.start(SLEEP, os.environ)
+    record = service.read()
+    service.record_path.write_text(json.dumps({**record, "machine": "far-away"}))
+    with pytest.raises(ServicesError, match="was started on far-away: type this there"):
+        service.stop()
+    service.record_path.write_text(json.dumps(record))
+    service.stop()
+    os.waitpid(record["pid"], 0)
+
+
+def test_a_service_that_ends_at_once_is_shown_with_its_last_lines(tmp_path: Path) -> None:
+    service = Service(tmp_path, "server")
+    service.start((sys.executable, "-c", "print('no such database')"), os.environ)
+    with pytest.raises(ServicesError, match=r"does not answer: its process ended.*\n  \| no such database"):
+        service.wait_until(lambda: False, "does not answer")
+
+
+def test_a_failed_deployment_is_shown_with_prefects_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "PREFECT", (sys.executable, "-c", "print('no such flow'); exit(1)"))
+    with pytest.raises(
+        ServicesError, match=r"`prefect deploy --all` ended with exit code 1 .*\n  \| no such flow"
+    ):
+        services.deploy(tmp_path, os.environ)
 
 
 def test_two_commands_do_not_change_services_at_once(tmp_path: Path) -> None:
-    with Services(tmp_path).changing(), pytest.raises(ServeError, match="at work"), Services(tmp_path).changing():
+    with (
+        Services(tmp_path).changing(),
+        pytest.raises(ServicesError, match="at work"),
+        Services(tmp_path).changing(),
+    ):
         pass
 
 
-@pytest.mark.parametrize(
-    ("host", "port"), [("192.0.2.1", 4555), ("192.0.2.1", None), ("no-such-host.invalid", 4555)]
-)
-def test_a_host_that_is_not_this_machine_is_refused_as_such(tmp_path: Path, host: str, port: int | None) -> None:
-    with (
-        Services(tmp_path).changing() as state,
-        pytest.raises(ConfigError, match="address of this machine") as refusal,
-    ):
-        _start_server(Services(tmp_path), state, Wishes(host=host, port=port))
-    assert "taken" not in str(refusal.value)
-    assert "serve.host" not in str(refusal.value)
+def test_a_store_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ServicesError, match="--store"):
+        bring_up(tmp_path / "file", ROOT)
+    assert take_down(tmp_path / "file", cancel=False) == take_down(tmp_path / "typo", cancel=False) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("port", ["70000", "-5", "0"])
-def test_a_port_that_cannot_be_is_refused_by_the_command_line(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flows.services.start.bring_up", lambda *_: pytest.fail("went on"))
+def test_a_port_that_cannot_be_is_refused_by_the_command_line(port: str) -> None:
     result = CliRunner().invoke(app, ["up", "--port", port])
     assert result.exit_code == 2
     assert "--port" in result.output
-
-
-def test_a_store_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    store = tmp_path / "file"
-    store.touch()
-    with pytest.raises(StoreError, match="--store"):
-        bring_up(Services(store), ROOT, Wishes())
-    assert take_down(Services(store), cancel=False) == []
-    assert Services(store).read() == State()
-
-
-def test_down_leaves_nothing_in_a_folder_without_services(tmp_path: Path) -> None:
-    assert take_down(Services(tmp_path / "typo"), cancel=False) == []
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -114,82 +146,106 @@ def test_up_says_what_prefect_needs_to_find_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str, first: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    night = {
-        "name": "night",
-        "schedules": [{"cron": "0 2 * * *", "timezone": "UTC"}, {"cron": "1", "active": False}],
-    }
-    (tmp_path / "prefect.yaml").write_text(json.dumps({"deployments": [{"name": "full"}, night]}))
-    daemons = dict.fromkeys((SERVER, WORKER), Daemon(1, "", [], ""))
-    monkeypatch.setattr("flows.services.start.bring_up", lambda *_: State(port=4321, daemons=daemons))
+    schedules = [{"cron": "0 2 * * *", "timezone": "UTC"}, {"cron": "1", "active": False}]
+    deployments = [{"name": "full"}, {"name": "night", "schedules": schedules}]
+    (tmp_path / "prefect.yaml").write_text(json.dumps({"deployments": deployments}))
+    place = Services(Path(store))
+    place.folder.mkdir(parents=True)
+    place.server.record_path.write_text(json.dumps({"api_url": "http://a/api", "page_url": "http://a"}))
+    monkeypatch.setattr("flows.cli.operating.bring_up", lambda *_, **__: place)
     lines = CliRunner().invoke(app, ["up", "--store", store]).output.splitlines()
-    export = lines.index(f"{first}: export PREFECT_API_URL=http://127.0.0.1:4321/api")
+    export = lines.index(f"{first}: export PREFECT_API_URL=http://a/api")
     assert lines[export + 1].endswith("prefect deployment run dapo-full")
     assert lines[export + 2] == "On a schedule:  night, cron 0 2 * * * UTC (prefect.yaml)"
     assert lines[-1].endswith("dapo down" if store == ".dapo" else "dapo down --store 'a b'")
 
 
-@pytest.mark.slow
-def test_a_server_that_is_named_and_does_not_answer_is_said_in_one_line(tmp_path: Path) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and does not listen
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/api"
-        store = f"store.path={tmp_path / 'store'}"
-        done = subprocess.run(
-            [sys.executable, "-m", "flows.cli", "stage", "prepare-data", "configs/arith_cpu.yaml", "--set", store],
-            cwd=ROOT,
-            env={**os.environ, "PREFECT_HOME": str(tmp_path / "prefect"), "PREFECT_API_URL": url},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert done.stderr.startswith(f"ServeError: the Prefect server at {url} does not answer (")
-    assert not (tmp_path / "store" / "runs").exists()
+def test_a_named_server_that_does_not_answer_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "http://127.0.0.1:9/api"  # nothing listens there
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    assert named_api(tmp_path) == url
+    with pytest.raises(ServicesError, match=f"the Prefect server at {url} does not answer; start it, or correct "):
+        wait_until_healthy(url, None)
 
 
-class PoolClient:
-    """Knows one work pool and the active flow runs in it; notes whether the pool was paused when it was asked."""
+def set_up(monkeypatch: pytest.MonkeyPatch, *argv: str, api_url: str | None = None) -> dict[str, str] | None:
+    """What the plugin adds to the environment of a command."""
+    monkeypatch.setattr(sys, "argv", list(argv))
+    result = setup_environment(ctx=HookContext("3", api_url, logging.getLogger))
+    return dict(result.env) if result else None
 
-    def __init__(self, is_paused: bool, runs: list[SimpleNamespace]) -> None:
-        self.is_paused, self.runs = is_paused, runs
-        self.was_paused: list[bool] = []
 
-    def read_work_pools(self, work_pool_filter: Any) -> list[SimpleNamespace]:
-        return [SimpleNamespace(name=name, is_paused=self.is_paused) for name in work_pool_filter.name.any_]
+def test_prefect_gets_the_settings_that_the_user_has_not_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in PROJECT_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DO_NOT_TRACK", "0")
+    others = {name: value for name, value in PROJECT_SETTINGS.items() if name != "DO_NOT_TRACK"}
+    assert set_up(monkeypatch, "/bin/prefect", "version") == others
+    assert set_up(monkeypatch, "/bin/dapo", "run") is None
+    place = Services(Path(".dapo"))
+    place.folder.mkdir(parents=True)
+    place.server.record_path.write_text(json.dumps({"api_url": "http://here/api"}))
+    monkeypatch.setattr(Service, "is_running", True)
+    assert set_up(monkeypatch, "prefect", "version") == {**others, "PREFECT_API_URL": "http://here/api"}
+    assert set_up(monkeypatch, "prefect", "version", api_url="http://theirs/api") == others
 
-    def update_work_pool(self, work_pool_name: str, work_pool: WorkPoolUpdate) -> None:
-        self.is_paused = bool(work_pool.is_paused)
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("deployment run dapo-full --watch", "deployment run dapo-full/dapo-full --watch"),
+        ("deployment run --watch dapo-full", "deployment run --watch dapo-full/dapo-full"),
+        ("deployment run mine/other", "deployment run mine/other"),
+        ("deployment schedule ls dapo-nightly", "deployment schedule ls dapo-nightly/dapo-nightly"),
+    ],
+)
+def test_a_deployment_is_found_by_its_name_alone(words: str, completed: str) -> None:
+    assert complete_names(words.split(), ROOT) == completed.split()
+
+
+def test_a_deployment_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no deployment 'dapo-fool'; it has: compare, dapo-full, "):
+        complete_names(["deployment", "run", "dapo-fool"], ROOT)
+    assert complete_names(["deployment", "run", "dapo-fool"], tmp_path) == ["deployment", "run", "dapo-fool"]
+
+
+def test_our_logging_handles_what_prefects_own_does() -> None:
+    """Fails first when Prefect logs in other ways than logging.yml was written for."""
+    ours, prefects = (
+        yaml.safe_load(Path(path).read_text())
+        for path in (PROJECT_SETTINGS["PREFECT_LOGGING_CONFIG_PATH"], DEFAULT_LOGGING_SETTINGS_PATH)
+    )
+    same_as_parent = {"prefect.client", "prefect.infrastructure"}
+    assert set(prefects["loggers"]) - set(ours["loggers"]) == same_as_parent
+    for name in set(prefects["loggers"]) - same_as_parent - {"prefect._internal"}:
+        assert ours["loggers"][name] == prefects["loggers"][name]
+    assert ours["formatters"]["standard"] == prefects["formatters"]["standard"]
+    assert ours["root"] == prefects["root"]
+
+
+class Runs:
+    """A client of a server that knows these active flow runs, each until it is cancelled."""
+
+    def __init__(self, *names: str) -> None:
+        self.runs = [SimpleNamespace(id=name, name=name, state_name="Running", start_time=None) for name in names]
+        self.states: list[tuple[str, str]] = []
 
     def read_flow_runs(self, **_: Any) -> list[SimpleNamespace]:
-        self.was_paused.append(self.is_paused)
         return self.runs
 
-
-@pytest.mark.parametrize("is_paused", [False, True])
-@pytest.mark.parametrize("is_active", [False, True])
-def test_no_flow_run_is_taken_up_while_down_looks_and_ends_the_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_paused: bool, is_active: bool
-) -> None:
-    run = SimpleNamespace(id="1", name="proud-owl", state_name="Running", start_time=None)
-    client = PoolClient(is_paused, [run] if is_active else [])
-    monkeypatch.setattr("flows.services.registration.server_client", lambda: contextlib.nullcontext(client))
-    with Services(tmp_path).changing() as state:
-        if is_active:
-            with pytest.raises(ServeError, match="proud-owl"):
-                _end_work(Services(tmp_path), state, cancel=False)
-        else:
-            assert _end_work(Services(tmp_path), state, cancel=False) == []
-    assert client.was_paused
-    assert all(client.was_paused)
-    assert client.is_paused == is_paused
+    def set_flow_run_state(self, flow_run: str, state: Any, force: bool) -> None:
+        self.states.append((flow_run, state.type.value))
 
 
-def test_down_on_another_machine_does_not_forget_what_runs(tmp_path: Path) -> None:
-    services = Services(tmp_path)
-    there = State(machine="far-away", daemons={WORKER: Daemon(1, "their boot/1", [], "")})
-    with services.changing():
-        services.write(there)
-    with pytest.raises(ServeError, match="far-away"):
-        take_down(services, cancel=False)
-    assert services.read() == there
+def test_down_refuses_while_runs_are_active_and_cancels_them_when_asked(tmp_path: Path) -> None:
+    client: Any = Runs("proud-owl")
+    with pytest.raises(ServicesError, match="proud-owl"):
+        services._end_flow_runs(Services(tmp_path), client, cancel=False)
+    assert client.states == []
+    services._end_flow_runs(Services(tmp_path), client, cancel=True)  # there is no worker to wait for
+    assert client.states == [("proud-owl", "CANCELLING"), ("proud-owl", "CANCELLED")]

@@ -29,9 +29,7 @@ WAIT_SECONDS = 1.5  # longer than one that gives way is patient
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    # Prefect would start a server for what goes to its page.
-    monkeypatch.setattr("tasks.page.poster.post", lambda name, message: None)
-    monkeypatch.setattr("tasks.train_policy.shown_as_training", contextlib.nullcontext)
+    monkeypatch.setattr("tasks.page.PageArtifact.show", lambda *_: None)  # there is no server
     monkeypatch.setattr(
         stage_command, "dapo_command", lambda *words: [sys.executable, "-c", TRAIN, *map(str, words)]
     )

