@@ -166,19 +166,6 @@ def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint(
     assert {tuple(old), tuple(new)} <= seen
 
 
-def test_the_changes_of_a_publish_are_seen(tmp_path: Path, model_path: Path) -> None:
-    """Otherwise the tests here would fail nowhere and pass."""
-    write(make_writer(tmp_path / "c", model_path, **KEEP), STATES[5], STATES[15])
-    with _disk(10**9, False, Killed()) as disk:
-        _publish_20(tmp_path / "c", model_path)
-    # Written: state, groups, configuration, names, 2 shards, latest, 3 files of the model.
-    assert disk.names.count("open") == 10
-    assert disk.names.count("mkdir") == 4  # checkpoints, which exists; the partial folder; huggingface, templates
-    assert disk.names[-7:] == ["rename", "fsync", "open", "fsync", "rename", "fsync", "unlink"]  # its name; latest
-    # The output; 9 files and 3 folders; latest; the checkpoints after each rename.
-    assert disk.names.count("fsync") == 1 + 12 + 1 + 2
-
-
 def test_a_kill_while_the_finished_output_is_tidied(tmp_path: Path, model_path: Path) -> None:
     before = tmp_path / "before"
     write(make_writer(before, model_path, keep_last=9), *(STATES[step] for step in (5, 10, 15, 20)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from dataclasses import replace
 
@@ -37,6 +36,7 @@ def test_only_mixed_groups_are_kept_and_the_rest_is_booked() -> None:
     assert draw.account.generated_tokens == 8 * TOKENS_PER_GROUP
     assert draw.account.tokens["kept"] == 4 * TOKENS_PER_GROUP
     assert draw.account.waste_ratio == 0.5  # (12 + 12) / (24 + 24)
+    assert draw.account.reward_seconds == 0.5
 
 
 def test_the_draw_ends_as_soon_as_the_step_is_full() -> None:
@@ -76,17 +76,6 @@ def test_surplus_is_carried_to_the_next_step_before_fresh_groups() -> None:
     assert [group.prompt.index for group in second.groups] == [3, 4, 5]
     assert booked(second) == {"kept": 3, "surplus": 2}
     assert second.account.generated_tokens == 4 * TOKENS_PER_GROUP  # the carried one was generated in step 1
-
-
-def test_a_step_filled_by_surplus_generates_nothing() -> None:
-    source = ScriptedSource([MIXED], burst=8)
-    sampler = make_sampler(source, train_prompts=2, gen_prompts=6, max_staleness=2)
-    sampler.draw(step=1)
-    second = sampler.draw(step=2)
-    assert second.num_gen_batches == 0
-    assert second.account.generated_tokens == 0
-    assert booked(second) == {"kept": 2, "surplus": 2}
-    assert len(source.fresh) == 6
 
 
 @pytest.mark.parametrize(("max_staleness", "num_stale", "num_left"), [(0, 4, 0), (1, 0, 2)])
@@ -141,41 +130,44 @@ def test_exhausted_raises_with_counts_accuracy_and_keys() -> None:
         assert key in message
 
 
-def test_exhausted_can_train_on_what_there_is(caplog: pytest.LogCaptureFixture) -> None:
-    source = ScriptedSource([WRONG, MIXED], burst=4)
-    with caplog.at_level(logging.WARNING):
-        draw = make_sampler(source, 5, max_num_gen_batches=2, on_exhausted="train_partial").draw(step=1)
-    assert [group.prompt.index for group in draw.groups] == [1, 3, 5, 0]
-    assert booked(draw) == {"kept": 4, "all_wrong": 4}
-    assert "gave 4 groups with signal, 5 are needed" in caplog.text
+@pytest.mark.parametrize(
+    ("script", "on_exhausted", "indices", "fates", "message"),
+    [
+        (
+            [WRONG, MIXED],
+            "train_partial",
+            [1, 3, 5, 0],
+            {"kept": 4, "all_wrong": 4},
+            "4 groups with signal, 5 are",
+        ),
+        ([WRONG, MIXED], "skip_step", [], {"all_wrong": 4, "stale": 4}, "Skipping the step"),
+        ([WRONG], "train_partial", [], {"all_wrong": 8}, "Skipping the step (sampler.on_exhausted=train_partial)"),
+    ],
+)
+def test_a_used_up_draw_trains_on_what_there_is_or_skips_the_step(
+    caplog: pytest.LogCaptureFixture,
+    script: list[list[float]],
+    on_exhausted: str,
+    indices: list[int],
+    fates: dict[str, int],
+    message: str,
+) -> None:
+    sampler = make_sampler(ScriptedSource(script, burst=4), 5, max_num_gen_batches=2, on_exhausted=on_exhausted)
+    draw = sampler.draw(step=1)
+    assert [group.prompt.index for group in draw.groups] == indices
+    assert booked(draw) == fates
+    assert draw.account.waste_ratio == (0.5 if indices else 1.0)
+    assert message in caplog.text
 
 
-def test_exhausted_can_skip_the_step(caplog: pytest.LogCaptureFixture) -> None:
-    source = ScriptedSource([WRONG, MIXED], burst=4)
-    with caplog.at_level(logging.WARNING):
-        draw = make_sampler(source, 5, max_num_gen_batches=2, on_exhausted="skip_step").draw(step=1)
-    assert draw.groups == []
-    assert booked(draw) == {"all_wrong": 4, "stale": 4}
-    assert draw.account.waste_ratio == 1.0
-    assert "Skipping the step" in caplog.text
-
-
-def test_training_on_nothing_is_a_skipped_step(caplog: pytest.LogCaptureFixture) -> None:
-    source = ScriptedSource([WRONG], burst=4)
-    with caplog.at_level(logging.WARNING):
-        draw = make_sampler(source, 5, max_num_gen_batches=1, on_exhausted="train_partial").draw(step=1)
-    assert draw.groups == []
-    assert "Skipping the step (sampler.on_exhausted=train_partial)" in caplog.text
-
-
-@pytest.mark.parametrize(("dynamic", "num_drawn"), [(True, 4), (False, 4)])
+@pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("on_exhausted", ["raise", "train_partial", "skip_step"])
-def test_a_scorer_that_always_fails_is_no_weak_model(dynamic: bool, num_drawn: int, on_exhausted: str) -> None:
+def test_a_scorer_that_always_fails_is_no_weak_model(dynamic: bool, on_exhausted: str) -> None:
     source = ScriptedSource([[UNSCORED, UNSCORED]], burst=4)
     sampler = make_sampler(source, 4, gen_prompts=4, dynamic=dynamic, on_exhausted=on_exhausted)
     with pytest.raises(RewardError, match=r"ran out of time on all 8 responses .* custom_reward\.path"):
         sampler.draw(step=1)
-    assert len(source.fresh) == num_drawn  # no second draw
+    assert len(source.fresh) == 4  # no second draw
 
 
 def test_without_dynamic_sampling_every_group_is_kept() -> None:
@@ -194,21 +186,18 @@ def test_the_metric_decides_what_differs(metric: str, num_kept: int) -> None:
     assert len(draw.groups) == num_kept
 
 
-def test_groups_of_float_noise_have_signal_for_verl_only() -> None:
+def test_float_noise_and_a_group_of_one_have_signal_for_verl_only() -> None:
     # [0.1] * 3 has a numpy standard deviation of 1.4e-17
     source = ScriptedSource([[0.1] * 3, [1.0] * 3], burst=4)
     ours = make_sampler(source, 2, metric="score", max_num_gen_batches=1, on_exhausted="train_partial").draw(1)
     assert booked(ours) == {"all_right": 4}
     theirs = make_sampler(source, 2, compat=VERL, metric="score", max_num_gen_batches=1).draw(1)
     assert booked(theirs) == {"kept": 2, "all_right": 2}
-
-
-def test_a_group_of_one_has_signal_for_verl_only() -> None:
-    source = ScriptedSource([[1.0]], burst=4)
-    assert booked(make_sampler(source, 1, max_num_gen_batches=1, on_exhausted="skip_step").draw(1)) == {
+    alone = ScriptedSource([[1.0]], burst=4)  # a group of one
+    assert booked(make_sampler(alone, 1, max_num_gen_batches=1, on_exhausted="skip_step").draw(1)) == {
         "all_right": 4
     }
-    assert booked(make_sampler(source, 4, compat=VERL).draw(1)) == {"kept": 4}
+    assert booked(make_sampler(alone, 4, compat=VERL).draw(1)) == {"kept": 4}
 
 
 def test_an_accuracy_above_one_is_right() -> None:
@@ -234,11 +223,6 @@ def test_responses_without_a_score_make_no_signal() -> None:
         assert booked(draw) == {"kept": 1, "all_right": 1, "all_wrong": 2}
     assert draw.groups[0].rewards == [1.0, -1.0, 0.0]
     assert draw.groups[0].metric("seq_reward") == [1.0, -1.0]
-
-
-def test_the_wait_for_scores_alone_is_told() -> None:
-    source = ScriptedSource([MIXED], burst=4)
-    assert make_sampler(source, 2).draw(step=1).account.reward_seconds == 0.5
 
 
 @settings(max_examples=60, deadline=None)
