@@ -75,6 +75,8 @@ def _disk(fatal: int, is_torn: bool, error: BaseException) -> Iterator[Disk]:
     disk = Disk(fatal, is_torn, error)
     with pytest.MonkeyPatch.context() as patch:
         for name in CHANGES:
+            if name == "fsync" and isinstance(error, Killed):
+                continue  # what a kill leaves there is what one leaves at the next change
             patch.setattr(os, name, disk.wrap(name, getattr(os, name)))
         wrapped = disk.wrap("open", io.open)
         patch.setattr(io, "open", wrapped)
@@ -193,7 +195,6 @@ def test_a_full_disk_at_any_change_leaves_the_old_or_the_new_checkpoint(tmp_path
         else:  # nothing failed but the removal of step 10
             assert steps[-1] == 20
         seen.add((bool(message), steps[-1]))
-        _go_on(folder, model_path)
     assert seen == {(True, 15), (True, 20), (False, 20)}  # (True, 20): after it was named
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_core.compat import OURS, VERL
-from dapo_core.errors import RewardError
+from dapo_core.errors import RewardError, RolloutError
 from dapo_core.rollout import Group
 from dapo_core.sampler import FATES, NotEnoughSignal
 from tests.batches import UNSCORED
@@ -19,7 +20,9 @@ from tests.sources import (
     RIGHT,
     TOKENS_PER_GROUP,
     WRONG,
+    Clock,
     ScriptedSource,
+    SlowSource,
     booked,
     make_sampler,
 )
@@ -138,7 +141,7 @@ def test_exhausted_raises_with_counts_accuracy_and_keys() -> None:
             "train_partial",
             [1, 3, 5, 0],
             {"kept": 4, "all_wrong": 4},
-            "4 groups with signal, 5 are",
+            "4 groups with signal, 5",
         ),
         ([WRONG, MIXED], "skip_step", [], {"all_wrong": 4, "stale": 4}, "Skipping the step"),
         ([WRONG], "train_partial", [], {"all_wrong": 8}, "Skipping the step (sampler.on_exhausted=train_partial)"),
@@ -194,9 +197,8 @@ def test_float_noise_and_a_group_of_one_have_signal_for_verl_only() -> None:
     theirs = make_sampler(source, 2, compat=VERL, metric="score", max_num_gen_batches=1).draw(1)
     assert booked(theirs) == {"kept": 2, "all_right": 2}
     alone = ScriptedSource([[1.0]], burst=4)  # a group of one
-    assert booked(make_sampler(alone, 1, max_num_gen_batches=1, on_exhausted="skip_step").draw(1)) == {
-        "all_right": 4
-    }
+    ours = make_sampler(alone, 1, max_num_gen_batches=1, on_exhausted="skip_step").draw(1)
+    assert booked(ours) == {"all_right": 4}
     assert booked(make_sampler(alone, 4, compat=VERL).draw(1)) == {"kept": 4}
 
 
@@ -223,6 +225,55 @@ def test_responses_without_a_score_make_no_signal() -> None:
         assert booked(draw) == {"kept": 1, "all_right": 1, "all_wrong": 2}
     assert draw.groups[0].rewards == [1.0, -1.0, 0.0]
     assert draw.groups[0].metric("seq_reward") == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("script", "pause", "max_seconds", "error", "seen"),
+    [
+        (
+            [MIXED],
+            10_000,
+            30.0,
+            RolloutError,
+            "no group was kept for 31 s of training step 3. 1 draws of 4 prompts gave 0 groups with signal, 2 are "
+            "needed: of 0 finished groups|4 groups with 0 response tokens are in flight|no group finished",
+        ),
+        (  # after 12 s six groups have come: two all right, four all wrong; two of the second draw's are in flight
+            [RIGHT, WRONG, WRONG],
+            2,
+            11.5,
+            NotEnoughSignal,
+            "no group was kept for 12 s|of 6 finished groups 2 were all right and 4 all wrong, 0.0% were kept "
+            "(mean accuracy 33.3%)|2 groups with 0 response tokens are in flight",
+        ),
+    ],
+)
+def test_a_draw_to_which_nothing_useful_comes_ends_with_what_was_seen(
+    script: list[list[float]], pause: int, max_seconds: float, error: type[Exception], seen: str
+) -> None:
+    clock = Clock()
+    source = SlowSource(script, clock, seconds=1.0, pause=pause)
+    sampler = make_sampler(source, 2, clock=clock, max_num_gen_batches=1000, max_seconds_without_kept=max_seconds)
+    with pytest.raises(error) as caught:
+        sampler.draw(step=3)
+    for words in (*seen.split("|"), "sampler.max_seconds_without_kept"):
+        assert words in str(caught.value)
+
+
+def test_each_kept_group_gives_the_next_its_full_time() -> None:
+    clock = Clock()
+    source = SlowSource([MIXED], clock, seconds=1.0, pause=9)
+    draw = make_sampler(source, 4, clock=clock, max_seconds_without_kept=9.5).draw(step=1)
+    assert len(draw.groups) == 4
+    assert clock.now == 100.0 + 4 * 9
+
+
+def test_engines_that_fall_silent_after_a_kept_group_are_noticed() -> None:
+    clock = Clock()
+    source = SlowSource([MIXED], clock, seconds=1.0, pause=1)
+    source.waits = itertools.chain([True], itertools.repeat(False))  # type: ignore[assignment]
+    with pytest.raises(RolloutError, match=r"gave 1 groups with signal, 2 .* no group finished"):
+        make_sampler(source, 2, clock=clock, max_seconds_without_kept=5.0).draw(step=1)
 
 
 @settings(max_examples=60, deadline=None)
