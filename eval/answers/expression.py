@@ -20,14 +20,7 @@ MAX_HEIGHT = 200
 
 _CALLED = frozenset("fg")  # letters that are functions before a parenthesis; others are factors
 _CONSTANTS = {"e": "e", "i": "i", "π": "pi"}
-_INVERSE = {
-    "sin": "arcsin",
-    "cos": "arccos",
-    "tan": "arctan",
-    "cot": "arccot",
-    "sinh": "arcsinh",
-    "cosh": "arccosh",
-}
+_INVERSE = {name: f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sinh", "cosh")}
 _BRACKETS = {"(": ")", "[": "]", "{": "}", "⌊": "⌋", "⌈": "⌉"}
 _ROUNDING = {"⌊": "floor", "⌈": "ceil"}
 _STARTS_FACTOR = frozenset("({[⌊⌈|∞")
@@ -320,27 +313,10 @@ class _Parser:
         return kind == "command" and value in FUNCTIONS
 
 
-_UNREADABLE = frozenset(
-    [
-        "sum",
-        "prod",
-        "int",
-        "lim",
-        "iint",
-        "oint",
-        "begin",
-        "end",
-        "forall",
-        "exists",
-        "sup",
-        "inf",
-        "limsup",
-        "liminf",
-        "operatorname",
-        "because",
-        "therefore",
-    ]
-)
+_UNREADABLE = frozenset((
+    "sum", "prod", "int", "lim", "iint", "oint", "begin", "end", "forall", "exists", "sup", "inf", "limsup",
+    "liminf", "operatorname", "because", "therefore",
+))  # fmt: skip
 
 
 def _is_proper(node: Node) -> bool:

@@ -166,7 +166,7 @@ def _flattened(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     return tuple(flat)
 
 
-_NUMBER_WORDS = (
+NUMBER_WORDS = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
 )  # fmt: skip
@@ -183,12 +183,12 @@ def read_one(text: str, nesting: int) -> Answer:
         return Region(REALS)
     if re.fullmatch(r'\(?\s*"[^"]*"\s*\)?', text):
         inner = re.sub(r"(?i)\b(and|or)\b", ",", text.strip('() "'))
-        if inner.lower() in _NUMBER_WORDS:
-            return Value(("num", Fraction(_NUMBER_WORDS.index(inner.lower()))))
+        if inner.lower() in NUMBER_WORDS:
+            return Value(("num", Fraction(NUMBER_WORDS.index(inner.lower()))))
         is_mathematics = any(character.isdigit() for character in inner) and nesting < 2
         return read(inner, nesting + 2) if is_mathematics or "," in inner else Words(text)
-    if text.lower() in _NUMBER_WORDS:
-        return Value(("num", Fraction(_NUMBER_WORDS.index(text.lower()))))
+    if text.lower() in NUMBER_WORDS:
+        return Value(("num", Fraction(NUMBER_WORDS.index(text.lower()))))
     text = re.sub(r"(?<=[\])])\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$", "", text)
     pieces, found = split_at(text, "≈")
     if found and all(pieces):

@@ -52,66 +52,15 @@ _SPELLINGS = {
 _CANONICAL = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3", "cu": "3"}
 _MAGNITUDES = {
-    "hundred": 10**2,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-    "dozen": 12,
-}
+    "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+}  # fmt: skip
 # Words that change what is said, so that what they stand behind is not a number with a unit.
-_MEANINGFUL = frozenset(
-    [
-        "or",
-        "and",
-        "not",
-        "no",
-        "to",
-        "more",
-        "less",
-        "least",
-        "most",
-        "than",
-        "if",
-        "when",
-        "except",
-        "only",
-        "through",
-        "between",
-        "from",
-        "below",
-        "above",
-        "under",
-        "over",
-        "times",
-        "base",
-        "plus",
-        "minus",
-        "per",
-        "cent",
-        "am",
-        "pm",
-        "o'clock",
-        "infinite",
-        "undefined",
-        "does",
-        "none",
-        "all",
-        "real",
-        "where",
-        "with",
-        "for",
-        "every",
-        "is",
-        "are",
-        "any",
-        "unless",
-        "each",
-        "half",
-        "quarter",
-        "third",
-    ]
-)
+_MEANINGFUL = frozenset((
+    "or", "and", "not", "no", "to", "more", "less", "least", "most", "than", "if", "when", "except", "only",
+    "through", "between", "from", "below", "above", "under", "over", "times", "base", "plus", "minus", "per",
+    "cent", "am", "pm", "o'clock", "infinite", "undefined", "does", "none", "all", "real", "where", "with",
+    "for", "every", "is", "are", "any", "unless", "each", "half", "quarter", "third",
+))  # fmt: skip
 # Written without \text; one letter alone is a variable.
 _PLAIN_UNIT = re.compile(
     r"(?i)(?<=[\d)}⟧ ])\s*("
