@@ -26,11 +26,12 @@ from eval.answers.answers import (
     Relation,
     Value,
     Words,
+    as_region,
+    merged,
 )
 from eval.answers.expression import Node, parse_expression
 from eval.answers.latex import clean
 from eval.answers.numeric import is_same_value, ratio_of, sign_of_difference
-from eval.answers.regions import as_region, merged
 from eval.answers.structure import NUMBER_WORDS, read_answer, read_ungrouped
 from eval.answers.units import is_unit_conflict
 
