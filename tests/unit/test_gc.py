@@ -63,11 +63,6 @@ def test_what_no_kept_run_uses_goes_and_the_rest_stays(tmp_path: Path) -> None:
     assert not again.stages["train_policy"].cached
 
 
-def test_fewer_reports_than_are_kept_keep_everything(tmp_path: Path) -> None:
-    nights(tmp_path, "one", "two")
-    assert collect(tmp_path, keep_runs=3) == []
-
-
 def test_a_run_in_progress_keeps_what_it_uses(tmp_path: Path) -> None:
     first, _ = nights(tmp_path, "one", "two")
     with Run.start(first.config, "evaluate-model") as user:
@@ -75,14 +70,6 @@ def test_a_run_in_progress_keeps_what_it_uses(tmp_path: Path) -> None:
         make_old(user.folder)
         record_run(small_config(tmp_path, "train.total_steps=61"))
         assert keys(collect(tmp_path)) == own_of(first) - {first.stages["train_policy"].key[:16]}
-
-
-def test_a_run_without_a_report_can_be_continued_for_a_day(tmp_path: Path) -> None:
-    failed = record_run(small_config(tmp_path), labels=("prepare_data", "fetch_model"), flow="fetch-model")
-    record_run(small_config(tmp_path, "run.seed=5"))
-    assert collect(tmp_path) == []
-    make_old(failed.folder)
-    assert keys(collect(tmp_path)) == {stage.key[:16] for stage in failed.stages.values()}
 
 
 def test_a_long_training_keeps_its_inputs_for_a_day_after_its_last_change(tmp_path: Path) -> None:
