@@ -43,15 +43,8 @@ def write_run(store: Path, identity: str, **values: object) -> Path:
     folder.mkdir(parents=True)
     artifact = {"artifact": str(store / "probe" / "a"), "key": "k", "digest": "d"}
     stages = {label: {**artifact, "seconds": 1.0, "cached": label != "b"} for label in "abc"}
-    record = {
-        "name": "demo",
-        "flow": "dapo-full",
-        "host": "node1",
-        "pid": 7,
-        "state": "completed",
-        "stages": stages,
-    }
-    record |= {"started_at": 1.8e9, "seconds": 3725.4, **values}
+    record = {"name": "demo", "flow": "dapo-full", "host": "node1", "pid": 7, "state": "completed"}
+    record |= {"stages": stages, "started_at": 1.8e9, "seconds": 3725.4, **values}
     (folder / "run.json").write_text(json.dumps(record))
     return folder
 
