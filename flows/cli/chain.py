@@ -111,7 +111,7 @@ def stage(
 
 
 def _needs(name: StageName, side: Side | None) -> tuple[str, ...]:
-    """The labels of the stages whose output this one begins from."""
+    """The labels of the stages that this one takes its inputs from."""
     from tasks.stages import LINKS
 
     if name is StageName.COMPARE:
@@ -122,9 +122,9 @@ def _needs(name: StageName, side: Side | None) -> tuple[str, ...]:
 
 
 def begin(config: Path, overrides: list[str] | None, needs: Sequence[str] = ()) -> Config:
-    """The configuration of a run that may start; from here on lines begin with time and stage.
+    """The configuration of a run that can start; from here on, log lines begin with time and stage.
 
-    Raises what would end the run, which starts from the outputs of the stages that it `needs`.
+    Raises any error that would end the run, also when the output of a stage that it `needs` is missing.
     """
     from flows.config import load_config
     from flows.console import print_chain
@@ -140,7 +140,7 @@ def begin(config: Path, overrides: list[str] | None, needs: Sequence[str] = ()) 
 
 
 def report_again(settings: Config) -> Path:
-    """The folder of a new report on a chain that is built."""
+    """Write a new report for a chain whose outputs all exist; returns its folder."""
     from flows.notify import report_result
     from tasks.runs.history import REPORT_FOLDER
     from tasks.runs.report import repeat_chain
@@ -162,7 +162,7 @@ def message_when_stopped() -> Iterator[None]:
 
 
 def print_report(folder: Path) -> None:
-    """The report of a run on the terminal, its verdict, and where the one with plots is."""
+    """Print a run's report, its verdict, and the path of the report with plots."""
     from flows.console import print_markdown
 
     print_markdown((folder / "report.md").read_text(encoding="utf-8"))

@@ -16,8 +16,7 @@ import yaml
 
 from durable import is_locked
 from eval.report import REPORT_JSON
-from tasks.artifacts import Artifact, StoreError
-from tasks.artifacts.artifact import artifact_at
+from tasks.artifacts.artifact import Artifact, StoreError, artifact_at
 from tasks.artifacts.store import Attempt
 from tasks.runs.differences import Difference, differences_of
 
@@ -58,7 +57,7 @@ class RecordedRun:
     pid: int
     state: str  # running, completed, failed, cancelled, skipped; interrupted: its process or worker is gone
     started_at: float  # seconds since the epoch
-    seconds: float  # up to its end, or as far as is known
+    seconds: float  # until its end, or until its last record
     stages: Mapping[str, StageRecord]
     error: str | None
     report: Mapping[str, Any] | None  # the headline: before, after, difference, p, n
@@ -75,7 +74,7 @@ class RecordedRun:
 
     @property
     def num_cached(self) -> int:
-        """Stages whose artifact was there."""
+        """Stages whose artifact was in the store."""
         return sum(stage.cached for stage in self.stages.values())
 
     @property
@@ -155,14 +154,14 @@ def run_lock_path(folder: Path) -> Path:
 
 
 def artifact_of(run: RecordedRun, label: str) -> Artifact | None:
-    """The artifact that the run took or made as `label`, its files unchecked; None when it is no longer there."""
+    """The artifact that the run took or made as `label`, its files unchecked; None if it was removed."""
     stage = run.stages[label]
     artifact = artifact_at(run.store / stage.place)
     return artifact if artifact is not None and artifact.digest == stage.digest else None
 
 
 def require_artifact(run: RecordedRun, label: str) -> Artifact:
-    """As `artifact_of`; raises StoreError, saying why there is none."""
+    """As `artifact_of`, but raises StoreError with the reason if there is none."""
     if label not in run.stages:
         raise StoreError(
             f"the run {run.id} ({run.flow}, {run.state}) has no {label}, but {', '.join(run.stages) or 'no stage'}"
@@ -182,7 +181,7 @@ def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
     """The run whose id begins or ends with `text`; `latest` is the newest, `latest~2` the second before it.
 
     With `needs`, the label of a stage or "report", these two count only the runs that have it.
-    Raises StoreError, naming the runs there are, when no run or more than one is meant.
+    Raises StoreError, naming the runs there are, when none matches or more than one.
     """
     folders = run_folders(store)
     if match := _LATEST.fullmatch(text):
@@ -224,7 +223,7 @@ def _names(folders: Sequence[Path]) -> str:
 
 
 def short_ids(store: Path) -> dict[str, str]:
-    """By id the shortest end of it that no other run of the store begins or ends with."""
+    """Per run id, its shortest suffix that is unique among the beginnings and ends of all ids in the store."""
     ids = [folder.name for folder in run_folders(store)]
     lengths = range(MIN_SHORT_ID, max(map(len, ids), default=0))
     uses = collections.Counter(
@@ -273,7 +272,7 @@ def read_report(run: RecordedRun) -> dict[str, Any] | None:
 
 
 def describe_run(run: RecordedRun) -> dict[str, Any]:
-    """A run as plain values, with where each artifact is; null for one that is no longer there."""
+    """A run as plain values, with the path of each artifact; None for a removed one."""
     stages = {}
     for label, stage in run.stages.items():
         artifact = artifact_of(run, label)

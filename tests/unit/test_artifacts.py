@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.artifacts import Artifact, ArtifactStore, StageKey, StoreError, package_versions
-from tasks.artifacts import artifact as artifact_module
-from tasks.artifacts.verify import RACY_NANOSECONDS
+from tasks.artifacts.artifact import RACY_NANOSECONDS, Artifact, StoreError, hash_file
+from tasks.artifacts.stage_key import StageKey, package_versions
+from tasks.artifacts.store import ArtifactStore
 
 PARTS = StageKey(
     stage="train",
@@ -215,9 +215,9 @@ def test_files_found_right_are_not_read_again_until_they_change(
 
     def counting_hash(path: Path) -> str:
         hashed.append(path.name)
-        return artifact_module.hash_file(path)
+        return hash_file(path)
 
-    monkeypatch.setattr("tasks.artifacts.verify.hash_file", counting_hash)
+    monkeypatch.setattr("tasks.artifacts.artifact.hash_file", counting_hash)
     made, _ = store.produce(PARTS, Builder())
     age(made)
     hashed.clear()

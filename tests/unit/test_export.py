@@ -21,7 +21,7 @@ from eval.plots import draw_plots
 from eval.report import render_html
 from flows.cli import app
 from flows.config import load_config
-from tasks.artifacts import StoreError, hash_file
+from tasks.artifacts.artifact import StoreError, hash_file
 from tasks.runs.collect_garbage import collect_garbage
 from tasks.runs.export_run import base_model_of, export_run, model_card
 from tasks.runs.history import RecordedRun, find_run, read_report
@@ -174,7 +174,7 @@ def test_a_named_benchmark_is_a_score_of_the_front_matter(run: RecordedRun) -> N
 
 def test_what_is_there_already_is_refused_and_stays(run: RecordedRun, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    with pytest.raises(StoreError, match="mine is there already; name a new folder"):
+    with pytest.raises(StoreError, match="mine already exists; name a new folder"):
         export_run(run, tmp_path / "mine", ignore)
     assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
 

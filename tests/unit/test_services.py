@@ -91,7 +91,7 @@ def test_a_service_of_another_machine_is_not_signalled(tmp_path: Path) -> None:
     service.start(SLEEP, os.environ)
     record = service.read()
     service.record_path.write_text(json.dumps({**record, "machine": "far-away"}))
-    with pytest.raises(ServicesError, match="was started on far-away: type this there"):
+    with pytest.raises(ServicesError, match="was started on far-away: type the command there"):
         service.stop()
     service.record_path.write_text(json.dumps(record))
     service.stop()
