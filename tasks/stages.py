@@ -194,11 +194,6 @@ def evaluation_files(config: ChainConfig) -> dict[str, str]:
     return {"prompt_template": _file_digest("evaluate.prompt", config.evaluate.prompt)}
 
 
-def no_files(config: ChainConfig) -> dict[str, str]:
-    """Of a stage that reads nothing but artifacts."""
-    return {}
-
-
 @dataclass(frozen=True)
 class Link:
     """A stage at its place in the chain, where `label` names its output: in run.json, links and tables."""
@@ -207,7 +202,7 @@ class Link:
     stage: Stage
     needs: tuple[str, ...]  # labels of the artifacts that `inputs` takes after the configuration
     inputs: Callable[..., dict[str, str]]
-    files: Callable[[ChainConfig], dict[str, str]] = no_files  # inputs that keys name, known beforehand
+    files: Callable[[ChainConfig], dict[str, str]] = lambda _: {}  # inputs that keys name, known beforehand
 
     @property
     def command(self) -> str:

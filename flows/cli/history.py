@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.options import DEFAULT_STORE, JsonOption, StoreOption
+from flows.cli.options import JsonOption, StoreOption
+from flows.services import DEFAULT_STORE
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 NUM_LISTED = 20

@@ -40,8 +40,9 @@ def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> 
     """Copy a run's model to the new folder `destination`, with its report, manifests and card; returns its bytes.
 
     Everything is copied, so that an edit there changes no artifact. In the texts ${STORE} and ${HOME} stand for
-    folders of this machine. The folder appears complete or not at all. Raises StoreError if it already exists, if
-    the run has no model or report, if its model was removed from the store, or if a file differs from its manifest.
+    folders of this machine. The folder appears complete or not at all.
+    Raises StoreError if it already exists, if the run has no model or report, if its model was removed from the
+    store, or if a file differs from its manifest.
     """
     with ArtifactStore(run.store).in_use():
         model = require_artifact(run, MODEL_LABEL)

@@ -14,11 +14,10 @@ from typing import Any
 
 import yaml
 
-from durable import is_locked
+from durable import UNSET, differences, is_locked
 from eval.report import REPORT_JSON
 from tasks.artifacts.artifact import Artifact, StoreError, artifact_at
 from tasks.artifacts.store import Attempt
-from tasks.runs.differences import Difference, differences_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +26,9 @@ CONFIG_FILE = "config.yaml"
 REPORT_FOLDER = "report"
 NUM_NAMED_RUNS = 5  # in an error
 MIN_SHORT_ID = 4
+MAX_VALUE_CHARS = 40
+NUM_SHARED_CHARS = 15  # of these before the place where two long values begin to differ
+SECRET_KEYS = ("flow.webhook.url",)  # whoever knows the address may write to the chat
 _LATEST = re.compile(r"latest(?:~(\d+))?")
 
 
@@ -126,12 +128,8 @@ def read_run(folder: Path) -> RecordedRun:
         state = "interrupted" if record["state"] == "running" and not is_going_on else record["state"]
         return RecordedRun(
             folder=folder,
-            name=record["name"],
-            flow=record["flow"],
-            host=record["host"],
-            pid=record["pid"],
+            **{name: record[name] for name in ("name", "flow", "host", "pid", "started_at")},
             state=state,
-            started_at=record["started_at"],
             seconds=time.time() - record["started_at"] if state == "running" else record["seconds"],
             stages={label: StageRecord(**values) for label, values in record["stages"].items()},
             error=record.get("error"),
@@ -285,3 +283,39 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
             "seconds": stage.seconds,
         }
     return {"id": run.id, **vars(run), "folder": str(run.folder), "stages": stages}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key with its two values, as text."""
+
+    key: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        places = range(min(len(self.before), len(self.after)))
+        shared = next((place for place in places if self.before[place] != self.after[place]), len(places))
+        return f"{self.key} {_shortened(self.before, shared)} -> {_shortened(self.after, shared)}"
+
+
+def differences_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
+    """Keys, dotted, with different values, in the order of `after`; those that only `before` has come last."""
+    return [Difference(key, _text(key, old), _text(key, new)) for key, old, new in differences(before, after)]
+
+
+def _text(key: str, value: Any) -> str:
+    if value is UNSET:
+        return "(unset)"
+    if key in SECRET_KEYS and value is not None:
+        return "(secret)"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def _shortened(text: str, shared: int) -> str:
+    """The part of a long text where it begins to differ from another one, after `shared` characters."""
+    if len(text) <= MAX_VALUE_CHARS:
+        return text
+    start = max(0, shared - NUM_SHARED_CHARS)
+    shown = ("..." if start else "") + text[start:]
+    return shown if len(shown) <= MAX_VALUE_CHARS else shown[: MAX_VALUE_CHARS - 3] + "..."

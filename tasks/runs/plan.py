@@ -11,8 +11,7 @@ from tasks.artifacts.artifact import Artifact, DamagedArtifact
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
-from tasks.runs.differences import differences_of
-from tasks.runs.history import RecordedRun, artifact_of, read_runs
+from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
 from tasks.stages import CHAIN, Link
 
 

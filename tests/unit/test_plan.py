@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.artifacts.store import ArtifactStore
-from tasks.runs.differences import differences_of
+from tasks.runs.history import differences_of
 from tasks.runs.plan import PlannedStage, plan_chain
 from tasks.runs.run import Run
 from tasks.stages import LINKS
