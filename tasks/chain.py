@@ -49,7 +49,8 @@ def fetch_model(run: Run, data: Artifact) -> Artifact:
     def build(folder: Path) -> Mapping[str, Any]:
         if run.config.model.source == "path":
             return take_model_folder(run.config, folder)
-        words = ["fetch-model", run.config_path, "--data", Path(data.path) / TRAIN_FILE, "--output", folder]
+        words: list[str | Path] = ["fetch-model", run.config_path]
+        words += ["--data", Path(data.path) / TRAIN_FILE, "--output", folder]
         run_dapo(words, run, key, on_line=StageProgress(run, "fetch_model").on_line)
         return {}
 
