@@ -82,7 +82,8 @@ def test_reports_folders_and_stores_are_read_alike(tmp_path: Path, caplog: pytes
     assert series.trend.n == 7
 
 
-def test_an_evaluation_that_later_runs_reused_counts_once(tmp_path: Path) -> None:
+def test_an_evaluation_that_later_runs_reused_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.plots.history_plot", lambda *words, **options: "")
     nights = [write_night(tmp_path, day, letters) for day, letters in ((1, "rwwwwwww"), (2, "rrwwwwww"))]
     runs = tmp_path / "store" / "runs"
     for run, after in (("1", nights[0]), ("2", nights[1]), ("3", nights[1]), ("4", nights[1])):
