@@ -290,51 +290,41 @@ def test_an_evaluation_that_is_ended_continues_without_asking_again(
     assert not asked_again & {f"{identity.removeprefix('row-')} + 1 = ?" for identity in finished}
 
 
-def test_one_request_that_never_returns_ends_with_its_time_out_and_a_status(
-    server: ArithmeticServer, tmp_path: Path
+def test_servers_of_different_models_and_keys_that_no_header_may_hold_are_refused(
+    server: ArithmeticServer,
 ) -> None:
-    release = threading.Event()
-    server.behave = lambda handler, prompt, attempt: prompt.startswith("7 ") and release.wait(60)
-    words = command(tmp_path, [server.url], 20, "evaluate.request_timeout_seconds=1")
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=30)
-    release.set()
-    assert done.returncode == 1
-    assert "1 of 20 requests" in done.stderr
-    rows = read_rows(tmp_path / "out")
-    assert {row.id for row in rows.values() if row.verdict == "request_failed"} == {"row-7"}
-    assert (rows["row-7", 0].failure, len(rows)) == ("no answer within 1 s", 20)
-    assert rows["row-7", 0].seconds < 2
-
-
-def test_servers_of_different_models_are_not_one_evaluation(server: ArithmeticServer, tmp_path: Path) -> None:
     with running() as other:
         other.root = "another-folder"
-        words = command(tmp_path, [server.url, other.url], 4)
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 2
-    assert f"{other.url} serves another-folder, {server.url} folder-of-the-model" in done.stderr
-    assert server.requests == []
-
-
-def test_a_key_that_no_header_may_hold_is_refused_and_not_shown(server: ArithmeticServer) -> None:
+        message = f"{other.url} serves another-folder, {server.url} folder-of-the-model"
+        with pytest.raises(ServeError, match=message):
+            served_model_identity([Endpoint(url, "m") for url in (server.url, other.url)])
     with pytest.raises(ServeError, match="VLLM_API_KEY holds a character") as caught:
         served_model_identity([Endpoint(server.url, "m", "secret\n")])
     assert "secret" not in str(caught.value)
 
 
-def test_a_terminal_gets_a_progress_bar(server: ArithmeticServer, tmp_path: Path) -> None:
+def test_a_terminal_shows_a_bar_and_a_request_that_never_returns_ends_with_its_time_out(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
     import pty
 
+    release = threading.Event()
+    server.behave = lambda handler, prompt, attempt: prompt.startswith("7 ") and release.wait(60)
+    words = command(tmp_path, [server.url], 60, "evaluate.request_timeout_seconds=1")
     controller, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    words = command(tmp_path, [server.url], 60)
     process = subprocess.Popen(words, cwd=ROOT, stdout=terminal, stderr=terminal, env=environment)
     os.close(terminal)
     shown = b""
-    with contextlib.suppress(OSError), open(controller, "rb", buffering=0) as output:  # until the other end closes
-        while chunk := output.read(4096):
+    with contextlib.suppress(OSError):  # the terminal's other end is closed
+        while chunk := os.read(controller, 4096):
             shown += chunk
-    assert process.wait(timeout=60) == 0
-    assert b"60/60" in shown
-    assert b"tokens/s" in shown
-    assert b"left:" in shown
+    os.close(controller)
+    assert process.wait(timeout=60) == 1
+    release.set()
+    for expected in (b"60/60", b"tokens/s", b"left:", b"1 of 60 requests"):
+        assert expected in shown
+    rows = read_rows(tmp_path / "out")
+    assert {row.id for row in rows.values() if row.verdict == "request_failed"} == {"row-7"}
+    assert (rows["row-7", 0].failure, len(rows)) == ("no answer within 1 s", 60)
+    assert rows["row-7", 0].seconds < 2
