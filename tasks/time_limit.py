@@ -66,7 +66,7 @@ def clock_stopped() -> Iterator[None]:
 
 
 def _raise_limit_reached(number: int, frame: FrameType | None) -> None:
-    """Raise unless the block is already ending. Python drops an exception raised in a finalizer, so alarms repeat."""
+    """Raise unless the block is already ending. Alarms repeat, since Python drops what a finalizer raises."""
     error = sys.exc_info()[1]
     while error is not None:
         if isinstance(error, _LimitReached):
