@@ -169,8 +169,7 @@ def test_library_stays_in_its_place(library: str) -> None:
 
 def test_torch_npu_is_imported_by_name_only() -> None:
     for name in sources(*OWN):
-        nodes = [node for node in ast.walk(tree_of(name)) if isinstance(node, ast.Import | ast.ImportFrom)]
-        assert not any("torch_npu" in ast.unparse(node) for node in nodes), f"{name}: use importlib.import_module"
+        assert not re.search(r"^\s*(import|from) torch_npu", (ROOT / name).read_text(), re.MULTILINE), name
 
 
 def test_file_lengths() -> None:
@@ -224,6 +223,13 @@ def test_broad_excepts_are_listed() -> None:
 
 
 def test_no_machine_path_or_registry_in_tracked_files() -> None:
+    for line in ("path: /work/main", 'open("/root/.cache")', "--index-url https://pypi.example.org/simple"):
+        assert PLACES.search(line) or REGISTRY.search(line)
+    for line in (
+        "--index-url https://download.pytorch.org/whl/cpu",
+        "see docs/home/page, https://host.org/work/1",
+    ):
+        assert PLACES.search(line) is REGISTRY.search(line) is None
     found = []
     for name in tracked():
         text = (ROOT / name).read_bytes().decode("utf-8", errors="replace")
@@ -235,20 +241,6 @@ def test_no_machine_path_or_registry_in_tracked_files() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(
-    ("line", "is_refused"),
-    [
-        ("path: /work/main/store", True),
-        ('open("/root/.cache")', True),
-        ("--index-url https://pypi.example.org/simple", True),
-        ("--index-url https://download.pytorch.org/whl/cpu", False),
-        ("see docs/home/page and https://host.org/work/1", False),
-    ],
-)
-def test_what_counts_as_machine_path_or_registry(line: str, is_refused: bool) -> None:
-    assert bool(PLACES.search(line) or REGISTRY.search(line)) is is_refused
-
-
 def test_every_package_is_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = {name.rpartition("/")[0].replace("/", ".") for name in sources(*OWN) if "/" in name}
@@ -257,10 +249,11 @@ def test_every_package_is_installed() -> None:
 
 
 def test_light_modules_load_nothing_heavy() -> None:
+    assert child_modules("import flows.config").isdisjoint({*HEAVY, "numpy"})
     modules = [name.removesuffix(".py").replace("/", ".") for name in sources("eval")]
-    code = "\n".join(f"import {module.removesuffix('.__init__')}" for module in ["flows.config", *modules])
+    code = "\n".join(f"import {module.removesuffix('.__init__')}" for module in modules)
     loaded = child_modules(code)
-    assert {"dapo_core", "flows", "eval"} <= loaded
+    assert "eval" in loaded
     assert loaded.isdisjoint(HEAVY)
 
 
@@ -270,7 +263,7 @@ def test_help_loads_nothing_heavy_and_is_quick() -> None:
     assert "flows" in loaded
     assert loaded.isdisjoint(HEAVY)
     seconds = []
-    for _ in range(3):
+    for _ in range(2):
         before = os.times()
         subprocess.run([sys.executable, "-c", f"{ask}main()"], cwd=ROOT, check=True, capture_output=True)
         after = os.times()

@@ -24,12 +24,13 @@ import pathlib, sys
 metrics = pathlib.Path(sys.argv[sys.argv.index("--output") + 1]) / "metrics.jsonl"
 metrics.write_text('{"step": 1}\\n')
 """
-WAIT_SECONDS = 1.5  # longer than one that gives way is patient
+WAIT_SECONDS = 0.6  # longer than one that gives way is patient
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr("tasks.page.PageArtifact.show", lambda *_: None)  # there is no server
+    monkeypatch.setattr("tasks.training_lock.PATIENCE_SECONDS", 0.3)
     monkeypatch.setattr(
         stage_command, "dapo_command", lambda *words: [sys.executable, "-c", TRAIN, *map(str, words)]
     )
