@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dapo_core.batch import Batch
     from dapo_core.config.training import KLConfig
-    from dapo_core.policy import Update
+    from dapo_core.policy.rank import Update
     from dapo_core.rollout import Group
 
 METRICS_FILE = "metrics.jsonl"

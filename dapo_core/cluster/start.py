@@ -29,7 +29,7 @@ from dapo_core.data import load_tokenizer
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import EngineSettings, build_engine
 from dapo_core.errors import ConfigError
-from dapo_core.policy import Policy
+from dapo_core.policy.rank import Policy
 from dapo_core.rollout import RolloutWorker
 
 if TYPE_CHECKING:

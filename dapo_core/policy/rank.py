@@ -21,8 +21,7 @@ from dapo_core.loss import LossSums, LossTokens, LossTotals, PolicyLoss, policy_
 from dapo_core.model_folder import require_model_folder, weight_names
 from dapo_core.parameter_names import file_pieces
 from dapo_core.policy.log_probs import TokenLogProbs
-from dapo_core.policy.model import load_sharded, reshard
-from dapo_core.policy.offload import HOST, move_model, move_optimizer
+from dapo_core.policy.model import HOST, load_sharded, move_model, move_optimizer, reshard
 from dapo_core.policy.packing import pack, probe_row
 from dapo_core.policy.requirements import read_model_config, require_trainable
 from dapo_core.policy.sequence_parallel import sequence_group
