@@ -57,7 +57,8 @@ class Policy:
         self.device: Device = device_for(self.train.device)
         self.num_optimizer_steps = 0
         if config.run.deterministic:
-            _be_deterministic()
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+            torch.use_deterministic_algorithms(True)  # an operation without a deterministic kernel fails
         self.group = sequence_group(self.train.sequence_parallel)
         self.model_config = read_model_config(model_path)
         require_trainable(self.model_config, self.train.sequence_parallel)
@@ -276,9 +277,3 @@ class Policy:
 def _full(tensor: Any) -> torch.Tensor:
     """The whole tensor of a DTensor (collective); any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _be_deterministic() -> None:
-    """Use deterministic kernels in this process; an operation without one fails."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-    torch.use_deterministic_algorithms(True)

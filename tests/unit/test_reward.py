@@ -337,7 +337,7 @@ def test_entries_of_the_configuration_go_before_the_table() -> None:
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        (("mine",), "'mine', which is not DATA_SOURCE=SCORER .* choice, geo3k, gsm8k, math_dapo"),
+        (("mine",), "'mine', which is not DATA_SOURCE=SCORER .* choice, geo3k, gsm8k, math_boxed, math_dapo"),
         (("=gsm8k",), "'=gsm8k', which is not DATA_SOURCE=SCORER"),
         (("mine=gsm9k",), "'mine=gsm9k', which is not DATA_SOURCE=SCORER with a known scorer"),
         (("mine=gsm8k", "mine=choice"), "'mine' two scorers, gsm8k and choice"),
