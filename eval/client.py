@@ -1,4 +1,4 @@
-"""One request to an OpenAI-compatible server: a text, or the reason why there is none and what to do about it."""
+"""Requests to an OpenAI-compatible server: each gives a response, or an error that says whether to retry."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONNECT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the model answers: `base_url` with or without the closing `/v1`, `model` the served name."""
+    """A served model: `base_url` with or without a trailing `/v1`, `model` the served name."""
 
     base_url: str
     model: str
@@ -37,7 +37,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled; all of it is part of a result's identity. Sample i of an item has seed + i."""
+    """Sampling parameters, all part of a result's identity. Sample i of an item uses seed + i."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -64,7 +64,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said."""
+    """A response of the model."""
 
     text: str
     finish_reason: str | None
@@ -72,7 +72,7 @@ class Answer:
 
 
 class RequestError(Exception):
-    """A request came to nothing."""
+    """A request failed."""
 
     def __init__(
         self,
@@ -84,14 +84,14 @@ class RequestError(Exception):
         retry_after_seconds: float = 0.0,
     ) -> None:
         super().__init__(_utf8(reason[:_MAX_REASON_CHARS]))
-        self.is_final = is_final  # another attempt would fail alike, at any server
+        self.is_final = is_final  # another attempt would fail too, at any server
         self.is_timeout = is_timeout  # another attempt at this server would only wait again
-        self.is_unreachable = is_unreachable  # there was no connection: nothing was asked
+        self.is_unreachable = is_unreachable  # no connection, so nothing was sent
         self.retry_after_seconds = retry_after_seconds
 
 
 class Connection:
-    """One connection to a server, kept open, for one request at a time. Use as an async context manager."""
+    """A kept-open connection for one request at a time. Use as an async context manager."""
 
     def __init__(self, endpoint: Endpoint, sampling: Sampling, timeout_seconds: float) -> None:
         self._endpoint = endpoint
@@ -103,7 +103,7 @@ class Connection:
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
             connector=aiohttp.TCPConnector(limit=1),
-            # A proxy from the environment must not stand between us and a server on this machine.
+            # A server on this machine is reached without the environment's proxy.
             trust_env=urlsplit(endpoint.base_url).hostname not in LOOPBACK,
         )
 
@@ -118,7 +118,7 @@ class Connection:
     async def ask(self, prompt: Prompt, sample: int = 0) -> Answer:
         """The response to one prompt: messages go to chat/completions, text to completions. Raises RequestError.
 
-        The time-out bounds the request as a whole, however its bytes arrive.
+        The time-out covers the whole request, even if bytes keep arriving.
         """
         is_chat = not isinstance(prompt, str)
         fields = {"messages": list(prompt)} if is_chat else {"prompt": prompt}
@@ -145,7 +145,7 @@ class Connection:
         return _read_answer(content, is_chat)
 
     async def is_there(self) -> bool:
-        """Whether a server takes connections; what it says does not matter."""
+        """Whether a server accepts connections, whatever it answers."""
         timeout = aiohttp.ClientTimeout(total=_CONNECT_SECONDS)
         try:
             async with self._http.get(self._endpoint.url("models"), timeout=timeout):
@@ -182,12 +182,12 @@ def _read_answer(content: bytes, is_chat: bool) -> Answer:
 
 
 def _utf8(text: str) -> str:
-    """The text with the replacement character for lone surrogates, which cannot be written as UTF-8."""
+    """The text with lone surrogates, which UTF-8 cannot encode, replaced."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _retry_after(value: str) -> float:
-    """Seconds that the header asks for, as a number or a date; 0 without one."""
+    """Seconds to wait from a Retry-After header with a number or a date; 0 without one."""
     value = value.strip()
     try:
         seconds = float(value) if value[:1].isdigit() else _seconds_until(value)

@@ -37,7 +37,7 @@ def dapo_nightly(
                 check_free(training_lock_path(settings), settings)
                 return run_chain(run, settings.flow.webhook, gives_way=True)
     except RunSkipped as reason:
-        logger.warning("skipped: %s", reason)
+        logger.warning("%s", reason)
         return Completed(name="Skipped", message=str(reason))
 
 
@@ -52,4 +52,7 @@ def check_in_time(scheduled: datetime.datetime, now: datetime.datetime, max_late
     late_hours = (now - scheduled).total_seconds() / 3600
     if late_hours > max_late_hours:
         due = f"{scheduled:%Y-%m-%d %H:%M %Z}"
-        raise RunSkipped(f"started {late_hours:.1f} hours late, due {due}; max_late_hours is {max_late_hours:g}")
+        raise RunSkipped(
+            f"The run was skipped because it started {late_hours:.1f} hours late, due {due}; "
+            f"max_late_hours is {max_late_hours:g}"
+        )

@@ -15,15 +15,14 @@ from eval.compare import compare
 from eval.report import REPORT_JSON, REPORT_MARKDOWN, make_report, render_markdown
 from eval.training import read_training_metrics
 from flows.config import Config, load_config
-from tasks.artifacts import Artifact
-from tasks.artifacts.code import PROJECT_ROOT
+from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.dataset import build_dataset
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import headline
 from tasks.runs.run import Run
 from tasks.stages import LINKS
 from tests.evaluations import write_results
-from tests.tiny_models import build_tiny_qwen3
 
 SMALL = ("data.arithmetic.num_train=32", "data.arithmetic.num_eval=8", "evaluate.benchmark=arithmetic")
 STEP = {"perf/trained_response_tokens": 900, "perf/generated_tokens": 1200, "timing_s/step": 2.5}
@@ -36,7 +35,6 @@ class Outcome:
     weights: str = "trained"  # what training writes
     before: str = "rwww"  # verdicts
     after: str = "rrrw"
-    is_model: bool = False  # merging writes a model that transformers loads, else a text
 
 
 def small_config(store: Path, *overrides: str) -> Config:
@@ -78,8 +76,8 @@ def produce(run: Run, outcome: Outcome, labels: Collection[str]) -> dict[str, Ar
     artifacts: dict[str, Artifact] = {}
     for label in labels:
         link = LINKS[label]
-        needs = {need: artifacts.get(need) or run.take(need) for need in link.needs}
-        artifacts[label] = run.produce(label, link.key(run.config, needs), builder(run.config, label, outcome))
+        needs = [artifacts.get(need) or run.take(need) for need in link.needs]
+        artifacts[label] = run.produce(label, link.key(run.config, *needs), builder(run.config, label, outcome))
     return artifacts
 
 
@@ -96,8 +94,6 @@ def builder(config: Config, label: str, outcome: Outcome) -> Callable[[Path], Ma
                 model = "base" if is_before else outcome.weights
                 results = write_results(Path(place) / "results", letters, model=model)
                 shutil.copytree(results, folder, dirs_exist_ok=True)
-        elif label == "merge_checkpoint" and outcome.is_model:
-            build_tiny_qwen3(folder)
         else:
             (folder / "weights").write_text("base" if label == "fetch_model" else outcome.weights)
         if label == "train_policy":

@@ -351,7 +351,7 @@ def paused(site: Site, flow_run: str, num_steps: int) -> Paused:
     command.suspend()
     supervisor = command.parent()
     assert supervisor is not None
-    [folder] = site.store.glob("train_policy/*/*.partial")
+    folder = Path(command.cmdline()[command.cmdline().index("--output") + 1])
     log = site.store / ".logs" / f"train_policy-{folder.parent.name}.log"
     return Paused(site, flow_run, log, command, [supervisor, *supervisor.children(recursive=True)])
 

@@ -32,8 +32,6 @@ ONLY_IN = {
     "vllm": re.compile(r"dapo_core/(engines/\w+|weight_sync)\.py"),
     "torch_npu": re.compile(r"dapo_core/device\.py"),
 }
-# Imports that close a circle of rooms and are still to be removed; nothing may be added.
-KNOWN_CIRCLES = {("flows/prefect_server.py", "flows/services")}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_NESTING = 400, 60, 8, 4
 NESTING = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 # Around untrusted text, at shutdown, in health polls: each with its reason.
@@ -90,7 +88,7 @@ def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def depth(node: ast.AST, is_elif: bool = False) -> int:
-    """Levels of blocks below a node; an elif is on the level of its if, an inner function begins anew."""
+    """Levels of blocks below a node; an elif is on the level of its if, an inner function begins at 0."""
     deepest = 0
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
@@ -151,7 +149,7 @@ def test_no_rooms_import_each_other() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {("b", "c")}
     graph: dict[str, set[str]] = {room(name): set() for name in sources(*OWN)}
     imports = {(room(name), room(other)) for name in sources(*OWN) for other in imports_of(name)}
-    for importer, imported_room in imports - KNOWN_CIRCLES:
+    for importer, imported_room in imports:
         graph[importer] |= {imported_room} - {importer}
     assert circles(graph) == set()
 
@@ -169,8 +167,7 @@ def test_library_stays_in_its_place(library: str) -> None:
 
 def test_torch_npu_is_imported_by_name_only() -> None:
     for name in sources(*OWN):
-        nodes = [node for node in ast.walk(tree_of(name)) if isinstance(node, ast.Import | ast.ImportFrom)]
-        assert not any("torch_npu" in ast.unparse(node) for node in nodes), f"{name}: use importlib.import_module"
+        assert not re.search(r"^\s*(import|from) torch_npu", (ROOT / name).read_text(), re.MULTILINE), name
 
 
 def test_file_lengths() -> None:
@@ -224,6 +221,13 @@ def test_broad_excepts_are_listed() -> None:
 
 
 def test_no_machine_path_or_registry_in_tracked_files() -> None:
+    for line in ("path: /work/main", 'open("/root/.cache")', "--index-url https://pypi.example.org/simple"):
+        assert PLACES.search(line) or REGISTRY.search(line)
+    for line in (
+        "--index-url https://download.pytorch.org/whl/cpu",
+        "see docs/home/page, https://host.org/work/1",
+    ):
+        assert PLACES.search(line) is REGISTRY.search(line) is None
     found = []
     for name in tracked():
         text = (ROOT / name).read_bytes().decode("utf-8", errors="replace")
@@ -235,20 +239,6 @@ def test_no_machine_path_or_registry_in_tracked_files() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(
-    ("line", "is_refused"),
-    [
-        ("path: /work/main/store", True),
-        ('open("/root/.cache")', True),
-        ("--index-url https://pypi.example.org/simple", True),
-        ("--index-url https://download.pytorch.org/whl/cpu", False),
-        ("see docs/home/page and https://host.org/work/1", False),
-    ],
-)
-def test_what_counts_as_machine_path_or_registry(line: str, is_refused: bool) -> None:
-    assert bool(PLACES.search(line) or REGISTRY.search(line)) is is_refused
-
-
 def test_every_package_is_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = {name.rpartition("/")[0].replace("/", ".") for name in sources(*OWN) if "/" in name}
@@ -257,10 +247,11 @@ def test_every_package_is_installed() -> None:
 
 
 def test_light_modules_load_nothing_heavy() -> None:
+    assert child_modules("import flows.config").isdisjoint({*HEAVY, "numpy"})
     modules = [name.removesuffix(".py").replace("/", ".") for name in sources("eval")]
-    code = "\n".join(f"import {module.removesuffix('.__init__')}" for module in ["flows.config", *modules])
+    code = "\n".join(f"import {module.removesuffix('.__init__')}" for module in modules)
     loaded = child_modules(code)
-    assert {"dapo_core", "flows", "eval"} <= loaded
+    assert "eval" in loaded
     assert loaded.isdisjoint(HEAVY)
 
 
@@ -270,7 +261,7 @@ def test_help_loads_nothing_heavy_and_is_quick() -> None:
     assert "flows" in loaded
     assert loaded.isdisjoint(HEAVY)
     seconds = []
-    for _ in range(3):
+    for _ in range(2):
         before = os.times()
         subprocess.run([sys.executable, "-c", f"{ask}main()"], cwd=ROOT, check=True, capture_output=True)
         after = os.times()

@@ -32,18 +32,13 @@ def _operand_keys(rows: list[arithmetic.Row]) -> set[tuple[str, tuple[int, ...]]
 
 @pytest.mark.parametrize("max_level", [1, 3, 5])
 def test_no_text_and_no_operands_are_both_trained_on_and_held_out(max_level: int) -> None:
-    train_rows, eval_rows = arithmetic.generate_problems(4000, 600, max_level, seed=3)
-    _, other_eval_rows = arithmetic.generate_problems(1, 600, max_level, seed=4)
+    train_rows, eval_rows = arithmetic.generate_problems(2000, 300, max_level, seed=3)
+    _, other_eval_rows = arithmetic.generate_problems(1, 300, max_level, seed=4)
+    for rows, count in ((train_rows, 2000), (eval_rows, 300), (other_eval_rows, 300)):
+        assert len(set(_texts(rows))) == len(rows) == count  # no text comes twice
     for held_out in (eval_rows, other_eval_rows):
-        assert len(held_out) == 600
         assert not set(_texts(train_rows)) & set(_texts(held_out))
         assert not _operand_keys(train_rows) & _operand_keys(held_out)
-
-
-def test_no_text_comes_twice_within_a_set() -> None:
-    train_rows, eval_rows = arithmetic.generate_problems(4000, 600, 5, seed=0)
-    assert len(set(_texts(train_rows))) == 4000
-    assert len(set(_texts(eval_rows))) == 600
 
 
 def test_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
@@ -62,9 +57,8 @@ def test_parquet_has_the_columns_and_types_of_dapo_math_17k(tmp_path: Path) -> N
     arithmetic.write_parquet(train_rows, tmp_path / "train.parquet")
     table = pq.read_table(tmp_path / "train.parquet")
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    assert table.schema.field("data_source").type == pa.string()
+    assert table.schema.field("data_source").type == table.schema.field("ability").type == pa.string()
     assert table.schema.field("prompt").type.value_type == message
-    assert table.schema.field("ability").type == pa.string()
     assert table.schema.field("reward_model").type == pa.struct(
         [("ground_truth", pa.string()), ("style", pa.string())]
     )
@@ -131,7 +125,7 @@ def _independent_answer(subject: str, operands: tuple[int, ...]) -> int:
     return sum(sign * operand for sign, operand in zip(signs, operands, strict=True))
 
 
-def test_worked_solutions_by_hand() -> None:
+def test_solutions_by_hand() -> None:
     # 47 + 85: units 7+5 = 12, tens 4+8 and the carried 1 = 13, together 132.
     assert arithmetic.worked_solution("addition", (47, 85)) == "7+5=12\n4+8+1=13\nAnswer: 132"
     # 52 - 17: 2 is short of 7, so 12-7 = 5; tens 5-1 less the borrowed 1 = 3.
@@ -140,21 +134,16 @@ def test_worked_solutions_by_hand() -> None:
     assert arithmetic.worked_solution("multiplication", (78, 3)) == "8*3=24\n7*3+2=23\nAnswer: 234"
     # 9 + 4 - 6: 13, then 13-6 = 7 with the ten borrowed: 1-0-1 = 0.
     assert arithmetic.worked_solution("two_step", (9, 4, 6)) == "9+4=13\n13\n13-6=7\n1-0-1=0\nAnswer: 7"
-
-
-def test_quick_solutions_by_hand() -> None:
-    # 9 + 4 - 6 = 7, in one go.
+    # Quick: 9 + 4 - 6 = 7, in one go.
     assert arithmetic.quick_solution("two_step", (9, 4, 6)) == "9+4-6=7\nAnswer: 7"
     assert arithmetic.quick_solution("multiplication", (78, 3)) == "78*3=234\nAnswer: 234"
 
 
-def test_a_used_up_level_is_named() -> None:
+def test_a_level_that_is_used_up_or_out_of_bounds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "MAX_DRAWS_PER_PROBLEM", 100)
     with pytest.raises(
         DataError, match=r"of level 1 after \d+ rows.*lower data.arithmetic.num_train or data.arithmetic.num_eval"
     ):
         arithmetic.generate_problems(0, 40_000, 1, seed=0)
-
-
-def test_a_level_out_of_bounds_is_named() -> None:
     with pytest.raises(DataError, match=r"max_level is 6.*levels are 1 to 5"):
         arithmetic.generate_problems(1, 1, 6, seed=0)

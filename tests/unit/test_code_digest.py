@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.artifacts import StoreError, code_digest
-from tasks.artifacts.code import PROJECT_ROOT, code_files
+from tasks.artifacts.artifact import StoreError
+from tasks.artifacts.stage_key import PROJECT_ROOT, code_digest, code_files
 from tasks.stages import (
     EVALUATE_MODEL,
     FETCH_MODEL,
@@ -94,10 +94,6 @@ def test_a_stage_declares_all_that_it_imports(stage: Stage) -> None:
         if not any(other == path or other.startswith(f"{path}/") for path in NOT_COUNTED)
     }
     assert missing == set()
-
-
-def test_what_is_not_counted_exists() -> None:
-    assert [path for path in NOT_COUNTED if not (PROJECT_ROOT / path).exists()] == []
 
 
 def test_work_of_days_is_not_lost_to_a_change_that_does_not_matter() -> None:

@@ -53,17 +53,13 @@ def test_a_finished_report_is_sent_with_its_figures(receiver: Receiver, tmp_path
         (
             "/hook",
             {
+                **{key: REPORT[key] for key in ("verdict", "difference", "ci95", "p", "n")},
                 "event": "report",
                 "text": "arith_cpu: It got better (+25.0 points)",
                 "recipe": "arith_cpu",
                 "run": run.folder.name,
-                "verdict": "It got better",
                 "before": 0.25,
                 "after": 0.5,
-                "difference": 0.25,
-                "ci95": [0.1, 0.4],
-                "p": 0.004,
-                "n": 40,
                 "report": str(run.folder / "report" / "report.html"),
                 "flow_run": {"name": None, "url": None},
             },
@@ -111,12 +107,9 @@ def test_a_server_without_a_page_gives_no_address_to_look_at(receiver: Receiver)
     assert payload["flow_run"] == {"name": "sly-fox", "url": None}
 
 
-def test_every_way_to_end_badly_calls_the_hook() -> None:
+def test_every_way_to_end_badly_calls_the_hook_which_fails_no_run(caplog: pytest.LogCaptureFixture) -> None:
     for hooks in (dapo_full.on_failure_hooks, dapo_full.on_crashed_hooks, dapo_full.on_cancellation_hooks):
         assert report_failure in hooks
-
-
-def test_a_recipe_that_cannot_be_read_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     flow_run = SimpleNamespace(name="sly-fox", parameters={"config": "no/such.yaml", "overrides": []})
     report_failure(dapo_full, flow_run, Failed())
     assert "no webhook is called for sly-fox, which ended as Failed" in caplog.text
@@ -137,29 +130,25 @@ def test_the_address_comes_from_the_environment_of_the_call(
     assert "hidden" not in caplog.text
 
 
-def test_a_server_that_refuses_is_a_warning(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
-    receiver.status = 500
-    assert not send(WebhookConfig(url=receiver.url("/secret")), {"event": "report"})
-    assert "the webhook at 127.0.0.1 answered HTTP 500" in caplog.text
-    assert "secret" not in caplog.text
-
-
-def test_a_server_that_is_slow_is_left_in_time(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
-    receiver.delay_seconds = 5.0
+@pytest.mark.parametrize(
+    ("status", "delay_seconds", "said"),
+    [
+        (500, 0.0, "the webhook at 127.0.0.1 answered HTTP 500"),
+        (204, 5.0, "did not answer (ReadTimeout)"),
+        (None, 0.0, "the webhook at 127.0.0.1 did not answer (ConnectError)"),
+    ],
+)
+def test_a_server_that_refuses_or_is_slow_or_gone_is_a_warning_in_time(
+    receiver: Receiver, caplog: pytest.LogCaptureFixture, status: int | None, delay_seconds: float, said: str
+) -> None:
+    receiver.status, receiver.delay_seconds = status or 0, delay_seconds
     started = time.monotonic()
-    assert not send(WebhookConfig(url=receiver.url("/secret"), timeout_seconds=0.3), {"event": "report"})
-    assert time.monotonic() - started < 3.0
-    assert "did not answer (ReadTimeout)" in caplog.text
-    assert "secret" not in caplog.text
-
-
-def test_nobody_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as probe:  # bound and not listening: refused
         probe.bind(("127.0.0.1", 0))
-        assert not send(
-            WebhookConfig(url=f"http://127.0.0.1:{probe.getsockname()[1]}/secret"), {"event": "report"}
-        )
-    assert "the webhook at 127.0.0.1 did not answer (ConnectError)" in caplog.text
+        url = receiver.url("/secret") if status else f"http://127.0.0.1:{probe.getsockname()[1]}/secret"
+        assert not send(WebhookConfig(url=url, timeout_seconds=0.3), {"event": "report"})
+    assert time.monotonic() - started < 3.0
+    assert said in caplog.text
     assert "secret" not in caplog.text
 
 

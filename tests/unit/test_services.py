@@ -30,7 +30,7 @@ from flows.prefect_settings import PROJECT_SETTINGS
 from flows.services import DATABASE_VARIABLES, Service, Services, ServicesError, bring_up, take_down
 from tests.prefect_servers import ROOT
 
-SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
+SLEEP = ("sleep", "600")
 PASSWORD = "for-nobodys-eyes"
 POSTGRES = f"postgresql+asyncpg://me:{PASSWORD}@host:5433/db"
 
@@ -71,31 +71,23 @@ def test_a_server_gets_another_port_when_its_own_is_taken() -> None:
         assert services._choose_port("127.0.0.1", taken) != taken
 
 
-def test_a_second_service_is_not_started_and_only_our_own_process_is_stopped(tmp_path: Path) -> None:
-    service = Service(tmp_path, "worker")
-    service.start(SLEEP, os.environ)
-    pid = service.read()["pid"]
-    with pytest.raises(LockHeld):
-        Service(tmp_path, "worker").start(SLEEP, os.environ)
-    assert service.stop() == [f"worker, pid {pid}"]
-    os.waitpid(pid, 0)
-    with subprocess.Popen(SLEEP) as other:  # gets the pid later
-        service.record_path.write_text(json.dumps({**service.read(), "pid": other.pid}))
-        assert service.stop() == []
-        assert other.poll() is None
-        other.kill()
-
-
-def test_a_service_of_another_machine_is_not_signalled(tmp_path: Path) -> None:
+def test_a_service_is_started_once_and_only_our_own_process_is_stopped(tmp_path: Path) -> None:
     service = Service(tmp_path, "worker")
     service.start(SLEEP, os.environ)
     record = service.read()
+    with pytest.raises(LockHeld):
+        Service(tmp_path, "worker").start(SLEEP, os.environ)
     service.record_path.write_text(json.dumps({**record, "machine": "far-away"}))
-    with pytest.raises(ServicesError, match="was started on far-away: type this there"):
+    with pytest.raises(ServicesError, match="was started on far-away: type the command there"):
         service.stop()
     service.record_path.write_text(json.dumps(record))
-    service.stop()
+    assert service.stop() == [f"worker, pid {record['pid']}"]
     os.waitpid(record["pid"], 0)
+    with subprocess.Popen(SLEEP) as other:  # gets the pid later
+        service.record_path.write_text(json.dumps({**record, "pid": other.pid}))
+        assert service.stop() == []
+        assert other.poll() is None
+        other.kill()
 
 
 def test_a_service_that_ends_at_once_is_shown_with_its_last_lines(tmp_path: Path) -> None:
@@ -115,28 +107,21 @@ def test_a_failed_deployment_is_shown_with_prefects_own_words(
         services.deploy(tmp_path, os.environ)
 
 
-def test_two_commands_do_not_change_services_at_once(tmp_path: Path) -> None:
-    with (
-        Services(tmp_path).changing(),
-        pytest.raises(ServicesError, match="at work"),
-        Services(tmp_path).changing(),
-    ):
+def test_a_store_that_is_a_file_or_in_the_hands_of_another_command_is_refused(tmp_path: Path) -> None:
+    place = Services(tmp_path / "other")
+    with place.changing(), pytest.raises(ServicesError, match="is running"), place.changing():
         pass
-
-
-def test_a_store_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ServicesError, match="--store"):
         bring_up(tmp_path / "file", ROOT)
     assert take_down(tmp_path / "file", cancel=False) == take_down(tmp_path / "typo", cancel=False) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "other"}
 
 
-@pytest.mark.parametrize("port", ["70000", "-5", "0"])
-def test_a_port_that_cannot_be_is_refused_by_the_command_line(port: str) -> None:
-    result = CliRunner().invoke(app, ["up", "--port", port])
-    assert result.exit_code == 2
-    assert "--port" in result.output
+def test_a_port_that_cannot_be_is_refused_by_the_command_line() -> None:
+    for port in ("70000", "0"):
+        result = CliRunner().invoke(app, ["up", "--port", port])
+        assert (result.exit_code, "--port" in result.output) == (2, True)
 
 
 @pytest.mark.parametrize(

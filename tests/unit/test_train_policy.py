@@ -13,9 +13,9 @@ import pytest
 from prefect.states import State
 
 from tasks import stage_command
-from tasks.artifacts import Artifact
+from tasks.artifacts.artifact import Artifact
+from tasks.chain import train_policy
 from tasks.runs.run import Run, RunSkipped
-from tasks.train_policy import train_policy
 from tasks.training_lock import hold, training_lock_path
 from tests.recorded_runs import Outcome, produce, small_config
 
@@ -24,12 +24,13 @@ import pathlib, sys
 metrics = pathlib.Path(sys.argv[sys.argv.index("--output") + 1]) / "metrics.jsonl"
 metrics.write_text('{"step": 1}\\n')
 """
-WAIT_SECONDS = 1.5  # longer than one that gives way is patient
+WAIT_SECONDS = 0.6  # longer than one that gives way is patient
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr("tasks.page.PageArtifact.show", lambda *_: None)  # there is no server
+    monkeypatch.setattr("tasks.training_lock.PATIENCE_SECONDS", 0.3)
     monkeypatch.setattr(
         stage_command, "dapo_command", lambda *words: [sys.executable, "-c", TRAIN, *map(str, words)]
     )

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 import durable
-from flows.config import Config
-from tasks.artifacts import Artifact
+from tasks.artifacts.artifact import Artifact
 from tasks.runs.run import Run, RunSkipped
 from tasks.stages import LINKS
 from tasks.training_lock import check_free, find_holder, hold, nightly_lock_path, training_lock_path
@@ -30,7 +29,7 @@ from tasks.training_lock import hold
 from tasks.processes.detached import DetachOptions, attach_or_start
 path, key, log = sys.argv[1:]
 stubborn = ["sh", "-c", "trap '' TERM; echo deaf; while :; do sleep 0.1; done"]
-options = DetachOptions(unwatched_seconds=0, stop_seconds=0, grace_seconds=1.5,
+options = DetachOptions(unwatched_seconds=0, stop_seconds=0, grace_seconds=0.5,
                         lock=lambda: hold(Path(path), "run-7", key))
 attach_or_start(stubborn, log_path=log, label="train", options=options)
 """
@@ -52,12 +51,9 @@ def training(path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_the_locks_are_in_the_store_or_where_the_configuration_says(tmp_path: Path) -> None:
-    def config(**sections: dict[str, str]) -> Config:
-        return make_config(**sections)
-
-    own = config(store={"path": str(tmp_path / "store")})
+    own = make_config(store={"path": str(tmp_path / "store")})
     assert training_lock_path(own) == tmp_path / "store" / ".locks" / "training.lock"
-    shared = config(flow={"lock_path": str(tmp_path / "shared" / "npu.lock")})
+    shared = make_config(flow={"lock_path": str(tmp_path / "shared" / "npu.lock")})
     assert training_lock_path(shared) == tmp_path / "shared" / "npu.lock"
     assert nightly_lock_path(shared) == tmp_path / "shared" / "nightly-npu.lock"
 
@@ -76,7 +72,7 @@ def test_a_run_that_waits_names_the_holder_once(tmp_path: Path, caplog: pytest.L
     caplog.set_level(logging.INFO, logger="tasks.training_lock")
     with contextlib.ExitStack() as other:
         other.enter_context(hold(path, "run-7"))
-        timer = threading.Timer(0.7, other.pop_all().close)
+        timer = threading.Timer(0.1, other.pop_all().close)
         timer.start()
         with hold(path, "run-8"):
             assert str(find_holder(path)).startswith("run run-8 (pid ")
@@ -89,7 +85,7 @@ def test_a_look_at_the_lock_does_not_skip_the_run_that_takes_it(tmp_path: Path) 
     path = tmp_path / "training.lock"
     with contextlib.ExitStack() as looking:
         looking.enter_context(durable.locked(path, shared=True))  # as durable.is_locked does for an instant
-        timer = threading.Timer(0.3, looking.pop_all().close)
+        timer = threading.Timer(0.1, looking.pop_all().close)
         timer.start()
         with hold(path, "run-8", gives_way=True):
             pass
@@ -114,7 +110,7 @@ def test_a_night_begins_beside_its_own_training_only(tmp_path: Path) -> None:
     path = training_lock_path(run.config)
     check_free(path, run.config)
     inputs: dict[str, Artifact] = produce(run, Outcome(), ("prepare_data", "fetch_model"))
-    with hold(path, "run-7", LINKS["train_policy"].key(run.config, inputs).key):
+    with hold(path, "run-7", LINKS["train_policy"].key(run.config, *inputs.values()).key):
         check_free(path, run.config)  # left by a flow that died: goes on in the next
     words = "The run was skipped because another training holds the lock .*: run run-7"
     with hold(path, "run-7", KEY), pytest.raises(RunSkipped, match=words):
