@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from eval.plots import draw_plots
-from tasks.artifacts.code import PROJECT_ROOT
+from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.runs import report as report_module
 from tasks.runs.history import read_runs
 from tasks.runs.plan import is_built
