@@ -1,4 +1,4 @@
-"""The user's own scorer file, and the function that a scoring process runs."""
+"""A scorer in a file of the user's own, and what a scoring process runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def require_function(path: Path, name: str) -> None:
-    """Raise ConfigError unless the file defines (or imports) the function at its top level. Does not run it."""
+    """Raise ConfigError unless the file defines (or imports) the function at its top level. Runs nothing of it."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except OSError as error:
@@ -61,7 +61,7 @@ def _require_parameters(path: Path, function: ast.FunctionDef | ast.AsyncFunctio
 
 
 def _names_bound(statement: ast.stmt) -> list[str]:
-    """Names that a statement binds, also inside if, try and with, but not inside functions and classes."""
+    """Names that a statement gives a meaning, also inside if, try and with; functions and classes keep theirs."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [statement.name]
     if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -74,7 +74,7 @@ def _names_bound(statement: ast.stmt) -> list[str]:
 
 
 def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[Any, ...]]:
-    """The function of a scoring process; it takes the name of a scorer (None: the user's function) and PARAMETERS.
+    """The function of a scoring process: the name of a scorer (None: the user's function) and PARAMETERS in.
 
     It returns the fields of a Score, or raises what the scorer raises.
     """
@@ -94,7 +94,7 @@ def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
-    """The function of the file, which runs as a separate module; its exceptions propagate."""
+    """The function of the file, which is imported as a separate module; passes its exceptions on."""
     spec = importlib.util.spec_from_file_location("custom_reward", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"custom_reward.path={path} is not a Python file (*.py)")
@@ -105,7 +105,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
 
 
 def call_function(function: Callable[..., Any], runner: asyncio.Runner, arguments: tuple[Any, ...]) -> Score:
-    """The Score that the function gives one response; a coroutine is awaited. Exceptions propagate."""
+    """What the function says of one response, as a Score; a coroutine is run to its end. Raises what it raises."""
     result = function(**dict(zip(PARAMETERS, arguments, strict=True)))
     if inspect.isawaitable(result):
         result = runner.run(_awaited(result))
@@ -119,8 +119,8 @@ async def _awaited(awaitable: Any) -> Any:
 def to_score(result: Any) -> Score:
     """The Score of a number, or of a mapping with `score` and optionally `acc` and `pred` (the answer).
 
-    As in verl, `acc` defaults to the score. The verdict is right iff acc >= 1. Raises
-    TypeError if a value is not a number, ValueError for NaN and infinities, KeyError for a mapping without score.
+    As in verl, the score stands for `acc` where there is none. The verdict is right iff acc >= 1. Raises
+    TypeError for what is not a number, ValueError for NaN and infinities, KeyError for a mapping without score.
     """
     fields: Mapping[str, Any] = result if isinstance(result, Mapping) else {"score": result}
     value = _number("score", fields["score"])

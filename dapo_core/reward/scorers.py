@@ -1,4 +1,4 @@
-"""Scorers: rules that give a response its reward. Scoring processes load them, so imports stay light."""
+"""Scorers: rules that say what a response is worth. Loaded by scoring processes, so nothing heavy."""
 
 from __future__ import annotations
 
@@ -26,21 +26,16 @@ _FINAL_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 
 @dataclass(frozen=True)
 class Score:
-    """The reward of one response.
+    """A scorer's result for one response.
 
-    With the verdicts `error` and `timeout` the scorer failed, which says nothing about the response. Their value
-    is 0.0, midway between math_dapo's right and wrong.
+    The verdicts `error` and `timeout` mean that the scorer failed. Their value is 0.0, midway between math_dapo's
+    right and wrong.
     """
 
     value: float
     verdict: Verdict
     answer: str | None = None
-    acc: float = 0.0  # for the filter metric `acc`: 1 right, 0 not, unless the scorer returns its own
-
-
-def failed_score(verdict: Literal["error", "timeout"]) -> Score:
-    """The score when the scorer failed."""
-    return Score(0.0, verdict)
+    acc: float = 0.0  # for the filter metric `acc`: 1 right, 0 not, or the scorer's own number
 
 
 def score_math(response: str, ground_truth: str) -> Score:
@@ -72,7 +67,7 @@ def _equal(answer: str | None, ground_truth: str, normal: Callable[[str], str]) 
 def score_gsm8k(response: str, ground_truth: str) -> Score:
     """1 when the last `#### number` of the last 300 characters is the ground truth, else 0.
 
-    As in verl (`reward_score/gsm8k.py`, method strict, format score 0) a number counts only after `#### `,
+    As in verl (`reward_score/gsm8k.py`, method strict, format score 0) a number counts only behind `#### `,
     commas are dropped, and the rest is compared as a string: `18.0` is not `18`.
     """
     numbers = _FINAL_NUMBER.findall(response[-WINDOW_CHARACTERS:])
@@ -115,17 +110,17 @@ def score_geo3k(response: str, ground_truth: str) -> Score:
 
 
 def has_geo3k_format(response: str) -> bool:
-    r"""True when the response is `<think>...</think>...\boxed{...}...`. O(n), unlike the regular expression."""
+    r"""Whether the response is `<think>...</think>...\boxed{...}...`. O(n), unlike the regular expression."""
     end_of_thinking = response.find("</think>", len("<think>"))
     box = response.find("\\boxed{", end_of_thinking)
     return response.startswith("<think>") and end_of_thinking >= 0 and box >= 0 and "}" in response[box:]
 
 
 def is_same_value(answer: str, ground_truth: str) -> bool:
-    """True when two answers are the same normalised string, or the same value to math-verify.
+    """Whether two answers are the same string after normalisation, or the same value to math-verify.
 
-    As in mathruler, an answer with a large or nested exponent is not evaluated: 9^{9^9} would exhaust
-    memory. Other expressions that keep sympy busy end at the time limit of the process.
+    As in mathruler, the value of something with a large or nested exponent is not asked for: 9^{9^9} would take
+    the memory of the machine. Other ways to keep sympy busy end at the time limit of the process.
     """
     if normalize(answer) == normalize(ground_truth):
         return True
@@ -140,7 +135,7 @@ def is_same_value(answer: str, ground_truth: str) -> bool:
 
 @dataclass(frozen=True)
 class Scorer:
-    """A rule and its window: how many characters of the end of a response it reads, None for all.
+    """A rule, and how much of the response it reads: the last characters, or everything (None).
 
     A rule with a window runs without a time limit: it must not raise, and its time must be linear.
     """
@@ -186,7 +181,7 @@ def overlong_penalty(
     """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13): from 0 down to -penalty_factor.
 
     0 up to max_response_tokens - buffer_tokens, then linear, -penalty_factor at the limit. A response beyond
-    the limit gets no less than that, unless `is_clamped` is False: then the penalty keeps growing, as in verl.
+    the limit gets no less than that, unless `is_clamped` is False: then the line goes on, as in verl.
     """
     if not overlong.enabled:
         return 0.0
