@@ -172,6 +172,7 @@ def test_packages_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
+        patch.setattr(doctor, "device_for", lambda kind: SimpleNamespace(visible=lambda environment: []))
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * GIB - 1, total=8 * GIB))
         assert doctor.check_hardware().status == WARN
 
