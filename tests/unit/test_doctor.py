@@ -188,6 +188,8 @@ def test_a_store_that_cannot_be_written_ends_with_status_1_and_one_advice(
 ) -> None:
     store = tmp_path / "file"
     store.touch()
+    monkeypatch.setattr(doctor, "check_torch", lambda: Finding("of this machine", OK, ""))
+    monkeypatch.setattr(doctor, "check_hardware", lambda: Finding("of this machine", OK, ""))
     monkeypatch.setattr(doctor, "examine_server", lambda *_: ())
     monkeypatch.setenv("COLUMNS", "2000")
     result = CliRunner().invoke(app, ["doctor", "--store", str(store)])

@@ -184,13 +184,8 @@ def test_after_a_forced_training_what_follows_is_stale(recorded: Run, tmp_path: 
 
 
 def test_the_command_prints_a_table_all_changes_or_json(recorded: Run) -> None:
-    overrides = (
-        *SMALL,
-        f"store.path={recorded.store.root}",
-        "train.total_steps=61",
-        "run.seed=0",
-        "train.weight_decay=0.1",
-    )
+    changes = ("train.total_steps=61", "run.seed=0", "train.weight_decay=0.1")
+    overrides = (*SMALL, f"store.path={recorded.store.root}", *changes)
     words = [word for override in overrides for word in ("--set", override)]
     command = ["plan", str(PROJECT_ROOT / "configs" / "arith_cpu.yaml"), *words]
 
