@@ -25,7 +25,9 @@ from learning_page import CURVES, FULL, VARIANTS, Job, Outcome, draw, render
 
 if TYPE_CHECKING:
     from flows.config import Config
-    from tasks.artifacts import Artifact, ArtifactStore, StageKey
+    from tasks.artifacts.artifact import Artifact
+    from tasks.artifacts.stage_key import StageKey
+    from tasks.artifacts.store import ArtifactStore
 
 logger = logging.getLogger("learning")
 
@@ -63,7 +65,7 @@ def run_job(job: Job) -> Outcome:
     from dapo_core.metrics import METRICS_FILE
     from eval.training import read_training_metrics, series, training_totals
     from flows.config import load_config
-    from tasks.artifacts import ArtifactStore
+    from tasks.artifacts.store import ArtifactStore
     from tasks.stages import FETCH_MODEL, PREPARE_DATA, TRAIN_FILE, fetch_model_inputs, prepare_data_inputs
 
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}

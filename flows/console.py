@@ -6,8 +6,8 @@ import logging
 import sys
 from typing import TextIO
 
-# Loggers of Prefect that repeat what a run's own lines say; its page keeps them, tracebacks included. The last is
-# ours, about the page only.
+# Prefect's loggers that repeat the run's own lines; its page keeps them, tracebacks included. The last one is ours
+# and writes to the page only.
 QUIET_LOGGERS = (
     "prefect.flow_runs",
     "prefect.task_runs",
@@ -20,7 +20,7 @@ STAGE_WIDTH = 16
 
 
 def print_messages() -> None:
-    """Send our messages, as they are, to standard output, and steps to a bar where that is a terminal."""
+    """Print our messages to standard output; on a terminal, show training steps as a bar."""
     output = StandardOutput()
     if sys.stdout.isatty():
         from flows.progress import StepBar
@@ -31,14 +31,14 @@ def print_messages() -> None:
 
 
 def print_chain() -> None:
-    """Have the lines of a run begin with time and stage, without Prefect's lines about the same events."""
+    """Prefix the lines of a run with time and stage, and hide Prefect's lines about the same events."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(stage)s %(message)s", datefmt="%H:%M:%S"))
         handler.addFilter(_admit)
 
 
 def print_markdown(text: str) -> None:
-    """Show Markdown on a terminal; where standard output is none, write it as it is."""
+    """Render Markdown on a terminal; anywhere else, write it unchanged."""
     if not sys.stdout.isatty():
         sys.stdout.write(text)
         return
@@ -49,7 +49,7 @@ def print_markdown(text: str) -> None:
 
 
 class StandardOutput(logging.StreamHandler[TextIO]):
-    """Writes to what sys.stdout is at the time, which a progress bar replaces to keep lines above itself.
+    """Writes to the current sys.stdout, which a progress bar replaces to keep lines above itself.
 
     Prefect takes the console away from a handler whose class name begins with an underscore.
     """

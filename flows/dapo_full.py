@@ -5,13 +5,8 @@ from typing import Any
 from flows.config import WebhookConfig, load_config
 from flows.notify import report_result
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
-from tasks.evaluate_model import evaluate_model
-from tasks.fetch_model import fetch_model
-from tasks.merge_checkpoint import merge_checkpoint
-from tasks.prepare_data import prepare_data
+from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
 from tasks.runs.run import Run
-from tasks.train_policy import train_policy
-from tasks.write_report import write_report
 
 
 @recipe_flow("dapo-full")

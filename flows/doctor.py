@@ -32,7 +32,8 @@ from flows.services import (
     read_deployments,
     wait_until,
 )
-from tasks.artifacts import ArtifactStore, StoreError
+from tasks.artifacts.artifact import StoreError
+from tasks.artifacts.store import ArtifactStore
 from tasks.processes.child import ChildProcessFailed, run_command
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Finding:
 
 
 def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:
-    """Findings in the order they are made; `wait_seconds` bounds the wait for Prefect's scheduler."""
+    """Yields the findings as the checks are made; `wait_seconds` bounds the wait for Prefect's scheduler."""
     for check in (check_packages, check_torch, check_supervision, check_hardware):
         yield check()
     for check_store_part in (check_store, check_space, check_locks):
@@ -76,7 +77,7 @@ def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding
 
 
 def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:
-    """Findings about the server that Prefect's settings name, else the one of the store's services."""
+    """Yields findings about the server in Prefect's settings, else about the one of the store's services."""
     url = named_api(store)
     if not url:
         yield Finding("Prefect server", WARN, "no server", "start with `dapo up`; `dapo run` needs none")
@@ -96,7 +97,7 @@ def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[
 
 
 def check_packages() -> Finding:
-    """Installed versions against what the project, Prefect and, for FastAPI, vLLM take.
+    """Installed versions against the requirements of the project, of Prefect and, for FastAPI, of vLLM.
 
     With SQLAlchemy 2.1 Prefect creates no scheduled run; Prefect and vLLM share one FastAPI.
     """
@@ -116,7 +117,7 @@ def check_packages() -> Finding:
 
 
 def check_torch() -> Finding:
-    """Torch, and packages that must not stand beside its CPU build."""
+    """Torch, and packages that break its CPU build."""
     version = _version("torch") or ""
     breaking = [name for name in BREAK_CPU_TORCH if _version(name)]
     if version.endswith("+cpu") and breaking:
@@ -126,7 +127,7 @@ def check_torch() -> Finding:
 
 
 def check_supervision() -> Finding:
-    """Whether children can be started that end with us, by starting one."""
+    """Whether child processes can be supervised: starts one."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             run_command([sys.executable, "-c", ""], log_path=Path(folder) / "log", label="dapo doctor")
@@ -169,7 +170,7 @@ def check_space(store: Path) -> Finding:
 
 
 def check_locks(store: Path) -> Finding:
-    """Whether a lock that one process holds keeps another one out, on the store's file system."""
+    """Whether a lock on the store's file system excludes other processes."""
     path = store / f".lock-probe-{os.getpid()}"
     try:
         with locked(path):
@@ -195,7 +196,7 @@ def check_version(client: SyncPrefectClient) -> Finding:
 
 
 def check_worker(client: SyncPrefectClient) -> Finding:
-    """Whether a worker takes up flow runs."""
+    """Whether a worker is online and may start flow runs."""
     from prefect.exceptions import ObjectNotFound
 
     advice = f"`dapo up`, or `prefect worker start --pool {WORK_POOL} --type process`"
@@ -212,7 +213,7 @@ def check_worker(client: SyncPrefectClient) -> Finding:
 
 
 def check_crash_automation(client: SyncPrefectClient) -> Finding:
-    """The automation that marks a flow run whose process is gone."""
+    """The automation that marks flow runs without a live process as crashed."""
     name = f"automation {CRASH_AUTOMATION!r}"
     if not (found := client.read_automations_by_name(CRASH_AUTOMATION)):
         advice = "`dapo up`, or `prefect automation create --from-file flows/crashed_runs.yaml`"
@@ -223,7 +224,7 @@ def check_crash_automation(client: SyncPrefectClient) -> Finding:
 
 
 def check_deployments(client: SyncPrefectClient, project: Path) -> Finding:
-    """Deployments in our work pool against the names in prefect.yaml."""
+    """Whether every deployment in prefect.yaml is registered in our work pool."""
     wanted = {deployment["name"] for deployment in read_deployments(project)}
     if missing := sorted(wanted - {deployment.name for deployment in _registered(client)}):
         advice = "`dapo up`, or `prefect --no-prompt deploy --all`"
@@ -232,7 +233,7 @@ def check_deployments(client: SyncPrefectClient, project: Path) -> Finding:
 
 
 def check_schedules(client: SyncPrefectClient, wait_seconds: float) -> Finding:
-    """Whether each deployment with an active schedule has a run to come, waiting for Prefect's scheduler."""
+    """Whether each deployment with an active schedule has a scheduled run; waits for Prefect's scheduler."""
     scheduled = [
         deployment
         for deployment in _registered(client)
@@ -263,7 +264,7 @@ def _registered(client: SyncPrefectClient) -> list[DeploymentResponse]:
 
 
 def _next_run(client: SyncPrefectClient, deployment: DeploymentResponse) -> str:
-    """When the deployment's next flow run is to start, "" when none is scheduled."""
+    """When the deployment's next flow run starts, "" if none is scheduled."""
     from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -277,7 +278,7 @@ def _next_run(client: SyncPrefectClient, deployment: DeploymentResponse) -> str:
 
 
 def _requirements(distribution: str) -> list[Requirement]:
-    """What an installed distribution asks for in this environment, without extras; [] when it is not there."""
+    """What an installed distribution asks for in this environment, without extras; [] if it is not installed."""
     try:
         lines = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:

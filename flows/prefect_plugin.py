@@ -1,8 +1,8 @@
 """Prefect start-up plugin for `prefect` typed in the project's folder.
 
-`prefect` reaches the server of `dapo up` without an export, has the project's settings unless the user has others,
-and takes `dapo-full` for `dapo-full/dapo-full`, where Prefect itself wants FLOW/DEPLOYMENT. Every `import prefect`
-in the folder loads the plugin, so it does nothing for any other program.
+With it, `prefect` finds the server of `dapo up` without an export, has the project's settings unless the user set
+others, and accepts `dapo-full` for `dapo-full/dapo-full`. Every `import prefect` in the folder loads the plugin,
+so it does nothing in other programs.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
 
 
 def complete_names(words: list[str], project: Path) -> list[str]:
-    """The command line with FLOW/DEPLOYMENT for each deployment of the project's prefect.yaml, whose flows share
-    their names.
-    """
+    """The command line with FLOW/DEPLOYMENT for each deployment in prefect.yaml, which is named as its flow."""
     try:
         names = {deployment["name"] for deployment in read_deployments(project)}
     except ConfigError:

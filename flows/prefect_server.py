@@ -1,5 +1,5 @@
-"""Prefect's API for one run: the one that the user's settings name, that of the store's services, or a server of
-our own that ends with the run.
+"""Prefect's API for one run: the one in the user's settings, else that of the store's services, else a private
+server that ends with the run.
 
 Prefect starts a temporary server by itself, but leaves it running when its parent is killed.
 """
@@ -39,9 +39,9 @@ def named_api(store: Path) -> str | None:
 
 
 def provide_prefect_api(store: Path) -> Callable[[], None]:
-    """Have Prefect in this process use a server, and start one where none is named; returns what waits for it.
+    """Point Prefect in this process to a server, starting one if none is named; returns a function to wait for it.
 
-    Call it before flows are imported: our server starts meanwhile. It ends when this process does, in any way.
+    Call this before importing flows: the server starts meanwhile. It ends with this process, however that ends.
     """
     url, server = named_api(store), None
     stack = contextlib.ExitStack()
@@ -59,7 +59,7 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
 
 
 def wait_until_healthy(url: str, server: SupervisedProcess | None) -> None:
-    """Return once the server answers; raises ServicesError when it does not."""
+    """Return once the server answers; raises ServicesError if it does not."""
     deadline = time.monotonic() + STARTUP_SECONDS
     while not is_healthy(url):
         if server is None:

@@ -1,7 +1,7 @@
 """`dapo up` and `dapo down`: a Prefect server and a worker that outlive the command that starts them.
 
     STORE/.services/server.json, worker.json   pid, machine and address of the last start
-                    server.lock, worker.lock   locked by the service itself as long as it lives
+                    server.lock, worker.lock   locked by the service itself until it ends
                     server.log, worker.log     what it wrote since its last start
                     prefect/                   PREFECT_HOME of both: nothing outside the store is touched
 
@@ -78,7 +78,7 @@ class Service:
         return is_locked(self.lock)
 
     def read(self) -> dict[str, Any]:
-        """What `start` recorded last, {} when it never did."""
+        """The record of the last start, {} if there was none."""
         try:
             record: dict[str, Any] = json.loads(self.record_path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
@@ -104,12 +104,12 @@ class Service:
         logger.info("%s: started as pid %d", self.name, process.pid)
 
     def stop(self) -> list[str]:
-        """End it by SIGTERM, after STOP_SECONDS by SIGKILL; returns what was ended, in words."""
+        """End it by SIGTERM, after STOP_SECONDS by SIGKILL; returns a description of what was ended."""
         if not self.is_running:
             return []
         record = self.read()
         if record["machine"] != platform.node():
-            raise ServicesError(f"the {self.name} was started on {record['machine']}: type this there")
+            raise ServicesError(f"the {self.name} was started on {record['machine']}: type the command there")
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(record["pid"], number)
@@ -118,7 +118,7 @@ class Service:
         raise ServicesError(f"the {self.name}, pid {record['pid']}, survives SIGKILL")
 
     def wait_until(self, check: Callable[[], bool], problem: str) -> None:
-        """Return once the check is true; raises ServicesError with the end of the log when it is not."""
+        """Return once the check is true; raises ServicesError with the end of the log if it never is."""
         if not wait_until(lambda: not self.is_running or check(), START_SECONDS) or not self.is_running:
             why = f"not within {START_SECONDS:.0f} s" if self.is_running else "its process ended"
             raise ServicesError(
@@ -148,7 +148,7 @@ class Services:
             with locked(self.folder / "lock"):
                 yield
         except LockHeld as error:
-            raise ServicesError(f"another `dapo up` or `dapo down` is at work: {error}; wait for it") from None
+            raise ServicesError(f"another `dapo up` or `dapo down` is running: {error}; wait for it") from None
         except (FileExistsError, NotADirectoryError, PermissionError) as error:
             raise ServicesError(
                 f"{error.filename} cannot be written: {error.strerror}; give --store a folder you may write"
@@ -180,7 +180,7 @@ def bring_up(
 ) -> Services:
     """Start what is not running, register the deployments, and return once server and worker answer."""
     services = Services(store)
-    read_deployments(project)  # refused before anything starts
+    read_deployments(project)  # fails before anything starts
     with services.changing():
         last = services.server.read()
         if not services.server.is_running:
@@ -200,7 +200,7 @@ def bring_up(
 
 
 def take_down(store: Path, cancel: bool) -> list[str]:
-    """End worker and server; returns what was ended, in words. Raises ServicesError while flow runs are active."""
+    """End worker and server and describe what was ended. Raises ServicesError while flow runs are active."""
     services = Services(store)
     if not services.folder.is_dir():
         return []
@@ -226,7 +226,7 @@ def is_healthy(api_url: str) -> bool:
 
 
 def wait_until(check: Callable[[], object], seconds: float) -> bool:
-    """True as soon as the check is, False when it is not in time."""
+    """True as soon as the check is true, False if it is not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not check():
         if time.monotonic() > deadline:
@@ -236,12 +236,12 @@ def wait_until(check: Callable[[], object], seconds: float) -> bool:
 
 
 def indented(lines: list[str]) -> str:
-    """Lines of a log as they stand below a message."""
+    """The lines of a log, indented to follow a message."""
     return "\n".join(f"  | {line}" for line in lines) or "  | (it wrote nothing)"
 
 
 def read_deployments(project: Path) -> list[dict[str, Any]]:
-    """The deployments that the project's prefect.yaml describes."""
+    """The deployments in the project's prefect.yaml. Raises ConfigError if there is no such file."""
     path = project / PREFECT_FILE
     if not path.is_file():
         raise ConfigError(f"no {PREFECT_FILE} in {project}: type this in the project directory")
@@ -280,7 +280,7 @@ def online_workers(client: SyncPrefectClient) -> list[str]:
 
 
 def active_runs(client: SyncPrefectClient) -> dict[UUID, str]:
-    """Flow runs of our pool that a worker has taken up and that have not ended: a line for each by its id."""
+    """The flow runs of our pool that a worker has started and that have not ended: a description by id."""
     from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 
     runs = client.read_flow_runs(
@@ -311,7 +311,7 @@ def _start_server(services: Services, host: str | None, port: int | None, databa
 
 
 def _choose_port(host: str, last: int) -> int:
-    """The port of the last time, else 4200, else any that is free; Prefect says what is wrong with the host."""
+    """The last port if it is free, else 4200, else any free one. Prefect reports a wrong host."""
     for port in (last, DEFAULT_PORT, 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed server's connections linger
@@ -351,6 +351,6 @@ def _end_flow_runs(services: Services, client: SyncPrefectClient, cancel: bool) 
 
 
 def _restore_signals() -> None:
-    """Undo what a shell ignores in a background command: the worker could not be stopped otherwise."""
+    """Reset the signals that a shell ignores for background commands; else the worker could not be stopped."""
     for number in (signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

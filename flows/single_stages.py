@@ -1,45 +1,39 @@
 """One flow per stage: the task that the whole chain calls, with what it needs taken from the store."""
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from flows.config import load_config
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
-from tasks.evaluate_model import evaluate_model
-from tasks.fetch_model import fetch_model
-from tasks.merge_checkpoint import merge_checkpoint
-from tasks.prepare_data import prepare_data
+from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.run import Run
-from tasks.train_policy import train_policy
-from tasks.write_report import write_report
 
 
 @recipe_flow("prepare-data")
 def prepare(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force: bool = False) -> str:
     """Prepare the training and held-out problems of a recipe."""
-    with start("prepare-data", config, overrides, ["prepare_data"] * force) as run:
+    with Run.start(load_config(config, overrides), "prepare-data", ["prepare_data"] * force) as run:
         return prepare_data(run).path
 
 
 @recipe_flow("fetch-model")
 def fetch(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force: bool = False) -> str:
     """Fetch the model that a recipe begins from."""
-    with start("fetch-model", config, overrides, ["fetch_model"] * force) as run:
+    with Run.start(load_config(config, overrides), "fetch-model", ["fetch_model"] * force) as run:
         return fetch_model(run, run.take("prepare_data")).path
 
 
 @recipe_flow("train-policy")
 def train(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force: bool = False) -> str:
     """Train the policy of a recipe with DAPO, on the data and from the model in the store."""
-    with start("train-policy", config, overrides, ["train_policy"] * force) as run:
+    with Run.start(load_config(config, overrides), "train-policy", ["train_policy"] * force) as run:
         return train_policy(run, run.take("prepare_data"), run.take("fetch_model")).path
 
 
 @recipe_flow("merge-checkpoint")
 def merge(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force: bool = False) -> str:
     """Merge a recipe's trained shards in the store into a model folder."""
-    with start("merge-checkpoint", config, overrides, ["merge_checkpoint"] * force) as run:
+    with Run.start(load_config(config, overrides), "merge-checkpoint", ["merge_checkpoint"] * force) as run:
         return merge_checkpoint(run, run.take("train_policy")).path
 
 
@@ -52,7 +46,7 @@ def evaluate(
 ) -> str:
     """Ask a recipe's model in the store, untrained or trained, every held-out problem."""
     label = f"evaluate_{side}"
-    with start("evaluate-model", config, overrides, [label] * force) as run:
+    with Run.start(load_config(config, overrides), "evaluate-model", [label] * force) as run:
         model = run.take("fetch_model" if side == "before" else "merge_checkpoint")
         return evaluate_model(run, run.take("prepare_data"), model, label).path
 
@@ -60,14 +54,9 @@ def evaluate(
 @recipe_flow("compare")
 def compare(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) -> str:
     """Write the report on a recipe's two evaluations in the store."""
-    with start("compare", config, overrides) as run:
+    with Run.start(load_config(config, overrides), "compare") as run:
         write_report(run, run.take("evaluate_before"), run.take("evaluate_after"), run.take("train_policy"))
         return str(run.folder / REPORT_FOLDER)
 
 
 STAGE_FLOWS: dict[str, Any] = {flow.name: flow for flow in (prepare, fetch, train, merge, evaluate, compare)}
-
-
-def start(name: str, config: str, overrides: Sequence[str], forced: Sequence[str] = ()) -> Run:
-    """The run of one stage; raises ConfigError, StoreError and the like before anything is done."""
-    return Run.start(load_config(config, overrides), flow=name, forced=forced)

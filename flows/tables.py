@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
@@ -17,8 +18,7 @@ from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 if TYPE_CHECKING:
     from dapo_core.config.derived import Quantity
     from tasks.runs.collect_garbage import Unused
-    from tasks.runs.differences import Difference
-    from tasks.runs.history import RecordedRun
+    from tasks.runs.history import Difference, RecordedRun
     from tasks.runs.plan import PlannedStage
 
 WIDTH = 200  # where no terminal says how wide it is
@@ -76,13 +76,13 @@ def print_run(
     """
     from tasks.runs.history import artifact_of
 
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(Text(f"Run {run.id} of {run.name}, {run.flow}: {run.state}"), style="bold")
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console.print(f"Run {run.id} of {run.name}, {run.flow}: {run.state}", style="bold")
     started = f"{_local(run.started_at):%Y-%m-%d %H:%M:%S}"
-    console.print(Text(f"began {started}, took {_duration(run.seconds)} (h:mm:ss), pid {run.pid} on {run.host}"))
-    console.print(Text(f"folder {run.folder}"))
+    console.print(f"began {started}, took {_duration(run.seconds)} (h:mm:ss), pid {run.pid} on {run.host}")
+    console.print(f"folder {run.folder}")
     if run.error:
-        console.print(Text(f"error {run.error}"), style="red")
+        console.print(f"error {run.error}", style="red")
     table = Table("stage", "", _right("took\n(s)"), "key")
     for label, stage in run.stages.items():
         state = "cached" if stage.cached else "built"
@@ -91,31 +91,32 @@ def print_run(
         console.print(table)
     for label in run.stages:  # below the table, which would cut or fold them
         artifact = artifact_of(run, label)
-        console.print(Text(f"{label} {artifact.path if artifact else 'removed, by dapo gc or by hand'}"))
+        console.print(f"{label} {artifact.path if artifact else 'removed, by dapo gc or by hand'}")
     if report is not None:
-        console.print(Text(report["verdict"]))
+        console.print(report["verdict"])
     if before is None:
-        console.print(Text(f"No earlier run of {run.name} to compare its configuration with."))
+        console.print(f"No earlier run of {run.name} to compare its configuration with.")
+    elif changes:
+        console.print(f"Configuration against the run before it, {before.id}:")
+        console.print(*(f"  {change}" for change in changes), sep="\n")
     elif changes is None:
-        console.print(
-            Text(f"Configuration against the run before it, {before.id}: one of the two cannot be read.")
-        )
-    elif not changes:
-        console.print(Text(f"Configuration as in the run before it, {before.id}."))
+        console.print(f"Configuration against the run before it, {before.id}: one of the two cannot be read.")
     else:
-        console.print(Text(f"Configuration against the run before it, {before.id}:"))
-        for change in changes:
-            console.print(Text(f"  {change}"))
+        console.print(f"Configuration as in the run before it, {before.id}.")
 
 
 def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[str, str]) -> None:
     """What a collection removed or would remove, what it left and why, and the bytes in all."""
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("artifact", overflow="fold", min_width=SHORT_KEY_LENGTH)
-    table.add_column("stage", no_wrap=True)
-    table.add_column("frees\n(bytes)", justify="right", no_wrap=True)
-    table.add_column("last\nused by", no_wrap=True)
-    table.add_column("", overflow="fold")
+    table = Table(
+        Column("artifact", overflow="fold", min_width=SHORT_KEY_LENGTH),
+        Column("stage", no_wrap=True),
+        Column("frees\n(bytes)", justify="right", no_wrap=True),
+        Column("last\nused by", no_wrap=True),
+        Column("", overflow="fold"),
+        box=SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+    )
     gone = "would go" if is_dry_run else "removed"
     for item in found:
         outcome = f"stays: {item.left}" if item.left else gone
@@ -136,7 +137,7 @@ def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[
 
 def print_json(value: Any) -> None:
     """A value for programs, on standard output."""
-    Console(highlight=False, soft_wrap=True).print(Text(json.dumps(value, indent=2)))
+    typer.echo(json.dumps(value, indent=2))
 
 
 def print_derived(derived: Sequence[Quantity]) -> None:

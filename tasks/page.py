@@ -28,7 +28,8 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from dapo_core.metrics import METRICS_FILE
 from durable import read_json_lines
 from eval.report import REPORT_MARKDOWN, REPORT_PAGE
-from tasks.artifacts import SHORT_KEY_LENGTH, Artifact
+from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 from tasks.runs.run import Run
 from tasks.stages import LINKS
 

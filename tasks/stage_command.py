@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tasks.artifacts import StageKey
+from tasks.artifacts.stage_key import StageKey
 from tasks.processes.child import run_command
 from tasks.processes.detached import DetachOptions, attach_or_start
 from tasks.runs.run import Run, current_stage

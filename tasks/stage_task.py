@@ -12,8 +12,8 @@ from prefect import State, Task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
-from tasks.artifacts import SHORT_KEY_LENGTH, Artifact
-from tasks.config import TimeLimitsConfig
+from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 from tasks.page import show_stage
 from tasks.processes.child import ChildProcessFailed
 from tasks.retries import RETRY_DELAYS_SECONDS, may_succeed_next_time, shortened
@@ -56,26 +56,23 @@ class StageTask(Task[Concatenate[Run, P], State[Artifact | RunSkipped]]):
 
 
 def stage_task(
-    name: str,
-    *,
-    hours: Callable[[TimeLimitsConfig], float | None],
-    task_run_name: str | None = None,
-    afterwards: str = "run it again",
+    name: str, *, task_run_name: str | None = None, afterwards: str = "run it again"
 ) -> Callable[[StageFunction[P]], StageTask[P]]:
     """Decorate a stage's function: its first argument is the run; `label`, if it has one, names it in the chain.
 
-    `hours` picks its time limit; `afterwards` says what to do when that is reached.
+    `afterwards` says what to do when the stage's limit in flow.time_limits is reached.
     """
 
     def decorate(function: StageFunction[P]) -> StageTask[P]:
         signature = inspect.signature(function)
-        key = f"flow.time_limits.{function.__name__}_hours"
+        limit = f"{function.__name__}_hours"
 
         @functools.wraps(function)
         def run_stage(run: Run, *args: P.args, **kwargs: P.kwargs) -> State[Artifact | RunSkipped]:
             label = signature.bind(run, *args, **kwargs).arguments.get("label", function.__name__)
             try:
-                with time_limit(hours(run.config.flow.time_limits), key, afterwards):
+                hours = getattr(run.config.flow.time_limits, limit)
+                with time_limit(hours, f"flow.time_limits.{limit}", afterwards):
                     artifact = function(run, *args, **kwargs)
             except RunSkipped as reason:  # no failure on the page; `__call__` raises it for the flow
                 return Completed(name="Skipped", message=str(reason), data=reason)

@@ -15,7 +15,8 @@ from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.reward.routing import require_scorers
 from eval.problems.prompts import DEFAULT, TEMPLATES
-from tasks.artifacts import MANIFEST_NAME, Artifact, StageKey, code_digest, hash_file, package_versions
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, hash_file
+from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 
 TRAIN_FILE = "train.parquet"
@@ -52,7 +53,7 @@ class Stage:
     name: str
     sections: tuple[str, ...]  # parts of the configuration that it reads, as dotted names
     code: tuple[str, ...]  # the source files and folders that it runs, but for NOT_COUNTED
-    packages: tuple[str, ...]  # distributions whose version matters
+    packages: tuple[str, ...]  # distributions that the output depends on
     is_resumable: bool = False  # an attempt continues what an unfinished one left
 
     def key(self, config: ChainConfig, inputs: Mapping[str, str]) -> StageKey:
@@ -159,9 +160,9 @@ def train_policy_inputs(config: ChainConfig, data: Artifact, model: Artifact) ->
 
 
 def training_files(config: ChainConfig) -> dict[str, str]:
-    """The scorer and the checkpoint to begin from, where keys name them.
+    """Digests of the scorer and of the checkpoint to begin from, if the configuration names them.
 
-    Raises ConfigError for a scorer and CheckpointError for a checkpoint that is not there.
+    Raises ConfigError for a missing scorer and CheckpointError for a missing checkpoint.
     """
     require_scorers((), config.reward, config.custom_reward)
     inputs = {}
@@ -193,11 +194,6 @@ def evaluation_files(config: ChainConfig) -> dict[str, str]:
     return {"prompt_template": _file_digest("evaluate.prompt", config.evaluate.prompt)}
 
 
-def no_files(config: ChainConfig) -> dict[str, str]:
-    """Of a stage that reads nothing but artifacts."""
-    return {}
-
-
 @dataclass(frozen=True)
 class Link:
     """A stage at its place in the chain, where `label` names its output: in run.json, links and tables."""
@@ -206,17 +202,17 @@ class Link:
     stage: Stage
     needs: tuple[str, ...]  # labels of the artifacts that `inputs` takes after the configuration
     inputs: Callable[..., dict[str, str]]
-    files: Callable[[ChainConfig], dict[str, str]] = no_files  # inputs that keys name, known beforehand
+    files: Callable[[ChainConfig], dict[str, str]] = lambda _: {}  # inputs that keys name, known beforehand
 
     @property
     def command(self) -> str:
-        """What a person types to have it made."""
+        """The command that makes it."""
         side = f" --side {self.label.removeprefix('evaluate_')}" if self.stage is EVALUATE_MODEL else ""
         return f"dapo stage {self.stage.name.replace('_', '-')} CONFIG{side}"
 
-    def key(self, config: ChainConfig, artifacts: Mapping[str, Artifact]) -> StageKey:
-        """The key of its output, given those of the links it needs by label."""
-        return self.stage.key(config, self.inputs(config, *(artifacts[label] for label in self.needs)))
+    def key(self, config: ChainConfig, *artifacts: Artifact) -> StageKey:
+        """The key of its output, given those of the links it needs, in their order."""
+        return self.stage.key(config, self.inputs(config, *artifacts))
 
 
 CHAIN = (

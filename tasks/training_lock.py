@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import durable
-from tasks.artifacts import SHORT_KEY_LENGTH
+from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 from tasks.config import ChainConfig
 from tasks.runs.plan import plan_chain
 from tasks.runs.run import RunSkipped

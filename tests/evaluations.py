@@ -10,8 +10,10 @@ from typing import Any
 from eval.answers.grading import VERDICTS
 from eval.client import Endpoint, Sampling
 from eval.compare import Comparison, compare_evaluations
+from eval.plots import Plots
 from eval.problems.items import Item
 from eval.results import Evaluation, Row, make_settings, write_rows
+from eval.training import Steps
 
 SAMPLING = Sampling(max_tokens=64)
 # One letter per response: r right, w wrong, n no answer, t truncated, f failed request.
@@ -20,15 +22,10 @@ LETTERS = {verdict[0] if verdict != "request_failed" else "f": verdict for verdi
 
 def make_items(num_items: int, per_level: int = 4) -> list[Item]:
     """Items 0, 1, ... whose gold answer is their number plus one, of subject `add`."""
+    prompts = [({"role": "user", "content": f"{i} + 1 | <b>?"},) for i in range(num_items)]
     return [
-        Item(
-            str(i),
-            ({"role": "user", "content": f"{i} + 1 | <b>?"},),
-            str(i + 1),
-            subject="add",
-            level=str(1 + i // per_level),
-        )
-        for i in range(num_items)
+        Item(str(i), prompt, str(i + 1), subject="add", level=str(1 + i // per_level))
+        for i, prompt in enumerate(prompts)
     ]
 
 
@@ -98,3 +95,8 @@ def compared(before: str, after: str) -> Comparison:
     num_items = len(before.split()) if " " in before else len(before)
     items = make_items(num_items, per_level=max(4, num_items))
     return compare_evaluations(evaluation(items, before, "base"), evaluation(items, after, "trained"))
+
+
+def no_plots(comparison: Comparison, steps: Steps) -> Plots:
+    """For `write_report`, where a test does not look at plots: matplotlib takes most of a report's time."""
+    return {name: [""] for name in ("accuracy", "gain", "length", "transition", "training")}

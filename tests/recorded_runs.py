@@ -15,8 +15,8 @@ from eval.compare import compare
 from eval.report import REPORT_JSON, REPORT_MARKDOWN, make_report, render_markdown
 from eval.training import read_training_metrics
 from flows.config import Config, load_config
-from tasks.artifacts import Artifact
-from tasks.artifacts.code import PROJECT_ROOT
+from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.dataset import build_dataset
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import headline
@@ -76,8 +76,8 @@ def produce(run: Run, outcome: Outcome, labels: Collection[str]) -> dict[str, Ar
     artifacts: dict[str, Artifact] = {}
     for label in labels:
         link = LINKS[label]
-        needs = {need: artifacts.get(need) or run.take(need) for need in link.needs}
-        artifacts[label] = run.produce(label, link.key(run.config, needs), builder(run.config, label, outcome))
+        needs = [artifacts.get(need) or run.take(need) for need in link.needs]
+        artifacts[label] = run.produce(label, link.key(run.config, *needs), builder(run.config, label, outcome))
     return artifacts
 
 

@@ -87,7 +87,7 @@ def strip_latex(text: str) -> str | None:
     if "\\infty" not in text:
         text = text.replace("inf", "\\infty")
     text = _without(text.replace("+\\inity", "\\infty"), ("and", "\\mathbf"))
-    text = _unwrapped(text, "\\mbox{", "}", keep=False)
+    text = _unwrapped(text, "\\mbox{", "}", kept="")
     if "j" in text and "i" not in text:
         text = text.replace("j", "i")
     text = re.sub(r"(?<=\d)\.0+(\D)", r"\1", text)
@@ -165,28 +165,19 @@ def _without(text: str, expressions: tuple[str, ...]) -> str:
     return text
 
 
-def _unwrapped(text: str, opening: str, closing: str, keep: bool = True) -> str:
-    """Every `opening ... closing`, nearest closing first, replaced by what is between, or by nothing."""
-    done: list[str] = []
-    position = 0
-    while (start := text.find(opening, position)) >= 0:
-        inner = start + len(opening)
-        end = text.find(closing, inner)
-        if end < 0:
-            break
-        done.append(text[position:start] + (text[inner:end] if keep else ""))
-        position = end + len(closing)
-    return "".join([*done, text[position:]])
+def _unwrapped(text: str, opening: str, closing: str, kept: str = r"\1") -> str:
+    """Every `opening ... closing`, nearest closing first, replaced by what is between, or by `kept`."""
+    pattern, end = _between(text, opening, closing)
+    return re.sub(pattern, kept, text[:end], flags=re.DOTALL) + text[end:]
 
 
 def _last_between(text: str, opening: str, closing: str) -> str:
     """What the last `opening ... closing` holds; the text itself when there is none."""
-    found = text
-    position = 0
-    while (start := text.find(opening, position)) >= 0:
-        end = text.find(closing, start + len(opening))
-        if end < 0:
-            break
-        found = text[start + len(opening) : end]
-        position = end + len(closing)
-    return found
+    pattern, end = _between(text, opening, closing)
+    found = re.findall(pattern, text[:end], re.DOTALL)
+    return found[-1] if found else text
+
+
+def _between(text: str, opening: str, closing: str) -> tuple[str, int]:
+    """A pattern, and the end of the last closing: behind it the search would take quadratic time."""
+    return f"{re.escape(opening)}(.*?){re.escape(closing)}", text.rfind(closing) + len(closing)

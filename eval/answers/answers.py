@@ -1,4 +1,7 @@
-"""What an answer can say: a value, words, a list, a point or interval, a matrix, a region, a relation."""
+"""What an answer can say: a value, words, a list, a point or interval, a matrix, a region, a relation.
+
+Regions are merged so that equal sets of real numbers have equal pieces.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from eval.answers.expression import Node
+from eval.answers.numeric import sign_of_difference, variables
 
 
 class Interval(NamedTuple):
@@ -92,3 +96,78 @@ Answer = Value | Words | Listing | Point | Matrix | Region | Relation | Named | 
 
 INFINITY: Node = ("inf",)
 REALS = (Interval(("neg", INFINITY), False, INFINITY, False),)
+_REVERSED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
+
+
+def region_of_inequality(operators: tuple[str, ...], sides: tuple[Node, ...]) -> Region | None:
+    """The numbers that an inequality in one variable allows: x > 3, 1 < x <= 5, x != 2."""
+    where = [index for index, side in enumerate(sides) if side[0] == "var"]
+    if len(where) != 1 or any(variables(side) for index, side in enumerate(sides) if index != where[0]):
+        return None
+    name = str(sides[where[0]][1])
+    if len(sides) == 2:
+        bound = sides[1 - where[0]]
+        operator = operators[0] if where[0] == 0 else _REVERSED.get(operators[0], operators[0])
+        below = Interval(("neg", INFINITY), False, bound, operator == "≤")
+        above = Interval(bound, operator == "≥", INFINITY, False)
+        pieces = {"<": (below,), "≤": (below,), ">": (above,), "≥": (above,), "≠": (below, above)}.get(operator)
+        return Region(pieces, name) if pieces else None
+    if len(sides) == 3 and where[0] == 1:
+        if set(operators) <= set(">≥"):
+            operators, sides = tuple(_REVERSED[operator] for operator in reversed(operators)), sides[::-1]
+        if set(operators) <= set("<≤"):
+            return Region((Interval(sides[0], operators[0] == "≤", sides[2], operators[1] == "≤"),), name)
+    return None
+
+
+def as_region(answer: Answer) -> Region | None:
+    """The answer as a set of real numbers, where it can be one: an interval in brackets, a set of numbers."""
+    match answer:
+        case Region():
+            return answer
+        case Named(_, value):
+            return as_region(value)
+        case Listing(items, True):
+            nodes = [item.node for item in items if isinstance(item, Value)]
+            pieces = tuple(Interval(node, True, node, True) for node in nodes)
+            return Region(pieces) if len(nodes) == len(items) else None
+        case Point("(" | "[" as opening, ")" | "]" as closing, (Value(low), Value(high))):
+            return Region((Interval(low, opening == "[", high, closing == "]"),))
+    return None
+
+
+def ordered(points: list[Node]) -> list[Node] | None:
+    """The real numbers in ascending order; None when they cannot be ordered."""
+    in_order: list[Node] = []
+    for point in points:
+        signs = [sign_of_difference(point, other) for other in in_order]
+        if None in signs:
+            return None
+        in_order.insert(signs.count(1), point)
+    return in_order
+
+
+def merged(pieces: tuple[Interval, ...]) -> list[Interval] | None:
+    """The same set in as few pieces as possible, from left to right; None when its ends cannot be ordered."""
+    in_order: list[Interval] = []
+    for piece in pieces:
+        signs = [sign_of_difference(piece.low, other.low) for other in in_order]
+        if None in signs:
+            return None
+        before = sum(sign == 1 or (sign == 0 and not piece.low_closed) for sign in signs)
+        in_order.insert(before, piece)
+    joined: list[Interval] = []
+    for piece in in_order:
+        gap = sign_of_difference(piece.low, joined[-1].high) if joined else 1
+        if gap is None:
+            return None
+        if gap == 1 or (gap == 0 and not piece.low_closed and not joined[-1].high_closed):
+            joined.append(piece)
+            continue
+        last = joined[-1]
+        further = sign_of_difference(piece.high, last.high)
+        if further is None:
+            return None
+        closed = piece.high_closed if further == 1 else last.high_closed or (further == 0 and piece.high_closed)
+        joined[-1] = Interval(last.low, last.low_closed, piece.high if further == 1 else last.high, closed)
+    return joined

@@ -26,12 +26,13 @@ from eval.answers.answers import (
     Relation,
     Value,
     Words,
+    as_region,
+    merged,
 )
 from eval.answers.expression import Node, parse_expression
 from eval.answers.latex import clean
 from eval.answers.numeric import is_same_value, ratio_of, sign_of_difference
-from eval.answers.regions import as_region, merged
-from eval.answers.structure import read_answer, read_ungrouped
+from eval.answers.structure import NUMBER_WORDS, read_answer, read_ungrouped
 from eval.answers.units import is_unit_conflict
 
 MAX_LISTED = 200
@@ -63,26 +64,31 @@ def compact(plain: str) -> str:
 
 def same(prediction: Answer, gold: Answer) -> bool:
     """True when two answers that were read say the same."""
-    if isinstance(prediction, Approximate) or isinstance(gold, Approximate):
-        predictions = prediction.values if isinstance(prediction, Approximate) else (prediction,)
-        golds = gold.values if isinstance(gold, Approximate) else (gold,)
-        return any(same(p, g) for p in predictions for g in golds)
-    if isinstance(prediction, Named) or isinstance(gold, Named):
-        return _same_named(prediction, gold)
-    kinds = {type(prediction), type(gold)}
-    if kinds == {Listing, Value} or kinds == {Listing, Words}:
-        listing, single = (prediction, gold) if isinstance(prediction, Listing) else (gold, prediction)
-        return isinstance(listing, Listing) and len(listing.items) == 1 and same(listing.items[0], single)
-    if Region in kinds:
-        regions = as_region(prediction), as_region(gold)
-        return regions[0] is not None and regions[1] is not None and _same_region(regions[0], regions[1])
-    if kinds == {Matrix, Point}:
-        return _same_vector(prediction, gold)
-    if kinds == {Point, Listing}:
-        return _same_sequence(prediction, gold)
+    match prediction, gold:
+        case Approximate(values), _:
+            return any(same(value, gold) for value in values)
+        case _, Approximate(values):
+            return any(same(prediction, value) for value in values)
+        case (Named(), _) | (_, Named()):
+            return _same_named(prediction, gold)
+        case (Listing((item,)), Value() | Words() as single) | (Value() | Words() as single, Listing((item,))):
+            return same(item, single)
+        case (Region(), _) | (_, Region()):
+            ours, theirs = as_region(prediction), as_region(gold)
+            return ours is not None and theirs is not None and _same_region(ours, theirs)
+        case (Matrix() as matrix, Point() as vector) | (Point() as vector, Matrix() as matrix):
+            return _same_vector(matrix, vector)
+        case Listing(items, False), Point() as point:  # a point without brackets, if it cannot be an interval
+            return (point.opening == "=" or not _may_be_interval(point)) and _all_same(items, point.items)
+        case Point("=", _, items), Listing(others, False):
+            return _all_same(others, items)
     if type(prediction) is not type(gold):
         return False
     return _SAME[type(gold)](prediction, gold)
+
+
+def _all_same(predictions: Sequence[Answer], golds: Sequence[Answer]) -> bool:
+    return len(predictions) == len(golds) and all(map(same, predictions, golds))
 
 
 def _same_value(prediction: Value, gold: Value) -> bool:
@@ -102,17 +108,13 @@ def _unit_of(value: Value) -> str:
 
 
 def _same_words_answer(prediction: Words, gold: Words) -> bool:
-    words = _bare_words(prediction.text), _bare_words(gold.text)
-    return compact(prediction.text) == compact(gold.text) or (
-        words[0] == words[1] and _WORDY.fullmatch(words[1]) is not None
-    )
+    return compact(prediction.text) == compact(gold.text) or _same_wording(prediction.text, gold.text)
 
 
 def _same_listing(prediction: Listing, gold: Listing) -> bool:
-    return _same_items(
-        _distinct(prediction.items) if prediction.is_set or gold.is_set else prediction.items,
-        _distinct(gold.items) if prediction.is_set or gold.is_set else gold.items,
-    )
+    if prediction.is_set or gold.is_set:
+        return _same_items(_distinct(prediction.items), _distinct(gold.items))
+    return _same_items(prediction.items, gold.items)
 
 
 def _distinct(items: Sequence[Answer]) -> list[Answer]:
@@ -136,78 +138,52 @@ def _same_items(predictions: Sequence[Answer], golds: Sequence[Answer]) -> bool:
     return True
 
 
-def _same_tuple(prediction: Point, gold: Point) -> bool:
+def _same_point(prediction: Point, gold: Point) -> bool:
     """Equal in order. `[1, 2]` is an interval, `(1, 2)` another one or a point; longer ones are no intervals."""
-    if len(prediction.items) != len(gold.items):
-        return False
     brackets = [(answer.opening, answer.closing) for answer in (prediction, gold)]
     may_be_interval = len(gold.items) == 2 and all(bracket[0] in "([" for bracket in brackets)
     if brackets[0] != brackets[1] and (may_be_interval or not all(bracket in _PAIRS for bracket in brackets)):
         return False
-    return all(same(p, g) for p, g in zip(prediction.items, gold.items, strict=True))
+    return _all_same(prediction.items, gold.items)
 
 
 _PAIRS = (("(", ")"), ("[", "]"), ("⟨", "⟩"), ("=", "="))
 
 
-def _same_vector(prediction: Answer, gold: Answer) -> bool:
+def _same_vector(matrix: Matrix, vector: Point) -> bool:
     """A matrix of one row or one column is the vector in brackets with these entries."""
-    matrix, vector = (prediction, gold) if isinstance(prediction, Matrix) else (gold, prediction)
-    if not isinstance(matrix, Matrix) or not isinstance(vector, Point):
-        return False
     if len(matrix.rows) > 1 and len(matrix.rows[0]) > 1:
-        nested = [item.items for item in vector.items if isinstance(item, Point)]
-        return len(nested) == len(vector.items) and _same_matrix(matrix, Matrix(tuple(nested)))
-    entries = [entry for row in matrix.rows for entry in row]
-    return len(entries) == len(vector.items) and all(map(same, entries, vector.items))
-
-
-def _same_sequence(prediction: Answer, gold: Answer) -> bool:
-    """A point written without brackets: the same order, and nothing that could be read as an interval."""
-    listing, point = (prediction, gold) if isinstance(prediction, Listing) else (gold, prediction)
-    if not isinstance(listing, Listing) or not isinstance(point, Point) or listing.is_set:
-        return False
-    if point.opening != "=" and (listing is gold or _may_be_interval(point)):
-        return False
-    return len(listing.items) == len(point.items) and all(map(same, listing.items, point.items))
+        nested = tuple(item.items for item in vector.items if isinstance(item, Point))
+        return len(nested) == len(vector.items) and _same_matrix(matrix, Matrix(nested))
+    return _all_same([entry for row in matrix.rows for entry in row], vector.items)
 
 
 def _may_be_interval(point: Point) -> bool:
-    low, *rest = point.items
-    if len(rest) != 1 or not isinstance(low, Value) or not isinstance(rest[0], Value):
-        return False
-    return sign_of_difference(low.node, rest[0].node) in (-1, None)
+    match point.items:
+        case Value(low), Value(high):
+            return sign_of_difference(low, high) in (-1, None)
+    return False
 
 
 def _same_matrix(prediction: Matrix, gold: Matrix) -> bool:
-    return len(prediction.rows) == len(gold.rows) and all(
-        len(ours) == len(theirs) and all(map(same, ours, theirs))
-        for ours, theirs in zip(prediction.rows, gold.rows, strict=True)
-    )
+    return len(prediction.rows) == len(gold.rows) and all(map(_all_same, prediction.rows, gold.rows))
 
 
 def _same_region(prediction: Region, gold: Region) -> bool:
     if prediction.variable and gold.variable and prediction.variable != gold.variable:
         return False
-    pieces = merged(prediction.pieces), merged(gold.pieces)
-    if pieces[0] is None or pieces[1] is None:
-        pieces = list(prediction.pieces), list(gold.pieces)
-    return len(pieces[0] or ()) == len(pieces[1] or ()) and all(
-        _same_interval(ours, theirs) for ours, theirs in zip(pieces[0] or (), pieces[1] or (), strict=True)
-    )
+    ours, theirs = merged(prediction.pieces), merged(gold.pieces)
+    if ours is None or theirs is None:
+        ours, theirs = list(prediction.pieces), list(gold.pieces)
+    return len(ours) == len(theirs) and all(map(_same_interval, ours, theirs))
 
 
 def _same_interval(prediction: Interval, gold: Interval) -> bool:
     return (
-        prediction.low_closed == gold.low_closed
-        and prediction.high_closed == gold.high_closed
-        and _same_end(prediction.low, gold.low)
-        and _same_end(prediction.high, gold.high)
+        (prediction.low_closed, prediction.high_closed) == (gold.low_closed, gold.high_closed)
+        and is_same_value(prediction.low, gold.low)
+        and is_same_value(prediction.high, gold.high)
     )
-
-
-def _same_end(prediction: Node, gold: Node) -> bool:
-    return prediction == gold or is_same_value(prediction, gold)
 
 
 _MIRRORED = str.maketrans("<>≤≥", "><≥≤")
@@ -237,17 +213,17 @@ def _difference(relation: Relation) -> Node:
 
 def _same_named(prediction: Answer, gold: Answer) -> bool:
     """Values with names: two names must be one, or the two be the same equation; one may be missing."""
-    if isinstance(prediction, Named) and isinstance(gold, Named):
-        if _same_name(prediction.name, gold.name):
-            return same(prediction.value, gold.value)
-        return _same_equation(prediction, gold)
-    if isinstance(prediction, Relation) or isinstance(gold, Relation):
-        return _same_equation(prediction, gold)
-    return same(_value_of(prediction), _value_of(gold))
-
-
-def _value_of(answer: Answer) -> Answer:
-    return answer.value if isinstance(answer, Named) else answer
+    match prediction, gold:
+        case Named(ours, value), Named(theirs, other) if _same_name(ours, theirs):
+            return same(value, other)
+        case (Named(), Named()) | (Relation(), _) | (_, Relation()):
+            left, right = _as_relation(prediction), _as_relation(gold)
+            return left is not None and right is not None and _same_relation(left, right)
+        case (Named(_, value), other):
+            return same(value, other)
+        case other, Named(_, value):
+            return same(other, value)
+    return False
 
 
 def _same_name(left: str, right: str) -> bool:
@@ -262,11 +238,6 @@ def _same_name(left: str, right: str) -> bool:
     return is_indexed and short[0] is not None and short[1] is not None and short[0].group() == short[1].group()
 
 
-def _same_equation(prediction: Answer, gold: Answer) -> bool:
-    relations = _as_relation(prediction), _as_relation(gold)
-    return relations[0] is not None and relations[1] is not None and _same_relation(relations[0], relations[1])
-
-
 def _as_relation(answer: Answer) -> Relation | None:
     if isinstance(answer, Named) and isinstance(answer.value, Value):
         name = parse_expression(answer.name)
@@ -278,12 +249,10 @@ _SAME: dict[type, Callable[..., bool]] = {
     Value: _same_value,
     Words: _same_words_answer,
     Listing: _same_listing,
-    Point: _same_tuple,
+    Point: _same_point,
     Matrix: _same_matrix,
     Relation: _same_relation,
 }
-
-
 _WORDY = re.compile(r"[^\W\d_][\w\s.,'-]*")
 
 
@@ -292,10 +261,15 @@ def _same_words(prediction: str, gold: str, *answers: Answer) -> bool:
     is_quoted = '"' in prediction + gold
     if not is_quoted and not any(isinstance(answer, Words) for answer in answers):
         return False
-    words = _bare_words(prediction), _bare_words(gold)
-    if len(words[1]) == 1 and compact(prediction) != compact(gold):
+    length = len(_bare_words(gold))
+    if length == 1 and compact(prediction) != compact(gold):
         return False  # a letter's case counts
-    return (is_quoted or len(words[1]) > 3) and words[0] == words[1] and _WORDY.fullmatch(words[1]) is not None
+    return (is_quoted or length > 3) and _same_wording(prediction, gold)
+
+
+def _same_wording(prediction: str, gold: str) -> bool:
+    words = _bare_words(gold)
+    return _bare_words(prediction) == words and _WORDY.fullmatch(words) is not None
 
 
 def _bare_words(plain: str) -> str:
@@ -326,21 +300,6 @@ def _same_time(prediction: str, gold: str) -> bool | None:
 
 
 _BASED = re.compile(r'(-?[0-9A-Z.]+)(?:_\{?\(?"?(?:base)?"?(\w+)"?\)?\}?|"?\(?base"?(\d+)\)?"?)')
-_BASE_WORDS = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-]
 
 
 def _same_base(prediction: str, gold: str) -> bool | None:
@@ -354,7 +313,7 @@ def _same_base(prediction: str, gold: str) -> bool | None:
     if ours is None:
         return texts[0].strip('"') == theirs.group(1)
     bases = [match.group(2) or match.group(3) for match in (ours, theirs)]
-    bases = [str(_BASE_WORDS.index(base.lower())) if base.lower() in _BASE_WORDS else base for base in bases]
+    bases = [str(NUMBER_WORDS.index(base.lower())) if base.lower() in NUMBER_WORDS else base for base in bases]
     return ours.group(1) == theirs.group(1) and bases[0] == bases[1]
 
 

@@ -6,38 +6,56 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from eval.answers.latex import FUNCTIONS
-from eval.answers.tokens import NotReadableError, number_of, tokens_of
 
 Node = tuple[Any, ...]
 
+MAX_TOKENS = 1500
+MAX_DIGITS = 2000
 MAX_DEPTH = 40
 MAX_HEIGHT = 200
 
+_TOKENS = 1500
+MAX_DIGITS = 2000
+
+_TOKEN = re.compile(
+    r"""\s*(?:
+    (?P<repeating>\d*\.\d*\s*\\(?:overline|dot|bar)\s*\{\s*\d+\s*\})
+  | (?P<scientific>\d+(?:\.\d*)?[eE][+-]?\d+(?![\d.]))
+  | (?P<number>\d+(?:\.\d*)?|\.\d+)
+  | \\(?P<command>[A-Za-z]+)
+  | (?P<word>[A-Za-z]+)
+  | "(?P<text>[^"]*)"
+  | (?P<other>\S)
+    )""",
+    re.VERBOSE,
+)
 _CALLED = frozenset("fg")  # letters that are functions before a parenthesis; others are factors
 _CONSTANTS = {"e": "e", "i": "i", "π": "pi"}
-_INVERSE = {
-    "sin": "arcsin",
-    "cos": "arccos",
-    "tan": "arctan",
-    "cot": "arccot",
-    "sinh": "arcsinh",
-    "cosh": "arccosh",
-}
+_INVERSE = {name: f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sinh", "cosh")}
 _BRACKETS = {"(": ")", "[": "]", "{": "}", "⌊": "⌋", "⌈": "⌉"}
+_SIGNS = {"+": "add", "-": "sub"}
+_NUM_ARGUMENTS = {"binom": 2, "dot": 1, "ddot": 1, "partial": 1, "nabla": 1}
 _ROUNDING = {"⌊": "floor", "⌈": "ceil"}
 _STARTS_FACTOR = frozenset("({[⌊⌈|∞")
+
+
+class NotReadableError(ValueError):
+    """Text that is no expression of this grammar, or too long or too deep to be an answer."""
 
 
 @lru_cache(maxsize=4096)
 def parse_expression(text: str) -> Node | None:
     """The tree of an expression, or None when it cannot be read."""
     try:
-        parser = _Parser(tokens_of(text))
+        parser = _Parser(_tokens_of(text))
         node = parser.expression()
         if parser.position != len(parser.tokens) or is_too_high(node):
             return None
@@ -83,18 +101,19 @@ class _Parser:
         if self.accept(value) is None:
             raise NotReadableError(f"no {value}")
 
-    def expression(self) -> Node:
+    @contextmanager
+    def deeper(self) -> Iterator[None]:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise NotReadableError("too deep")
-        node = self.signed()
-        while (sign := self.accept("+", "-", "±", "∓")) is not None:
-            right = self.term()
-            if sign in "±∓":
-                node = ("pm", 1 if sign == "±" else -1, node, right)
-            else:
-                node = ("add" if sign == "+" else "sub", node, right)
+        yield
         self.depth -= 1
+
+    def expression(self) -> Node:
+        with self.deeper():
+            node = self.signed()
+            while (sign := self.accept("+", "-", "±", "∓")) is not None:
+                node = _signed(node, sign, self.term())
         return node
 
     def signed(self) -> Node:
@@ -103,16 +122,13 @@ class _Parser:
         if sign is None:
             return self.term()
         if self.peek() in (("other", "+"), ("other", "-")):
-            self.depth += 1
-            if self.depth > MAX_DEPTH:
-                raise NotReadableError("too deep")
-            inner = self.signed()
-            self.depth -= 1
+            with self.deeper():
+                inner = self.signed()
         else:
             inner = self.term()
-        if sign == "+":
-            return inner
-        return ("neg", inner) if sign == "-" else ("pm", 1 if sign == "±" else -1, ("num", Fraction(0)), inner)
+        if sign in "+-":
+            return inner if sign == "+" else ("neg", inner)
+        return _signed(("num", Fraction(0)), sign, inner)
 
     def term(self) -> Node:
         node = self.factor()
@@ -173,20 +189,17 @@ class _Parser:
                 return node
 
     def exponent(self) -> Node:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise NotReadableError("too deep")
-        negative = self.accept("-") is not None
-        node = self.primary()
-        if self.accept("^"):
-            node = ("pow", node, self.exponent())
-        self.depth -= 1
+        with self.deeper():
+            negative = self.accept("-") is not None
+            node = self.primary()
+            if self.accept("^"):
+                node = ("pow", node, self.exponent())
         return ("neg", node) if negative else node
 
     def primary(self) -> Node:
         kind, value = self.take()
         if kind in ("number", "scientific", "repeating"):
-            return ("num", number_of(value))
+            return ("num", _number_of(value))
         if kind == "letter":
             return self.letter(value)
         if kind == "command":
@@ -209,27 +222,20 @@ class _Parser:
         name = self.subscripted(name)
         at_zero = [self.peek(offset)[1] for offset in range(3)] == ["(", "0", ")"]
         if (name in _CALLED and self.peek() == ("other", "(")) or at_zero:
-            self.take()
-            arguments = [self.expression()]
-            while self.accept(","):
-                arguments.append(self.expression())
-            self.expect(")")
-            return ("call", f"_{name}", *arguments)
+            return ("call", f"_{name}", *self.listed())
         return ("const", _CONSTANTS[name]) if name in _CONSTANTS else ("var", name)
 
     def subscripted(self, name: str) -> str:
         while self.accept("_"):
             kind, value = self.take()
-            if (kind, value) != ("other", "{"):
-                name += f"_{value}"
-                continue
-            parts: list[str] = []
-            while not self.accept("}"):
-                kind, value = self.take()
-                if kind == "end":
-                    raise NotReadableError("open subscript")
-                parts.append(value)
-            name += f"_{''.join(parts)}"
+            if (kind, value) == ("other", "{"):
+                value = ""
+                while not self.accept("}"):
+                    kind, part = self.take()
+                    if kind == "end":
+                        raise NotReadableError("open subscript")
+                    value += part
+            name += f"_{value}"
         return name
 
     def command(self, name: str) -> Node:
@@ -237,16 +243,14 @@ class _Parser:
             return ("div", self.argument(), self.argument())
         if name == "sqrt":
             return self.root()
-        if name == "binom":
-            return ("call", "binom", self.argument(), self.argument())
         if name == "pi":
             return ("const", "pi")
         if name in ("overline", "bar", "overrightarrow"):
             return self.overlined(name)
         if name == "log" or name in FUNCTIONS:
             return self.function(name)
-        if name in ("dot", "ddot", "partial", "nabla"):
-            return ("call", name, self.argument())
+        if name in _NUM_ARGUMENTS:
+            return ("call", name, *(self.argument() for _ in range(_NUM_ARGUMENTS[name])))
         if name == "angle" or name == "triangle":
             return ("call", name, self.term())
         if name in _UNREADABLE:
@@ -268,13 +272,12 @@ class _Parser:
     def argument(self, whole_number: bool = False) -> Node:
         """A braced argument; without braces the next digit or primary, or under a root the whole number."""
         kind, value = self.peek()
-        if kind == "number" and not whole_number and len(value) > 1:
-            self.tokens[self.position] = ("number", value[1:])
-            return ("num", Fraction(value[0])) if value[0].isdigit() else self.fail()
-        return self.primary()
-
-    def fail(self) -> Node:
-        raise NotReadableError("not an argument")
+        if kind != "number" or whole_number or len(value) == 1:
+            return self.primary()
+        if not value[0].isdigit():
+            raise NotReadableError("not an argument")
+        self.tokens[self.position] = ("number", value[1:])
+        return ("num", Fraction(value[0]))
 
     def function(self, name: str) -> Node:
         """\\sin^2 x, \\log_2 8, \\sin(x) y, \\sin 2x: without parentheses the product is the argument."""
@@ -291,19 +294,20 @@ class _Parser:
             name, power = _INVERSE[name], None
         if self.peek() in (("other", "("), ("other", "["), ("other", "{")):
             arguments = self.listed()
+            if self.accept("^"):
+                arguments[-1] = ("pow", arguments[-1], self.exponent())  # \sin (x)^2 is \sin(x^2)
         else:
             arguments = [self.bare_argument()]
         node: Node = ("call", name, *arguments) if base is None else ("call", f"{name}_", *arguments, base)
         return node if power is None else ("pow", node, power)
 
     def listed(self) -> list[Node]:
+        """Arguments in brackets, separated by commas."""
         bracket = self.take()[1]
         arguments = [self.expression()]
         while self.accept(","):
             arguments.append(self.expression())
         self.expect(_BRACKETS[bracket])
-        if self.accept("^"):
-            arguments[-1] = ("pow", arguments[-1], self.exponent())  # \sin (x)^2 is \sin(x^2)
         return arguments
 
     def bare_argument(self) -> Node:
@@ -320,32 +324,63 @@ class _Parser:
         return kind == "command" and value in FUNCTIONS
 
 
-_UNREADABLE = frozenset(
-    [
-        "sum",
-        "prod",
-        "int",
-        "lim",
-        "iint",
-        "oint",
-        "begin",
-        "end",
-        "forall",
-        "exists",
-        "sup",
-        "inf",
-        "limsup",
-        "liminf",
-        "operatorname",
-        "because",
-        "therefore",
-    ]
-)
+_UNREADABLE = frozenset((
+    "sum", "prod", "int", "lim", "iint", "oint", "begin", "end", "forall", "exists", "sup", "inf", "limsup",
+    "liminf", "operatorname", "because", "therefore",
+))  # fmt: skip
+
+
+def _signed(left: Node, sign: str, right: Node) -> Node:
+    return (_SIGNS[sign], left, right) if sign in _SIGNS else ("pm", 1 if sign == "±" else -1, left, right)
 
 
 def _is_proper(node: Node) -> bool:
     """True for a division of two whole numbers below one: the fraction of a mixed number."""
-    if node[0] != "div" or node[1][0] != "num" or node[2][0] != "num":
-        return False
-    above, below = node[1][1], node[2][1]
-    return bool(above.denominator == below.denominator == 1 and 0 < above < below)
+    match node:
+        case "div", ("num", above), ("num", below):
+            return bool(above.denominator == below.denominator == 1 and 0 < above < below)
+    return False
+
+
+def _tokens_of(text: str) -> list[tuple[str, str]]:
+    """(kind, text) of every token."""
+    tokens: list[tuple[str, str]] = []
+    text = re.sub(r"\^\s*\{\s*('+)\s*\}", r"\1", text)
+    for match in _TOKEN.finditer(text):
+        kind = str(match.lastgroup)
+        value = match.group(kind)
+        if kind == "word":
+            tokens += _split_word(value)
+        else:
+            tokens.append((kind, value))
+        if len(tokens) > MAX_TOKENS:
+            raise NotReadableError("too many tokens")
+    return tokens
+
+
+def _split_word(word: str) -> list[tuple[str, str]]:
+    """A run of letters: a function's name, or letters that are factors."""
+    if word in FUNCTIONS:
+        return [("command", word)]
+    for name in ("arcsin", "arccos", "arctan", "sin", "cos", "tan", "log", "ln"):
+        before, found, after = word.partition(name)
+        if found and len(before) <= 2 and len(after) <= 2:
+            return [("letter", c) for c in before] + [("command", name)] + [("letter", c) for c in after]
+    return [("letter", character) for character in word]
+
+
+def _number_of(text: str) -> Fraction:
+    """Exact value of a decimal numeral, one in scientific notation, or a repeating decimal."""
+    if len(text) > MAX_DIGITS:
+        raise NotReadableError("too many digits")
+    repeating = re.fullmatch(r"(\d*)\.(\d*)\s*\\\w+\s*\{\s*(\d+)\s*\}", text)
+    if repeating:
+        whole, fixed, cycle = repeating.groups()
+        start = Fraction(int((whole + fixed) or "0"), 10 ** len(fixed))
+        return start + Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(fixed))
+    mantissa, _, exponent = text.lower().partition("e")
+    if len(exponent) > 4:
+        raise NotReadableError("too large an exponent")
+    if not mantissa.rstrip("."):
+        raise NotReadableError("no digit")
+    return Fraction(mantissa.rstrip(".")) * Fraction(10) ** int(exponent or "0")

@@ -58,76 +58,23 @@ _COMMANDS = {
     "tiny": "", "small": "", "normalsize": "", "large": "", "Large": "", "LARGE": "", "huge": "", "Huge": "",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\([A-Za-z]+|[^A-Za-z0-9])", re.DOTALL)
-_TEXT = frozenset(
-    [
-        "text",
-        "textbf",
-        "textit",
-        "textrm",
-        "textsf",
-        "texttt",
-        "textnormal",
-        "mbox",
-        "hbox",
-        "emph",
-        "textup",
-        "textsc",
-    ]
-)
-_STYLE = frozenset(
-    [
-        "mathbf",
-        "boldsymbol",
-        "bm",
-        "mathit",
-        "mathsf",
-        "mathcal",
-        "mathfrak",
-        "mathscr",
-        "mathbb",
-        "vec",
-        "overrightarrow",
-        "hat",
-        "widehat",
-        "boxed",
-        "fbox",
-        "tilde",
-        "underline",
-        "framebox",
-        "ensuremath",
-        "mathop",
-        "pmb",
-    ]
-)
+_TEXT = frozenset((
+    "text", "textbf", "textit", "textrm", "textsf", "texttt", "textnormal", "mbox", "hbox", "emph", "textup",
+    "textsc",
+))  # fmt: skip
+_STYLE = frozenset((
+    "mathbf", "boldsymbol", "bm", "mathit", "mathsf", "mathcal", "mathfrak", "mathscr", "mathbb", "vec",
+    "overrightarrow", "hat", "widehat", "boxed", "fbox", "tilde", "underline", "framebox", "ensuremath",
+    "mathop", "pmb",
+))  # fmt: skip
 _UPRIGHT = frozenset(("mathrm", "operatorname"))
-_DROPPED = frozenset(["phantom", "hspace", "vspace", "label", "tag", "hphantom", "vphantom", "color", "textcolor"])
-FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "arccot",
-        "sinh",
-        "cosh",
-        "tanh",
-        "ln",
-        "log",
-        "lg",
-        "exp",
-        "max",
-        "min",
-        "gcd",
-        "lcm",
-        "det",
-        "sgn",
-    ]
-)
+_DROPPED = frozenset((
+    "phantom", "hspace", "vspace", "label", "tag", "hphantom", "vphantom", "color", "textcolor",
+))  # fmt: skip
+FUNCTIONS = frozenset((
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "sinh", "cosh", "tanh",
+    "ln", "log", "lg", "exp", "max", "min", "gcd", "lcm", "det", "sgn",
+))  # fmt: skip
 _NUMBER_SETS = {"R": "ℝ", "N": "ℕ", "Z": "ℤ", "Q": "ℚ", "C": "ℂ"}
 _ENVIRONMENT = re.compile(
     r"\\(begin|end)\s*\{\s*([a-zA-Z]*matrix|array|aligned|align|cases|gathered|split)\*?\s*\}"

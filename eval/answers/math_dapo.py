@@ -41,19 +41,6 @@ def answer_line(response: str) -> str | None:
     return lines[-1] if lines else None
 
 
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} with matching braces, None when there is none or it never closes."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for position in range(start + len("\\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start + len("\\boxed{") : position]
-    return None
-
-
 @functools.lru_cache(maxsize=1024)  # siblings share the ground truth, and often the answer
 def normalize_as_verl(answer: str) -> str:
     r"""The answer as verl compares it (`reward_score/math_dapo.py`).

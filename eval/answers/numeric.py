@@ -7,8 +7,10 @@ bounded.
 
 from __future__ import annotations
 
+import math
+import operator
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
@@ -23,6 +25,14 @@ MAX_EXPONENT = 10**8  # log2 of a value beyond which it is not computed
 MAX_FACTORIAL = 3000
 
 
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+}
+
+
 class NoValueError(ArithmeticError):
     """An expression without a value here: a division by zero, or one too large to compute."""
 
@@ -31,37 +41,26 @@ def exact_value(node: Node) -> Fraction | None:
     """The value of a tree of rational operations; None for others and for those too large to write out."""
     try:
         return _exact(node)
-    except NoValueError:
+    except ArithmeticError:
         return None
 
 
 def _exact(node: Node) -> Fraction:
-    kind = node[0]
-    if kind == "num":
-        return node[1]
-    if kind == "neg":
-        return -_exact(node[1])
-    if kind in ("add", "sub", "mul", "div"):
-        return _arithmetic(kind, _exact(node[1]), _exact(node[2]))
-    if kind == "pow":
-        return _exact_power(_exact(node[1]), _exact(node[2]))
-    if kind == "call" and node[1] == "factorial":
-        return _exact_factorial(_exact(node[2]))
-    raise NoValueError(kind)
-
-
-def _arithmetic(kind: str, left: Fraction, right: Fraction) -> Fraction:
-    if left.numerator.bit_length() + right.numerator.bit_length() > MAX_BITS:
-        raise NoValueError("too large")
-    if kind == "add":
-        return left + right
-    if kind == "sub":
-        return left - right
-    if kind == "mul":
-        return left * right
-    if right == 0:
-        raise NoValueError("division by zero")
-    return left / right
+    match node:
+        case "num", Fraction() as value:
+            return value
+        case "neg", child:
+            return -_exact(child)
+        case "pow", base, exponent:
+            return _exact_power(_exact(base), _exact(exponent))
+        case "call", "factorial", argument:
+            return _exact_factorial(_exact(argument))
+        case kind, left, right if kind in _OPERATORS:
+            values = _exact(left), _exact(right)
+            if sum(value.numerator.bit_length() for value in values) > MAX_BITS:
+                raise NoValueError("too large")
+            return Fraction(_OPERATORS[kind](*values))
+    raise NoValueError(node[0])
 
 
 def _exact_power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -74,8 +73,6 @@ def _exact_power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 def _exact_factorial(value: Fraction) -> Fraction:
-    import math
-
     if value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
         raise NoValueError("no small factorial")
     return Fraction(math.factorial(int(value)))
@@ -203,7 +200,7 @@ def _coordinate(name: str, point: int) -> Any:
 
 @cache
 def _mpmath() -> Any:
-    """A context of mpmath of our own, so that its precision is nobody else's."""
+    """A context of its own, so that its precision changes no other user of mpmath."""
     import mpmath
 
     context = mpmath.mp.clone()
@@ -213,33 +210,23 @@ def _mpmath() -> Any:
 
 def _value(node: Node, environment: Mapping[str, Any], log_base: str) -> Any:
     mp = _mpmath()
-    kind = node[0]
-    if kind == "num":
-        return mp.mpf(node[1].numerator) / node[1].denominator
-    if kind == "var":
-        return environment[node[1]]
-    if kind == "const":
-        return {"pi": mp.pi, "e": mp.e, "i": mp.mpc(0, 1)}[node[1]] * mp.mpf(1)
-    if kind == "inf":
-        raise NoValueError("infinite")
-    if kind == "call":
-        return _call(node, environment, log_base)
-    if kind == "deg":
-        return _value(node[1], environment, log_base)
-    values = [_value(child, environment, log_base) for child in node[1:] if isinstance(child, tuple)]
-    if kind == "neg":
-        return -values[0]
-    if kind == "pow":
-        return _power(*values)
-    if kind == "div" and values[1] == 0:
-        raise NoValueError("division by zero")
-    operations: dict[str, Callable[[], Any]] = {
-        "add": lambda: values[0] + values[1],
-        "sub": lambda: values[0] - values[1],
-        "mul": lambda: values[0] * values[1],
-        "div": lambda: values[0] / values[1],
-    }
-    return operations[kind]()
+    match node:
+        case "num", value:
+            return mp.mpf(value.numerator) / value.denominator
+        case "var", name:
+            return environment[name]
+        case "const", name:
+            return {"pi": +mp.pi, "e": +mp.e, "i": mp.mpc(0, 1)}[name]
+        case "call", name, *arguments:
+            return _call(name, arguments, environment, log_base)
+        case "deg", child:
+            return _value(child, environment, log_base)
+        case "neg", child:
+            return -_value(child, environment, log_base)
+        case kind, left, right if kind == "pow" or kind in _OPERATORS:
+            operation = _power if kind == "pow" else _OPERATORS[kind]
+            return operation(_value(left, environment, log_base), _value(right, environment, log_base))
+    raise NoValueError(node[0])  # infinity, or a sign that may be either
 
 
 def _power(base: Any, exponent: Any) -> Any:
@@ -248,8 +235,7 @@ def _power(base: Any, exponent: Any) -> Any:
         if mp.re(exponent) <= 0:
             raise NoValueError("a power of zero")
         return mp.mpf(0)
-    size = abs(mp.log(abs(base))) + mp.pi
-    if abs(exponent) * size > MAX_EXPONENT:
+    if abs(exponent) * (abs(mp.log(abs(base))) + mp.pi) > MAX_EXPONENT:
         raise NoValueError("too large")
     return mp.power(base, exponent)
 
@@ -257,26 +243,20 @@ def _power(base: Any, exponent: Any) -> Any:
 _RADIANS = frozenset(("sin", "cos", "tan", "cot", "sec", "csc"))
 
 
-def _call(node: Node, environment: Mapping[str, Any], log_base: str) -> Any:
+def _call(name: str, nodes: Sequence[Node], environment: Mapping[str, Any], log_base: str) -> Any:
     mp = _mpmath()
-    name = node[1]
-    arguments = [
-        _value(_in_radians(child) if name in _RADIANS else child, environment, log_base) for child in node[2:]
-    ]
-    if name == "root":
-        return _root(*arguments)
-    if name == "log":
-        return mp.log(arguments[0]) / (1 if log_base == "e" else mp.log(10))
-    if name in ("log_", "ln_", "lg_"):
-        return mp.log(arguments[0]) / mp.log(arguments[1])
-    if name in _real_functions():
-        return _real_functions()[name](*arguments)
+    nodes = [_in_radians(node) for node in nodes] if name in _RADIANS else nodes
+    arguments = [_value(node, environment, log_base) for node in nodes]
+    if name == "log" and log_base == "10":
+        return mp.log(arguments[0], 10)
+    if name in _bounded_functions():
+        return _bounded_functions()[name](*arguments)
     if any(abs(argument) > MAX_EXPONENT for argument in arguments):
         raise NoValueError("too large")
     if name in _functions():
         return _functions()[name](*arguments)
     key = ",".join(mp.nstr(mp.mpc(argument), 30) for argument in arguments)
-    return _coordinate(f"{name}({key})", 0)  # a function without a meaning here: any value, the same for the same
+    return _coordinate(f"{name}({key})", 0)  # an unknown function: any value, the same for the same arguments
 
 
 def _root(value: Any, index: Any) -> Any:
@@ -295,12 +275,13 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "sin": mp.sin, "cos": mp.cos, "tan": mp.tan, "cot": mp.cot, "sec": mp.sec, "csc": mp.csc,
         "arcsin": mp.asin, "arccos": mp.acos, "arctan": mp.atan, "arccot": mp.acot, "sinh": mp.sinh,
         "cosh": mp.cosh, "tanh": mp.tanh, "arcsinh": mp.asinh, "arccosh": mp.acosh, "exp": mp.exp,
-        "ln": mp.log, "lg": lambda x: mp.log(x) / mp.log(10), "factorial": mp.factorial, "binom": mp.binomial,
+        "ln": mp.log, "lg": mp.log10, "factorial": mp.factorial, "binom": mp.binomial,
     }  # fmt: skip
 
 
 @cache
-def _real_functions() -> dict[str, Callable[..., Any]]:
+def _bounded_functions() -> dict[str, Callable[..., Any]]:
+    """Functions that are cheap however large their arguments are."""
     mp = _mpmath()
 
     def whole(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -308,6 +289,8 @@ def _real_functions() -> dict[str, Callable[..., Any]]:
         return nearest if abs(value - nearest) < _tolerance() else function(mp.re(value))
 
     return {
+        "root": _root,
+        **dict.fromkeys(("log", "log_", "ln_", "lg_"), mp.log),
         "abs": abs,
         "floor": lambda value: whole(value, mp.floor),
         "ceil": lambda value: whole(value, mp.ceil),

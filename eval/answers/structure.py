@@ -22,11 +22,14 @@ from eval.answers.answers import (
     Relation,
     Value,
     Words,
+    as_region,
+    merged,
+    ordered,
+    region_of_inequality,
 )
 from eval.answers.expression import Node, parse_expression
 from eval.answers.latex import clean
 from eval.answers.numeric import variables
-from eval.answers.regions import as_region, merged, ordered, region_of_inequality
 from eval.answers.units import split_unit
 
 MAX_NESTING = 12
@@ -143,20 +146,16 @@ def split_top(plain: str) -> tuple[list[str], list[str]]:
 def _combined(items: list[Answer], has_or: bool) -> Answer:
     """A list of answers; assignments to different names are a point, pieces of the line joined by or a region."""
     names = [item.name for item in items if isinstance(item, Named)]
+    values = tuple(item.value if isinstance(item, Named) else item for item in items)
     if names and len(names) == len(items):
-        values = tuple(item.value for item in items if isinstance(item, Named))
-        if len(set(names)) == len(names):
-            functions = all("(" in name for name in names)
-            return Listing(values) if functions else Point("=", "=", values)
-        return Listing(_flattened(values))
-    if all(isinstance(item, Region) for item in items):
-        pieces = tuple(piece for item in items if isinstance(item, Region) for piece in item.pieces)
-        if len(merged(pieces) or ()) == len(pieces):
-            return Region(pieces)
-    if has_or and all(as_region(item) is not None for item in items):
-        regions = [as_region(item) for item in items]
-        return Region(tuple(piece for region in regions if region for piece in region.pieces))
-    return Listing(_flattened(tuple(item.value if isinstance(item, Named) else item for item in items)))
+        if len(set(names)) < len(names):
+            return Listing(_flattened(values))
+        return Listing(values) if all("(" in name for name in names) else Point("=", "=", values)
+    regions = [region for item in items if (region := as_region(item)) is not None]
+    pieces = tuple(piece for region in regions for piece in region.pieces)
+    if all(isinstance(item, Region) for item in items) and len(merged(pieces) or ()) == len(pieces):
+        return Region(pieces)
+    return Region(pieces) if has_or and len(regions) == len(items) else Listing(_flattened(values))
 
 
 def _flattened(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
@@ -166,7 +165,7 @@ def _flattened(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     return tuple(flat)
 
 
-_NUMBER_WORDS = (
+NUMBER_WORDS = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
 )  # fmt: skip
@@ -183,12 +182,12 @@ def read_one(text: str, nesting: int) -> Answer:
         return Region(REALS)
     if re.fullmatch(r'\(?\s*"[^"]*"\s*\)?', text):
         inner = re.sub(r"(?i)\b(and|or)\b", ",", text.strip('() "'))
-        if inner.lower() in _NUMBER_WORDS:
-            return Value(("num", Fraction(_NUMBER_WORDS.index(inner.lower()))))
+        if inner.lower() in NUMBER_WORDS:
+            return _read_value(str(NUMBER_WORDS.index(inner.lower())))
         is_mathematics = any(character.isdigit() for character in inner) and nesting < 2
         return read(inner, nesting + 2) if is_mathematics or "," in inner else Words(text)
-    if text.lower() in _NUMBER_WORDS:
-        return Value(("num", Fraction(_NUMBER_WORDS.index(text.lower()))))
+    if text.lower() in NUMBER_WORDS:
+        return _read_value(str(NUMBER_WORDS.index(text.lower())))
     text = re.sub(r"(?<=[\])])\s*\^\s*\{?\s*(?:T|\\top)\s*\}?$", "", text)
     pieces, found = split_at(text, "≈")
     if found and all(pieces):
@@ -220,7 +219,7 @@ def _read_relation(text: str, pieces: list[str], operators: list[str], nesting: 
     known = tuple(side for side in sides if side is not None)
     if len(known) < len(sides) or "∈" in operators:
         return Words(text)
-    return region_of_inequality(operators, known) or Relation(tuple(operators), known)
+    return region_of_inequality(tuple(operators), known) or Relation(tuple(operators), known)
 
 
 def _read_region(text: str, nesting: int) -> Answer | None:

@@ -173,65 +173,37 @@ class Benchmark:
         return Item(problem.id, prompt, problem.gold, problem.subject, problem.level)
 
 
-def _github(repository: str, commit: str, path: str, sha256: str) -> str:
-    return f"https://raw.githubusercontent.com/{repository}/{commit}/{path}#sha256={sha256}"
+_SIMPLE_RL_DIGESTS = {
+    "math500": "35dc41080a3680858b27fa7e0533d2d547825316fc5dafe5d316f4ccc5a06132",
+    "aime24": "af2b8bd2aa911b6333ad0df32f3ca05c7ae8ed10f1731f4372c8ae26990bf7ac",
+    "amc23": "43707e1ca784602d8479de24ee8ce36609dbebc46dd152b0b12a46611aa898a4",
+    "olympiadbench": "bb8c1e38a16ea9eacb77530315a674d883f267fbff79183effc53681b4fcc416",
+    "minerva_math": "0e656b430d3a0a1dab6aa853f453ba3805e28e2cabe4fc72486a897cc09d8ba2",
+}
 
 
-def _simple_rl(folder: str, sha256: str) -> str:
+def _simple_rl(folder: str) -> str:
     """A file of hkust-nlp/simpleRL-reason; its MATH-500 is, byte for byte, openai/prm800k's."""
-    return _github(
-        "hkust-nlp/simpleRL-reason",
-        "cf1c7858bfc145a27aa733e75d930d34f0d318a6",
-        f"examples/simplelr_math_eval/data/{folder}/test.jsonl",
-        sha256,
+    return (
+        "https://raw.githubusercontent.com/hkust-nlp/simpleRL-reason/cf1c7858bfc145a27aa733e75d930d34f0d318a6/"
+        f"examples/simplelr_math_eval/data/{folder}/test.jsonl#sha256={_SIMPLE_RL_DIGESTS[folder]}"
     )
 
 
+_GSM8K_SOURCE = (
+    "https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/"
+    "grade_school_math/data/test.jsonl#sha256=3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"
+)
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
-        Benchmark(
-            "math500",
-            500,
-            (MATH,),
-            source=_simple_rl("math500", "35dc41080a3680858b27fa7e0533d2d547825316fc5dafe5d316f4ccc5a06132"),
-        ),
-        Benchmark(
-            "aime24",
-            30,
-            WHOLE_NUMBERS,
-            source=_simple_rl("aime24", "af2b8bd2aa911b6333ad0df32f3ca05c7ae8ed10f1731f4372c8ae26990bf7ac"),
-        ),
+        Benchmark("math500", 500, (MATH,), source=_simple_rl("math500")),
+        Benchmark("aime24", 30, WHOLE_NUMBERS, source=_simple_rl("aime24")),
         Benchmark("aime25", 30, WHOLE_NUMBERS),
-        Benchmark(
-            "amc23",
-            40,
-            WHOLE_NUMBERS,
-            source=_simple_rl("amc23", "43707e1ca784602d8479de24ee8ce36609dbebc46dd152b0b12a46611aa898a4"),
-        ),
-        Benchmark(
-            "gsm8k",
-            1319,
-            (GSM8K,),
-            source=_github(
-                "openai/grade-school-math",
-                "3101c7d5072418e28b9008a6636bde82a006892c",
-                "grade_school_math/data/test.jsonl",
-                "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
-            ),
-        ),
-        Benchmark(
-            "olympiadbench",
-            675,
-            (OLYMPIAD,),
-            source=_simple_rl("olympiadbench", "bb8c1e38a16ea9eacb77530315a674d883f267fbff79183effc53681b4fcc416"),
-        ),
-        Benchmark(
-            "minerva",
-            272,
-            (MATH,),
-            source=_simple_rl("minerva_math", "0e656b430d3a0a1dab6aa853f453ba3805e28e2cabe4fc72486a897cc09d8ba2"),
-        ),
+        Benchmark("amc23", 40, WHOLE_NUMBERS, source=_simple_rl("amc23")),
+        Benchmark("gsm8k", 1319, (GSM8K,), source=_GSM8K_SOURCE),
+        Benchmark("olympiadbench", 675, (OLYMPIAD,), source=_simple_rl("olympiadbench")),
+        Benchmark("minerva", 272, (MATH,), source=_simple_rl("minerva_math")),
         Benchmark("arithmetic", None, (TRAINING,), template="given"),
         Benchmark("choice", None, (DIANJIN, CFLUE, CHOICE_TRAINING), template="given", grader="choice"),
     )

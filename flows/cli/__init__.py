@@ -40,7 +40,7 @@ for group in (chain, history, stages, evaluation, operating):
 
 
 def main() -> None:
-    """Run the command line; an error of ours ends with its message and status 2 when the user must act, else 1."""
+    """Run the command line; a known error prints its message and exits with 2 if the user must act, else 1."""
     from dapo_core.errors import DapoError
     from eval import EvaluationError
     from flows.console import print_messages
@@ -54,5 +54,5 @@ def main() -> None:
         typer.secho(describe(error), err=True, fg="red")
         sys.exit(exit_code_of(error))
     finally:
-        if "prefect" in sys.modules:  # through whose modules Python's last collection goes for a second
+        if "prefect" in sys.modules:  # skips the last garbage collection, which takes a second with Prefect loaded
             gc.freeze()

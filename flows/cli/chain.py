@@ -6,9 +6,8 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -20,23 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class StageName(str, Enum):
-    """A stage by the name of its flow and deployment."""
-
-    PREPARE_DATA = "prepare-data"
-    FETCH_MODEL = "fetch-model"
-    TRAIN_POLICY = "train-policy"
-    MERGE_CHECKPOINT = "merge-checkpoint"
-    EVALUATE_MODEL = "evaluate-model"
-    COMPARE = "compare"
-
-
-class Side(str, Enum):
-    """The two models that are compared."""
-
-    BEFORE = "before"
-    AFTER = "after"
-
+StageName = Literal["prepare-data", "fetch-model", "train-policy", "merge-checkpoint", "evaluate-model", "compare"]
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True, rich_markup_mode=None)
@@ -76,25 +59,27 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     short_help="Run one stage with its inputs from the store.",
 )
 def stage(
-    name: Annotated[StageName, typer.Argument(metavar="NAME", help=f"One of: {', '.join(StageName)}.")],
+    name: Annotated[StageName, typer.Argument(metavar="NAME", help=f"One of: {', '.join(get_args(StageName))}.")],
     config: ConfigArgument,
     overrides: SetOption = None,
     force: Annotated[
         bool,
         typer.Option("--force", help="Build it although the store has it, or continue an unfinished attempt."),
     ] = False,
-    side: Annotated[Side | None, typer.Option(help="evaluate-model: which model; after is the default.")] = None,
+    side: Annotated[
+        Literal["before", "after"] | None, typer.Option(help="evaluate-model: which model; after is the default.")
+    ] = None,
 ) -> None:
     """Run one stage, with what it needs from the store, and print where its output is."""
     options: dict[str, Any] = {}
     if force:
-        if name is StageName.COMPARE:
+        if name == "compare":
             raise typer.BadParameter("compare writes a new report each time anyway", param_hint="--force")
         options["force"] = True
     if side is not None:
-        if name is not StageName.EVALUATE_MODEL:
-            raise typer.BadParameter(f"{name.value} has no sides; evaluate-model has", param_hint="--side")
-        options["side"] = side.value
+        if name != "evaluate-model":
+            raise typer.BadParameter(f"{name} has no sides; evaluate-model has", param_hint="--side")
+        options["side"] = side
     from flows.prefect_server import provide_prefect_api
 
     settings = begin(config, overrides, _needs(name, side))
@@ -103,28 +88,27 @@ def stage(
 
     wait_for_api()
     with message_when_stopped():
-        output = STAGE_FLOWS[name.value](str(config), tuple(overrides or ()), **options)
-    if name is StageName.COMPARE:
+        output = STAGE_FLOWS[name](str(config), tuple(overrides or ()), **options)
+    if name == "compare":
         print_report(Path(output))
     else:
         typer.echo(output)
 
 
-def _needs(name: StageName, side: Side | None) -> tuple[str, ...]:
-    """The labels of the stages whose output this one begins from."""
+def _needs(name: StageName, side: str | None) -> tuple[str, ...]:
+    """The labels of the stages that this one takes its inputs from."""
     from tasks.stages import LINKS
 
-    if name is StageName.COMPARE:
+    if name == "compare":
         return ("evaluate_before", "evaluate_after", "train_policy")
-    if name is StageName.EVALUATE_MODEL:
-        return LINKS[f"evaluate_{(side or Side.AFTER).value}"].needs
-    return LINKS[name.value.replace("-", "_")].needs
+    label = f"evaluate_{side or 'after'}" if name == "evaluate-model" else name.replace("-", "_")
+    return LINKS[label].needs
 
 
 def begin(config: Path, overrides: list[str] | None, needs: Sequence[str] = ()) -> Config:
-    """The configuration of a run that may start; from here on lines begin with time and stage.
+    """The configuration of a run that can start; from here on, log lines begin with time and stage.
 
-    Raises what would end the run, which starts from the outputs of the stages that it `needs`.
+    Raises any error that would end the run, also when the output of a stage that it `needs` is missing.
     """
     from flows.config import load_config
     from flows.console import print_chain
@@ -140,7 +124,7 @@ def begin(config: Path, overrides: list[str] | None, needs: Sequence[str] = ()) 
 
 
 def report_again(settings: Config) -> Path:
-    """The folder of a new report on a chain that is built."""
+    """Write a new report for a chain whose outputs all exist; returns its folder."""
     from flows.notify import report_result
     from tasks.runs.history import REPORT_FOLDER
     from tasks.runs.report import repeat_chain
@@ -162,7 +146,7 @@ def message_when_stopped() -> Iterator[None]:
 
 
 def print_report(folder: Path) -> None:
-    """The report of a run on the terminal, its verdict, and where the one with plots is."""
+    """Print a run's report, its verdict, and the path of the report with plots."""
     from flows.console import print_markdown
 
     print_markdown((folder / "report.md").read_text(encoding="utf-8"))

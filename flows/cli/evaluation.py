@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.options import DEFAULT_STORE, SetOption, StoreOption
+from flows.cli.options import SetOption, StoreOption
+from flows.services import DEFAULT_STORE
 
 if TYPE_CHECKING:
     from tasks.runs.history import RecordedRun

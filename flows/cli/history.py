@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.options import DEFAULT_STORE, JsonOption, StoreOption
+from flows.cli.options import JsonOption, StoreOption
+from flows.services import DEFAULT_STORE
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 NUM_LISTED = 20
@@ -58,7 +59,7 @@ def runs(
 def show(run: RunArgument, store: StoreOption = DEFAULT_STORE, is_json: JsonOption = False) -> None:
     """Show everything about one run: stages, outputs, result, and what its configuration changed."""
     from flows.tables import print_json, print_run
-    from tasks.artifacts import StoreError
+    from tasks.artifacts.artifact import StoreError
     from tasks.runs.history import changed_keys, describe_run, find_run, read_report, run_before
 
     found = find_run(store, run)

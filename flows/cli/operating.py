@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
+from flows.cli.options import StoreOption
 from flows.services import DEFAULT_STORE, bring_up, read_deployments, take_down
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
-StoreOption = Annotated[Path, typer.Option(help="Artifact store that the services belong to.")]
 
 
 @app.command(

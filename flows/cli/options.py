@@ -10,7 +10,6 @@ import typer
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="Recipe, such as configs/arith_cpu.yaml.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs: JSON on standard output.")]
 StoreOption = Annotated[Path, typer.Option(help="Artifact store.")]
-DEFAULT_STORE = Path(".dapo")
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key; repeatable.")
 ]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from tasks.artifacts.artifact import StoreError, canonical_json, hash_file
+
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
 SHORT_KEY_LENGTH = 16
 
 
 @dataclass(frozen=True)
 class StageKey:
-    """The parts a stage's key is made of, kept apart so that a person can see why a key changed."""
+    """The parts a stage's key is made of, kept apart so that a changed key can be explained."""
 
     stage: str
     config: Mapping[str, Any]  # the stage's own slice, JSON values only, volatile fields left out
@@ -27,11 +31,6 @@ class StageKey:
         return hashlib.sha256(canonical_json(asdict(self))).hexdigest()
 
 
-def canonical_json(value: Any) -> bytes:
-    """Returns the one JSON text of a value: keys sorted, no spaces, ASCII; not-a-number is refused."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
-
-
 def package_versions(names: Iterable[str]) -> dict[str, str]:
     """Returns {distribution: version}, without importing any; "absent" for one that is not installed."""
     from importlib import metadata  # a third of this module's import time, and `dapo --help` needs no version
@@ -43,3 +42,32 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             versions[name] = "absent"
     return versions
+
+
+@functools.cache
+def code_digest(paths: tuple[str, ...], without: tuple[str, ...] = (), root: Path = PROJECT_ROOT) -> str:
+    """Returns sha256 over the names and contents of `code_files`."""
+    digest = hashlib.sha256()
+    for file in code_files(paths, without, root):
+        digest.update(f"{file.relative_to(root).as_posix()}\0{hash_file(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def code_files(paths: tuple[str, ...], without: tuple[str, ...] = (), root: Path = PROJECT_ROOT) -> list[Path]:
+    """Returns the files at `paths`, which are files or folders with everything below them, sorted.
+
+    A path in `without` is left out of the folder that holds it, unless `paths` names it.
+    Raises StoreError for a path in `paths` that does not exist.
+    """
+    return sorted({file for path in paths for file in _files_at(path, without, root)})
+
+
+def _files_at(path: str, without: tuple[str, ...], root: Path) -> Iterator[Path]:
+    start = root / path
+    if not start.exists():
+        raise StoreError(f"{path}, which a stage declares as its code, does not exist in {root}")
+    left_out = [root / other for other in without if other != path and (root / other).is_relative_to(start)]
+    for file in [start] if start.is_file() else start.rglob("*"):
+        is_code = file.is_file() and "__pycache__" not in file.parts
+        if is_code and not any(file.is_relative_to(other) for other in left_out):
+            yield file

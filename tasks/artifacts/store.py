@@ -29,9 +29,17 @@ from pathlib import Path
 from typing import Any
 
 from durable import LockHeld, OnWait, is_locked, locked, publish, read_holder, sync
-from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, StoreError, content_digest
+from tasks.artifacts.artifact import (
+    MANIFEST_NAME,
+    STAMP_SUFFIX,
+    Artifact,
+    DamagedArtifact,
+    StoreError,
+    content_digest,
+    list_files,
+    verify_directory,
+)
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
-from tasks.artifacts.verify import STAMP_SUFFIX, DamagedArtifact, list_files, verify_directory
 
 logger = logging.getLogger(__name__)
 

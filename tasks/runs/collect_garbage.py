@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from durable import is_locked
-from tasks.artifacts import MANIFEST_NAME, ArtifactStore, StoreError
-from tasks.artifacts.artifact import artifact_at
-from tasks.artifacts.store import DAMAGED, FINISHED, PARTIAL, Attempt
+from tasks.artifacts.artifact import MANIFEST_NAME, StoreError, artifact_at
+from tasks.artifacts.store import DAMAGED, FINISHED, PARTIAL, ArtifactStore, Attempt
 from tasks.runs.history import RECORD_FILE, RecordedRun, read_run, run_folders
 
 MARGIN_SECONDS = 3600.0  # a younger artifact may belong to a run that has not recorded it yet
@@ -40,14 +39,14 @@ def collect_garbage(
     is_dry_run: bool = False,
     margin_seconds: float = MARGIN_SECONDS,
 ) -> list[Unused]:
-    """What was, or with `is_dry_run` would be, removed, and what stays although no kept run uses it.
+    """Remove unused attempts, or with `is_dry_run` only list them; returns them with those that stay anyway.
 
     Kept are the newest `keep_runs` runs with a report, all runs newer than the last of these, runs in progress,
     and those without a report that changed within a day. Run folders stay. Attempts not continued for a day
     go with `has_unfinished`, damaged and half-written artifacts with `has_damaged`.
     Raises StoreError when a run's record cannot be read, since everything that run uses would count as unused.
     """
-    if not (root / "runs").is_dir():  # elsewhere every folder would look unused
+    if not (root / "runs").is_dir():  # in any other folder everything would look unused
         raise StoreError(
             f"there is no store {root}: it has no folder runs, which a run makes; name the store with --store"
         )
@@ -69,7 +68,7 @@ def collect_garbage(
 
 
 def _kept(store: ArtifactStore, runs: list[RecordedRun], keep_runs: int) -> set[str]:
-    """Ids of the runs whose artifacts stay."""
+    """Ids of the runs that keep their artifacts."""
     reported = [run.id for run in runs if run.report is not None]  # newest first
     oldest = reported[:keep_runs][-1] if len(reported) >= keep_runs else ""
     # Training can outlive the run that started it, and reads that run's data and model.
@@ -84,7 +83,7 @@ def _may_go_on(store: ArtifactStore, run: RecordedRun, has_commands: bool) -> bo
 
 
 def _traces(store: ArtifactStore, run: RecordedRun) -> Iterator[Path]:
-    """What changes while the run is in progress: its record, and the attempts that its commands work on."""
+    """The paths that change while the run is in progress: its record, and the attempts of its commands."""
     yield run.folder / RECORD_FILE
     for link in filter(Path.is_symlink, run.folder.glob("*.log")):
         stage, _, key = link.readlink().stem.rpartition("-")
@@ -93,7 +92,7 @@ def _traces(store: ArtifactStore, run: RecordedRun) -> Iterator[Path]:
 
 
 def _is_garbage(store: ArtifactStore, attempt: Attempt, is_kept: bool) -> bool:
-    """Whether the attempt may go as far as runs and builders are concerned."""
+    """True if no kept run and no builder needs the attempt."""
     if attempt.state == FINISHED:
         artifact = artifact_at(attempt.path)
         is_in_place = artifact and store.key_folder(artifact.stage, artifact.key) == attempt.path.parent
@@ -119,12 +118,12 @@ def _own_bytes(folder: Path) -> int:
 
 
 def _age_seconds(*paths: Path) -> float:
-    """Seconds since something there changed."""
+    """Seconds since the last change at or below these paths."""
     return time.time() - max((status.st_mtime for path in paths for status in _statuses(path)), default=0.0)
 
 
 def _statuses(path: Path) -> Iterator[os.stat_result]:
-    """Of the path and all below it; files that vanish are left out."""
+    """The status of the path and of everything below it; vanished files are left out."""
     below = (Path(place, name) for place, folders, files in os.walk(path) for name in (*folders, *files))
     for each in itertools.chain([path], below):
         with contextlib.suppress(FileNotFoundError):

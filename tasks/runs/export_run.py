@@ -18,7 +18,8 @@ from dapo_core.config.loading import dump_config, read_tree, resolve
 from durable import publish
 from eval.pages import render
 from eval.problems.prompts import DEFAULT, TEMPLATES
-from tasks.artifacts import Artifact, ArtifactStore, StoreError
+from tasks.artifacts.artifact import Artifact, StoreError
+from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
 
@@ -39,9 +40,9 @@ def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> 
     """Copy a run's model to the new folder `destination`, with its report, manifests and card; returns its bytes.
 
     Everything is copied, so that an edit there changes no artifact. In the texts ${STORE} and ${HOME} stand for
-    folders of this machine. The folder appears complete or not at all. Raises StoreError when it is there already,
-    when the run has no model or report, when its model is no longer in the store, and when a file is not what its
-    manifest says.
+    folders of this machine. The folder appears complete or not at all.
+    Raises StoreError if it already exists, if the run has no model or report, if its model was removed from the
+    store, or if a file differs from its manifest.
     """
     with ArtifactStore(run.store).in_use():
         model = require_artifact(run, MODEL_LABEL)
@@ -51,8 +52,8 @@ def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> 
                 f"the run {run.id} ({run.flow}, {run.state}) has no report; export a completed dapo run"
             )
         if destination.exists() or destination.is_symlink():
-            raise StoreError(f"{destination} is there already; name a new folder")
-        # How it was operated here concerns no other machine, and may hold an address with a secret.
+            raise StoreError(f"{destination} already exists; name a new folder")
+        # How the run was operated is specific to this machine, and may hold an address with a secret.
         config = resolve(ChainConfig, read_tree(run.folder / CONFIG_FILE) | {"flow": {}, "store": {}})
         with _published(destination) as folder:
             num_bytes = _copy_model(model, folder, on_progress)
@@ -61,7 +62,7 @@ def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> 
 
 
 def _write_beside(folder: Path, run: RecordedRun, config: ChainConfig, report: Mapping[str, Any]) -> None:
-    """Write what belongs to the model: report, configuration, manifests and card."""
+    """Write report, configuration, manifests and card beside the model."""
     portable = _Portable(run)
     found = {label: artifact_of(run, label) for label in run.stages}
     manifests = {label: artifact.manifest() for label, artifact in found.items() if artifact is not None}

@@ -14,12 +14,10 @@ from typing import Any
 
 import yaml
 
-from durable import is_locked
+from durable import UNSET, differences, is_locked
 from eval.report import REPORT_JSON
-from tasks.artifacts import Artifact, StoreError
-from tasks.artifacts.artifact import artifact_at
+from tasks.artifacts.artifact import Artifact, StoreError, artifact_at
 from tasks.artifacts.store import Attempt
-from tasks.runs.differences import Difference, differences_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +26,9 @@ CONFIG_FILE = "config.yaml"
 REPORT_FOLDER = "report"
 NUM_NAMED_RUNS = 5  # in an error
 MIN_SHORT_ID = 4
+MAX_VALUE_CHARS = 40
+NUM_SHARED_CHARS = 15  # of these before the place where two long values begin to differ
+SECRET_KEYS = ("flow.webhook.url",)  # whoever knows the address may write to the chat
 _LATEST = re.compile(r"latest(?:~(\d+))?")
 
 
@@ -58,7 +59,7 @@ class RecordedRun:
     pid: int
     state: str  # running, completed, failed, cancelled, skipped; interrupted: its process or worker is gone
     started_at: float  # seconds since the epoch
-    seconds: float  # up to its end, or as far as is known
+    seconds: float  # until its end, or until its last record
     stages: Mapping[str, StageRecord]
     error: str | None
     report: Mapping[str, Any] | None  # the headline: before, after, difference, p, n
@@ -75,7 +76,7 @@ class RecordedRun:
 
     @property
     def num_cached(self) -> int:
-        """Stages whose artifact was there."""
+        """Stages whose artifact was in the store."""
         return sum(stage.cached for stage in self.stages.values())
 
     @property
@@ -127,12 +128,8 @@ def read_run(folder: Path) -> RecordedRun:
         state = "interrupted" if record["state"] == "running" and not is_going_on else record["state"]
         return RecordedRun(
             folder=folder,
-            name=record["name"],
-            flow=record["flow"],
-            host=record["host"],
-            pid=record["pid"],
+            **{name: record[name] for name in ("name", "flow", "host", "pid", "started_at")},
             state=state,
-            started_at=record["started_at"],
             seconds=time.time() - record["started_at"] if state == "running" else record["seconds"],
             stages={label: StageRecord(**values) for label, values in record["stages"].items()},
             error=record.get("error"),
@@ -155,14 +152,14 @@ def run_lock_path(folder: Path) -> Path:
 
 
 def artifact_of(run: RecordedRun, label: str) -> Artifact | None:
-    """The artifact that the run took or made as `label`, its files unchecked; None when it is no longer there."""
+    """The artifact that the run took or made as `label`, its files unchecked; None if it was removed."""
     stage = run.stages[label]
     artifact = artifact_at(run.store / stage.place)
     return artifact if artifact is not None and artifact.digest == stage.digest else None
 
 
 def require_artifact(run: RecordedRun, label: str) -> Artifact:
-    """As `artifact_of`; raises StoreError, saying why there is none."""
+    """As `artifact_of`, but raises StoreError with the reason if there is none."""
     if label not in run.stages:
         raise StoreError(
             f"the run {run.id} ({run.flow}, {run.state}) has no {label}, but {', '.join(run.stages) or 'no stage'}"
@@ -182,7 +179,7 @@ def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
     """The run whose id begins or ends with `text`; `latest` is the newest, `latest~2` the second before it.
 
     With `needs`, the label of a stage or "report", these two count only the runs that have it.
-    Raises StoreError, naming the runs there are, when no run or more than one is meant.
+    Raises StoreError, naming the runs there are, when none matches or more than one.
     """
     folders = run_folders(store)
     if match := _LATEST.fullmatch(text):
@@ -224,7 +221,7 @@ def _names(folders: Sequence[Path]) -> str:
 
 
 def short_ids(store: Path) -> dict[str, str]:
-    """By id the shortest end of it that no other run of the store begins or ends with."""
+    """Per run id, its shortest suffix that is unique among the beginnings and ends of all ids in the store."""
     ids = [folder.name for folder in run_folders(store)]
     lengths = range(MIN_SHORT_ID, max(map(len, ids), default=0))
     uses = collections.Counter(
@@ -273,7 +270,7 @@ def read_report(run: RecordedRun) -> dict[str, Any] | None:
 
 
 def describe_run(run: RecordedRun) -> dict[str, Any]:
-    """A run as plain values, with where each artifact is; null for one that is no longer there."""
+    """A run as plain values, with the path of each artifact; None for a removed one."""
     stages = {}
     for label, stage in run.stages.items():
         artifact = artifact_of(run, label)
@@ -286,3 +283,39 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
             "seconds": stage.seconds,
         }
     return {"id": run.id, **vars(run), "folder": str(run.folder), "stages": stages}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key with its two values, as text."""
+
+    key: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        places = range(min(len(self.before), len(self.after)))
+        shared = next((place for place in places if self.before[place] != self.after[place]), len(places))
+        return f"{self.key} {_shortened(self.before, shared)} -> {_shortened(self.after, shared)}"
+
+
+def differences_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
+    """Keys, dotted, with different values, in the order of `after`; those that only `before` has come last."""
+    return [Difference(key, _text(key, old), _text(key, new)) for key, old, new in differences(before, after)]
+
+
+def _text(key: str, value: Any) -> str:
+    if value is UNSET:
+        return "(unset)"
+    if key in SECRET_KEYS and value is not None:
+        return "(secret)"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def _shortened(text: str, shared: int) -> str:
+    """The part of a long text where it begins to differ from another one, after `shared` characters."""
+    if len(text) <= MAX_VALUE_CHARS:
+        return text
+    start = max(0, shared - NUM_SHARED_CHARS)
+    shown = ("..." if start else "") + text[start:]
+    return shown if len(shown) <= MAX_VALUE_CHARS else shown[: MAX_VALUE_CHARS - 3] + "..."

@@ -1,4 +1,4 @@
-"""What a run would do: each stage's key, whether its artifact is there, and if not, why. Builds nothing."""
+"""What a run would do: each stage's key, whether the store has its artifact, and why not. Builds nothing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.artifacts import Artifact, ArtifactStore, DamagedArtifact, StageKey
+from tasks.artifacts.artifact import Artifact, DamagedArtifact
+from tasks.artifacts.stage_key import StageKey
+from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
-from tasks.runs.differences import differences_of
-from tasks.runs.history import RecordedRun, artifact_of, read_runs
+from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
 from tasks.stages import CHAIN, Link
 
 
@@ -18,9 +19,9 @@ from tasks.stages import CHAIN, Link
 class PlannedStage:
     """One stage of the chain as a run would find it.
 
-    cached: its artifact is there. building: a process makes it. resumes: an attempt at this key is
-    continued. damaged: its artifact is not as its manifest says. stale: the run before had one, and this one's key
-    differs or its input is still to be built. runs: anything else that is not there.
+    cached: its artifact is in the store. building: a process makes it. resumes: an unfinished attempt is
+    continued. damaged: its artifact differs from its manifest. stale: the run before had one, and this one's key
+    differs or an input is still to be built. runs: any other missing artifact.
     """
 
     label: str
@@ -29,10 +30,10 @@ class PlannedStage:
     changes: tuple[str, ...]  # how its key differs from that of the run before
     key: str | None  # None while an input is not built
     waits_for: str | None  # the stage whose output the key needs
-    seconds: float | None  # what building the cached artifact took
+    seconds: float | None  # how long the cached artifact took to build
 
     def why(self, num_changes: int | None = 1) -> str:
-        """Note and changes in a phrase, all of these or the first few and how many more there are."""
+        """Note and changes on one line; only the first `num_changes`, with the number of the others."""
         shown = self.changes[:num_changes]
         more = len(self.changes) - len(shown)
         return "; ".join([*filter(None, [self.note]), *shown]) + (f" +{more} more" if more else "")
@@ -41,7 +42,7 @@ class PlannedStage:
 def plan_chain(config: ChainConfig) -> list[PlannedStage]:
     """The stages of dapo-full in order; the report is written in each run and has no key.
 
-    Each is compared with the newest run of the same run.name that had the stage and whose artifact is still there.
+    Each is compared with the newest run of the same run.name that still has its artifact of the stage.
     """
     store = ArtifactStore(config.store.path)
     recorded = list(read_runs(store.root))
@@ -54,7 +55,7 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
         if missing:
             stages.append(_plan_waiting(config, link, missing[-1], _manifest_before(runs, link.label)))
             continue
-        key = link.key(config, found)
+        key = link.key(config, *(found[label] for label in link.needs))
         try:
             artifact = store.check(key.stage, key.key)
             damage = None
@@ -90,7 +91,7 @@ def _plan_waiting(
 def _attempt(
     store: ArtifactStore, link: Link, key: StageKey, damage: DamagedArtifact | None
 ) -> tuple[str, str] | None:
-    """State and note of a stage that is being built, is damaged, or was begun."""
+    """State and note of a stage that is being built, damaged or unfinished; None for any other."""
     if (builder := store.builder(key.stage, key.key)) is not None:
         return "building", f"by {builder}"
     if damage is not None:
@@ -103,7 +104,7 @@ def _attempt(
 def _explain(
     label: str, key: StageKey, runs: list[RecordedRun], was_built: bool
 ) -> tuple[str, str, tuple[str, ...]]:
-    """State, note and changes of a stage whose artifact is not there."""
+    """State, note and changes of a stage without an artifact."""
     if was_built:
         return "runs", "its artifact is gone", ()
     before = _manifest_before(runs, label)

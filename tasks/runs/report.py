@@ -13,7 +13,8 @@ from eval.compare import Comparison
 from eval.plots import Plots, draw_plots
 from eval.report import write_report
 from eval.training import Steps
-from tasks.artifacts import Artifact, StageKey, code_digest, package_versions
+from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.run import Run
 from tasks.stages import CHAIN

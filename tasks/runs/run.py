@@ -24,7 +24,9 @@ from durable import locked, write_atomically
 from eval.problems.benchmarks import TRAINING
 from eval.problems.files import require_columns
 from eval.problems.prompts import find_template
-from tasks.artifacts import SHORT_KEY_LENGTH, Artifact, ArtifactStore, StageKey, StoreError
+from tasks.artifacts.artifact import Artifact, StoreError
+from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
+from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
@@ -33,7 +35,7 @@ from tasks.time_limit import clock_stopped
 
 logger = logging.getLogger(__name__)
 
-current_stage: ContextVar[str] = ContextVar("current_stage", default="")  # for those who show log lines
+current_stage: ContextVar[str] = ContextVar("current_stage", default="")  # read by formatters of log lines
 
 
 class RunSkipped(DapoError, RuntimeError):
@@ -96,8 +98,6 @@ class Run:
         label: str,
         key: StageKey,
         build: Callable[[Path], Mapping[str, Any]],
-        *,
-        resumable: bool = False,
     ) -> Artifact:
         """The artifact of the key, from the store or built now, recorded and linked under `label`.
 
@@ -109,7 +109,7 @@ class Run:
             is_kept = False
             while not is_kept:
                 artifact, cached = self.store.produce(
-                    key, build, resumable=resumable, force=is_forced, waiting=clock_stopped()
+                    key, build, resumable=LINKS[label].stage.is_resumable, force=is_forced, waiting=clock_stopped()
                 )
                 seconds = time.monotonic() - started
                 with clock_stopped(), self.store.in_use():
@@ -120,9 +120,9 @@ class Run:
         return artifact
 
     def take(self, label: str) -> Artifact:
-        """The artifact of a stage that ran before, recorded as cached; raises StoreError when it is not there."""
+        """The artifact of a stage that ran before, recorded as cached; raises StoreError if it is missing."""
         link = LINKS[label]
-        key = link.key(self.config, {need: self.take(need) for need in link.needs})
+        key = link.key(self.config, *map(self.take, link.needs))
         with self.store.in_use():
             artifact = _require(self.store, label, key)
             if label in self.stages:
@@ -133,7 +133,7 @@ class Run:
         return artifact
 
     def _keep(self, label: str, artifact: Artifact, cached: bool, seconds: float) -> None:
-        """Record and link the artifact, so that it is kept as long as the run is."""
+        """Record and link the artifact, so that garbage collection keeps it."""
         self.stages[label] = StageRecord(cached, seconds, artifact.path, artifact.key, artifact.digest)
         link = self.folder / label
         link.unlink(missing_ok=True)  # of an attempt that was removed
@@ -175,12 +175,12 @@ def _speaking_of(label: str) -> Iterator[None]:
 
 
 def require_outputs(config: ChainConfig, labels: Iterable[str]) -> dict[str, Artifact]:
-    """The outputs of these stages in the store, by label; raises StoreError when one is not there."""
+    """The outputs of these stages in the store, by label; raises StoreError if one is missing."""
     store = ArtifactStore(config.store.path)
     found: dict[str, Artifact] = {}
     for label in labels:
         link = LINKS[label]
-        found[label] = _require(store, label, link.key(config, require_outputs(config, link.needs)))
+        found[label] = _require(store, label, link.key(config, *require_outputs(config, link.needs).values()))
     return found
 
 
@@ -190,7 +190,7 @@ def _require(store: ArtifactStore, label: str, key: StageKey) -> Artifact:
         raise StoreError(
             f"the store {store.root} has no output of {label} for this configuration (key "
             f"{key.key[:SHORT_KEY_LENGTH]}), which this stage begins from; make it with {LINKS[label].command}, "
-            "or all of the chain with dapo run CONFIG; dapo plan CONFIG shows what is there"
+            "or all of the chain with dapo run CONFIG; dapo plan CONFIG shows what it has"
         )
     return artifact
 
@@ -203,16 +203,16 @@ def _end(error: BaseException | None) -> dict[str, str]:
         return {"state": "skipped", "reason": str(error)}
     if isinstance(error, Exception):
         return {"state": "failed", "error": f"{type(error).__name__}: {error}"}
-    from tasks.processes.cancellation import is_worker_restart  # brings Prefect, which `dapo plan` does without
+    from tasks.processes.cancellation import is_worker_restart  # imports Prefect, which `dapo plan` does not need
 
     state = "interrupted" if is_worker_restart(error) else "cancelled"
     return {"state": state, "error": type(error).__name__}
 
 
 def check_inputs(config: ChainConfig) -> None:
-    """Raise when a file that the configuration names is not there, or not what a run can use.
+    """Raise if a file that the configuration names is missing or unusable.
 
-    ConfigError, DataError, ModelError; ProblemsError for a prompt.
+    ConfigError, DataError or ModelError; ProblemsError for a prompt.
     """
     prepare_data_inputs(config)
     require_scorers((), config.reward, config.custom_reward)
@@ -226,6 +226,6 @@ def check_inputs(config: ChainConfig) -> None:
 
 
 def check_start(config: ChainConfig) -> None:
-    """Raise, before any work, what would end a run: what `check_inputs` raises, or StoreError."""
+    """Raise early what would end the run later: what `check_inputs` raises, or StoreError."""
     check_inputs(config)
     ArtifactStore(config.store.path).check_writable()

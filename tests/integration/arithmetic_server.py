@@ -1,4 +1,4 @@
-"""A server of chat and text completions on a loopback port that adds numbers, and misbehaves when told to."""
+"""A server of chat and text completions on a loopback port that adds numbers, and misbehaves on request."""
 
 from __future__ import annotations
 
@@ -130,16 +130,9 @@ def running(port: int = 0) -> Iterator[ArithmeticServer]:
 
 def make_set(count: int, style: str = "chat") -> EvaluationSet:
     """Problems `i + 1 = ?` with ids item-i."""
-    texts = [f"{i} + 1 = ?" for i in range(count)]
-    return EvaluationSet(
-        tuple(
-            Item(
-                f"item-{i}",
-                ({"role": "user", "content": text},) if style == "chat" else text,
-                str(i + 1),
-                "add",
-                "1",
-            )
-            for i, text in enumerate(texts)
-        )
-    )
+    items = []
+    for i in range(count):
+        text = f"{i} + 1 = ?"
+        prompt = ({"role": "user", "content": text},) if style == "chat" else text
+        items.append(Item(f"item-{i}", prompt, str(i + 1), "add", "1"))
+    return EvaluationSet(tuple(items))

@@ -13,15 +13,13 @@ from prefect import flow
 
 from flows.config import load_config
 from flows.notify import report_failure, report_result
-from tasks.artifacts import Artifact
-from tasks.fetch_model import fetch_model
+from tasks.artifacts.artifact import Artifact
+from tasks.chain import fetch_model, prepare_data, write_report
 from tasks.page import StageProgress
-from tasks.prepare_data import prepare_data
 from tasks.processes.child import run_command
 from tasks.runs.run import Run
 from tasks.stage_task import RETRIED, stage_task
 from tasks.stages import TRAIN_POLICY, train_policy_inputs
-from tasks.write_report import write_report
 from tests.evaluations import write_results
 from tests.tiny_models import build_tiny_qwen3
 
@@ -43,7 +41,7 @@ REFUSED = "print('DataError: no rows'); raise SystemExit(2)"
 STUCK = "import time; print('at it'); time.sleep(60)"
 
 
-@stage_task("train-policy", hours=lambda limits: limits.train_policy_hours, afterwards="run it again")
+@stage_task("train-policy")
 def train_policy(run: Run, data: Artifact, model: Artifact, code: str) -> Artifact:
     key = TRAIN_POLICY.key(run.config, {**train_policy_inputs(run.config, data, model), "code": code})
 
@@ -54,7 +52,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, code: str) -> Artifa
         run_command(command, log_path=log_path, label="train_policy", on_line=progress.on_line)
         return {"step": 12, "sampler/accuracy": 4.00004}
 
-    return run.produce("train_policy", key, build, resumable=True)
+    return run.produce("train_policy", key, build)
 
 
 @flow(name="seen", on_failure=[report_failure])

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from tasks.artifacts import ArtifactStore, StageKey, StoreError
+from tasks.artifacts.artifact import StoreError
+from tasks.artifacts.stage_key import StageKey
+from tasks.artifacts.store import ArtifactStore
 from tests.processes import wait_until
 
 DEADLINE_SECONDS = 30.0
@@ -23,7 +25,8 @@ PARTS = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions=
 BUILDER = """
 import logging, os, sys, time
 from pathlib import Path
-from tasks.artifacts import ArtifactStore, StageKey
+from tasks.artifacts.stage_key import StageKey
+from tasks.artifacts.store import ArtifactStore
 
 root, builds, go, resumable = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4] == "resumable"
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -149,7 +152,8 @@ def test_a_build_killed_between_manifest_and_rename_is_no_hit(tmp_path: Path) ->
     code = """
 import os, signal, sys
 from pathlib import Path
-from tasks.artifacts import ArtifactStore, StageKey
+from tasks.artifacts.stage_key import StageKey
+from tasks.artifacts.store import ArtifactStore
 Path.rename = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
 parts = StageKey(stage="train", config={}, inputs={}, code_digest="c", versions={})
 build = lambda work: {"bytes": (work / "file").write_bytes(b"content")}
@@ -169,7 +173,8 @@ def test_no_attempt_runs_beside_what_a_killed_one_left(tmp_path: Path) -> None:
     # The store's lock ends with the killed builder, while its command still has its second of grace.
     code = """
 import sys
-from tasks.artifacts import ArtifactStore, StageKey
+from tasks.artifacts.stage_key import StageKey
+from tasks.artifacts.store import ArtifactStore
 from tasks.processes.child import run_command
 
 store = ArtifactStore(sys.argv[1])

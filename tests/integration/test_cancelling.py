@@ -37,8 +37,8 @@ CHANGES = (f"train.total_steps={NUM_STEPS}", "checkpoint.save_every=100", "valid
 BUILD_MODEL = """
 import sys
 from flows.config import load_config
-from tasks.fetch_model import fetch_model
-from tasks.prepare_data import prepare_data
+from tasks.chain import fetch_model
+from tasks.chain import prepare_data
 from tasks.runs.run import Run
 
 with Run.start(load_config(sys.argv[1], sys.argv[2:]), flow="fetch-model") as run:

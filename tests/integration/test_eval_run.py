@@ -1,4 +1,4 @@
-"""A resumable evaluation against a real HTTP server: what is kept, what is asked again, and what is told."""
+"""A resumable evaluation against a real HTTP server: what is kept, asked again and reported."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +78,7 @@ def test_rows_and_summary_hold_what_was_asked_and_answered(
     assert "secret" not in "".join((tmp_path / name).read_text() for name in written)
 
 
-def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_told(
+def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_reported(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
     # Two of four items say something else at their second sample, one of these the same answer in other words.
@@ -99,9 +100,8 @@ def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_told(
     values = {name: metric["value"] for name, metric in summary.samples.items()}
     # pass@2 of item 1: 1 - C(2, 2) / C(3, 2) = 2 / 3
     assert values == pytest.approx({"avg@3": 10 / 12, "pass@2": (3 + 2 / 3) / 4, "pass@3": 1.0, "maj@3": 0.75})
-    assert all(
-        low <= values[name] <= high for name, metric in summary.samples.items() for low, high in [metric["ci95"]]
-    )
+    for name, metric in summary.samples.items():
+        assert metric["ci95"][0] <= values[name] <= metric["ci95"][1]
     assert summary.repeats == {
         "num_items": 4,
         "differing_responses": 0.5,
@@ -111,9 +111,7 @@ def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_told(
     bodies = [body for _, _, body in server.requests if body["messages"][-1]["content"] == "3 + 1 = ?"]
     assert sorted(body["seed"] for body in bodies) == [7, 8, 9]
     finished = load_evaluation(tmp_path)
-    assert [row.key for row in finished.rows] == [
-        (f"item-{item}", sample) for item in range(4) for sample in range(3)
-    ]
+    assert [row.key for row in finished.rows] == [(f"item-{item}", n) for item in range(4) for n in range(3)]
     assert [row.verdict for row in finished.items["item-1"]] == ["right", "wrong", "wrong"]
 
     # A sample that is missing is asked with its own seed; the others are not asked again.
@@ -142,10 +140,7 @@ def test_too_many_failures_raise_and_the_next_attempt_asks_only_for_them(
 
     server.behave = lambda handler, prompt, attempt: False
     assert evaluate(make_set(10), endpoints, SAMPLING, tmp_path).n == 10
-    assert {prompt: count for prompt, count in server.asked.items() if count > 1} == {
-        "3 + 1 = ?": 3,
-        "6 + 1 = ?": 3,
-    }
+    assert server.asked - Counter(dict.fromkeys(server.asked, 1)) == {"3 + 1 = ?": 2, "6 + 1 = ?": 2}
 
 
 def test_a_server_that_refuses_everything_is_given_up_early(
@@ -188,7 +183,7 @@ def test_a_torn_last_line_costs_only_its_row(
     assert len(results.read_text().splitlines()) == 6
 
 
-def test_changed_settings_start_anew_and_say_so(
+def test_changed_settings_start_again_and_say_so(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shorter = replace(SAMPLING, max_tokens=32)

@@ -15,7 +15,8 @@ from prefect.logging.handlers import APILogHandler, set_api_log_sink
 from flows.config import load_config
 from flows.console import QUIET_LOGGERS
 from tasks import stage_command as command
-from tasks.artifacts import ArtifactStore, StageKey
+from tasks.artifacts.stage_key import StageKey
+from tasks.artifacts.store import ArtifactStore
 from tasks.runs.run import Run, current_stage
 from tasks.stage_command import PageLines, run_dapo
 from tests.processes import python

@@ -20,6 +20,7 @@ from dapo_core.reward.pool import RewardPool, ScoreRequest
 from dapo_core.reward.scorers import Score
 from eval.answers import pool as pool_module
 from tasks.retries import is_lasting
+from tests.processes import wait_until
 from tests.tiny_models import tiny_tokenizer
 
 Make = Callable[..., RewardPool]
@@ -245,11 +246,9 @@ def test_close_ends_the_processes_and_what_they_started(make: Make, tmp_path: Pa
     )
     pool = make(source, num_processes=1)
     pool.submit("a", request("x", str(tmp_path / "pid")))
-    deadline = time.monotonic() + FAR
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-        assert pool.finished(0.05) == []
-        assert time.monotonic() < deadline
-    started = [*pool.pids, int((tmp_path / "pid").read_text())]
+    pid = tmp_path / "pid"
+    wait_until(lambda: pool.finished(0.05) == [] and pid.exists() and pid.read_text() != "", "the child's id")
+    started = [*pool.pids, int(pid.read_text())]
     pool.close()
     wait_until_gone(started)
     assert pool.num_pending == 0
@@ -282,10 +281,7 @@ def test_the_processes_die_with_their_owner(tmp_path: Path, text: str) -> None:
 
 def wait_until_gone(processes: list[int]) -> None:
     """Returns when none of the processes runs; zombies whose parent has not looked do not count."""
-    deadline = time.monotonic() + FAR
-    while any(is_running(pid) for pid in processes):
-        assert time.monotonic() < deadline
-        os.sched_yield()
+    wait_until(lambda: not any(is_running(pid) for pid in processes), "every process to end")
 
 
 def is_running(pid: int) -> bool:

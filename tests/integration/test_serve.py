@@ -84,19 +84,15 @@ def client_of(serving: Serving, api_key: str | None = None) -> httpx.Client:
     return httpx.Client(base_url=serving.server.base_url, headers=headers, timeout=60, trust_env=False)
 
 
-def test_it_is_healthy_under_our_name(serving: Serving) -> None:
+def test_each_is_healthy_under_our_name_with_sockets_in_a_folder_of_its_own(serving: Serving) -> None:
     with client_of(serving) as client:
         assert client.get("/health").status_code == 200
         models = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in models] == [serving.server.model] == ["policy"]
     assert models[0]["max_model_len"] == SETTINGS.max_model_len
     assert serving.server.base_url.startswith("http://127.0.0.1:")
-
-
-def test_each_makes_its_sockets_in_a_folder_of_its_own(serving: Serving) -> None:
     assert len(serving.folders) == NUM_SERVERS
-    for folder in serving.folders:
-        assert any(path.is_socket() for path in folder.iterdir())
+    assert all(any(path.is_socket() for path in folder.iterdir()) for folder in serving.folders)
 
 
 def test_a_wrong_key_is_refused_and_the_right_one_is_nowhere_to_be_read(serving: Serving) -> None:

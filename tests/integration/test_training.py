@@ -19,7 +19,7 @@ from dapo_core.metrics import METRICS_FILE
 from dapo_core.sampler import NotEnoughSignal
 from dapo_core.training import TrainResult, train
 from durable import read_json_lines
-from tasks.artifacts.code import PROJECT_ROOT
+from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.processes import supervisor
 from tests.metric_names import expand
 from tests.trainings import NUM_PROBLEMS, World, config_of, settings

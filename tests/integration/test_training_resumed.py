@@ -27,7 +27,7 @@ from dapo_core.stopping import TrainingStopped
 from dapo_core.training import train
 from durable import read_json_lines
 from flows.config import Config
-from tasks.artifacts.code import PROJECT_ROOT
+from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.processes.supervisor import descendants
 from tasks.stage_command import dapo_command
 from tests.trainings import World, config_of

@@ -75,18 +75,11 @@ def test_a_formula_in_a_sentence_is_an_answer_too() -> None:
     assert find_answer("The answer is that the probability is $\\frac12$ here.").answers[1:] == ("\\frac12",)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["\\boxed{" * 20_000, "\\" * 50_001, "Answer" * 20_000, "{" * 100_000, "Answer:" + " " * 200_000,
-     "answer is" * 20_000, "#" * 200_000, "$" * 200_000, "<think>" * 20_000, "a}" + " " * 50_000 + "x",
-     "The answer is" + " " * 50_000],
-)  # fmt: skip
-def test_hostile_text_is_read_in_linear_time(text: str) -> None:
-    start = time.process_time()
-    find_answer(text)
-    assert time.process_time() - start < 1.0
-
-
-@pytest.mark.parametrize("text", ["\\boxed{" * 20_000, "{" * 100_000, "Answer:" + " " * 200_000])
-def test_hostile_text_has_no_answer(text: str) -> None:
-    assert extract_answer(text) is None
+def test_hostile_text_is_read_in_linear_time() -> None:
+    nowhere = ("\\boxed{" * 20_000, "{" * 100_000, "Answer:" + " " * 200_000)
+    for text in (*nowhere, "\\" * 50_001, "Answer" * 20_000, "answer is" * 20_000, "#" * 200_000, "$" * 200_000,
+                 "<think>" * 20_000, "a}" + " " * 50_000 + "x", "The answer is" + " " * 50_000):  # fmt: skip
+        start = time.process_time()
+        find_answer(text)
+        assert time.process_time() - start < 1.0, text[:20]
+    assert [extract_answer(text) for text in nowhere] == [None] * 3

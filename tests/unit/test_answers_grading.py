@@ -51,12 +51,11 @@ def test_table_covers_what_answers_look_like() -> None:
 
 
 def test_every_pair_of_the_table_gets_its_label() -> None:
-    wrong = [
-        pair
-        for pair in read_table()
-        if grade(f"Therefore the answer is $\\boxed{{{pair.prediction}}}$.", "stop", pair.gold).verdict
-        != ("right" if pair.label == "1" else "wrong")
-    ]
+    wrong = []
+    for pair in read_table():
+        graded = grade(f"Therefore the answer is $\\boxed{{{pair.prediction}}}$.", "stop", pair.gold)
+        if graded.verdict != ("right" if pair.label == "1" else "wrong"):
+            wrong.append(pair)
     assert wrong == []
 
 
@@ -81,32 +80,20 @@ def test_different_gold_answers_of_the_table_are_different() -> None:
     [
         ("1,2", "12", True),  # a comma between digits is dropped
         (r"3 \cdot 4", "34", True),  # \cdot is dropped
-        ("0.5", r"\frac12", False),  # no numbers
-        (r"\sqrt{12}", r"2\sqrt3", False),  # no algebra
-        (r"\frac12", r"\dfrac{1}{2}", True),
-        ("1/2", r"\frac{1}{2}", True),
+        ("0.5", r"\frac12", False), (r"\sqrt{12}", r"2\sqrt3", False),  # no numbers, no algebra
+        (r"\frac12", r"\dfrac{1}{2}", True), ("1/2", r"\frac{1}{2}", True),
         ("x/2", r"\frac{x}{2}", False),  # int("x") raises there, so this step is lost
         (r"x/2\text{ cm}", "x/2", True),  # normalising alone drops "cm" and the empty \text
         (r"x/2\text{ mm}", "x/2", False),  # but not "mm"
         (r"5 \text{ and } \frac{1}{2}", "5", True),  # from the first \text{ to a last brace is a unit
-        (r"\text{Evelyn}", "Evelyn", True),
-        (r"\text{(C)}", "C", True),
-        (r"\text{C}", r"\text{(C)}", True),
+        (r"\text{Evelyn}", "Evelyn", True), (r"\text{(C)}", "C", True), (r"\text{C}", r"\text{(C)}", True),
         ("(C)", r"\text{(C)}", False),  # parentheses are dropped only together with \text
-        (r"36^\circ", "36", True),
-        (r"\$32,\!348", "32348", True),
-        ("x=5", "5", True),
-        ("xyz=5", "5", False),  # a name of at most two characters
-        (r"2.00", "2", True),
-        (r"\mbox{ cm}15", "15", True),
-        ("3j", "3i", True),
-        (r"(-\infty, 2]", r"(-inf,2]", True),
-        ("square 5", "5", True),
-        ("42", "43", False),
-        ("2,1", "1,2", False),
-        ("", "0", False),
+        (r"36^\circ", "36", True), (r"\$32,\!348", "32348", True), (r"2.00", "2", True),
+        ("x=5", "5", True), ("xyz=5", "5", False),  # a name of at most two characters
+        (r"\mbox{ cm}15", "15", True), ("3j", "3i", True), (r"(-\infty, 2]", r"(-inf,2]", True),
+        ("square 5", "5", True), ("42", "43", False), ("2,1", "1,2", False), ("", "0", False),
     ],
-)
+)  # fmt: skip
 def test_aisbench_equality(answer: str, gold: str, is_equal: bool) -> None:
     assert is_equal_aisbench(answer, gold) is is_equal
 
@@ -133,18 +120,15 @@ def test_aisbench_extraction(text: str, answer: str, raises: bool) -> None:
     assert extract_aisbench(text) == (answer, raises)
 
 
-def test_aisbench_does_not_look_at_the_finish_reason() -> None:
-    graded = grade(r"\boxed{7} but wait", "length", "7")
-    assert (graded.verdict, graded.aisbench_right) == ("truncated", True)
-    graded = grade(r"\fbox{7}", "stop", "7")
-    assert (graded.verdict, graded.aisbench_right, graded.aisbench_raises) == ("right", True, True)
-
-
 def test_the_two_rules_disagree_where_one_is_wrong() -> None:
-    graded = grade(r"\boxed{1,2}", "stop", "12")
-    assert (graded.verdict, graded.aisbench_right) == ("wrong", True)
-    graded = grade(r"\boxed{0.5}", "stop", r"\frac{1}{2}")
-    assert (graded.verdict, graded.aisbench_right) == ("right", False)
+    for response, finish_reason, gold, expected in (
+        (r"\boxed{7} but wait", "length", "7", ("truncated", True, False)),  # AISBench ignores how it ended
+        (r"\fbox{7}", "stop", "7", ("right", True, True)),
+        (r"\boxed{1,2}", "stop", "12", ("wrong", True, False)),
+        (r"\boxed{0.5}", "stop", r"\frac{1}{2}", ("right", False, False)),
+    ):
+        graded = grade(response, finish_reason, gold)
+        assert (graded.verdict, graded.aisbench_right, graded.aisbench_raises) == expected
 
 
 def test_parse_number_is_exact_and_refuses_what_is_no_number() -> None:
@@ -156,43 +140,35 @@ def test_parse_number_is_exact_and_refuses_what_is_no_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "finish_reason", "verdict"),
+    ("response", "finish_reason", "verdict", "gold"),
     [
-        ("Answer: 7", "stop", "right"),
-        ("Answer: 8", "stop", "wrong"),
-        ("seven, I think", "stop", "no_answer"),
-        ("Answer: 7\nbut let me check", "length", "truncated"),
-        (r"\boxed{7}", "length", "truncated"),
-        ("still thinking", "length", "truncated"),
-        (r"\boxed{7}", "abort", "truncated"),  # vLLM, when it is shut down
-        (r"\boxed{7}", "content_filter", "truncated"),
-        ("<think>so \\boxed{7}", "stop", "no_answer"),
-        ("<think>so \\boxed{7}", None, "truncated"),
-        (r"\boxed{7", "stop", "no_answer"),
-        (r"\boxed{7", None, "truncated"),
-        (r"\boxed{7}. Let me double check this by putting it into the equation: 7 +", None, "truncated"),
-        (r"\boxed{7}. Let me double check this by putting it into the equation: 7 + 1 = 8.", None, "right"),
-        (r"\boxed{7} square units", None, "right"),
-        (r"\boxed{2} or \boxed{7}", "stop", "wrong"),  # one answer too many
-        (r"\boxed{7}, that is $\boxed{\frac{14}{2}}$", "stop", "right"),
-        (None, None, "request_failed"),
+        ("Answer: 7", "stop", "right", "7"),
+        ("Answer: 8", "stop", "wrong", "7"),
+        ("seven, I think", "stop", "no_answer", "7"),
+        ("Answer: 7\nbut let me check", "length", "truncated", "7"),
+        (r"\boxed{7}", "length", "truncated", "7"),
+        ("still thinking", "length", "truncated", "7"),
+        (r"\boxed{7}", "abort", "truncated", "7"),  # vLLM, when it is shut down
+        (r"\boxed{7}", "content_filter", "truncated", "7"),
+        ("<think>so \\boxed{7}", "stop", "no_answer", "7"),
+        ("<think>so \\boxed{7}", None, "truncated", "7"),
+        (r"\boxed{7", "stop", "no_answer", "7"),
+        (r"\boxed{7", None, "truncated", "7"),
+        (r"\boxed{7}. Let me double check this by putting it into the equation: 7 +", None, "truncated", "7"),
+        (r"\boxed{7}. Let me double check this by putting it into the equation: 7 + 1 = 8.", None, "right", "7"),
+        (r"\boxed{7} square units", None, "right", "7"),
+        (r"\boxed{2} or \boxed{7}", "stop", "wrong", "7"),  # one answer too many
+        (r"\boxed{7}, that is $\boxed{\frac{14}{2}}$", "stop", "right", "7"),
+        (None, None, "request_failed", "7"),
+        # Several boxes are a list of answers.
+        (r"$x = \boxed{-2}$ or $x = \boxed{1}$.", "stop", "right", "-2,1"),
+        (r"First case: \boxed{1}. In the second case we get another root, \boxed{-2}.", "stop", "right", "-2,1"),
+        (r"First case: \boxed{1}. In the second case we get another root, \boxed{3}.", "stop", "wrong", "-2,1"),
+        (r"\boxed{1}", "stop", "wrong", "-2,1"),
     ],
 )
-def test_verdicts(response: str | None, finish_reason: str | None, verdict: str) -> None:
-    assert grade(response, finish_reason, "7").verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("response", "verdict"),
-    [
-        (r"$x = \boxed{-2}$ or $x = \boxed{1}$.", "right"),
-        (r"First case: \boxed{1}. In the second case we get another root, \boxed{-2}.", "right"),
-        (r"First case: \boxed{1}. In the second case we get another root, \boxed{3}.", "wrong"),
-        (r"\boxed{1}", "wrong"),
-    ],
-)
-def test_several_boxes_are_a_list_of_answers(response: str, verdict: str) -> None:
-    assert grade(response, "stop", "-2,1").verdict == verdict
+def test_verdicts(response: str | None, finish_reason: str | None, verdict: str, gold: str) -> None:
+    assert grade(response, finish_reason, gold).verdict == verdict
 
 
 @pytest.mark.skipif("DAPO_TEST_DATA" not in os.environ, reason="the real benchmark files are not on every machine")
@@ -202,9 +178,8 @@ def test_gold_solutions_of_real_benchmarks_grade_right() -> None:
     solutions = [json.loads(line)["solution"] for line in path.read_text(encoding="utf-8").splitlines()]
     items = load_set(path, "math500").items
     grades = [grade(s, "stop", item.gold) for s, item in zip(solutions, items, strict=True)]
-    assert Counter((g.verdict, g.aisbench_right, g.aisbench_raises) for g in grades) == {
-        ("right", True, False): 500
-    }
+    counts = Counter((g.verdict, g.aisbench_right, g.aisbench_raises) for g in grades)
+    assert counts == {("right", True, False): 500}
     golds = {"aime24": "answer", "aime25": "answer", "amc23": "answer", "olympiadbench": "final_answer"}
     wrong = []
     for name, column in golds.items():

@@ -48,11 +48,11 @@ HOSTILE = {
     "spaces": "\\boxed{5" + " " * 3900 + "x}",
     "lone surrogate": "\\boxed{\ud800}",
     "surrogates in a formula": "\\boxed{\\sqrt{\udfff}+\ud800}",
-    "digits": "\\boxed{" + "9" * 1_000_000 + "}",
-    "a megabyte": "a" * 1_000_000,
-    "braces": "{" * 1_000_000,
-    "many boxes": "\\boxed{1}" * 100_000,
-    "openings": "\\text{(" * 100_000,
+    "digits": "\\boxed{" + "9" * 200_000 + "}",
+    "letters": "a" * 200_000,
+    "braces": "{" * 200_000,
+    "many boxes": "\\boxed{1}" * 20_000,
+    "openings": "\\text{(" * 20_000,
 }
 
 
@@ -65,15 +65,12 @@ def test_no_text_takes_long_or_raises_or_is_right(grader: MathGrader, name: str)
         assert graded.verdict in ("wrong", "no_answer")
 
 
-def test_nul_bytes_are_left_out(grader: MathGrader) -> None:
-    assert grader.grade("\\boxed{\x00\\frac{1}{2}}", "stop", "0.5").verdict == "right"
-
-
 def test_grading_in_a_process_and_in_place_agree(grader: MathGrader) -> None:
-    rows = [(r"\boxed{2\sqrt3}", r"\sqrt{12}"), (r"\boxed{2,1}", "1,2"), ("no", "1"), (r"\boxed{1.41}", r"\sqrt2")]
+    rows = [(r"\boxed{2\sqrt3}", r"\sqrt{12}"), (r"\boxed{2,1}", "1,2"), ("no", "1"), (r"\boxed{1.41}", r"\sqrt2"),
+            ("\\boxed{\x00\\frac{1}{2}}", "0.5")]  # fmt: skip
     grades = [grader.grade(response, "stop", gold) for response, gold in rows]
     assert grades == [grade(response, "stop", gold) for response, gold in rows]
-    assert [graded.verdict for graded in grades] == ["right", "right", "no_answer", "wrong"]
+    assert [graded.verdict for graded in grades] == ["right", "right", "no_answer", "wrong", "right"]
 
 
 def test_limits_cost_their_row_only_and_are_counted() -> None:
@@ -97,8 +94,12 @@ def test_limits_cost_their_row_only_and_are_counted() -> None:
         assert grader.num_killed == 1
 
 
-def test_threads_share_the_process_and_closing_ends_it() -> None:
+def test_threads_share_one_process_that_starts_when_needed_and_ends_with_the_grader() -> None:
     with MathGrader() as grader:
+        for answer, gold in (("42", "42"), ("41", "42"), ("0.5", r"\frac12")):  # strings and numbers
+            expected = "wrong" if answer == "41" else "right"
+            assert grader.grade(f"\\boxed{{{answer}}}", "stop", gold).verdict == expected
+        assert grader._pool.pids == set()
         rows = [(f"\\boxed{{\\sqrt{{{4 * n + 8}}}}}", f"2\\sqrt{{{n + 2}}}") for n in range(80)]  # sqrt(4 (n + 2))
         with ThreadPoolExecutor(4) as threads:
             verdicts = list(threads.map(lambda row: grader.grade(row[0], "stop", row[1]).verdict, rows))
@@ -107,19 +108,8 @@ def test_threads_share_the_process_and_closing_ends_it() -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_strings_and_numbers_start_no_process() -> None:
-    with MathGrader() as grader:
-        assert grader.grade(r"\boxed{42}", "stop", "42").verdict == "right"
-        assert grader.grade(r"\boxed{41}", "stop", "42").verdict == "wrong"
-        assert grader.grade(r"\boxed{0.5}", "stop", r"\frac12").verdict == "right"
-        assert grader._pool.pids == set()
-
-
 def test_too_little_memory_is_said_and_too_much_of_it_is_wrong() -> None:
-    with (
-        MathGrader(memory_bytes=1 << 20) as grader,
-        pytest.raises(EvaluationError, match="1,048,576 bytes"),
-    ):
+    with MathGrader(memory_bytes=1 << 20) as grader, pytest.raises(EvaluationError, match="1,048,576 bytes"):
         grader.grade(r"\boxed{\sqrt{8}}", "stop", r"2\sqrt2")
     pool = Pool("builtins:eval", ("bytearray",), timeout_seconds=60.0, memory_bytes=1 << 30)
     assert pool.submit(1 << 20).exception() is not None  # a bytearray is no JSON

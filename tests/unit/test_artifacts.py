@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.artifacts import Artifact, ArtifactStore, StageKey, StoreError, package_versions, verify
 from tasks.artifacts import artifact as artifact_module
+from tasks.artifacts.artifact import Artifact, StoreError
+from tasks.artifacts.stage_key import StageKey, package_versions
+from tasks.artifacts.store import ArtifactStore
 
 PARTS = StageKey(
     stage="train",
@@ -170,19 +172,20 @@ def test_a_damaged_artifact_is_named_kept_and_built_again(
 def age(made: Artifact) -> None:
     """Waits until a write to the files could no longer leave their change time as it is."""
     newest = max(path.stat().st_ctime_ns for path in Path(made.path).rglob("*"))
-    time.sleep(max(0.0, (newest + verify.RACY_NANOSECONDS - time.time_ns()) / 1e9) + 0.01)
+    time.sleep(max(0.0, (newest + artifact_module.RACY_NANOSECONDS - time.time_ns()) / 1e9) + 0.01)
 
 
 def test_files_found_right_are_not_read_again_until_they_change(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
+    hash_file = artifact_module.hash_file
 
     def counting_hash(path: Path) -> str:
         hashed.append(path.name)
-        return artifact_module.hash_file(path)
+        return hash_file(path)
 
-    monkeypatch.setattr(verify, "hash_file", counting_hash)
+    monkeypatch.setattr(artifact_module, "hash_file", counting_hash)
     made, _ = store.produce(PARTS, Builder())
     age(made)
     hashed.clear()

@@ -25,11 +25,11 @@ from dapo_core.stopping import TrainingStopped
 from eval import EvaluationError
 from eval.results import ResultsError
 from flows.cli import app, main
+from tasks.chain import resume_words
 from tasks.processes.child import ChildProcessFailed
 from tasks.retries import describe, exit_code_of
 from tasks.serve_model.failure import ServeError
 from tasks.stages import LINKS
-from tasks.train_policy import resume_words
 from tests.evaluations import write_results
 from tests.tiny_models import build_tiny_qwen3
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.artifacts import StoreError, code_digest
-from tasks.artifacts.code import PROJECT_ROOT, code_files
+from tasks.artifacts.artifact import StoreError
+from tasks.artifacts.stage_key import PROJECT_ROOT, code_digest, code_files
 from tasks.stages import (
     EVALUATE_MODEL,
     FETCH_MODEL,

@@ -10,7 +10,7 @@ import yaml
 
 from flows.config import load_config
 from flows.dapo_nightly import check_in_time, seed_of_night
-from tasks.artifacts.code import PROJECT_ROOT
+from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.dataset import build_dataset
 from tasks.runs.run import RunSkipped
 

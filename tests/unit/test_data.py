@@ -25,17 +25,14 @@ def _order(stream: PromptStream, count: int) -> list[int]:
     return [prompt.index for prompt in stream.take(count)]
 
 
-def test_position_counts_prompts_and_epochs_are_permutations_that_differ() -> None:
+def test_epochs_are_permutations_that_differ_and_the_seed_alone_decides_them() -> None:
     stream = PromptStream(PROMPTS * 4, seed=3, shuffle=True)
-    epochs = [[prompt.index for prompt in stream.take(20)] for _ in range(3)]
+    epochs = [_order(stream, 20) for _ in range(3)]
     assert (stream.position, stream.epoch) == (60, 3.0)
     assert all(sorted(epoch) == sorted([0, 1, 2, 3, 4] * 4) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     stream.take(5)
     assert (stream.position, stream.epoch) == (65, 3.25)
-
-
-def test_the_seed_alone_decides_the_order() -> None:
     orders = [_order(PromptStream(PROMPTS * 4, seed, shuffle=True), 60) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
 
@@ -59,20 +56,14 @@ def test_a_stream_resumed_at_any_position_gives_the_uninterrupted_order(
     assert resumed.position == position + sum(takes)
 
 
-def test_extra_info_goes_with_the_prompt() -> None:
+def test_prompts_go_through_the_chat_template_with_their_extra_info() -> None:
     info = {"index": 7, "split": "train", "answers": [1.5, None], "more": {"level": 3}}
-    with_info, without = tokenize_prompts(
-        [replace(_problem(), extra_info=info), _problem()], tiny_tokenizer(), 100
-    )
-    assert (with_info.extra_info, without.extra_info) == (info, {})
-    assert PromptStream([with_info], 0, False).digest != PromptStream([without], 0, False).digest
-
-
-def test_prompts_go_through_the_chat_template() -> None:
     tokenizer = tiny_tokenizer()
-    (prompt,) = tokenize_prompts([_problem()], tokenizer, 100)
+    prompt, without = tokenize_prompts([replace(_problem(), extra_info=info), _problem()], tokenizer, 100)
     assert tokenizer.decode(list(prompt.prompt_ids)) == "<|user|>\nWhat is 1 + 1?<|end|>\n<|assistant|>\n"
     assert (prompt.index, prompt.data_source, prompt.ground_truth) == (0, "arithmetic", "2")
+    assert (prompt.extra_info, without.extra_info) == (info, {})
+    assert PromptStream([prompt], 0, False).digest != PromptStream([without], 0, False).digest
 
 
 def test_prompts_that_are_too_long_are_counted_with_the_longest() -> None:
@@ -80,9 +71,7 @@ def test_prompts_that_are_too_long_are_counted_with_the_longest() -> None:
     lengths = [len(prompt.prompt_ids) for prompt in tokenize_prompts(problems, tokenizer, 10_000)]
     assert lengths == sorted(lengths)
     assert len(tokenize_prompts(problems, tokenizer, lengths[2])) == 3  # the limit itself is allowed
-    expected = (
-        rf"2 of 3 prompts are longer than data\.max_prompt_tokens={lengths[0]} \(longest {lengths[2]} tokens"
-    )
+    expected = rf"2 of 3 .* longer than data\.max_prompt_tokens={lengths[0]} \(longest {lengths[2]} tokens"
     with pytest.raises(DataError, match=expected):
         tokenize_prompts(problems, tokenizer, lengths[0])
 

@@ -1,9 +1,10 @@
-"""Runs over time: what is read, what is paired, the trend by hand, and what is kept apart."""
+"""Runs over time: what is read and paired, the trend by hand, and what is kept apart."""
 
 from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from eval.client import Sampling
 from eval.history import make_history, render_markdown, write_page
 from eval.report import write_report
 from eval.results import ResultsError
-from tests.evaluations import make_items, write_results
+from tests.evaluations import make_items, no_plots, write_results
 
 ITEMS = make_items(8)
+report_on = partial(write_report, train_metrics=None, stages={}, artifacts={}, draw=no_plots)
 
 
 def write_night(folder: Path, day: int, outcomes: str, **settings: object) -> Path:
@@ -63,13 +65,13 @@ def test_reports_folders_and_stores_are_read_alike(tmp_path: Path, caplog: pytes
     before = write_night(tmp_path, 1, "wwwwwwww")
     after = write_night(tmp_path, 2, "rrrrwwwf")
     folder = tmp_path / "store" / "runs" / "20260101T000000.000Z-123456" / "report"
-    write_report(before, after, None, folder, stages={}, artifacts={})
+    report_on(before, after, output_dir=folder)
     for path in (folder / "report.json", folder, folder.parent, tmp_path / "store"):
         ((point,),) = [series.points for series in make_history([path])]
         assert point.label == "20260101T000000.000Z-123456"
         assert point.accuracy == 4 / 7  # of the answered items, after
     assert "T000000.000Z-123456` |" in render_markdown(make_history([folder]))  # an end, which finds the run
-    other = tmp_path / "store" / "runs" / "20250101T000000Z-1" / "report" / "report.json"
+    other = folder.parent.with_name("20250101T000000Z-1") / "report" / "report.json"
     other.parent.mkdir(parents=True)
     other.write_text("{}")  # of another version
     assert len(make_history([tmp_path / "store"])[0].points) == 1
@@ -80,23 +82,21 @@ def test_reports_folders_and_stores_are_read_alike(tmp_path: Path, caplog: pytes
     assert series.trend.n == 7
 
 
-def test_what_was_measured_once_counts_once(tmp_path: Path) -> None:
+def test_an_evaluation_that_later_runs_reused_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.plots.history_plot", lambda *words, **options: "")
     nights = [write_night(tmp_path, day, letters) for day, letters in ((1, "rwwwwwww"), (2, "rrwwwwww"))]
     runs = tmp_path / "store" / "runs"
     for run, after in (("1", nights[0]), ("2", nights[1]), ("3", nights[1]), ("4", nights[1])):
-        write_report(nights[0], after, None, runs / run / "report", stages={}, artifacts={})
-        report = runs / run / "report" / "report.json"
-        report.write_text(
-            json.dumps({**json.loads(report.read_text()), "created_at": f"2026-01-0{run}T00:00:00Z"})
-        )
+        report = report_on(nights[0], after, output_dir=runs / run / "report")
+        report["created_at"] = f"2026-01-0{run}T00:00:00Z"
+        (runs / run / "report" / "report.json").write_text(json.dumps(report))
     history = make_history([tmp_path / "store", runs / "4"])
     (series,) = history
     assert [(point.label, point.num_repeats) for point in series.points] == [("1", 0), ("2", 2)]
     assert (series.num_tests, series.trend) == (1, None)
-    said = "`2`: 2 later runs reused this evaluation from the store. It was measured once and counts once."
-    assert said in render_markdown(history)
+    sentence = "`2`: 2 later runs reused this evaluation from the store. It was measured once and counts once."
+    assert sentence in render_markdown(history)
     assert "measured once; reused from the store by 2 later runs" in write_page(history, tmp_path).read_text()
-    report = json.loads((runs / "4" / "report" / "report.json").read_text())
     del report["after"]["evaluation"]  # as an earlier version wrote it
     (runs / "4" / "report" / "report.json").write_text(json.dumps(report))
     ((*_, last),) = [series.points for series in make_history([tmp_path / "store"])]

@@ -58,19 +58,16 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
     assert "accuracy 66.7% of 3" in again.output
 
 
-def make_text(path: Path) -> Path:
-    path.write_text("a text")
-    return path
-
-
 def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
-    directory, file = write_results(tmp_path / "before", [ROW]), make_text(tmp_path / "text")
+    directory, file = write_results(tmp_path / "before", [ROW]), tmp_path / "text"
+    file.write_text("a text")
+    with pytest.raises(ResultsError, match="text is not a folder: it is not a results directory"):
+        regrade(file)
     for words in (["compare"], ["compare", "--history"]):
         refused = CliRunner().invoke(app, [*words, str(directory), str(directory), "--output", str(file)])
         assert isinstance(refused.exception, ResultsError)
-        assert (
-            str(refused.exception) == f"{file} cannot be a folder: a file has that name; choose another --output"
-        )
+        message = f"{file} cannot be a folder: a file has that name; choose another --output"
+        assert str(refused.exception) == message
     with pytest.raises(ResultsError, match="cannot be a folder"):
         make_folder(file / "below")
 
@@ -78,8 +75,6 @@ def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_results_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match=r"has no readable settings\.json: it is not a results directory"):
         regrade(tmp_path)
-    with pytest.raises(ResultsError, match="text is not a folder: it is not a results directory"):
-        regrade(make_text(tmp_path / "text"))
     (tmp_path / "settings.json").write_text('{"num_items": 3}')  # of another program
     with pytest.raises(ResultsError, match="not a results directory"):
         regrade(tmp_path)

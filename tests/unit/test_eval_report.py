@@ -21,7 +21,16 @@ from eval.plots import accuracy_plots
 from eval.report import make_report, render_markdown, verdict, write_report
 from eval.results import Evaluation, ResultsError
 from eval.training import read_training_metrics, training_totals, with_kept_share
-from tests.evaluations import compared, evaluation, make_items, make_row, make_rows, settings_of, write_results
+from tests.evaluations import (
+    compared,
+    evaluation,
+    make_items,
+    make_row,
+    make_rows,
+    no_plots,
+    settings_of,
+    write_results,
+)
 
 ITEMS = make_items(8)
 #         id: 0123 4567; levels 1 and 2
@@ -31,6 +40,7 @@ FATES = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
 
 
 def write_metrics(path: Path) -> Path:
+    """Three steps, the second one trained twice, and a torn line."""
     steps: list[dict[str, Any]] = [
         {"step": step, "critic/score/mean": -0.5 + step / 10, "timing_s/gen": 1.0, "timing_s/step": 2.5,
          "perf/trained_response_tokens": 100 * step, "perf/generated_tokens": 250}
@@ -89,9 +99,6 @@ def test_report_numbers_by_hand(report: dict[str, Any], folder: Path) -> None:
     assert (report["before"]["model"], report["after"]["model"]) == ("base", "trained")
     assert report["settings"]["sampling"]["max_tokens"] == 64
     assert "model" not in report["settings"]
-
-
-def test_flips_hold_problem_gold_and_both_texts(report: dict[str, Any]) -> None:
     flip = report["flips"]["gained"][1]
     assert (flip["problem"], flip["gold"], flip["level"], flip["subject"]) == ("3 + 1 | <b>?", "4", "1", "add")
     assert flip["before"] == {"verdict": "no_answer", "answer": None, "response": "no idea", "num_right": 0}
@@ -108,11 +115,19 @@ def test_failed_requests_bound_the_difference_over_all_items(report: dict[str, A
     )
 
 
-def test_format_and_content_by_hand(report: dict[str, Any]) -> None:
+def test_the_change_is_split_into_format_and_content_and_by_group(report: dict[str, Any]) -> None:
     # Format: 3 came from no answer, 5 from truncated, none went there. Content: 2 gained, 1 lost.
     parts = {name: part["difference"] for name, part in report["gain"].items()}
     assert parts == {"format": 2 / 7, "no_answer": 1 / 7, "truncated": 1 / 7, "content": 0.0}
     assert report["gain"]["content"]["ci95"][0] < 0 < report["gain"]["content"]["ci95"][1]
+    # Level 1: items 0-3, one lost and two gained, 2 * (1 + 3) / 2^3 = 1. Level 2: one gained of three.
+    level = report["groups"]["level"]["1"]
+    assert (level["n"], level["difference"], level["gained"], level["lost"], level["p"]) == (4, 0.25, 2, 1, 1.0)
+    assert report["groups"]["level"]["2"]["difference"] == 1 / 3
+    assert level["interval"][0] < 0 < level["interval"][1]
+    assert report["groups"]["subject"]["add"]["p"] == 0.625
+    assert report["groups"]["subject"]["add"]["p_holm"] == 1.0  # 3 * 0.625, at most 1
+    assert (report["num_groups"], report["expected_false_alarms"]) == (3, pytest.approx(0.15))
 
 
 @pytest.mark.parametrize("num_samples", [1, 3])
@@ -144,21 +159,9 @@ def test_several_samples_by_hand() -> None:
     assert (flip.after["verdict"], flip.after["num_right"]) == ("right", 3)
     report = make_report(result, [], {}, {}, "k")
     assert report["mcnemar"] is None
-    assert "on the same 3 items, 4 responses each: 1 items better, 1 worse, exact sign-flip p = 1" in verdict(
-        result
-    )
+    evidence = "on the same 3 items, 4 responses each: 1 items better, 1 worse, exact sign-flip p = 1"
+    assert evidence in verdict(result)
     assert "| accuracy (avg@4)" in render_markdown(report)
-
-
-def test_groups_hold_intervals_and_adjusted_p(report: dict[str, Any]) -> None:
-    # Level 1: items 0-3, one lost and two gained, 2 * (1 + 3) / 2^3 = 1. Level 2: one gained of three.
-    level = report["groups"]["level"]["1"]
-    assert (level["n"], level["difference"], level["gained"], level["lost"], level["p"]) == (4, 0.25, 2, 1, 1.0)
-    assert report["groups"]["level"]["2"]["difference"] == 1 / 3
-    assert level["interval"][0] < 0 < level["interval"][1]
-    assert report["groups"]["subject"]["add"]["p"] == 0.625
-    assert report["groups"]["subject"]["add"]["p_holm"] == 1.0  # 3 * 0.625, at most 1
-    assert (report["num_groups"], report["expected_false_alarms"]) == (3, pytest.approx(0.15))
 
 
 def test_holm_spans_the_groups_of_both_fields() -> None:
@@ -175,9 +178,7 @@ def test_both_graders_and_their_disagreements() -> None:
     after = make_rows(ITEMS, "rrrr rrww")
     before[0] = replace(before[0], aisbench_right=False, aisbench_answer="1.0")
     after[7] = replace(after[7], aisbench_right=True, aisbench_raises=True)
-    result = compare_evaluations(
-        Evaluation.of(settings_of(ITEMS), before), Evaluation.of(settings_of(ITEMS), after)
-    )
+    result = compare_evaluations(*(Evaluation.of(settings_of(ITEMS), rows) for rows in (before, after)))
     graders = result.graders
     assert (graders.before, graders.after, graders.difference) == (3 / 8, 7 / 8, 0.5)
     assert graders.p == 0.125  # none lost, four gained: 2 / 2^4
@@ -198,9 +199,7 @@ def test_both_graders_and_their_disagreements() -> None:
 
 def test_lengths_are_tokens_where_the_server_counted_all() -> None:
     items = make_items(4)
-    rows = [
-        make_row(item, "r", response_tokens=tokens) for item, tokens in zip(items, (10, 20, 30, 40), strict=True)
-    ]
+    rows = [make_row(item, "r", response_tokens=10 * (n + 1)) for n, item in enumerate(items)]
     lengths = compare_evaluations(*2 * [Evaluation.of(settings_of(items), rows)]).lengths
     assert lengths.unit == "tokens"
     assert lengths.quantiles["before"] == {
@@ -221,9 +220,8 @@ def test_html_is_one_file_that_runs_no_script_but_ours(folder: Path) -> None:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
-    assert (
-        f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}';" in policy[1]
-    )
+    allowed = f"style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}';"
+    assert f"default-src 'none'; {allowed}" in policy[1]
     assert "&lt;script&gt;hacked = 1&lt;/script&gt;&lt;/script&gt;" in page
     assert "3 + 1 | &lt;b&gt;?" in page
     assert "<title>A &lt;test&gt;</title>" in page
@@ -242,12 +240,11 @@ def test_plots_are_well_formed_whatever_a_level_is_called() -> None:
 
 
 def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None:
-    items = [
-        replace(item, id=f"test/some_subject/{i}|0.json", gold="1|2", subject="a|b")
-        for i, item in enumerate(ITEMS)
-    ]
+    changes = {"gold": "1|2", "subject": "a|b"}
+    items = [replace(item, id=f"test/some_subject/{i}|0.json", **changes) for i, item in enumerate(ITEMS)]
     before = write_results(tmp_path / "b", "w" * 8, items)
-    write_report(before, write_results(tmp_path / "a", "r" * 8, items), None, tmp_path / "report", {}, {})
+    after = write_results(tmp_path / "a", "r" * 8, items)
+    write_report(before, after, None, tmp_path / "report", {}, {}, draw=no_plots)
     lines = (tmp_path / "report" / "report.md").read_text().splitlines()
     assert max(map(len, lines)) <= 100
     tables: list[list[str]] = [[]]
@@ -276,18 +273,13 @@ def test_letters_that_a_font_or_a_file_cannot_hold(tmp_path: Path, recwarn: pyte
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"sampling": asdict(Sampling(max_tokens=32, temperature=0.6))},
-            "sampling.max_tokens: 64 before, 32 after; sampling.temperature: 0.0 before, 0.6 after",
-        ),
+        ({"sampling": asdict(Sampling(max_tokens=32, temperature=0.6))},
+         "sampling.max_tokens: 64 before, 32 after; sampling.temperature: 0.0 before, 0.6 after"),
         ({"api": "completions"}, "api: chat/completions before, completions after"),
         ({"benchmark": "math500"}, "benchmark: None before, math500 after"),
-        (
-            {"grader": "exact/2"},
-            r"grader: .* before, exact/2 after.*Grade both by the same rule with `dapo grade`",
-        ),
+        ({"grader": "exact/2"}, r"grader: .* before, exact/2 after.*Grade both by the same .* `dapo grade`"),
     ],
-)
+)  # fmt: skip
 def test_different_settings_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     before = write_results(tmp_path / "before", BEFORE)
     after = write_results(tmp_path / "after", AFTER, settings=changes)
@@ -308,42 +300,31 @@ def test_different_items_prompts_golds_and_samples_are_refused_with_counts() -> 
     assert "golds: 1 of 7 shared items differ (first: '1')" in message
 
 
-def test_an_unfinished_evaluation_is_refused(tmp_path: Path) -> None:
+def test_an_unfinished_evaluation_or_one_with_nothing_in_common_is_refused(tmp_path: Path) -> None:
     before = write_results(tmp_path / "before", BEFORE)
     after = write_results(tmp_path / "after", AFTER)
     lines = (after / "results.jsonl").read_text().splitlines(keepends=True)
     (after / "results.jsonl").write_text("".join(lines[:-1]) + lines[-1][:30])
     with pytest.raises(ResultsError, match=r"after holds 7 of 8 .*: the evaluation did not finish"):
         compare(before, after)
-
-
-def test_nothing_in_common_is_refused() -> None:
     with pytest.raises(ComparisonError, match="none of the 2 items was answered on both sides"):
         compared("fr", "rf")
 
 
-def test_metrics_without_steps_are_refused(tmp_path: Path) -> None:
+def test_training_metrics_that_are_missing_are_unknown_rather_than_zero(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
     with pytest.raises(ResultsError, match="holds no training step"):
         read_training_metrics(tmp_path / "metrics.jsonl")
     with pytest.raises(ResultsError, match="does not exist"):
         read_training_metrics(tmp_path / "none.jsonl")
-
-
-def test_totals_are_unknown_rather_than_zero_without_their_keys() -> None:
     totals = training_totals([{"step": 1, "timing_s/step": float("nan")}])
     assert totals == {"steps": 1, "tokens_trained": None, "tokens_generated": None, "seconds": None}
-
-
-def test_kept_share_is_of_all_groups_whose_fate_was_decided() -> None:
     fates = dict(zip(FATES, (4, 3, 2, 1, 0, 6), strict=True))
     steps = with_kept_share([{f"sampler/{fate}_groups": count for fate, count in fates.items()}, {"step": 2}])
-    assert steps[0]["sampler/kept_share"] == 0.25  # 4 of 16
+    assert steps[0]["sampler/kept_share"] == 0.25  # 4 of 16 groups whose fate was decided
     assert steps[1] == {"step": 2}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.04, "0.0 s"), (59.6, "1 min 00 s"), (125, "2 min 05 s"), (7800, "2 h 10 min")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
+def test_durations() -> None:
+    texts = {0.04: "0.0 s", 59.6: "1 min 00 s", 125: "2 min 05 s", 7800: "2 h 10 min"}
+    assert {seconds: format_duration(seconds) for seconds in texts} == texts

@@ -26,9 +26,8 @@ def test_verdict_of_a_significant_change() -> None:
         "This compares these two models on items like these. It does not predict the result of training again "
         "with another seed."
     ]
-    assert verdict(compared("r" * 8, "w" * 8)).startswith(
-        "Accuracy fell by 100.0 points (95 % interval of the change -"
-    )
+    fell = "Accuracy fell by 100.0 points (95 % interval of the change -"
+    assert verdict(compared("r" * 8, "w" * 8)).startswith(fell)
 
 
 def test_verdict_says_not_significant_and_what_would_have_been_missed() -> None:
@@ -39,9 +38,6 @@ def test_verdict_says_not_significant_and_what_would_have_been_missed() -> None:
         "changed: with these items, a true change of less than about 5.5 points is missed more than one time in "
         "five."
     )
-
-
-def test_verdict_of_very_few_items() -> None:
     assert "with so few items, no change is found reliably, however large." in verdict(compared("rwww", "wrrw"))
 
 
@@ -54,39 +50,33 @@ def test_an_interval_has_width_where_all_items_changed_alike(before: str, after:
 
 
 def test_notes_tell_what_makes_a_reader_careful() -> None:
-    again = evaluation(ITEMS, AFTER), evaluation(ITEMS, AFTER[::-1])
-    assert any("same model" in note for note in notes(compare_evaluations(*again)))
+    def has_note(text: str, *sides: Evaluation) -> bool:
+        return any(text in note for note in notes(compare_evaluations(*sides)))
+
+    assert has_note("same model", evaluation(ITEMS, AFTER), evaluation(ITEMS, AFTER[::-1]))
     # 5 of 5 gained among 20: p = 0.0625, while the interval leaves out zero.
-    borderline = compared("w" * 5 + "r" * 15, "r" * 20)
-    assert any(
-        "Borderline: the interval excludes zero, but the exact test does not reject" in n
-        for n in notes(borderline)
-    )
+    borderline = "Borderline: the interval excludes zero, but the exact test does not reject"
+    items = make_items(20, per_level=20)
+    assert has_note(borderline, evaluation(items, "w" * 5 + "r" * 15), evaluation(items, "r" * 20))
     first, *others = make_rows(ITEMS, "r" * 8)
     rows = [first, *(replace(row, aisbench_right=False) for row in others)]
-    before, after = evaluation(ITEMS, "w" * 8), Evaluation.of(settings_of(ITEMS), rows)
-    assert any(
-        "under AISBench's string rule the change is +12.5" in note
-        for note in notes(compare_evaluations(before, after))
-    )
+    after = Evaluation.of(settings_of(ITEMS), rows)
+    assert has_note("under AISBench's string rule the change is +12.5", evaluation(ITEMS, "w" * 8), after)
+    # A grader that reads nothing is not called one that differs.
+    result = compared("w" * 20 + "r" * 20, "r" * 40)
+    unread = replace(result, graders=replace(result.graders, before=0.0, after=0.0, difference=0.0, p=1.0))
+    assert any("AISBench's rule marks no response of either side right" in note for note in notes(unread))
+    assert not any("The graders differ" in note for note in notes(unread))
 
 
 def test_one_stored_evaluation_is_not_called_two_measurements() -> None:
     result = compare_evaluations(*2 * [evaluation(ITEMS, AFTER)])
     assert verdict(result) == (
         "Both sides are the same stored evaluation, 75.0 % right on the same 8 items: there was only one "
-        "measurement, "
-        "so nothing can be said about a change."
+        "measurement, so nothing can be said about a change."
     )
     assert notes(result) == []
     # The same answers given once more are a measurement: each request took its own time.
     again = [replace(row, seconds=0.6) for row in make_rows(ITEMS, AFTER)]
     result = compare_evaluations(evaluation(ITEMS, AFTER), Evaluation.of(settings_of(ITEMS), again))
     assert verdict(result).startswith("No significant change in accuracy: 75.0 % before")
-
-
-def test_a_ruler_that_reads_nothing_is_said_to() -> None:
-    result = compared("w" * 20 + "r" * 20, "r" * 40)
-    unread = replace(result, graders=replace(result.graders, before=0.0, after=0.0, difference=0.0, p=1.0))
-    assert any("AISBench's rule marks no response of either side right" in note for note in notes(unread))
-    assert not any("The graders differ" in note for note in notes(unread))

@@ -18,7 +18,7 @@ from eval.plots import Plots
 from eval.report import render_html
 from flows.cli import app
 from flows.config import load_config
-from tasks.artifacts import StoreError, hash_file
+from tasks.artifacts.artifact import StoreError, hash_file
 from tasks.runs.collect_garbage import collect_garbage
 from tasks.runs.export_run import base_model_of, export_run, model_card
 from tasks.runs.history import RecordedRun, find_run, read_report
@@ -168,7 +168,7 @@ def test_an_export_that_fails_leaves_nothing_but_what_was_there(run: RecordedRun
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(StoreError, match=r"the export to .*model failed: .*not empty.*; make room there, or name"):
         export_run(run, model, lambda *_: (model / "mine").mkdir(parents=True, exist_ok=True))
-    with pytest.raises(StoreError, match="model is there already; name a new folder"):
+    with pytest.raises(StoreError, match="model already exists; name a new folder"):
         export_run(run, model, ignore)
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine"]
 

@@ -20,7 +20,7 @@ from eval.results import ResultsError
 from flows import tables
 from flows.cli import app
 from flows.tables import print_runs
-from tasks.artifacts import StoreError
+from tasks.artifacts.artifact import StoreError
 from tasks.runs.history import (
     artifact_of,
     changed_keys,

@@ -18,21 +18,16 @@ def _save(path: Path, *names: str) -> None:
     save_file({name: torch.zeros(1) for name in names}, path)
 
 
-def test_an_index_says_where_tensors_are(tmp_path: Path) -> None:
+def test_an_index_or_the_headers_say_where_tensors_are(tmp_path: Path) -> None:
     _save(tmp_path / "one.safetensors", "a")
     _save(tmp_path / "two.safetensors", "b", "c")
-    (tmp_path / INDEX_FILE).write_text(
-        json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})
-    )
+    assert weight_names(tmp_path) == {"a", "b", "c"}
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
     assert weight_files(tmp_path) == {"a": tmp_path / "one.safetensors", "b": tmp_path / "two.safetensors"}
-
-
-def test_without_an_index_the_headers_do(tmp_path: Path) -> None:
-    _save(tmp_path / "one.safetensors", "a")
-    _save(tmp_path / "two.safetensors", "b")
-    assert weight_names(tmp_path) == {"a", "b"}
-    _save(tmp_path / SINGLE_FILE, "c")  # the name transformers and vLLM look for first
-    assert weight_files(tmp_path) == {"c": tmp_path / SINGLE_FILE}
+    (tmp_path / INDEX_FILE).unlink()
+    _save(tmp_path / SINGLE_FILE, "d")  # the name transformers and vLLM look for first
+    assert weight_files(tmp_path) == {"d": tmp_path / SINGLE_FILE}
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from tasks.artifacts import ArtifactStore
-from tasks.artifacts.code import PROJECT_ROOT
-from tasks.runs.differences import differences_of
+from tasks.artifacts.stage_key import PROJECT_ROOT
+from tasks.artifacts.store import ArtifactStore
+from tasks.runs.history import differences_of
 from tasks.runs.plan import PlannedStage, plan_chain
 from tasks.runs.run import Run
 from tasks.stages import LINKS
@@ -144,8 +144,8 @@ def test_a_stage_that_waits_names_a_changed_file(recorded: Run, tmp_path: Path) 
 
 def test_what_is_being_built_is_not_said_to_be_unfinished(recorded: Run, tmp_path: Path) -> None:
     store = copied(recorded, tmp_path)
-    needs = {label: recorded.take(label) for label in LINKS["train_policy"].needs}
-    key = LINKS["train_policy"].key(small_config(store, "train.total_steps=61"), needs)
+    needs = map(recorded.take, LINKS["train_policy"].needs)
+    key = LINKS["train_policy"].key(small_config(store, "train.total_steps=61"), *needs)
     seen: list[PlannedStage] = []
 
     def build(folder: Path) -> dict[str, int]:

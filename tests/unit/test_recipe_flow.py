@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -105,7 +105,7 @@ def test_the_deployment_is_the_flow_of_its_name_and_its_parameters_are_valid(
 def test_there_is_one_deployment_for_the_chain_the_night_and_each_stage() -> None:
     assert list(BY_NAME) == ["dapo-full", "dapo-nightly", *STAGE_FLOWS]
     assert len(BY_NAME) == len(DEPLOYMENTS)
-    assert [name.value for name in StageName] == list(STAGE_FLOWS)
+    assert list(get_args(StageName)) == list(STAGE_FLOWS)
 
 
 def test_the_nightly_run_is_scheduled_once_a_day() -> None:

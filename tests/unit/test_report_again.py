@@ -1,4 +1,4 @@
-"""A chain that is built: its report is written anew, without a Prefect server and without drawing its plots."""
+"""A chain that is built: its report is written again, without a Prefect server and without drawing its plots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from eval.plots import draw_plots
-from tasks.artifacts.code import PROJECT_ROOT
+from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.runs import report as report_module
 from tasks.runs.history import read_runs
 from tasks.runs.plan import is_built
@@ -58,8 +58,7 @@ def test_a_chain_counts_as_built_with_every_output_in_its_place(tmp_path: Path) 
 @pytest.mark.slow
 def test_dapo_run_of_a_built_chain_starts_no_server(tmp_path: Path) -> None:
     with started_receiver() as receiver:
-        changes = [f"flow.webhook.url={receiver.url()}"]
-        config = small_config(tmp_path / "store", *changes)
+        config = small_config(tmp_path / "store", f"flow.webhook.url={receiver.url()}")
         record_run(config)
         resolved = tmp_path / "recipe.yaml"
         resolved.write_text(next(read_runs(tmp_path / "store")).folder.joinpath("config.yaml").read_text())
@@ -77,10 +76,10 @@ def test_dapo_run_of_a_built_chain_starts_no_server(tmp_path: Path) -> None:
     assert (newest.state, newest.num_built, newest.num_cached) == ("completed", 0, 6)
     assert newest.report is not None
     assert len(re.findall(r" cached, built in ", done.stdout)) == 6
-    assert "needs no Prefect server" in done.stdout
+    assert "without a Prefect server" in done.stdout
     assert str(newest.folder / "report" / "report.html") in done.stdout
     assert not (tmp_path / "prefect" / "prefect.db").exists()
-    [(_, told)] = receiver.received
-    assert (told["event"], told["run"]) == ("report", newest.id)
+    [(_, body)] = receiver.received
+    assert (body["event"], body["run"]) == ("report", newest.id)
     record = json.loads((newest.folder / "report" / "report.json").read_text())
     assert all(stage["cached"] for stage in record["stages"].values())

@@ -13,17 +13,12 @@ from prefect.states import Failed
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
 from dapo_core.sampler import NotEnoughSignal
 from eval import EvaluationError
-from tasks.artifacts import StoreError
-from tasks.evaluate_model import evaluate_model
-from tasks.fetch_model import fetch_model
-from tasks.merge_checkpoint import merge_checkpoint
-from tasks.prepare_data import prepare_data
+from tasks.artifacts.artifact import StoreError
+from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
 from tasks.processes.child import ChildProcessFailed, run_command
 from tasks.retries import exit_code_of, is_lasting, may_succeed_next_time, shortened
 from tasks.serve_model.failure import ServeError, ServerDied
 from tasks.time_limit import StageTimedOut
-from tasks.train_policy import train_policy
-from tasks.write_report import write_report
 from tests.processes import python
 
 PASSING = (

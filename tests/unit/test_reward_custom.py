@@ -54,9 +54,6 @@ def test_results_that_are_no_score(result: Any, error: type[Exception]) -> None:
         to_score(result)
 
 
-ARGUMENTS = ("math_dapo", "Answer: 3", "3", {"index": 7})
-
-
 @pytest.mark.parametrize("prefix", ["def", "async def"])
 def test_sync_and_async_functions_get_the_arguments_by_name(tmp_path: Path, prefix: str) -> None:
     path = tmp_path / "mine.py"
@@ -65,12 +62,14 @@ def test_sync_and_async_functions_get_the_arguments_by_name(tmp_path: Path, pref
         "    return {'score': extra_info['index'], 'pred': f'{data_source}|{solution_str}|{ground_truth}'}\n"
     )
     with asyncio.Runner() as runner:
-        score = call_function(load_function(str(path), "judge"), runner, ARGUMENTS)
+        arguments = ("math_dapo", "Answer: 3", "3", {"index": 7})
+        score = call_function(load_function(str(path), "judge"), runner, arguments)
     assert score == Score(7.0, "right", "math_dapo|Answer: 3|3", 7.0)
 
 
-def required(path: Path, name: str = "compute_score") -> None:
-    require_scorers({"unheard of"}, RewardConfig(), CustomRewardConfig(path=str(path), name=name))
+def required(path: Path, source: str) -> None:
+    path.write_text(source)
+    require_scorers({"unheard of"}, RewardConfig(), CustomRewardConfig(path=str(path)))
 
 
 @pytest.mark.parametrize(
@@ -87,9 +86,7 @@ def required(path: Path, name: str = "compute_score") -> None:
     ],
 )
 def test_a_function_is_found_without_running_the_file(tmp_path: Path, source: str) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(source)
-    required(path)
+    required(tmp_path / "mine.py", source)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +99,12 @@ def test_a_function_is_found_without_running_the_file(tmp_path: Path, source: st
         ("def compute_score(:", r"custom_reward\.path=.*mine\.py is not Python: "),
     ],
 )
-def test_a_function_that_is_not_there(tmp_path: Path, source: str, said: str) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(source)
+def test_a_function_or_a_file_that_is_not_there_is_named(tmp_path: Path, source: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        required(path)
+        required(tmp_path / "mine.py", source)
+    gone = CustomRewardConfig(path=str(tmp_path / "gone.py"))
+    with pytest.raises(ConfigError, match=r"custom_reward\.path=.*gone\.py cannot be read: No such file"):
+        require_scorers((), RewardConfig(), gone)
 
 
 @pytest.mark.parametrize(
@@ -126,19 +124,12 @@ def test_a_function_that_is_not_there(tmp_path: Path, source: str, said: str) ->
 )
 def test_parameters_are_checked_before_any_response(tmp_path: Path, parameters: str, is_callable: bool) -> None:
     path = tmp_path / "reward.py"
-    path.write_text(f"def compute_score({parameters}):\n    return 1.0\n")
-    custom = CustomRewardConfig(path=str(path))
+    source = f"def compute_score({parameters}):\n    return 1.0\n"
     if is_callable:
-        require_scorers((), RewardConfig(), custom)
-        function = load_function(str(path), "compute_score")
-        function(**dict.fromkeys(PARAMETERS))  # Python agrees
+        required(path, source)
+        load_function(str(path), "compute_score")(**dict.fromkeys(PARAMETERS))  # Python agrees
         return
     with pytest.raises(ConfigError, match=r"compute_score\(.* cannot be called as compute_score\(data_source="):
-        require_scorers((), RewardConfig(), custom)
+        required(path, source)
     with pytest.raises(TypeError):
         load_function(str(path), "compute_score")(**dict.fromkeys(PARAMETERS))
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"custom_reward\.path=.*gone\.py cannot be read: No such file"):
-        required(tmp_path / "gone.py")

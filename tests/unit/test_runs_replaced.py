@@ -11,7 +11,8 @@ from pathlib import Path
 
 from durable import locked
 from flows.config import Config
-from tasks.artifacts import Artifact, StageKey
+from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.stage_key import StageKey
 from tasks.runs.history import artifact_of, read_runs
 from tasks.runs.run import Run
 from tasks.time_limit import time_limit
@@ -23,20 +24,20 @@ KEY = StageKey("probe", {}, {}, "code", {})
 def probe(config: Config, content: str, forced: tuple[str, ...] = ()) -> Run:
     """A run of one stage with this output."""
     with Run.start(config, "probe", forced) as run:
-        run.produce("probe", KEY, lambda folder: {"n": (folder / "content").write_text(content)})
+        run.produce("prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text(content)})
     return run
 
 
 def test_a_forced_stage_leaves_earlier_runs_what_they_had(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     with Run.start(config, "long") as first:  # still in progress while others build by force
-        first.produce("probe", KEY, lambda folder: {"n": (folder / "content").write_text("one")})
-        runs = [first, probe(config, "two", ("probe",)), probe(config, "never built")]
-    assert [(run.folder / "probe" / "content").read_text() for run in runs] == ["one", "two", "two"]
+        first.produce("prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("one")})
+        runs = [first, probe(config, "two", ("prepare_data",)), probe(config, "never built")]
+    assert [(run.folder / "prepare_data" / "content").read_text() for run in runs] == ["one", "two", "two"]
     newest, second, oldest = read_runs(first.store.root)
-    assert [run.stages["probe"].cached for run in (oldest, second, newest)] == [False, False, True]
-    assert [Path(run.stages["probe"].artifact).name for run in (oldest, second, newest)] == ["1", "2", "2"]
-    found = artifact_of(oldest, "probe")
+    assert [run.stages["prepare_data"].cached for run in (oldest, second, newest)] == [False, False, True]
+    assert [Path(run.stages["prepare_data"].artifact).name for run in (oldest, second, newest)] == ["1", "2", "2"]
+    found = artifact_of(oldest, "prepare_data")
     assert found is not None
     assert (Path(found.path) / "content").read_text() == "one"
 
@@ -54,9 +55,9 @@ def test_an_artifact_that_is_removed_before_the_run_records_it_is_made_again(tmp
             return artifact, cached
 
         run.store.produce = produce_then_remove  # type: ignore[method-assign,assignment]
-        made = run.produce("probe", KEY, lambda folder: {"n": (folder / "content").write_text("again")})
+        made = run.produce("prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("again")})
     assert (Path(made.path) / "content").read_text() == "again"
-    assert not run.stages["probe"].cached
+    assert not run.stages["prepare_data"].cached
 
 
 def test_waiting_for_another_builder_does_not_count_for_the_time_limit(tmp_path: Path) -> None:
@@ -66,6 +67,6 @@ def test_waiting_for_another_builder_does_not_count_for_the_time_limit(tmp_path:
         timer.start()
         started = time.monotonic()
         with time_limit(0.6 / 3600, "flow.time_limits.probe_hours", ""):
-            run.produce("probe", KEY, lambda folder: {"n": (folder / "content").write_text("x")})
+            run.produce("prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("x")})
             assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
         assert time.monotonic() - started >= 1.0

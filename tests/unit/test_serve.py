@@ -39,19 +39,14 @@ ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"
     [
         # 65,533 + 4 - 1 = 65,536
         ({"port": 65_533, "num_servers": 4}, r"needs ports up to 65536, beyond 65535; lower serve\.port"),
-        (
-            {"memory_gigabytes": 2, "memory_utilization": 0.5},
-            r"serve\.memory_utilization=0\.5 would be ignored by serve\.memory_gigabytes=2",
-        ),
-        (
-            {"extra_args": ("--tensor_parallel_size=2",)},
-            r"tensor_parallel_size=2 has .*; use serve\.tensor",
-        ),
+        ({"memory_gigabytes": 2, "memory_utilization": 0.5},
+         r"serve\.memory_utilization=0\.5 would be ignored by serve\.memory_gigabytes=2"),
+        ({"extra_args": ("--tensor_parallel_size=2",)}, r"tensor_parallel_size=2 has .*; use serve\.tensor"),
         ({"extra_args": ("-tp", "2")}, r"serve\.extra_args: -tp has a place of its own; use serve\.tensor_par"),
         ({"extra_args": ("--api-key", "x")}, r"use the environment variable VLLM_API_KEY"),
         ({"host": ""}, r"at least 1 character"),
     ],
-)
+)  # fmt: skip
 def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ServeConfig.model_validate(keys)
@@ -63,34 +58,21 @@ def test_the_place_of_serving_is_no_result() -> None:
     assert places.devices_per_server == 6  # 2 x 3
 
 
-def test_every_setting_is_on_the_command_line() -> None:
+def test_the_command_line_has_every_setting_and_leaves_the_rest_to_vllm() -> None:
     settings = ServeConfig(
-        tensor_parallel=4,
-        data_parallel=2,
-        dtype="bfloat16",
-        max_model_len=100,
-        max_num_seqs=7,
-        memory_utilization=0.5,
-        eager=True,
-        host="::1",
-        extra_args=("--seed", "3"),
-    )
+        tensor_parallel=4, data_parallel=2, dtype="bfloat16", max_model_len=100, max_num_seqs=7,
+        memory_utilization=0.5, eager=True, host="::1", extra_args=("--seed", "3"),
+    )  # fmt: skip
     assert shlex.join(serve_command("m x", settings, 8000)) == (
         f"{sys.executable} -m dapo_core.engines.vllm_command serve 'm x' --served-model-name policy --host ::1 "
         "--port 8000 --dtype bfloat16 --max-model-len 100 --max-num-seqs 7 --generation-config vllm "
         "--tensor-parallel-size 4 --data-parallel-size 2 --gpu-memory-utilization 0.5 --enforce-eager --seed 3"
     )
-
-
-def test_defaults_leave_the_choice_to_vllm() -> None:
     words = serve_command("m", ServeConfig(), 1)
     assert not {"--tensor-parallel-size", "--data-parallel-size", "--enforce-eager"} & set(words)
     assert not any("memory" in word for word in words)
-    # 0.5 GiB = 2^29 bytes
-    assert serve_command("m", ServeConfig(memory_gigabytes=0.5), 1)[-2:] == [
-        "--kv-cache-memory-bytes",
-        "536870912",
-    ]
+    words = serve_command("m", ServeConfig(memory_gigabytes=0.5), 1)
+    assert words[-2:] == ["--kv-cache-memory-bytes", "536870912"]  # 0.5 GiB = 2^29 bytes
 
 
 def test_the_line_that_is_reported_can_be_typed_and_holds_no_key() -> None:
@@ -98,22 +80,15 @@ def test_the_line_that_is_reported_can_be_typed_and_holds_no_key() -> None:
     assert line == "CUDA_VISIBLE_DEVICES=0,1 X='1 2' vllm 'a b'"
 
 
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:80"),
-        ("0.0.0.0", "http://127.0.0.1:80"),
-        ("::", "http://[::1]:80"),
-        ("::1", "http://[::1]:80"),
-        ("2001:db8::7", "http://[2001:db8::7]:80"),
-        ("node7", "http://node7:80"),
-    ],
-)
-def test_a_server_is_reached_where_it_binds(host: str, url: str) -> None:
-    assert base_url(host, 80) == url
+def test_a_server_is_reached_where_it_binds() -> None:
+    urls = {
+        "127.0.0.1": "http://127.0.0.1:80", "0.0.0.0": "http://127.0.0.1:80", "node7": "http://node7:80",
+        "::": "http://[::1]:80", "::1": "http://[::1]:80", "2001:db8::7": "http://[2001:db8::7]:80",
+    }  # fmt: skip
+    assert {host: base_url(host, 80) for host in urls} == urls
 
 
-def test_each_server_has_a_port_of_its_own() -> None:
+def test_each_server_has_a_port_and_one_that_cannot_be_bound_names_the_key_to_change() -> None:
     assert len(set(choose_ports(ServeConfig(num_servers=20)))) == 20
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -121,11 +96,7 @@ def test_each_server_has_a_port_of_its_own() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ServeError, match=rf"port {port} on 127\.0\.0\.1 cannot be bound: .*serve\.port=0"):
             choose_ports(ServeConfig(num_servers=2, port=port - 1))  # the second one's is taken
-
-
-def test_a_host_that_is_not_ours_is_refused_with_the_key_to_change() -> None:
-    # TEST-NET-1 and the documentation prefix: no machine has them
-    for host in ("192.0.2.77", "2001:db8::7"):
+    for host in ("192.0.2.77", "2001:db8::7"):  # TEST-NET-1 and the documentation prefix: no machine has them
         with pytest.raises(ServeError, match=rf"serve\.host={host} has no free port .*; set serve\.host"):
             choose_ports(ServeConfig(host=host))
 
@@ -153,19 +124,16 @@ def test_servers_share_the_visible_devices(monkeypatch: pytest.MonkeyPatch, kind
     assert places(monkeypatch, kind, ServeConfig(tensor_parallel=2), {variable: "3,1"}) == [{}]
 
 
-@pytest.mark.parametrize(("visible", "num"), [("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1,2,3", 1)])
-def test_too_few_devices_are_refused(monkeypatch: pytest.MonkeyPatch, visible: str, num: int) -> None:
+def test_too_few_devices_are_refused_and_without_the_variable_all_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     settings = ServeConfig(num_servers=2, tensor_parallel=1, data_parallel=2)
-    with pytest.raises(ServeError, match=rf"num_servers=2 x .* = 4 devices, but {num} are visible \(CUDA_"):
-        places(monkeypatch, "cuda", settings, {"CUDA_VISIBLE_DEVICES": visible})
-
-
-def test_without_the_variable_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, num in (("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1,2,3", 1)):
+        with pytest.raises(ServeError, match=rf"num_servers=2 x .* = 4 devices, but {num} are visible \(CUDA_"):
+            places(monkeypatch, "cuda", settings, {"CUDA_VISIBLE_DEVICES": visible})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert places(monkeypatch, "cuda", ServeConfig(num_servers=2), {}) == [
-        {"CUDA_VISIBLE_DEVICES": "0"},
-        {"CUDA_VISIBLE_DEVICES": "1"},
-    ]
+    found = places(monkeypatch, "cuda", ServeConfig(num_servers=2), {})
+    assert found == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
 
 
 @pytest.mark.parametrize(
@@ -190,10 +158,22 @@ def test_servers_on_a_cpu_share_the_cores(
     assert not any(places(monkeypatch, "cpu", ServeConfig(**changes), {variable: "auto"}))
 
 
+@pytest.mark.slow
 def test_the_installed_vllm_says_what_it_runs_on() -> None:
     import vllm.platforms  # what it decides by itself
 
     assert vllm_device().kind == vllm.platforms.current_platform.device_type
+
+
+def scaled(positions: int, **rope: Any) -> dict[str, Any]:
+    return {"max_position_embeddings": positions, "rope_scaling": rope}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+MIXED = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0},
+    "sliding_attention": {"rope_type": "default"},
+}
 
 
 @pytest.mark.parametrize(
@@ -205,54 +185,22 @@ def test_the_installed_vllm_says_what_it_runs_on() -> None:
         ({"max_position_embeddings": 4096, "seq_length": 2048}, 2048),
         ({"max_position_embeddings": 8192, "model_max_length": 131_072}, 131_072),
         ({"max_position_embeddings": 64, "text_config": {"max_position_embeddings": 4096}}, 4096),
-        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16_384),
+        (scaled(4096, type="linear", factor=4.0), 16_384),
         ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "dynamic", "factor": 2}}, 8192),
         ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default", "factor": None}}, 4096),
-        ({"max_position_embeddings": 131_072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131_072),
+        (scaled(131_072, rope_type="llama3", factor=8.0), 131_072),
         # Qwen's advice, 4 x 32,768; and the same model with the scaled length written down
-        (
-            {
-                "max_position_embeddings": 32_768,
-                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
-            },
-            131_072,
-        ),
-        (
-            {
-                "max_position_embeddings": 131_072,
-                "rope_parameters": {
-                    "rope_type": "yarn",
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 32_768,
-                },
-            },
-            131_072,
-        ),
-        (
-            {
-                "max_position_embeddings": 4096,
-                "rope_parameters": {
-                    "full_attention": {"rope_type": "linear", "factor": 8.0},
-                    "sliding_attention": {"rope_type": "default"},
-                },
-            },
-            32_768,
-        ),
-        (
-            {
-                "model_type": "gemma3_text",
-                "max_position_embeddings": 131_072,
-                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-            },
-            131_072,
-        ),
+        (scaled(32_768, **{**YARN, "type": "yarn"}), 131_072),
+        ({"max_position_embeddings": 131_072, "rope_parameters": YARN}, 131_072),
+        ({"max_position_embeddings": 4096, "rope_parameters": MIXED}, 32_768),
+        ({"model_type": "gemma3_text", **scaled(131_072, rope_type="linear", factor=8.0)}, 131_072),
     ],
 )
 def test_the_longest_sequence_counts_rope_scaling(config: dict[str, Any], longest: int | None) -> None:
     assert longest_sequence(config) == longest
 
 
-def test_a_length_without_positions_is_refused(tmp_path: Path) -> None:
+def test_a_length_or_a_rollout_without_positions_is_refused(tmp_path: Path) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")  # 512 positions
     require_servable(model_path, ServeConfig(max_model_len=512), {})
     with pytest.raises(ModelError, match=r"serve\.max_model_len=513 is above the 512 positions .*; lower serve"):
@@ -260,44 +208,36 @@ def test_a_length_without_positions_is_refused(tmp_path: Path) -> None:
     require_servable(model_path, ServeConfig(max_model_len=513), {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
     overrides = ("--hf-overrides", json.dumps({"max_position_embeddings": 1024}))
     require_servable(model_path, ServeConfig(max_model_len=513, extra_args=overrides), {})
+    data = PromptsConfig(max_prompt_tokens=112)
+    require_positions(model_path, data, RolloutConfig(max_response_tokens=400))
+    with pytest.raises(ModelError, match=r"_response_tokens = 112 \+ 401 is above the 512 positions of .*; lower"):
+        require_positions(model_path, data, RolloutConfig(max_response_tokens=401))
 
 
-def _cut_the_weights(folder: Path) -> None:
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[:-100])
-
-
-def _put_a_pointer(folder: Path) -> None:
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-
-
-def _index_a_file_that_is_not_there(folder: Path) -> None:
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _remove_the_tokenizer(folder: Path) -> None:
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-
-
-def _empty_the_configuration(folder: Path) -> None:
-    (folder / "config.json").write_text("")
+INDEX = json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("file", "content", "message"),
     [
-        (_cut_the_weights, r"model\.safetensors is not a whole safetensors file \(.*\d+ bytes\)"),
-        (_put_a_pointer, r"model\.safetensors is not a whole safetensors file"),
-        (_index_a_file_that_is_not_there, r"lacks 1 of the 2 files .*model-2\.safetensors"),
-        (_remove_the_tokenizer, r"lacks a tokenizer"),
-        (_empty_the_configuration, r"config\.json is not JSON"),
+        ("model.safetensors", None, r"lacks weights \(\*\.safetensors\)"),
+        ("model.safetensors", "cut", r"model\.safetensors is not a whole safetensors file \(.*\d+ bytes\)"),
+        ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n", r"is not a whole safetensors file"),
+        ("model.safetensors.index.json", INDEX, r"lacks 1 of the 2 files .*model-2\.safetensors"),
+        ("tokenizer.json", None, r"lacks a tokenizer"),
+        ("config.json", "", r"config\.json is not JSON"),
     ],
 )
-def test_an_incomplete_folder_is_refused(tmp_path: Path, spoil: Any, message: str) -> None:
+def test_an_incomplete_folder_is_refused(tmp_path: Path, file: str, content: str | None, message: str) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")
-    spoil(model_path)
+    path = model_path / file
+    if content == "cut":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif content is None:
+        for found in model_path.glob(f"{path.stem}*"):
+            found.unlink()
+    else:
+        path.write_text(content)
     with pytest.raises(ModelError, match=message):
         require_servable(model_path, ServeConfig(max_model_len=128), {})
 
@@ -348,13 +288,3 @@ PORT_TAKEN = ["    sock.bind(addr)", "OSError: [Errno 98] Address already in use
 def test_a_server_s_own_words_are_found(lines: list[str], refused: str | None, raised: str | None) -> None:
     assert refused_argument(lines) == refused
     assert raised_error(lines) == raised
-
-
-def test_rollouts_longer_than_the_model_are_refused(tmp_path: Path) -> None:
-    model_path = build_tiny_qwen3(tmp_path / "model")  # 512 positions
-    data = PromptsConfig(max_prompt_tokens=112)
-    require_positions(model_path, data, RolloutConfig(max_response_tokens=400))
-    with pytest.raises(
-        ModelError, match=r"max_response_tokens = 112 \+ 401 is above the 512 positions of .*; lower"
-    ):
-        require_positions(model_path, data, RolloutConfig(max_response_tokens=401))

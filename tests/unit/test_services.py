@@ -78,7 +78,7 @@ def test_a_service_is_started_once_and_only_our_own_process_is_stopped(tmp_path:
     with pytest.raises(LockHeld):
         Service(tmp_path, "worker").start(SLEEP, os.environ)
     service.record_path.write_text(json.dumps({**record, "machine": "far-away"}))
-    with pytest.raises(ServicesError, match="was started on far-away: type this there"):
+    with pytest.raises(ServicesError, match="was started on far-away: type the command there"):
         service.stop()
     service.record_path.write_text(json.dumps(record))
     assert service.stop() == [f"worker, pid {record['pid']}"]
@@ -109,7 +109,7 @@ def test_a_failed_deployment_is_shown_with_prefects_own_words(
 
 def test_a_store_that_is_a_file_or_in_the_hands_of_another_command_is_refused(tmp_path: Path) -> None:
     place = Services(tmp_path / "other")
-    with place.changing(), pytest.raises(ServicesError, match="at work"), place.changing():
+    with place.changing(), pytest.raises(ServicesError, match="is running"), place.changing():
         pass
     (tmp_path / "file").touch()
     with pytest.raises(ServicesError, match="--store"):

@@ -20,10 +20,11 @@ from dapo_core.config.fields import is_volatile
 from dapo_core.errors import ConfigError, DataError, ModelError
 from eval.problems import ProblemsError
 from flows.config import Config, load_config
-from tasks.artifacts import Artifact, ArtifactStore, StageKey
-from tasks.artifacts.code import PROJECT_ROOT
+from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey
+from tasks.artifacts.store import ArtifactStore
+from tasks.chain import take_model_folder
 from tasks.dataset import build_dataset
-from tasks.fetch_model import take_model_folder
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run, current_stage
 from tasks.stages import (
@@ -286,25 +287,25 @@ def test_a_run_records_and_links_each_stage_as_it_ends(config: Config) -> None:
         (folder / "content").write_text("x")
         return {}
 
-    built = run.produce("probe_first", key, build)
+    built = run.produce("evaluate_before", key, build)
     [recorded] = read_runs(Path(config.store.path))
-    assert ([*recorded.stages], recorded.state) == (["probe_first"], "running")
-    again = run.produce("probe_again", key, build)
+    assert ([*recorded.stages], recorded.state) == (["evaluate_before"], "running")
+    again = run.produce("evaluate_after", key, build)
     run.record(report={"n": 1})
     [recorded] = read_runs(Path(config.store.path))
-    assert (built, stages_seen, current_stage.get()) == (again, ["probe_first"], "")
+    assert (built, stages_seen, current_stage.get()) == (again, ["evaluate_before"], "")
     assert [stage.cached for stage in recorded.stages.values()] == [False, True]
     assert (recorded.num_cached, recorded.num_built) == (1, 1)
     assert (recorded.id, recorded.name, recorded.report) == (run.folder.name, "arith_cpu", {"n": 1})
-    assert (run.folder / "probe_again" / "content").read_text() == "x"
-    assert not os.path.isabs(os.readlink(run.folder / "probe_again"))  # the store can be moved
+    assert (run.folder / "evaluate_after" / "content").read_text() == "x"
+    assert not os.path.isabs(os.readlink(run.folder / "evaluate_after"))  # the store can be moved
     assert load_config(run.config_path) == config
 
 
 def test_a_failed_stage_is_not_recorded(config: Config) -> None:
     with pytest.raises(ZeroDivisionError), Run.start(config) as run:
-        run.produce("probe", StageKey("probe", {}, {}, "code", {}), lambda folder: {"n": 1 // 0})
+        run.produce("prepare_data", StageKey("probe", {}, {}, "code", {}), lambda folder: {"n": 1 // 0})
     [recorded] = read_runs(Path(config.store.path))
     assert (run.stages, current_stage.get(), recorded.stages) == ({}, "", {})
     assert (recorded.state, str(recorded.error).partition(":")[0]) == ("failed", "ZeroDivisionError")
-    assert not (run.folder / "probe").exists()
+    assert not (run.folder / "prepare_data").exists()

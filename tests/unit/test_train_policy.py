@@ -13,9 +13,9 @@ import pytest
 from prefect.states import State
 
 from tasks import stage_command
-from tasks.artifacts import Artifact
+from tasks.artifacts.artifact import Artifact
+from tasks.chain import train_policy
 from tasks.runs.run import Run, RunSkipped
-from tasks.train_policy import train_policy
 from tasks.training_lock import hold, training_lock_path
 from tests.recorded_runs import Outcome, produce, small_config
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import durable
-from tasks.artifacts import Artifact
+from tasks.artifacts.artifact import Artifact
 from tasks.runs.run import Run, RunSkipped
 from tasks.stages import LINKS
 from tasks.training_lock import check_free, find_holder, hold, nightly_lock_path, training_lock_path
@@ -110,7 +110,7 @@ def test_a_night_begins_beside_its_own_training_only(tmp_path: Path) -> None:
     path = training_lock_path(run.config)
     check_free(path, run.config)
     inputs: dict[str, Artifact] = produce(run, Outcome(), ("prepare_data", "fetch_model"))
-    with hold(path, "run-7", LINKS["train_policy"].key(run.config, inputs).key):
+    with hold(path, "run-7", LINKS["train_policy"].key(run.config, *inputs.values()).key):
         check_free(path, run.config)  # left by a flow that died: goes on in the next
     words = "The run was skipped because another training holds the lock .*: run run-7"
     with hold(path, "run-7", KEY), pytest.raises(RunSkipped, match=words):

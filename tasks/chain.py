@@ -1,0 +1,168 @@
+"""The stages of the chain as Prefect tasks: each takes its output from the store, or has it made there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect.runtime import task_run
+
+from dapo_core.metrics import METRICS_FILE
+from dapo_core.model_folder import require_model_folder
+from durable import read_json_lines
+from eval.problems.benchmarks import load_set
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact
+from tasks.config import ChainConfig
+from tasks.dataset import build_dataset
+from tasks.evaluation_settings import evaluate_servers
+from tasks.page import StageProgress, show_report
+from tasks.processes.cancellation import is_worker_restart
+from tasks.processes.detached import DetachOptions
+from tasks.runs.history import REPORT_FOLDER
+from tasks.runs.report import report_run
+from tasks.runs.run import Run
+from tasks.serve_model.servers import serve_model
+from tasks.stage_command import link_log, run_dapo
+from tasks.stage_task import retried_task, stage_task
+from tasks.stages import LINKS, TRAIN_FILE, eval_file
+from tasks.training_lock import hold, training_lock_path
+
+logger = logging.getLogger(__name__)
+
+
+@stage_task("prepare-data")
+def prepare_data(run: Run) -> Artifact:
+    """The training and held-out problems: train.parquet and eval.parquet (or eval.jsonl)."""
+    key = LINKS["prepare_data"].key(run.config)
+    return run.produce("prepare_data", key, lambda folder: build_dataset(run.config, folder))
+
+
+@stage_task("fetch-model")
+def fetch_model(run: Run, data: Artifact) -> Artifact:
+    """The model to improve, a Hugging Face folder: built from a recipe, or taken from a local folder."""
+    key = LINKS["fetch_model"].key(run.config, data)
+
+    def build(folder: Path) -> Mapping[str, Any]:
+        if run.config.model.source == "path":
+            return take_model_folder(run.config, folder)
+        words: list[str | Path] = ["fetch-model", run.config_path]
+        words += ["--data", Path(data.path) / TRAIN_FILE, "--output", folder]
+        run_dapo(words, run, key, on_line=StageProgress(run, "fetch_model").on_line)
+        return {}
+
+    return run.produce("fetch_model", key, build)
+
+
+def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
+    """Bring the files of model.path into the folder, as hard links where the file system allows, else copies."""
+    source = Path(str(config.model.path))
+    require_model_folder(source)
+    num_bytes = 0
+    for path in sorted(source.rglob("*")):
+        target = folder / path.relative_to(source)
+        if path.is_dir():
+            target.mkdir(exist_ok=True)
+        elif path.name != MANIFEST_NAME:  # which the folder has if it is an artifact of a store
+            num_bytes += path.stat().st_size
+            try:
+                os.link(path.resolve(), target)
+            except OSError:  # another file system, or one without hard links
+                shutil.copyfile(path, target)
+    return {"bytes": num_bytes}
+
+
+@stage_task("evaluate-model", task_run_name="{label}", afterwards="run it again: it asks only for what is missing")
+def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Artifact:
+    """The results folder (results.jsonl, settings.json, summary.json) of one model, recorded as `label`.
+
+    A failed attempt keeps its answers; the next one with the same key asks only for what is missing.
+    """
+    settings = run.config.evaluate
+    key = LINKS[label].key(run.config, data, model)
+
+    def build(folder: Path) -> Mapping[str, Any]:
+        log_path = run.store.log_path(key.stage, key.key)
+        link_log(run, log_path)
+        evaluation_set = load_set(eval_file(data), settings.benchmark, settings.prompt, settings.api)
+        with serve_model(model.path, run.config.serve, log_path=log_path) as servers:
+            urls = ", ".join(server.base_url for server in servers)
+            logger.info("%s serves on %s; asking %d items", servers[0].model, urls, len(evaluation_set.items))
+            on_progress = StageProgress(run, label).on_progress
+            summary = evaluate_servers(evaluation_set, servers, settings, folder, model.digest, on_progress)
+        commands = [server.command for server in servers]
+        return {"accuracy": summary.accuracy, "n": summary.n, "serve_commands": commands}
+
+    return run.produce(label, key, build)
+
+
+@stage_task("train-policy", afterwards="run it again: it continues from its last checkpoint")
+def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = False) -> Artifact:
+    """The training output: checkpoints/step_NNNNNN and metrics.jsonl.
+
+    The next attempt with the same key continues a failed or killed one from its last checkpoint, and attaches to a
+    training that still runs. Waits while another training holds the cluster's lock; with `gives_way` the first
+    attempt raises RunSkipped instead (a later one would lose hours of work).
+    """
+    attempt = task_run.run_count or 1
+    key = LINKS["train_policy"].key(run.config, data, model)
+
+    def build(folder: Path) -> Mapping[str, Any]:
+        words: list[str | Path] = ["train", run.config_path]
+        words += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
+        if run.config.validation.every:
+            words += ["--held-out", eval_file(data)]
+        words += resume_words(run.config.checkpoint.resume, attempt)
+        detach = DetachOptions(
+            unwatched_seconds=60 * run.config.flow.unwatched_minutes,
+            stop_seconds=run.config.flow.stop_seconds,
+            goes_on_after=is_worker_restart,
+            lock=lambda: hold(
+                training_lock_path(run.config), run.folder.name, key.key, gives_way and attempt == 1
+            ),
+        )
+        run_dapo(words, run, key, detach=detach, on_line=StageProgress(run, "train_policy", folder).on_line)
+        return last_metrics(folder)
+
+    return run.produce("train_policy", key, build)
+
+
+def resume_words(resume: str, attempt: int) -> list[str]:
+    """Options for a later attempt to continue the one before, which checkpoint.resume=never would move aside.
+
+    A path stays: without a checkpoint of its own, the next attempt begins from it again.
+    """
+    return ["--set", "checkpoint.resume=auto"] if resume == "never" and attempt > 1 else []
+
+
+def last_metrics(folder: Path) -> dict[str, float]:
+    """The last step's headline numbers, for the manifest."""
+    last = read_json_lines(folder / METRICS_FILE)[-1]
+    names = ("step", "critic/score/mean", "sampler/accuracy", "response_length/mean", "perf/throughput")
+    return {name: last[name] for name in names if name in last}
+
+
+@stage_task("merge-checkpoint")
+def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
+    """The trained model as a Hugging Face folder that transformers and vLLM load."""
+    key = LINKS["merge_checkpoint"].key(run.config, training)
+
+    def build(folder: Path) -> Mapping[str, Any]:
+        merge = run.config.merge
+        options = ["--checkpoint", merge.checkpoint, "--dtype", merge.dtype]
+        options += ["--max-shard-bytes", str(merge.max_shard_bytes)]
+        run_dapo(["merge", training.path, folder, *options], run, key)
+        return {"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}
+
+    return run.produce("merge_checkpoint", key, build)
+
+
+@retried_task("write-report")
+def write_report(run: Run, before: Artifact, after: Artifact, training: Artifact) -> dict[str, Any]:
+    """The before/after report, written to the run's folder and shown on Prefect's page."""
+    report = report_run(run, before, after, training)
+    show_report(run, run.folder / REPORT_FOLDER, report["verdict"])
+    return report
