@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dapo_core.compat import OURS, Compat
 from dapo_core.errors import RewardError, RolloutError
 from dapo_core.reward.routing import require_scorers, routes, scorer_name
-from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Score, failed_score
+from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Score
 from dapo_core.reward.tail import TailDecoder
 from eval.answers.pool import CallFailed, CallTimedOut, Pool, StartFailed
 
@@ -140,10 +140,10 @@ class RewardPool:
         except CallTimedOut:
             what = f"took longer than reward.timeout_seconds={self.reward.timeout_seconds:g}"
             self._log_failure(pending, what)
-            return pending.key, failed_score("timeout")
+            return pending.key, Score(0.0, "timeout")
         except CallFailed as error:
             self._log_failure(pending, str(error))
-            return pending.key, failed_score("error")
+            return pending.key, Score(0.0, "error")
         except StartFailed as error:
             raise self._no_start(error) from None
 

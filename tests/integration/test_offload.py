@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dapo_core.config.training import TrainConfig
 from dapo_core.device import device_for
-from dapo_core.policy.model import load_sharded
-from dapo_core.policy.offload import move_model, move_optimizer
+from dapo_core.policy.model import load_sharded, move_model, move_optimizer
 from tests.integration.test_sharded_model import IDS, Logits
 from tests.ranks import run_ranks
 from tests.tiny_models import build_tiny

@@ -22,8 +22,8 @@ from dapo_core.errors import ModelError
 from dapo_core.loss import LossTotals
 from dapo_core.merge.writer import shard_name
 from dapo_core.model_folder import INDEX_FILE, SINGLE_FILE
-from dapo_core.policy import Policy
 from dapo_core.policy.model import load_sharded
+from dapo_core.policy.rank import Policy
 from tests.batches import random_batch
 from tests.configs import make_config
 from tests.ranks import run_ranks
