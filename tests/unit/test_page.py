@@ -50,11 +50,9 @@ def test_progress_is_posted_every_ten_seconds_and_at_the_end(
     progress = StageProgress(mine(tmp_path), "train_policy", tmp_path)
     progress.on_line("vllm is starting")
     progress.on_line("training step 1/4: right 20.0 %, 1.2 s")
-    now = 109.0
-    progress.on_line("training step 2/4: right 20.0 %, 1.2 s")
-    now = 110.0
-    progress.on_line("training step 3/4: right 20.0 %, 1.2 s")
-    progress.on_line("training step 4/4: right 20.0 %, 1.2 s")
+    for seconds, step in ((109.0, 2), (110.0, 3), (110.0, 4)):
+        now = seconds
+        progress.on_line(f"training step {step}/4: right 20.0 %, 1.2 s")
     assert shown[::2] == [25.0, 75.0, 100.0]
     assert [[row["step"] for row in json.loads(table)] for table in shown[1::2]] == [[2, 1]] * 3
 
