@@ -216,7 +216,7 @@ def _column_steps(subject: str, first: int, second: int) -> list[str]:
 
 
 def write_parquet(rows: list[Row], path: Path) -> None:
-    """Writes rows as one parquet file with the columns and types of DAPO-Math-17k."""
+    """Write rows as one parquet file with the columns and types of DAPO-Math-17k."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -64,9 +64,9 @@ class LossTotals:
 
 @dataclass(frozen=True)
 class LossTokens:
-    """What the loss knows of each token: tensors of one shape, padded [b, R] or packed [N].
+    """The inputs of the loss for each token: tensors of one shape, padded [b, R] or packed [N].
 
-    Outside the mask any value may stand, NaN too.
+    Values outside the mask do not matter, not even NaN.
     """
 
     old_log_probs: torch.Tensor
@@ -97,7 +97,7 @@ class LossSums:
 
 
 class PolicyLoss(NamedTuple):
-    """A part's contribution to the mini-batch."""
+    """A part's contribution to the mini-batch's loss."""
 
     loss: torch.Tensor  # to differentiate: policy loss - entropy_coefficient * entropy + kl.coefficient * KL
     sums: LossSums

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from dapo_core.batch import Batch
     from dapo_core.config.training import KLConfig
-    from dapo_core.policy import Update
+    from dapo_core.policy.rank import Update
     from dapo_core.rollout import Group
 
 METRICS_FILE = "metrics.jsonl"
-PHASES_PER_TOKEN = ("old_log_prob", "ref", "adv", "update_actor")  # whose work is with every token of the batch
+PHASES_PER_TOKEN = ("old_log_prob", "ref", "adv", "update_actor")  # each processes every token of the batch
 
 
 class PhaseTimer:

@@ -1,7 +1,7 @@
 """Names of a model's parameters in transformers, and of the tensors in its files.
 
 The two agree except for experts: since version 5 transformers holds all experts of a layer in one parameter, while
-published mixtures of experts store each expert's matrices under a name of its own. Ranks and checkpoints use the
+published mixtures of experts store each expert's matrices under a separate name. Ranks and checkpoints use the
 names of transformers; engines and model folders use those of the files.
 """
 
@@ -16,7 +16,11 @@ from dapo_core.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
+COMPUTED_BUFFERS = re.compile(
+    r"rotary_emb\.inv_freq$"
+)  # old files store what models compute from their configuration
 _FUSED_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<what>gate_up_proj|down_proj)")
 
 
@@ -74,3 +78,15 @@ def file_views(name: str, whole: torch.Tensor, file_names: Collection[str]) -> d
             "Qwen3-MoE or Llama"
         )
     return {piece.file_name: piece.view(whole) for piece in pieces}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The second names of parameters, each with the first name."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def sample_of(names: Sequence[str]) -> str:
+    """The number of names, and the first three, for messages."""
+    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else "0"

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One scored response.
-
-    `score` is the scorer's value, `reward` what the advantage is made of: score + overlong penalty.
-    """
+    """One scored response; its `reward`, which advantages compare, is score + overlong penalty."""
 
     response_ids: list[int]  # [R]
     rollout_log_probs: list[float]  # [R], from the engine that sampled
@@ -136,10 +133,7 @@ class RolloutWorker:
         self._scoring: dict[str, tuple[int, int]] = {}  # the pool's key -> (group id, sample), of open groups
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue groups of responses.
-
-        A response's seed derives from (run seed, step that drew the prompt, group id, sample) alone.
-        """
+        """Queue groups. A response's seed depends on (run seed, drawing step, group id, sample) alone."""
         for request in requests:
             version = request.policy_version
             group = _OpenGroup(

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from dapo_core.errors import DapoError, RewardError, RolloutError
 from dapo_core.rollout import Group, GroupRequest
 
 if TYPE_CHECKING:
+    from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.config.training import SamplerConfig
 
 logger = logging.getLogger(__name__)
@@ -27,33 +28,6 @@ WASTED: tuple[Fate, ...] = ("all_right", "all_wrong", "stale", "aborted")
 
 class NotEnoughSignal(DapoError, RuntimeError):
     """Dynamic sampling drew its bound of batches and kept too few groups."""
-
-
-class GroupSource(Protocol):
-    """Rollout workers seen as one: requests go in, scored groups come out as (group id, group)."""
-
-    @property
-    def num_in_flight(self) -> int:
-        """Groups submitted and neither returned nor stopped."""
-
-    @property
-    def num_tokens_in_flight(self) -> int:
-        """Response tokens of these, as of the last report."""
-
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue one group for each request."""
-
-    def finished(self) -> list[tuple[int, Group]]:
-        """All groups that finished; waits about a second at most for one."""
-
-    def abort(self) -> tuple[list[tuple[int, Group]], int, int]:
-        """Drop what is in flight: groups that finished meanwhile, then groups and response tokens dropped."""
-
-    def suspend(self) -> tuple[list[tuple[int, Group]], list[GroupRequest]]:
-        """Stop what is in flight: groups that finished meanwhile, then the requests that continue the others."""
-
-    def take_reward_seconds(self) -> float:
-        """Seconds since the last call that the slowest worker only waited for scores."""
 
 
 @dataclass
@@ -125,7 +99,7 @@ class Sampler:
 
     def __init__(
         self,
-        source: GroupSource,
+        source: RolloutGroup,
         stream: PromptStream,
         train_prompts: int,
         settings: SamplerConfig,

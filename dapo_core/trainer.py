@@ -34,7 +34,7 @@ from dapo_core.device import device_for
 from dapo_core.flops import ActorUtilization
 from dapo_core.kl import KLController
 from dapo_core.loss import LossTotals
-from dapo_core.policy import read_model_config
+from dapo_core.policy.requirements import read_model_config
 from dapo_core.rollout_correction import mismatch_metrics
 from dapo_core.sampler import Sampler
 from dapo_core.stopping import StopRequest
@@ -42,7 +42,7 @@ from dapo_core.validation import validate
 from dapo_core.weight_sync import probe_difference, publish_weights
 
 if TYPE_CHECKING:
-    from dapo_core.cluster import Cluster
+    from dapo_core.cluster.start import Cluster
     from dapo_core.config.training import TrainingConfig
     from dapo_core.data import Prompt, PromptStream
 

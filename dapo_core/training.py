@@ -19,12 +19,12 @@ from dapo_core.checkpoint.resume import (
     require_same_training,
 )
 from dapo_core.checkpoint.state import read_step
-from dapo_core.cluster import start_cluster
+from dapo_core.cluster.start import start_cluster
 from dapo_core.data import Prompt, PromptStream, load_tokenizer, tokenize_prompts
 from dapo_core.errors import ConfigError, WorkerDied
 from dapo_core.identity import training_identity
 from dapo_core.model_folder import require_model_folder
-from dapo_core.policy import read_model_config, require_trainable
+from dapo_core.policy.requirements import read_model_config, require_trainable
 from dapo_core.reward.routing import require_scorers
 from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
 from dapo_core.trainer import OnStep, Trainer

@@ -21,8 +21,8 @@ from eval.problems.prompts import DEFAULT, find_template, make_messages
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.config.training import TrainingConfig
-    from dapo_core.sampler import GroupSource
 
 
 def held_out_prompts(
@@ -50,7 +50,7 @@ def held_out_prompts(
 
 
 def validate(
-    source: GroupSource,
+    source: RolloutGroup,
     prompts: Sequence[Prompt],
     step: int,
     max_seconds: float,
@@ -103,7 +103,7 @@ def _metrics(prompts: Sequence[Prompt], rollouts: Sequence[Rollout], step: int) 
     }
 
 
-def _silence(source: GroupSource, step: int, seconds: float, num_finished: int, num_prompts: int) -> str:
+def _silence(source: RolloutGroup, step: int, seconds: float, num_finished: int, num_prompts: int) -> str:
     return (
         f"no response finished for {seconds:.0f} s of the validation after training step {step}: {num_finished} "
         f"of {num_prompts} did, {source.num_tokens_in_flight} response tokens are in flight. With few of them an "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ STEPWISE_WORD_SHARE = 0.2
 def build_model(
     train_rows: list[Row], output_dir: Path, recipe: WarmStartConfig, seed: int, num_threads: int = 2
 ) -> dict[str, Any]:
-    """Writes the warm-started model folder; returns steps, first_loss, final_loss, parameters and seconds.
+    """Write the warm-started model folder; returns steps, first_loss, final_loss, parameters and seconds.
 
     The same arguments give the same bytes on the same machine. The random state and the number of threads of the
     calling process are left as they were. Raises ModelError for rows that are not generated problems.
@@ -142,8 +143,8 @@ def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartConfig) ->
 def warm_start(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, train_rows: list[Row], recipe: WarmStartConfig
 ) -> list[float]:
-    """Trains the model on the rows' worked solutions; the loss of each step, in nats per response token."""
-    solutions = [_step_by_step(row) for row in train_rows]
+    """Train the model on the rows' worked solutions; returns each step's loss in nats per response token."""
+    solutions = [_solution(row) for row in train_rows]
     first_slanted_step = recipe.num_steps - round(recipe.num_steps * SLANTED_SHARE) + 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_share(step, recipe))
@@ -197,17 +198,13 @@ def _slanted_solutions(train_rows: list[Row]) -> list[str]:
     """One solution per row: plain sums step by step, word problems mostly in one go."""
     is_quick = (torch.rand(len(train_rows)) >= STEPWISE_WORD_SHARE).tolist()
     return [
-        _in_one_go(row) if row["extra_info"]["form"] == "word" and quick else _step_by_step(row)
+        _solution(row, quick_solution if row["extra_info"]["form"] == "word" and quick else worked_solution)
         for row, quick in zip(train_rows, is_quick, strict=True)
     ]
 
 
-def _step_by_step(row: Row) -> str:
-    return worked_solution(row["extra_info"]["subject"], row["extra_info"]["operands"])
-
-
-def _in_one_go(row: Row) -> str:
-    return quick_solution(row["extra_info"]["subject"], row["extra_info"]["operands"])
+def _solution(row: Row, solve: Callable[[str, Sequence[int]], str] = worked_solution) -> str:
+    return solve(row["extra_info"]["subject"], row["extra_info"]["operands"])
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, row: Row, solution: str) -> tuple[list[int], list[int]]:
@@ -218,4 +215,4 @@ def _encode(tokenizer: PreTrainedTokenizerFast, row: Row, solution: str) -> tupl
 
 def _corpus_text(row: Row) -> str:
     prompt = "\n".join(message["content"] for message in row["prompt"])
-    return f"user\n{prompt}\nassistant\n{_step_by_step(row)}"
+    return f"user\n{prompt}\nassistant\n{_solution(row)}"

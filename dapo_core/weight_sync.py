@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from dapo_core.batch import Batch
-    from dapo_core.cluster import Cluster
+    from dapo_core.cluster.start import Cluster
 
 BUCKET_BYTES = 512 * 1024**2
 MAX_PROBE_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}  # mean nats per token

@@ -52,7 +52,7 @@ def write_state(folder: Path, state: TrainerState) -> Path:
 
 
 class FileShards:
-    """A ShardWriter of two files, the second of which an asynchronous save writes at the second question."""
+    """A policy group of two files; an asynchronous save writes the second one at the second question."""
 
     num_bytes = 42  # of both files
 
@@ -81,7 +81,7 @@ def _shard_text(folder: Path) -> str:
 
 
 class ShardsOf:
-    """A ShardWriter of a function that writes all shards at once into the folder it is given."""
+    """A policy group with a function that writes all shards at once into the folder it is given."""
 
     def __init__(self, save: Callable[[str], None]) -> None:
         self._save = save

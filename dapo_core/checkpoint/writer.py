@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dapo_core.checkpoint.folder import (
     CONFIG_FILE,
@@ -35,26 +35,14 @@ from dapo_core.stopping import StopRequested
 from durable import publish, sync, write_atomically
 
 if TYPE_CHECKING:
+    from dapo_core.cluster.policy_group import PolicyGroup
     from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0  # between questions to the ranks while groups are awaited
-WAIT_SECONDS = 0.05  # between questions while nothing but the shards is awaited
+POLL_SECONDS = 1.0  # between calls to the ranks while the sampler waits for groups
+WAIT_SECONDS = 0.05  # between calls to the ranks while only the shards are awaited
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class ShardWriter(Protocol):
-    """What holds the weights and the optimizer's state, and can write them: the policy group."""
-
-    def save(self, folder: str, asynchronous: bool) -> None:
-        """Write all shards into the folder; asynchronous: return once the state is copied, and write meanwhile."""
-
-    def is_saved(self) -> bool:
-        """Whether the asynchronous save has ended; raises the OSError or CheckpointError that ended it."""
-
-    def checkpoint_bytes(self) -> int:
-        """Bytes that the shards take on disk."""
 
 
 @dataclass
@@ -77,7 +65,7 @@ class CheckpointWriter:
     CheckpointError says why.
     """
 
-    def __init__(self, folder: Path, model_path: Path, shards: ShardWriter, config: TrainingConfig) -> None:
+    def __init__(self, folder: Path, model_path: Path, shards: PolicyGroup, config: TrainingConfig) -> None:
         self.folder = folder
         self.model_path = model_path
         self.shards = shards

@@ -15,7 +15,7 @@ from dapo_core.batch import Batch, RankShare, split_batch
 from dapo_core.cluster.actors import Actors
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
-from dapo_core.policy import Update
+from dapo_core.policy.rank import Update
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +46,6 @@ class PolicyGroup:
         self.sequence_parallel = train.sequence_parallel
         self.max_tokens = train.micro_batch_tokens * train.sequence_parallel  # of a micro-batch
         self.has_reference = config.algorithm.kl.place != "off"
-        self._is_saving = False  # asynchronously
         self.hidden_size: int = actors.get(ranks[0].hidden_size.remote())
 
     def anchor(self, batch: Batch, timer: PhaseTimer) -> tuple[Batch, torch.Tensor]:
@@ -111,27 +110,17 @@ class PolicyGroup:
         """Write every rank's part of parameters, optimizer and random generators into the folder.
 
         Asynchronous: returns when they are copied to host memory and writes meanwhile; see is_saved. Raises
-        OSError with its errno where a rank could not write, CheckpointError while another save is unfinished.
+        OSError with its errno where a rank could not write, CheckpointError while another save runs.
         """
-        if self._is_saving:
-            raise CheckpointError(
-                f"{folder} cannot be saved while another checkpoint is being written; call is_saved until it says "
-                "so, or raises"
-            )
-        self._is_saving = asynchronous
         self.actors.get([rank.save.remote(folder, asynchronous) for rank in self.ranks])
 
     def is_saved(self) -> bool:
         """True without an unfinished asynchronous save; raises what the first rank to fail raised, once."""
-        if not self._is_saving:
-            return True
         try:
-            self._is_saving = not all(self.actors.get([rank.is_saved.remote() for rank in self.ranks]))
+            return all(self.actors.get([rank.is_saved.remote() for rank in self.ranks]))
         except (CheckpointError, OSError):
             self.actors.get([rank.end_save.remote() for rank in self.ranks])  # all fail, some a moment later
-            self._is_saving = False
             raise
-        return not self._is_saving
 
     def checkpoint_bytes(self) -> int:
         """Bytes of parameters and optimizer state in a checkpoint."""

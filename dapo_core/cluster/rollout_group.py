@@ -20,7 +20,7 @@ SILENCE_SECONDS = 1.0  # after which `finished` returns without an answer
 
 
 class RolloutGroup:
-    """All rollout workers, seen as one source of groups (sampler.GroupSource).
+    """All rollout workers, seen as one source of groups: requests go in, (group id, scored group) come out.
 
     A worker answers within an engine's step; RolloutError when one does not within `max_seconds`. Waiting for
     groups raises WorkerDied for a dead policy rank as well.
@@ -37,10 +37,12 @@ class RolloutGroup:
 
     @property
     def num_in_flight(self) -> int:
+        """Groups submitted and neither returned nor stopped."""
         return sum(self._in_flight)
 
     @property
     def num_tokens_in_flight(self) -> int:
+        """Response tokens of these, as of the last report."""
         return sum(self._tokens)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:

@@ -29,7 +29,7 @@ from dapo_core.data import load_tokenizer
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import EngineSettings, build_engine
 from dapo_core.errors import ConfigError
-from dapo_core.policy import Policy
+from dapo_core.policy.rank import Policy
 from dapo_core.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -183,15 +183,15 @@ def _place(actor_class: type, count: int, threads: int, device: Device, groups: 
 
 
 class _Process:
-    """What every process of a training run answers."""
+    """Calls that every process of a training run answers."""
 
     def place(self) -> str:
-        """Where it runs; also its sign of life."""
+        """Where the process runs; also answers pings."""
         return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
 
 
 class _PolicyRank(_Process, Policy):
-    """A policy rank in a process of its own; `start` constructs it, as that is collective."""
+    """A policy rank as an actor; `start` constructs it, because that is collective."""
 
     def __init__(self) -> None:
         pass
@@ -213,7 +213,7 @@ class _PolicyRank(_Process, Policy):
 
 
 class _RolloutRank(_Process, RolloutWorker):
-    """A rollout worker in a process of its own; `start` constructs it."""
+    """A rollout worker as an actor; `start` constructs it."""
 
     def __init__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What every inference engine does, and what it refuses; subclasses compute."""
+"""The interface of inference engines, and what all of them check."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response, whole or as far as an abort let it come.
+    """One sampled response, whole or cut short by an abort.
 
     `response_ids` begins with those of its request and includes the end-of-sequence token when the model emitted
     it. `rollout_log_probs[t]` is the log-probability of `response_ids[t]` under the distribution that was sampled
@@ -92,16 +92,9 @@ class Engine(ABC):
         self._shapes = shapes
         self._optional = optional
         self._rows: dict[str, Row] = {}  # unfinished, by request id
-        self._has_whole_weights = True
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue requests; nothing is computed until `step`.
-
-        Raises RolloutError for a request id already unfinished, a prompt that is empty or leaves no room for a
-        whole response, and a response to continue that is whole already or lacks log-probs.
-        """
-        self._require_whole_weights()
-        check_requests(requests, self._rows, self.settings)
+        """Queue requests, each with a unique id; nothing is computed until `step`."""
         for request in requests:
             row = Row(request, list(request.response_ids), list(request.rollout_log_probs))
             self._queue(row)
@@ -122,7 +115,7 @@ class Engine(ABC):
     def abort(self, request_ids: Sequence[str]) -> list[Response]:
         """Stop unfinished requests; returns what they have so far, with finish reason `abort`.
 
-        Ids that are not unfinished are passed over.
+        Other ids are ignored.
         """
         stopped = {name: self._rows.pop(name) for name in request_ids if name in self._rows}
         self._drop(stopped)
@@ -131,13 +124,11 @@ class Engine(ABC):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Replace all weights (Hugging Face names, full tensors) and drop every cached prefix.
 
-        Raises RolloutError when requests are unfinished, or naming the tensors that do not fit, are unknown or
-        are missing; the engine then refuses work until weights were loaded whole.
+        Raises RolloutError when requests are unfinished, and for tensors that do not fit, are unknown or missing;
+        the engine's weights are then a mixture, and its policy version is still the old one.
         """
         self._require_idle("load weights")
-        self._has_whole_weights = False
         self._replace_weights(check_weights(weights, self._shapes, self._optional))
-        self._has_whole_weights = True
         self.policy_version = policy_version
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
@@ -145,7 +136,6 @@ class Engine(ABC):
 
         The probe that proves that the engine holds the policy's weights; refused while requests are unfinished.
         """
-        self._require_whole_weights()
         self._require_idle("compute log-probs")
         return self._log_probs(sequences)
 
@@ -167,17 +157,13 @@ class Engine(ABC):
 
     @abstractmethod
     def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
-        """The log-probs of `log_probs`, from an idle engine with whole weights."""
+        """The log-probs of `log_probs`, from an idle engine."""
 
     def _require_idle(self, what: str) -> None:
         if self._rows:
             raise RolloutError(
                 f"cannot {what} while {len(self._rows)} requests are unfinished; finish or abort them first"
             )
-
-    def _require_whole_weights(self) -> None:
-        if not self._has_whole_weights:
-            raise RolloutError("the last load_weights failed half-way; load a whole set of weights first")
 
 
 def build_engine(
@@ -191,39 +177,6 @@ def build_engine(
     from dapo_core.engines.hf_engine import HuggingFaceEngine
 
     return HuggingFaceEngine(model_path, settings, device)
-
-
-def check_requests(
-    requests: Sequence[GenerationRequest], unfinished: Collection[str], settings: EngineSettings
-) -> None:
-    """Raise RolloutError for a request that an engine with these settings cannot serve."""
-    seen = set(unfinished)
-    for request in requests:
-        if request.request_id in seen:
-            raise RolloutError(
-                f"request {request.request_id} was submitted twice; request ids name one response each"
-            )
-        seen.add(request.request_id)
-        num_prompt_tokens = len(request.prompt_ids)
-        if num_prompt_tokens == 0:
-            raise RolloutError(f"request {request.request_id} has an empty prompt; there is nothing to continue")
-        if num_prompt_tokens + settings.max_response_tokens > settings.max_model_tokens:
-            raise RolloutError(
-                f"request {request.request_id} has {num_prompt_tokens} prompt tokens, which leave no room for "
-                f"rollout.max_response_tokens={settings.max_response_tokens} within {settings.max_model_tokens}; "
-                "raise data.max_prompt_tokens or drop longer prompts"
-            )
-        num_response_tokens = len(request.response_ids)
-        if num_response_tokens != len(request.rollout_log_probs):
-            raise RolloutError(
-                f"request {request.request_id} continues {num_response_tokens} response tokens with "
-                f"{len(request.rollout_log_probs)} log-probs; each token needs its own"
-            )
-        if num_response_tokens >= settings.max_response_tokens:
-            raise RolloutError(
-                f"request {request.request_id} comes with {num_response_tokens} response tokens, and "
-                f"rollout.max_response_tokens={settings.max_response_tokens} leaves nothing to sample"
-            )
 
 
 def check_weights(
@@ -251,7 +204,7 @@ def check_weights(
         yield name, tensor
     if missing:
         raise RolloutError(
-            f"{len(missing)} of {len(shapes)} tensors did not come: {', '.join(sorted(missing)[:5])}"
+            f"{len(missing)} of {len(shapes)} tensors are missing: {', '.join(sorted(missing)[:5])}"
         )
 
 

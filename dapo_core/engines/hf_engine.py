@@ -27,7 +27,7 @@ from dapo_core.engines.base import (
 )
 from dapo_core.errors import ModelError, RolloutError
 from dapo_core.model_folder import weight_names
-from dapo_core.parameter_names import file_views
+from dapo_core.parameter_names import file_views, tied_names
 
 PREFILL_TOKENS = 8192  # of one wave, padding included
 GROWTH_TOKENS = 64  # columns a cache grows by
@@ -121,9 +121,8 @@ class HuggingFaceEngine(Engine):
     def __init__(self, model_path: str | Path, settings: EngineSettings, device: str = "cpu") -> None:
         self._device = torch.device(device)
         self._model, self._views = _load(model_path, settings.dtype, self._device)
-        super().__init__(
-            settings, {name: tuple(view.shape) for name, view in self._views.items()}, _copies(self._model)
-        )
+        shapes = {name: tuple(view.shape) for name, view in self._views.items()}
+        super().__init__(settings, shapes, tied_names(self._model))
         self._stop_ids = set(read_eos_ids(model_path))
         if self._device.type == "cpu":
             torch.set_num_threads(settings.threads)
@@ -287,7 +286,7 @@ class HuggingFaceEngine(Engine):
         if num_rows < 1:
             raise RolloutError(
                 f"one sequence of {self.settings.max_model_tokens} tokens needs "
-                f"{token_bytes * self.settings.max_model_tokens} bytes of cache, {available} are there; "
+                f"{token_bytes * self.settings.max_model_tokens} bytes of cache, and {available} are free; "
                 f"raise {key} or lower rollout.max_response_tokens"
             )
         return num_rows
@@ -365,14 +364,8 @@ def _load(model_path: str | Path, dtype: str, device: torch.device) -> tuple[Any
     except (OSError, ValueError) as error:
         raise ModelError(f"{model_path} cannot be loaded as a causal language model: {error}") from error
     model.to(device).eval()
-    names = weight_names(model_path) | _copies(model)
+    names = weight_names(model_path) | tied_names(model).keys()
     views: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         views |= file_views(name, parameter.detach(), names)
     return model, views
-
-
-def _copies(model: Any) -> set[str]:
-    """Names of parameters that are tied to one of another name."""
-    unique = {name for name, _ in model.named_parameters()}
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - unique

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 from dapo_core.checkpoint.folder import (
+    CHECKPOINTS,
     HUGGINGFACE_FOLDER,
     NAMES_FILE,
     PARTIAL,
@@ -134,9 +135,20 @@ def find_checkpoint(source: Path, choice: CheckpointChoice = "latest") -> Path:
 
     Raises CheckpointError when there is none.
     """
+    candidates = [source, latest_checkpoint(source / CHECKPOINTS), latest_checkpoint(source)]
     if choice == "best":
-        return _find_best(source)
-    for candidate in (source, latest_checkpoint(source / "checkpoints"), latest_checkpoint(source)):
+        if (source / METADATA_FILE).is_file():
+            raise CheckpointError(
+                f"{source} is one checkpoint, so there is no best one to choose; name the output of dapo train, "
+                "or leave out --checkpoint best"
+            )
+        candidates = [*best_checkpoints(source / CHECKPOINTS)]
+        if not candidates:
+            raise CheckpointError(
+                f"no checkpoint of {source} was validated, so none is the best; set validation.every and "
+                "checkpoint.keep_best before training, or merge the latest"
+            )
+    for candidate in candidates:
         if candidate is not None and (candidate / METADATA_FILE).is_file():
             _require_complete(candidate)
             return candidate
@@ -144,22 +156,6 @@ def find_checkpoint(source: Path, choice: CheckpointChoice = "latest") -> Path:
         f"{source} holds no complete checkpoint: neither a folder step_NNNNNN with {METADATA_FILE}, as dapo train "
         "writes it, nor model_world_size_W_rank_R.pt, as verl does; train first, or pass the folder that holds it"
     )
-
-
-def _find_best(source: Path) -> Path:
-    if (source / METADATA_FILE).is_file():
-        raise CheckpointError(
-            f"{source} is one checkpoint, so there is no best one to choose; name the output of dapo train, "
-            "or leave out --checkpoint best"
-        )
-    best = best_checkpoints(source / "checkpoints")
-    if not best:
-        raise CheckpointError(
-            f"no checkpoint of {source} was validated, so none is the best; set validation.every and "
-            "checkpoint.keep_best before training, or merge the latest"
-        )
-    _require_complete(best[0])
-    return best[0]
 
 
 def _require_complete(checkpoint: Path) -> None:
@@ -259,7 +255,7 @@ def _plain_values(section: _Section) -> tuple[int, int] | None:
 
 
 class _Section(io.RawIOBase):
-    """Part of an open file, as a file of its own."""
+    """A read-only file that shows one part of an open file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self.start = start

@@ -17,11 +17,9 @@ from dapo_core.merge.dcp import CheckpointChoice, DcpSource, find_checkpoint
 from dapo_core.merge.sources import Source
 from dapo_core.merge.verification import (
     compare_logits,
-    computed_names,
     empty_model,
     require_architecture,
     require_equal,
-    tied_names,
 )
 from dapo_core.merge.verl import VerlSource, find_shards
 from dapo_core.merge.writer import (
@@ -35,6 +33,7 @@ from dapo_core.merge.writer import (
     write_manifest,
 )
 from dapo_core.model_folder import copy_model_files
+from dapo_core.parameter_names import COMPUTED_BUFFERS, tied_names
 from durable import publish
 
 _MAX_FILES_AT_ONCE = 4
@@ -102,7 +101,8 @@ def _plan(source: Source, dtype: str, max_shard_bytes: int) -> list[OutputFile]:
     tied = {name: kept for name, kept in tied_names(model).items() if name in source.tensors}
     for name, kept in tied.items():
         require_equal(source, name, kept)
-    outputs = output_tensors(source, dtype, leave_out={*tied, *computed_names(source.tensors)})
+    computed = {name for name in source.tensors if COMPUTED_BUFFERS.search(name)}
+    outputs = output_tensors(source, dtype, leave_out={*tied, *computed})
     require_architecture(model, {tensor.name: tensor for tensor in outputs}, source.label)
     files = plan_files(outputs, max_shard_bytes)
     for file in files:

@@ -55,7 +55,7 @@ class Source(Protocol):
 def values_in_order(rows: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """All values in `dtype`, flat, in parts of at most CHUNK_BYTES; no part is empty.
 
-    A part shares the memory of `rows` if it has its dtype, else it has aligned memory of its own.
+    A part shares the memory of `rows` if it has its dtype, else it is an aligned copy.
     """
     import torch
 

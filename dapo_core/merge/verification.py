@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +10,12 @@ from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import Source, values_in_order
 from dapo_core.merge.writer import OutputTensor
 from dapo_core.model_folder import MERGE_MANIFEST
-from dapo_core.parameter_names import file_pieces
+from dapo_core.parameter_names import file_pieces, sample_of, tied_names
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_COMPUTED_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints hold it, new models compute it
 _LOGIT_ROWS, _LOGIT_TOKENS = 2, 32
 
 
@@ -32,18 +30,6 @@ def empty_model(model_files: Path) -> nn.Module:
         model = _build(model_files)
     model.tie_weights()  # type: ignore[operator]
     return model
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Second names of parameters, each with the first name."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
-
-
-def computed_names(names: Iterable[str]) -> set[str]:
-    """Names of buffers that the model computes from its configuration, so that no file needs them."""
-    return {name for name in names if _COMPUTED_BUFFERS.search(name)}
 
 
 def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], label: str) -> None:
@@ -61,8 +47,8 @@ def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], 
     if missing or unexpected:
         raise CheckpointError(
             f"{label} does not hold the tensors of {type(model).__name__}, which its config.json names: "
-            f"{_some(missing)} are missing, {_some(unexpected)} are not the architecture's; adapters must be "
-            "merged into the model before, and another version of transformers may have named them"
+            f"{sample_of(missing)} are missing, {sample_of(unexpected)} are not the architecture's; adapters must "
+            "be merged into the model before, and another version of transformers may have named them"
         )
     wrong = [name for name, shape in expected.items() if outputs[name].shape != shape]
     if wrong:
@@ -153,7 +139,3 @@ def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -
                     target[first : first + values.numel()] = values.clone()
                     first += values.numel()
     return model
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else "0"

@@ -14,7 +14,6 @@ import logging
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from dapo_core.parameter_names import FilePiece, expert_pieces
 if TYPE_CHECKING:
     import torch
 
-_SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+_SHARD = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
 _MESHES = (("fsdp",), ("ddp", "fsdp"))
 FSDP_CONFIG_FILE = "fsdp_config.json"
 
@@ -70,7 +69,11 @@ class VerlSource:
         self._shards = [first if other == rank else _load(self._paths[other]) for other in self._ranks]
         self.tensors = {name: _stored(tensor) for name, tensor in self._shards[0].items()}
         for position, shard in enumerate(self._shards):
-            self._require_fit(shard, position)
+            if problem := self._misfit(shard, position):
+                raise CheckpointError(
+                    f"{self._paths[self._ranks[position]]} does not belong to the other shards: {problem}; copy "
+                    "it again from the node that wrote it"
+                )
         self._takes_experts_apart = any(expert_pieces(name, it.shape) for name, it in self.tensors.items()) and (
             _files_hold_single_experts(self.model_files)
         )
@@ -96,7 +99,7 @@ class VerlSource:
         return {"format": "verl", "name": step, "shards": len(self._ranks), "fsdp_version": self._fsdp_version}
 
     def _complete_replica(self, rows: list[list[int]]) -> list[int]:
-        """The ranks of the first replica whose files are all there."""
+        """The ranks of the first replica with all its files."""
         missing = [[rank for rank in row if rank not in self._paths] for row in rows]
         for row, lacking in zip(rows, missing, strict=True):
             if not lacking:
@@ -109,16 +112,8 @@ class VerlSource:
             + "; copy it from the node that wrote it, or name that node's folder as a further source"
         )
 
-    def _require_fit(self, shard: Mapping[str, Any], position: int) -> None:
-        """Raise CheckpointError unless the shard is the part of the model at `position` of its replica."""
-        problem = self._misfit(shard, position)
-        if problem is not None:
-            path = self._paths[self._ranks[position]]
-            raise CheckpointError(
-                f"{path} does not belong to the other shards: {problem}; copy it again from the node that wrote it"
-            )
-
     def _misfit(self, shard: Mapping[str, Any], position: int) -> str | None:
+        """Why the shard is not the part of the model at `position` of its replica; None if it is."""
         if shard.keys() != self.tensors.keys():
             other = sorted(shard.keys() ^ self.tensors.keys())
             return f"it and the first differ in {len(other)} names, such as {other[0]}"
@@ -152,9 +147,8 @@ def _by_rank(paths: Sequence[Path]) -> dict[int, Path]:
 
 
 def _world_size_and_rank(path: Path) -> tuple[int, int]:
-    match = _SHARD.fullmatch(path.name)
-    assert match is not None
-    return int(match[1]), int(match[2])
+    world_size, rank = re.findall(r"\d+", path.name)
+    return int(world_size), int(rank)
 
 
 def _fsdp_version(folders: Sequence[Path], num_ranks: int) -> int | None:
@@ -190,9 +184,10 @@ def _load(path: Path) -> dict[str, Any]:
     import torch
     import torch.distributed.tensor  # registers the parts of a DTensor as safe to load
 
+    # It warns of every mesh that is loaded without process groups; only the mesh's shape is needed.
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     try:
-        with _quiet_meshes():
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is refused: it holds more than tensors, and loading that could run code ({_reason(error)}); "
@@ -217,18 +212,6 @@ def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "WeightsUnpickler error" in line or "Unsupported" in line]
     return (telling or lines or [type(error).__name__])[0][:200]
-
-
-@contextmanager
-def _quiet_meshes() -> Iterator[None]:
-    """Silence torch's warning for every mesh that is loaded without process groups: only its shape is needed."""
-    mesh_logger = logging.getLogger("torch.distributed.device_mesh")
-    level = mesh_logger.level
-    mesh_logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        mesh_logger.setLevel(level)
 
 
 def _mesh_rows(state: Mapping[str, Any], num_ranks: int, path: Path) -> list[list[int]]:
@@ -260,18 +243,13 @@ def _placement(tensor: Any) -> Any:
     if not hasattr(tensor, "placements"):
         return None
     *replicas, placement = tensor.placements
-    if not all(other.is_replicate() for other in replicas) or not (
-        placement.is_replicate() or _is_by_rows(placement)
-    ):
+    is_by_rows = type(placement).__name__ == "Shard" and placement.dim == 0  # a strided shard is another class
+    if not (is_by_rows or placement.is_replicate()) or not all(other.is_replicate() for other in replicas):
         raise CheckpointError(
             f"a tensor {tuple(tensor.shape)} is placed as {tuple(tensor.placements)}; verl's FSDP workers "
             "cut rows only"
         )
     return None if placement.is_replicate() else placement
-
-
-def _is_by_rows(placement: Any) -> bool:
-    return type(placement).__name__ == "Shard" and placement.dim == 0
 
 
 def _local(tensor: Any) -> torch.Tensor:

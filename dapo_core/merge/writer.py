@@ -125,7 +125,7 @@ def shard_name(number: int, num_shards: int) -> str:
 
 
 def plan_files(tensors: Iterable[OutputTensor], max_shard_bytes: int) -> list[OutputFile]:
-    """The tensors in files of at most `max_shard_bytes`; a larger tensor has a file of its own.
+    """The tensors in files of at most `max_shard_bytes`; a larger tensor gets its own file.
 
     Wider dtypes come first, so that each tensor begins at a multiple of its element.
     """

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from dapo_core.device import Device
 from dapo_core.errors import ModelError
 from dapo_core.model_folder import require_model_folder, weight_files
-from dapo_core.parameter_names import FilePiece, file_pieces
+from dapo_core.parameter_names import COMPUTED_BUFFERS, FilePiece, file_pieces, sample_of
 from dapo_core.policy.requirements import read_model_config
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainConfig
 
-_COMPUTED_BUFFERS = r"rotary_emb\.inv_freq$"  # some old files store what is computed from the configuration
+HOST = torch.device("cpu")
 
 
 def load_sharded(
@@ -132,26 +132,22 @@ def _require_same_tensors(model_path: str | Path, causal_lm: nn.Module, files: M
         used.update(piece.file_name for piece in pieces)
         missing += [] if pieces else [name]
     tied = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)}
-    ignored = [*(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()), _COMPUTED_BUFFERS]
+    ignored = [*(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()), COMPUTED_BUFFERS]
     unexpected = sorted(
         name for name in files.keys() - used - tied if not any(re.search(pattern, name) for pattern in ignored)
     )
     if missing or unexpected:
         raise ModelError(
             f"the files of {model_path} and {type(causal_lm).__name__} do not hold the same tensors: "
-            f"{_count(missing)} parameters of the model are not in the files, {_count(unexpected)} tensors of the "
-            "files are not in the model; the folder is incomplete, or engines and ranks would name this "
+            f"{sample_of(missing)} parameters of the model are not in the files, {sample_of(unexpected)} tensors "
+            "of the files are not in the model; the folder is incomplete, or engines and ranks would name this "
             "architecture's weights differently: set model.path to a complete folder of another one, such as "
             "Qwen2, Qwen3, Qwen3-MoE or Llama"
         )
 
 
-def _count(names: list[str]) -> str:
-    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else "0"
-
-
 def _mesh(device: Device, train: TrainConfig) -> DeviceMesh:
-    """All ranks in a row, or copies x shards where `train.fsdp_size` asks for several copies (HSDP)."""
+    """All ranks in one dimension, or copies x shards where `train.fsdp_size` asks for several copies (HSDP)."""
     num_ranks = torch.distributed.get_world_size()
     size = train.fsdp_size or num_ranks
     if size == num_ranks:
@@ -206,8 +202,30 @@ def first_row(parameter: DTensor) -> int:
 
 
 def _copy_rows(piece: FilePiece, stored: Any, local: torch.Tensor, start: int) -> None:
-    """Copy what of the stored tensor belongs to the shard `local`, whose first row is `start`; reads no more."""
+    """Copy the rows of the stored tensor that `local`, a shard from row `start` on, holds; reads no others."""
     if piece.expert is None:
         local.copy_(stored[start : start + local.shape[0]])
     elif start <= piece.expert < start + local.shape[0]:
         piece.view(local, start).copy_(stored[:])
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Move the shards of an FSDP2 model; the parameters stay the objects that the optimizer knows."""
+    before = next(model.parameters()).device
+    model.to(device)
+    _free_cached(before, device)
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move AdamW's moments; step counts stay where AdamW put them, on the host."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                state[name] = value.to(device)
+    _free_cached(optimizer.param_groups[0]["params"][0].device, device)
+
+
+def _free_cached(before: torch.device, device: torch.device) -> None:
+    """Give the memory that torch caches back to the device that was left, for other processes."""
+    if before.type not in ("cpu", "meta") and before != device:
+        getattr(torch, before.type).empty_cache()

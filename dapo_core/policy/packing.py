@@ -34,7 +34,7 @@ class PackedRow:
 def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) -> PackedRow:
     """The batch as one row; with a sequence-parallel group, this rank's equal slice of it.
 
-    A row that does not divide over the group ends with padding, which is a sequence of its own.
+    A row that does not divide over the group ends with padding, which is a separate sequence.
     """
     num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     counts = batch.prompt_lengths + batch.response_lengths

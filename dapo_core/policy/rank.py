@@ -21,8 +21,7 @@ from dapo_core.loss import LossSums, LossTokens, LossTotals, PolicyLoss, policy_
 from dapo_core.model_folder import require_model_folder, weight_names
 from dapo_core.parameter_names import file_pieces
 from dapo_core.policy.log_probs import TokenLogProbs
-from dapo_core.policy.model import load_sharded, reshard
-from dapo_core.policy.offload import HOST, move_model, move_optimizer
+from dapo_core.policy.model import HOST, load_sharded, move_model, move_optimizer, reshard
 from dapo_core.policy.packing import pack, probe_row
 from dapo_core.policy.requirements import read_model_config, require_trainable
 from dapo_core.policy.sequence_parallel import sequence_group
@@ -58,7 +57,8 @@ class Policy:
         self.device: Device = device_for(self.train.device)
         self.num_optimizer_steps = 0
         if config.run.deterministic:
-            _be_deterministic()
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+            torch.use_deterministic_algorithms(True)  # an operation without a deterministic kernel fails
         self.group = sequence_group(self.train.sequence_parallel)
         self.model_config = read_model_config(model_path)
         require_trainable(self.model_config, self.train.sequence_parallel)
@@ -277,9 +277,3 @@ class Policy:
 def _full(tensor: Any) -> torch.Tensor:
     """The whole tensor of a DTensor (collective); any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _be_deterministic() -> None:
-    """Use deterministic kernels in this process; an operation without one fails."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-    torch.use_deterministic_algorithms(True)

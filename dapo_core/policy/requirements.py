@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ModelError
-from dapo_core.policy.sequence_parallel import require_sequence_parallel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# transformers has no public way to ask what follows; test_packing.py fails when its names move.
+# transformers has no public way to ask for these; test_packing.py fails when its names move.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _AFTER_HEAD = (  # what architectures call a change of the logits after the output head
     "final_logit_softcapping",
@@ -57,4 +56,8 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
             "which log-probs in chunks leave out; set model.path to an architecture such as Qwen2, Qwen3, "
             "Qwen3-MoE or Llama"
         )
-    require_sequence_parallel(model_config, sequence_parallel)
+    if text_config.num_attention_heads % sequence_parallel:
+        raise ModelError(
+            f"{name} has {text_config.num_attention_heads} attention heads, which do not divide over "
+            f"train.sequence_parallel={sequence_parallel} ranks; lower train.sequence_parallel"
+        )

@@ -8,21 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dapo_core.errors import ModelError
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from transformers import PretrainedConfig
-
-
-def require_sequence_parallel(model_config: PretrainedConfig, sequence_parallel: int) -> None:
-    """Raise ModelError unless the attention heads divide over `sequence_parallel` ranks."""
-    num_heads = model_config.get_text_config().num_attention_heads
-    if num_heads % sequence_parallel:
-        raise ModelError(
-            f"{model_config.model_type} has {num_heads} attention heads, which do not divide over "
-            f"train.sequence_parallel={sequence_parallel} ranks; lower train.sequence_parallel"
-        )
 
 
 def sequence_group(sequence_parallel: int) -> ProcessGroup | None:
@@ -57,7 +44,7 @@ def _exchange(blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Block i goes to rank i of the group, whose own block takes its place; the gradients go back the same way."""
+    """Sends block i to rank i of the group and receives its block; gradients go back the same way."""
 
     @staticmethod
     def forward(context: Any, blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -94,7 +94,7 @@ def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
-    """The function of the file, which is run as a module of its own; what it raises is raised."""
+    """The function of the file, which is imported as a separate module; passes its exceptions on."""
     spec = importlib.util.spec_from_file_location("custom_reward", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"custom_reward.path={path} is not a Python file (*.py)")

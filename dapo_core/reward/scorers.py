@@ -26,21 +26,16 @@ _FINAL_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 
 @dataclass(frozen=True)
 class Score:
-    """What a scorer says of one response.
+    """A scorer's result for one response.
 
-    With the verdicts `error` and `timeout` the scorer failed and says nothing of the response. Their value is 0.0,
-    midway between math_dapo's right and wrong.
+    The verdicts `error` and `timeout` mean that the scorer failed. Their value is 0.0, midway between math_dapo's
+    right and wrong.
     """
 
     value: float
     verdict: Verdict
     answer: str | None = None
-    acc: float = 0.0  # what the filter metric `acc` looks at: 1 right, 0 not, unless the scorer says otherwise
-
-
-def failed_score(verdict: Literal["error", "timeout"]) -> Score:
-    """The score of a response whose scorer failed."""
-    return Score(0.0, verdict)
+    acc: float = 0.0  # for the filter metric `acc`: 1 right, 0 not, or the scorer's own number
 
 
 def score_math(response: str, ground_truth: str) -> Score:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dapo_core.batch import Batch, split_batch
-from dapo_core.policy import Policy
+from dapo_core.policy.rank import Policy
 from tests.batches import random_batch
 from tests.configs import make_config
 from tests.ranks import run_ranks

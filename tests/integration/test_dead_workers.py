@@ -26,9 +26,9 @@ from ray.exceptions import (
 
 import dapo_core.cluster.actors
 from dapo_core.batch import Batch
-from dapo_core.cluster import Cluster, RolloutGroup, start_cluster
 from dapo_core.cluster.actors import Actors, death_reason
-from dapo_core.cluster.start import _connect
+from dapo_core.cluster.rollout_group import RolloutGroup
+from dapo_core.cluster.start import Cluster, _connect, start_cluster
 from dapo_core.data import Prompt
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
 from dapo_core.rollout import GroupRequest

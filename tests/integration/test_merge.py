@@ -22,7 +22,7 @@ from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
 from dapo_core.merge.run import merge_checkpoint
 from dapo_core.model_folder import INDEX_FILE, MERGE_MANIFEST, SINGLE_FILE
-from dapo_core.policy import Policy
+from dapo_core.policy.rank import Policy
 from tests.batches import random_batch
 from tests.checkpoints import Harmful, ShardsOf, make_state
 from tests.configs import make_config

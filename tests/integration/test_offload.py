@@ -12,13 +12,29 @@ from torch.distributed.tensor import DTensor
 
 from dapo_core.config.training import TrainConfig
 from dapo_core.device import device_for
-from dapo_core.policy.model import load_sharded
-from dapo_core.policy.offload import move_model, move_optimizer
+from dapo_core.policy.model import load_sharded, move_model, move_optimizer
 from tests.integration.test_sharded_model import IDS, Logits
 from tests.ranks import run_ranks
 from tests.tiny_models import build_tiny
 
 META, CPU = torch.device("meta"), torch.device("cpu")
+
+
+def _trained(path: Path, num_ranks: int) -> tuple[Any, torch.optim.AdamW]:
+    model = load_sharded(path, TrainConfig(num_ranks=num_ranks), device_for("cpu"), Logits)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    _step(model, optimizer)
+    return model, optimizer
+
+
+def _step(model: Any, optimizer: torch.optim.AdamW) -> None:
+    optimizer.zero_grad()
+    model(IDS).logsumexp(-1).mean().backward()
+    optimizer.step()
+
+
+def _whole(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.full_tensor().detach().clone() for name, parameter in model.named_parameters()}
 
 
 def _moments(optimizer: torch.optim.AdamW) -> Iterator[tuple[torch.Tensor, DTensor]]:
@@ -29,10 +45,7 @@ def _moments(optimizer: torch.optim.AdamW) -> Iterator[tuple[torch.Tensor, DTens
 
 def _away_and_back(rank: int, path: Path, num_ranks: int) -> dict[str, bool]:
     """What holds while weights and moments are away."""
-    model: Any = load_sharded(path, TrainConfig(num_ranks=num_ranks), device_for("cpu"), Logits)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(IDS).logsumexp(-1).mean().backward()
-    optimizer.step()
+    model, optimizer = _trained(path, num_ranks)
     parameters = dict(model.named_parameters())
     shapes = {name: parameter.to_local().shape for name, parameter in parameters.items()}
     with torch.no_grad():
@@ -61,3 +74,24 @@ def test_shards_and_moments_move_and_stay_what_they_are(tmp_path: Path, num_rank
     build_tiny(tmp_path, "qwen3_moe", seed=9)
     for facts in run_ranks(num_ranks, _away_and_back, tmp_path, num_ranks):
         assert [fact for fact, holds in facts.items() if not holds] == []
+
+
+def _learn(rank: int, path: Path, num_ranks: int, is_offloaded: bool) -> dict[str, torch.Tensor]:
+    """Weights after two updates, between which a forward pass was made and the model was away."""
+    model, optimizer = _trained(path, num_ranks)
+    with torch.no_grad():
+        model(IDS)
+    if is_offloaded:
+        for _ in ("away", "back"):
+            move_model(model, CPU)
+            move_optimizer(optimizer, CPU)
+    _step(model, optimizer)
+    return _whole(model)
+
+
+def test_training_goes_on_as_if_nothing_had_moved(tmp_path: Path) -> None:
+    build_tiny(tmp_path, "qwen3", seed=9)
+    stayed, moved = (run_ranks(3, _learn, tmp_path, 3, is_offloaded)[0] for is_offloaded in (False, True))
+    assert stayed.keys() == moved.keys()
+    for name, weight in stayed.items():
+        assert torch.equal(weight, moved[name]), name

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from dapo_core.batch import Batch, split_batch
 from dapo_core.errors import ModelError
 from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
-from dapo_core.policy import Policy
+from dapo_core.policy.rank import Policy
 from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config

@@ -21,7 +21,7 @@ from dapo_core.metrics import (
     seqlen_metrics,
     update_metrics,
 )
-from dapo_core.policy import Update
+from dapo_core.policy.rank import Update
 from dapo_core.reward.scorers import Verdict
 from dapo_core.rollout import Group, Rollout
 from dapo_core.sampler import Draw, TokenAccount

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from dapo_core.batch import Batch, build_batch
 from dapo_core.errors import ModelError
-from dapo_core.policy import require_trainable
 from dapo_core.policy.attention import Packing, packed_attention
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.packing import pack
+from dapo_core.policy.requirements import require_trainable
 from tests.batches import make_group, random_batch
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from dapo_core.weight_sync import plan_buckets, probe_difference, publish_weight
 from tests.batches import make_group
 
 if TYPE_CHECKING:
-    from dapo_core.cluster import Cluster
+    from dapo_core.cluster.start import Cluster
 
 NAN = float("nan")
 
