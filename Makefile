@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-fast check bench ablation format
+.PHONY: help demo test test-fast check bench ablation files format
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -33,6 +33,9 @@ bench: $(INSTALLED) ## measure balancing, scoring, the inference engines, the me
 
 ablation: $(INSTALLED) ## the demo's training without one ingredient of DAPO at a time, 15 trainings, into docs/ablation.md
 	$(BIN)/python bench/learning.py --parallel 2
+
+files: $(INSTALLED) ## write docs/files.md, the list of all files
+	$(BIN)/python -m tests.file_list > docs/files.md
 
 format: $(INSTALLED) ## rewrite the sources in the project's format
 	$(BIN)/ruff format .

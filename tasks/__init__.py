@@ -1,1 +1,1 @@
-"""One file per stage, the artifact store and child processes."""
+"""The stages of the chain, the artifact store, runs, child processes and serving."""

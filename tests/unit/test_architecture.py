@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from tests.file_list import file_list
 from tests.imports import imports_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -267,3 +268,7 @@ def test_help_loads_nothing_heavy_and_is_quick() -> None:
         after = os.times()
         seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert min(seconds) < 0.5
+
+
+def test_the_list_of_files_is_true() -> None:
+    assert (ROOT / "docs/files.md").read_text(encoding="utf-8") == file_list(), "type: make files"
