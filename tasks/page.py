@@ -138,7 +138,9 @@ class PageArtifact:
         self._id: UUID | None = None
 
     def show(self, data: Any) -> None:
-        """Send the content to the API of this flow run; returns at once."""
+        """Send the content to the API of this flow run; returns at once. Outside a flow run there is no page."""
+        if self._request.flow_run_id is None:
+            return  # a client without a server's address would start one, which outlives this process
         sender.submit(contextvars.copy_context().run, self._send, data)
 
     def _send(self, data: Any) -> None:

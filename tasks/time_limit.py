@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -12,6 +13,8 @@ from types import FrameType
 from dapo_core.errors import DapoError
 
 logger = logging.getLogger(__name__)
+
+REPEAT_SECONDS = 5.0  # between alarms
 
 
 class StageTimedOut(DapoError, TimeoutError):
@@ -36,16 +39,17 @@ def time_limit(hours: float | None, key: str, afterwards: str) -> Iterator[None]
         yield
         return
     handler = signal.signal(signal.SIGALRM, _raise_limit_reached)
-    timer = signal.setitimer(signal.ITIMER_REAL, hours * 3600)
     try:
-        yield
+        timer = signal.setitimer(signal.ITIMER_REAL, hours * 3600, REPEAT_SECONDS)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)
     except _LimitReached:
         raise StageTimedOut(
             f"{key}={hours:g}: ended after {_duration(hours)}; raise it, or {afterwards}"
         ) from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
 
 
 @contextlib.contextmanager
@@ -62,6 +66,12 @@ def clock_stopped() -> Iterator[None]:
 
 
 def _raise_limit_reached(number: int, frame: FrameType | None) -> None:
+    """Raise unless the block is already ending. Alarms repeat, since Python drops what a finalizer raises."""
+    error = sys.exc_info()[1]
+    while error is not None:
+        if isinstance(error, _LimitReached):
+            return
+        error = error.__context__
     raise _LimitReached
 
 

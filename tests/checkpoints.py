@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER, NAMES_FILE
 from dapo_core.checkpoint.state import TrainerState, read_state, state_files
@@ -93,6 +94,13 @@ class ShardsOf:
 
     def checkpoint_bytes(self) -> int:
         return 0
+
+
+class Harmful:
+    """Would make a file when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("harmed", "w")
 
 
 def make_model_folder(folder: Path) -> Path:

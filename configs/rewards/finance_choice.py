@@ -1,8 +1,8 @@
-"""Reward of dapo_qwen3_8b_choice: are exactly the right options of an exam question named?
+"""Reward of dapo_qwen3_8b_choice: does the response name exactly the right options of an exam question?
 
-A file of your own works the same way: one function with this signature, named by the keys custom_reward.path and
-custom_reward.name. It gets whole texts and returns a number, or a dict with `score`; `acc` in it is what dynamic
-sampling looks at.
+Your own file works the same way: one function with this signature, configured by the keys custom_reward.path and
+custom_reward.name. It receives whole texts and returns a number, or a dict with `score`; dynamic sampling reads
+its `acc`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def compute_score(
 ) -> dict[str, Any]:
     """+1 when the response names exactly the options of `ground_truth` ("D", "ABD", "A,B,D"), else -1.
 
-    Options are read as the evaluation reads them, behind the thinking only.
+    Options are read as in the evaluation, from the text after the thinking.
     """
     chosen = find_options(solution_str)
     is_right = bool(chosen) and chosen == option_letters(ground_truth)

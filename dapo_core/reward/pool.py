@@ -50,9 +50,9 @@ class _Pending(NamedTuple):
 class RewardPool:
     """Scores responses: call `submit`, then `finished` until nothing is pending.
 
-    The text is decoded here, as little of it as the scorer reads. Rules that read a bounded tail run here too:
-    they cannot hang, and take no longer than it takes to hand a call to a process. Others, and the user's file,
-    run in processes, which load neither torch nor the tokenizer.
+    Text is decoded in this process, only as much as the scorer reads. Rules that read a bounded tail run here too:
+    they cannot hang, and cost no more than a call to a process. Other rules and the user's file run in processes
+    that load neither torch nor the tokenizer.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RewardPool:
         tokenizer: PreTrainedTokenizerBase,
         compat: Compat = OURS,
     ) -> None:
-        """Start the processes when there is a user's file, otherwise only once a rule needs them.
+        """Start the processes now if there is a user's file, otherwise when a rule first needs them.
 
         Raises ConfigError as require_scorers does, RewardError when the user's file cannot be loaded, and
         RolloutError when a process cannot be started for another reason.
@@ -92,16 +92,16 @@ class RewardPool:
 
     @property
     def num_pending(self) -> int:
-        """Requests submitted and not yet handed back."""
+        """Requests submitted whose scores have not been returned."""
         return len(self._done) + len(self._pending)
 
     @property
     def pids(self) -> set[int]:
-        """The scoring processes that were started."""
+        """The running scoring processes."""
         return self._processes.pids
 
     def submit(self, key: str, request: ScoreRequest) -> None:
-        """Take a response, whose score comes from `finished` under `key`; DataError for an unknown source."""
+        """Queue a response; `finished` returns its score under `key`. Raises DataError for an unknown source."""
         name = None if self.custom.path is not None else scorer_name(request.data_source, self._routes)
         scorer = None if name is None else self._scorers[name]
         window = None if scorer is None else scorer.window_characters
@@ -115,9 +115,9 @@ class RewardPool:
         reply.add_done_callback(self._replies.put)
 
     def finished(self, max_seconds: float = 0.0) -> list[tuple[str, Score]]:
-        """Scores that are ready as (key, score), waiting up to `max_seconds` until there is one.
+        """(key, score) of finished requests; waits up to `max_seconds` for the first.
 
-        Raises as the start does when a process that is to replace an ended one does not start.
+        Raises the same as __init__ when a replacement process does not start.
         """
         scores, self._done = self._done, []
         while self._pending:
@@ -128,7 +128,7 @@ class RewardPool:
         return scores
 
     def close(self) -> None:
-        """Kill the processes; what is pending is dropped."""
+        """Kill the processes and drop pending requests."""
         self._processes.close()
         self._pending.clear()
         self._done.clear()

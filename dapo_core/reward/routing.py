@@ -1,4 +1,4 @@
-"""Which scorer a data source has."""
+"""The scorer of each data source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def routes(entries: Sequence[str] = ()) -> dict[str, str]:
-    """The table of data sources and their scorers, with the entries of reward.scorers, which go first.
+    """The table of data sources and their scorers, with the entries of reward.scorers, which take precedence.
 
     Raises ConfigError for an entry that is not DATA_SOURCE=SCORER, names no scorer, or contradicts another.
     """
@@ -46,7 +46,7 @@ def scorer_name(data_source: str, table: Mapping[str, str]) -> str:
 
 
 def require_scorers(data_sources: Collection[str], reward: RewardConfig, custom: CustomRewardConfig) -> None:
-    """Raise unless every data source can be scored; runs nothing of the user's file.
+    """Raise unless every data source can be scored; does not run the user's file.
 
     ConfigError for a bad entry of reward.scorers and for a custom_reward.path that is missing, is not Python or
     lacks the function; DataError for a data source without a scorer.

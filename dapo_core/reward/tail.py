@@ -1,4 +1,4 @@
-"""The end of a response as text, without decoding the rest."""
+"""Decodes the end of a response without the rest."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# How far from the cut the text may differ from that of the whole response. A UTF-8 character in the middle of
-# which we cut leaves at most 3 bytes, each of which becomes one replacement character; the rest is for decoders
-# that strip the first space or join punctuation with the word before it.
+# The text may differ from that of the whole response this near to the cut. A cut inside a UTF-8 character leaves
+# at most 3 bytes, each of which becomes a replacement character; the rest is for decoders that strip the first
+# space or join punctuation with the word before it.
 _CUT_CHARACTERS = 16
 _SPARE = 1.15  # more tokens than characters per token suggest: decoding again costs more
 
@@ -24,7 +24,7 @@ class TailDecoder:
         self._characters_per_token = 3.0  # of the last response; English text has 4, Chinese and digits 1 to 2
 
     def decode(self, response_ids: Sequence[int], num_characters: int | None) -> str:
-        """The response's text without special tokens, of which only the last characters unless that is None.
+        """The response's text without special tokens: its last `num_characters`, or all if None.
 
         Exactly `tokenizer.decode(response_ids, skip_special_tokens=True)[-num_characters:]`.
         """
@@ -44,8 +44,8 @@ class TailDecoder:
     def _before_byte_tokens(self, response_ids: Sequence[int], start: int) -> int:
         """The place, at or before `start`, where no run of byte tokens (`<0x41>`, as Llama 2 has them) is cut.
 
-        Their decoder gives up a whole run when one byte of it does not fit. Special tokens, which are skipped,
-        may stand within a run.
+        Their decoder discards a whole run if one byte of it is invalid. Special tokens, which are skipped,
+        may occur within a run.
         """
         while start > 0 and (response_ids[start] in self._special_ids or self._is_byte_token(response_ids[start])):
             start -= 1

@@ -1,1 +1,1 @@
-"""Reads an answer out of a text and decides whether it is right. Used by rewards and evaluation alike."""
+"""Finds the answer in a text and decides whether it is right. Shared by rewards and evaluation."""

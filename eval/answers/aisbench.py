@@ -1,6 +1,6 @@
 """AISBench's string rule for math_prm800k_500_0shot_cot_gen, so that accuracies compare with published ones.
 
-The rule, not its code: where AISBench takes time quadratic in hostile text, the result here takes linear.
+It gives AISBench's result without AISBench's code: linear time where that is quadratic in hostile text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def extract_aisbench(text: str) -> tuple[str, bool]:
     """(answer, True when AISBench itself would have raised) of a whole response.
 
     The last \\boxed with matching braces, else the last \\fbox; an empty box counts as none. Without a box the
-    first piece between full stops with a cue, else the first piece, normalised. On anything but `{` behind the
-    macro, AISBench raises; here the braces' content is the answer.
+    first piece between full stops with a cue, else the first piece, normalised. AISBench raises where
+    anything but `{` follows the macro; here the content of the braces is the answer.
     """
     content, raises = _last_box(text)
     if content:
@@ -55,7 +55,7 @@ def is_equal_aisbench(answer: str, gold: str) -> bool:
     """True when two answers are equal strings, raw or under either or both of AISBench's normalisations.
 
     No numbers and no algebra, so `0.5` is not `\\frac12`; and its known false equalities come with it
-    (`1,2` is `12`, `3 \\cdot 4` is `34`), because published figures contain them.
+    (`1,2` is `12`, `3 \\cdot 4` is `34`), because published figures include them.
     """
     if answer == gold:
         return True
@@ -73,13 +73,13 @@ _REMOVED_NEXT = ("^{\\circ}", "^\\circ", "\\$", "$", "\\text", "x\\in", "\\%", "
 def strip_latex(text: str) -> str | None:
     """The answer without spacing, units, degree and currency signs, with \\frac and \\sqrt written in full.
 
-    None where AISBench's stripping raises, which it does on `x/2`: it then compares without this step.
+    None where AISBench's stripping raises, as on `x/2`; the comparison then skips this step.
     """
     text = _without(text.strip().replace("\n", "").rstrip("."), _REMOVED_FIRST)
     text = text.replace("\\\\", "\\").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
     text = _without(text, ("\\left", "\\right"))
-    unit = text.find("\\text{")  # what begins with a text and ends in a brace, however much lies between
+    unit = text.find("\\text{")  # from the first \text{ to a closing brace at the end, whatever lies between
     bare = text[:unit].strip() if unit >= 0 and text.endswith("}") else text.strip()
     text = bare or text
     text = _without(text, _REMOVED_NEXT).replace(" .", " 0.").replace("{.", "{0.").replace("\\cdot", "")
@@ -103,7 +103,7 @@ def strip_latex(text: str) -> str | None:
 
 
 def _full_fractions(text: str) -> str:
-    """\\frac12 and \\frac1{2} as \\frac{1}{2}; all unchanged when one has less than two characters behind it."""
+    """\\frac12 and \\frac1{2} as \\frac{1}{2}; all unchanged when fewer than two characters follow one."""
     head, *pieces = text.split("\\frac")
     fixed = [head]
     for piece in pieces:
@@ -179,5 +179,8 @@ def _last_between(text: str, opening: str, closing: str) -> str:
 
 
 def _between(text: str, opening: str, closing: str) -> tuple[str, int]:
-    """A pattern, and the end of the last closing: behind it the search would take quadratic time."""
+    """The pattern of `opening ... closing`, and the end of the last closing.
+
+    Searching beyond it would take quadratic time.
+    """
     return f"{re.escape(opening)}(.*?){re.escape(closing)}", text.rfind(closing) + len(closing)

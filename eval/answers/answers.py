@@ -1,4 +1,4 @@
-"""What an answer can say: a value, words, a list, a point or interval, a matrix, a region, a relation.
+"""The kinds of answers: a value, words, a list, a point or interval, a matrix, a region, a relation.
 
 Regions are merged so that equal sets of real numbers have equal pieces.
 """
@@ -32,14 +32,14 @@ class Value:
 
 @dataclass(frozen=True)
 class Words:
-    """An answer in words, or what cannot be read: compared as text."""
+    """An answer in words, or one that cannot be parsed; compared as text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Several answers without an order: `1, 2`, `\\{1, 2\\}`, `1 \\pm 2`."""
+    """Several answers in any order: `1, 2`, `\\{1, 2\\}`, `1 \\pm 2`."""
 
     items: tuple[Answer, ...]
     is_set: bool = False
@@ -87,7 +87,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Approximate:
-    """A value and what it was said to be close to."""
+    """A value and its approximations: `\\frac13 \\approx 0.33`."""
 
     values: tuple[Answer, ...]
 
@@ -148,7 +148,7 @@ def ordered(points: list[Node]) -> list[Node] | None:
 
 
 def merged(pieces: tuple[Interval, ...]) -> list[Interval] | None:
-    """The same set in as few pieces as possible, from left to right; None when its ends cannot be ordered."""
+    """The same set in as few pieces as possible, in ascending order; None when its ends cannot be ordered."""
     in_order: list[Interval] = []
     for piece in pieces:
         signs = [sign_of_difference(piece.low, other.low) for other in in_order]

@@ -1,4 +1,4 @@
-r"""Multiple-choice questions with options A to G: which options a response names.
+r"""Multiple-choice questions with options A to G: the options that a response names.
 
 Prompts such as CFLUE's ask for \boxed{A}; models write \boxed{A}\boxed{C}, \boxed{AC}, `Answer: A, C`, `答案：AC`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from eval.answers.extraction import MAX_CHARS, behind_thinking, boxes_side_by_side, find_boxes
+from eval.answers.extraction import MAX_CHARS, after_thinking, boxes_side_by_side, find_boxes
 from eval.answers.math_dapo import unwrap
 
 _JOINED = r"(?:[\s,;/&+、()\[\]$*\"'“”.]|and|or|和|与|及|或)*"
@@ -26,10 +26,10 @@ def find_options(response: str) -> str:
     """The options that a response answers with, sorted, such as "ACD"; "" when there is no answer.
 
     Thinking (before the last `</think>`) does not count. Within the last <answer>, if there is one, the answer is
-    the last row of boxes, else the last line `Answer:` or `答案：` that names options, else all of it when it is
-    one line. Linear in the length of the response.
+    the last row of boxes, else the last line `Answer:` or `答案：` that names options, else the whole text if it
+    is one line. Linear in the length of the response.
     """
-    text, is_thinking = behind_thinking(response)
+    text, is_thinking = after_thinking(response)
     if is_thinking:
         return ""
     text = unicodedata.normalize("NFKC", text[-MAX_CHARS:])
@@ -51,7 +51,7 @@ def find_options(response: str) -> str:
 def option_letters(text: str) -> str:
     """The options at the beginning of the text, sorted and each once: "CA, A" gives "AC".
 
-    "" where the letters are part of something else, as in "Banana", "A bank" or "A股"; "B. Bonds" names B.
+    "" where the letters belong to a word, as in "Banana", "A bank" or "A股"; "B. Bonds" names B.
     """
     text = unwrap(unicodedata.normalize("NFKC", text))
     opening = _OPENING.match(text)

@@ -1,11 +1,11 @@
-"""Whether two answers say the same thing: the exact rule. Runs in the grader's process; costs milliseconds.
+"""The exact rule: decides whether two answers mean the same. Runs in the grader's process; takes milliseconds.
 
-Decisions where one can differ (each has rows in tests/answers/pairs.tsv):
+Design choices (each has rows in tests/answers/pairs.tsv):
 - a value may be written in any exact form, never rounded: 0.5 is 1/2, 0.33 is not 1/3, 1.414 is not sqrt(2);
-- lists, sets and unions have no order, points, vectors and intervals have one; 1, 2 is not (1, 2);
-- a unit, name (`x =`) or degree sign may be missing, but two that are there must agree; 50 % is 50 or 0.5;
-- a number's base may be missing in the prediction, as the question asked for that base;
-- no answer more and none less than the gold ones.
+- lists, sets and unions are unordered; points, vectors and intervals are ordered; 1, 2 is not (1, 2);
+- a unit, name (`x =`) or degree sign may be missing, but two that are present must agree; 50 % is 50 or 0.5;
+- a number's base may be missing in the prediction, since the question asks for it;
+- a list must have exactly as many answers as the gold one.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ MAX_LISTED = 200
 
 
 def is_equal_exact(prediction: str, gold: str) -> bool:
-    """True when the prediction says exactly what the gold answer says."""
+    """True when the prediction means exactly what the gold answer means."""
     plain = clean(prediction), clean(gold)
     if not plain[0] or not plain[1]:
         return prediction.strip() == gold.strip()
     if compact(plain[0]) == compact(plain[1]):
         return True
     for special in (_same_time, _same_base, _same_choice, _same_ratio):
-        verdict = special(*plain)
-        if verdict is not None:
-            return verdict
+        is_same = special(*plain)
+        if is_same is not None:
+            return is_same
     answers = read_answer(prediction), read_answer(gold)
     if same(*answers) or _same_words(*plain, *answers):
         return True
@@ -63,7 +63,7 @@ def compact(plain: str) -> str:
 
 
 def same(prediction: Answer, gold: Answer) -> bool:
-    """True when two answers that were read say the same."""
+    """True when two parsed answers mean the same."""
     match prediction, gold:
         case Approximate(values), _:
             return any(same(value, gold) for value in values)
@@ -126,7 +126,7 @@ def _distinct(items: Sequence[Answer]) -> list[Answer]:
 
 
 def _same_items(predictions: Sequence[Answer], golds: Sequence[Answer]) -> bool:
-    """True when each prediction is one gold answer and none is left over; equality is transitive."""
+    """True when predictions and gold answers pair up one to one; equality is transitive."""
     if len(predictions) != len(golds) or len(golds) > MAX_LISTED:
         return False
     left = list(golds)
@@ -139,7 +139,7 @@ def _same_items(predictions: Sequence[Answer], golds: Sequence[Answer]) -> bool:
 
 
 def _same_point(prediction: Point, gold: Point) -> bool:
-    """Equal in order. `[1, 2]` is an interval, `(1, 2)` another one or a point; longer ones are no intervals."""
+    """Equal in order. `[1, 2]` is an interval, `(1, 2)` another one or a point; longer ones are points."""
     brackets = [(answer.opening, answer.closing) for answer in (prediction, gold)]
     may_be_interval = len(gold.items) == 2 and all(bracket[0] in "([" for bracket in brackets)
     if brackets[0] != brackets[1] and (may_be_interval or not all(bracket in _PAIRS for bracket in brackets)):
@@ -212,7 +212,7 @@ def _difference(relation: Relation) -> Node:
 
 
 def _same_named(prediction: Answer, gold: Answer) -> bool:
-    """Values with names: two names must be one, or the two be the same equation; one may be missing."""
+    """Named values: the names match or one is missing, or both are the same equation."""
     match prediction, gold:
         case Named(ours, value), Named(theirs, other) if _same_name(ours, theirs):
             return same(value, other)
@@ -227,7 +227,7 @@ def _same_named(prediction: Answer, gold: Answer) -> bool:
 
 
 def _same_name(left: str, right: str) -> bool:
-    """A word stands for any name, y for a function; letters must agree, but for an index or argument."""
+    """True when names match: a word any name, y a function, a letter itself with an index or argument."""
     if left == right or not left or not right or '"' in left + right:
         return True
     functions = [re.fullmatch(r"[a-zA-Z]'*\([^()]*\)", name) is not None for name in (left, right)]
@@ -257,7 +257,7 @@ _WORDY = re.compile(r"[^\W\d_][\w\s.,'-]*")
 
 
 def _same_words(prediction: str, gold: str, *answers: Answer) -> bool:
-    """A word is the same with and without \\text; letters in a row are no word unless one side says so."""
+    """A word is the same with and without \\text; a run of letters is a word only if one side quotes it."""
     is_quoted = '"' in prediction + gold
     if not is_quoted and not any(isinstance(answer, Words) for answer in answers):
         return False
@@ -273,7 +273,7 @@ def _same_wording(prediction: str, gold: str) -> bool:
 
 
 def _bare_words(plain: str) -> str:
-    """Words in lower case without quotes, the brackets around all, articles and the endings of ordinals."""
+    """Words in lower case without quotes, outer brackets, articles and ordinal endings."""
     text = re.sub(r"\b(the|an?|is|it|due)\s+(?=\w\w)", " ", plain.replace('"', " ").lower())
     text = re.sub(r"(?<=\d)(st|nd|rd|th)\b", "", text).strip(" .,;:!()")
     return re.sub(r"\s+", " ", text)
@@ -284,7 +284,7 @@ _CLOCK = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)")
 
 
 def _same_time(prediction: str, gold: str) -> bool | None:
-    """Verdict on times of day when one has a.m. or p.m.; noon is 12 p.m. A missing one is not filled in."""
+    """True for the same time of day, None unless one has a.m. or p.m.; a missing one is not guessed."""
     texts = [re.sub(r'[\s"]', "", plain.lower()) for plain in (prediction, gold)]
     minutes = []
     for text in texts:
@@ -303,7 +303,7 @@ _BASED = re.compile(r'(-?[0-9A-Z.]+)(?:_\{?\(?"?(?:base)?"?(\w+)"?\)?\}?|"?\(?ba
 
 
 def _same_base(prediction: str, gold: str) -> bool | None:
-    """Verdict when the gold answer names its base: the same digits, and the same base unless it is left out."""
+    """True for the same digits and the same base or none, None if the gold answer names no base."""
     texts = [re.sub(r"\s|\\", "", plain) for plain in (prediction, gold)]
     texts = [re.sub(r'^[a-zA-Z]=|(?<=\d)"(?=base)', "", text) for text in texts]
     texts = [re.sub(r"^\(([0-9A-Z.]+)\)(?=_)", r"\1", text) for text in texts]
@@ -325,7 +325,7 @@ _FURTHER_LETTER = re.compile(r"\W*(?:(?:and|or)\W*)?[A-Z]\b")
 
 
 def _same_choice(prediction: str, gold: str) -> bool | None:
-    """Verdict when the gold answer is a choice, `(C)` or `\\text{C}`: the letter counts, not its text."""
+    """True for the same letter, None unless the gold answer is an option, `(C)` or `\\text{C}`."""
     theirs = _CHOICE.fullmatch(gold)
     if theirs is None or not re.search(r'["(]|^[A-J]$', gold):
         return None
@@ -337,7 +337,7 @@ def _same_choice(prediction: str, gold: str) -> bool | None:
 
 
 def _same_ratio(prediction: str, gold: str) -> bool | None:
-    """Verdict on ratios: 3:2 is 6:4, and the fraction 3/2."""
+    """True for equal ratios, None if neither is one: 3:2 is 6:4, and the fraction 3/2."""
     bare = [re.sub(r"^[^=]*=", "", plain) for plain in (prediction, gold)]
     sides = [re.sub(r'(?<=\d)\s*"?\s*\bto\b\s*"?\s*(?=\d)', ":", plain).split(":") for plain in bare]
     if max(map(len, sides)) == 1:

@@ -1,4 +1,4 @@
-"""Answers in plain notation (eval.answers.latex) to expression trees: nested tuples with the kind in front.
+"""Parses plain notation (eval.answers.latex) into expression trees: nested tuples that begin with their kind.
 
 ("num", Fraction)  ("var", name)  ("const", name)  ("neg", a)  ("add" | "sub" | "mul" | "div" | "pow", a, b)
 ("pm", +1 | -1, a, b)  ("call", name, argument, ...)  ("deg", a)  ("inf",)
@@ -48,12 +48,12 @@ _STARTS_FACTOR = frozenset("({[⌊⌈|∞")
 
 
 class NotReadableError(ValueError):
-    """Text that is no expression of this grammar, or too long or too deep to be an answer."""
+    """The text is not an expression of this grammar, or is too long or too deep to be an answer."""
 
 
 @lru_cache(maxsize=4096)
 def parse_expression(text: str) -> Node | None:
-    """The tree of an expression, or None when it cannot be read."""
+    """The tree of an expression, or None when it cannot be parsed."""
     try:
         parser = _Parser(_tokens_of(text))
         node = parser.expression()
@@ -65,7 +65,7 @@ def parse_expression(text: str) -> Node | None:
 
 
 def is_too_high(node: Node) -> bool:
-    """True for a tree too high to be walked recursively: a sum or product of hundreds of terms."""
+    """True for a tree too high for recursion: a sum or product of hundreds of terms."""
     level = [node]
     for _ in range(MAX_HEIGHT):
         level = [child for parent in level for child in parent[1:] if isinstance(child, tuple)]
@@ -149,7 +149,7 @@ class _Parser:
         return self.factor()
 
     def juxtaposed(self, node: Node) -> Node:
-        """Two things beside each other: a product, or the mixed number 1\\frac34 or 1 3/4."""
+        """Adjacent factors: a product, or the mixed number 1\\frac34 or 1 3/4."""
         after_number = node[0] == "num" and self.peek(-1)[0] == "number"
         is_whole = after_number and node[1].denominator == 1
         kind, value = self.peek()
@@ -158,10 +158,10 @@ class _Parser:
             return ("num", node[1] + right[1][1] / right[2][1])
         if after_number and kind in ("number", "scientific", "repeating"):
             if not is_whole or not self.accept("/"):
-                raise NotReadableError("two numbers beside each other")
+                raise NotReadableError("adjacent numbers")
             below = self.factor()
             if not _is_proper(("div", right, below)):
-                raise NotReadableError("no mixed number")
+                raise NotReadableError("not a mixed number")
             return ("num", node[1] + right[1] / below[1])
         return ("mul", node, right)
 

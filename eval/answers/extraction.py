@@ -1,27 +1,27 @@
-"""Where a response gives its final answer. Linear in the length of the text, whatever it holds."""
+"""Finds the final answer in a response, in time linear in its length."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
 
-MAX_CHARS = 200_000  # of the end of a response, which hold its answer
-MAX_BARE_CHARS = 100  # of a response that is nothing but its answer
-MAX_BOXES = 50  # of a response that are looked at together
+MAX_CHARS = 200_000  # read from the end of a response
+MAX_BARE_CHARS = 100  # of a response that is only its answer
+MAX_BOXES = 50  # read together as one list
 
 
 class Found(NamedTuple):
     """The final answer of a response: readings in order of preference, and whether the text looks cut off."""
 
     answers: tuple[str, ...]
-    run: tuple[str, ...]  # the boxes side by side that the answer was put together from
-    boxes: tuple[str, ...]  # every box behind the thinking, in order; together they may be the list of answers
+    run: tuple[str, ...]  # the adjacent boxes that the answer is joined from
+    boxes: tuple[str, ...]  # every box after the thinking, in order; together they may be a list of answers
     looks_cut: bool
 
 
 class Box(NamedTuple):
     start: int  # of the macro
-    end: int  # behind the closing brace
+    end: int  # index after the closing brace
     content: str
 
 
@@ -55,14 +55,14 @@ _MAX_TAIL = 40
 
 
 def find_answer(response: str) -> Found:
-    """The final answer of a response, behind its thinking.
+    """The final answer of a response, after its thinking.
 
     The last \\boxed{} with matching braces, else the last \\fbox{}, together with those beside it (`\\boxed{1} or
     \\boxed{2}`); else what follows the last cue such as `Answer:`, `the answer is`, `####`, `答案是`; else a
-    response that is nothing but a formula. A last box that does not close is an answer cut off, and thinking that
-    does not end has none.
+    response that is only a formula. A last box that does not close is a truncated answer, and thinking that does
+    not end has no answer.
     """
-    text, is_thinking = behind_thinking(response)
+    text, is_thinking = after_thinking(response)
     text = text[-MAX_CHARS:]
     if is_thinking:
         return Found((), (), (), True)
@@ -89,10 +89,10 @@ def extract_boxed(text: str) -> str | None:
     return boxes[-1].content if boxes else None
 
 
-def behind_thinking(text: str) -> tuple[str, bool]:
-    """(text behind the last </think>, False), or (text, True) when thinking begins and does not end.
+def after_thinking(text: str) -> tuple[str, bool]:
+    """(text after the last </think>, False), or (text, True) when thinking begins and does not end.
 
-    What a model goes on to write behind the end of its turn is no part of its answer.
+    Text after the end of the turn is not part of the answer.
     """
     text = re.sub(r"^\s*<\|im_start\|>\w*", "", text)
     turn = _TURN_END.search(text)
@@ -106,7 +106,7 @@ def find_boxes(text: str) -> tuple[list[Box], bool]:
     first = _MACRO.search(text)
     if first is None:
         return [], False
-    open_braces: list[tuple[str, int, int]] = []  # (macro or "", its index, index behind the brace)
+    open_braces: list[tuple[str, int, int]] = []  # (macro or "", its index, index after the brace)
     closed: dict[str, list[Box]] = {"boxed": [], "fbox": [], "framebox": []}
     for match in _BRACES.finditer(text, first.start()):
         token = match.group()
@@ -128,12 +128,12 @@ def find_boxes(text: str) -> tuple[list[Box], bool]:
 
 
 def _inside(boxes: list[Box], start: int) -> bool:
-    """True when a box that begins here holds one that closed before: the inner one is the answer."""
+    """True when a box that begins here contains one that closed before: the inner one is the answer."""
     return bool(boxes) and boxes[-1].start > start
 
 
 def boxes_side_by_side(boxes: list[Box], text: str, between: re.Pattern[str] = _BETWEEN) -> list[Box]:
-    """The last box and those before it that only a comma, an "or" or the like separates."""
+    """The last box and those before it, as long as only a comma, an "or" or the like lies between."""
     run = [boxes[-1]]
     for box in reversed(boxes[-MAX_BOXES:-1]):
         gap = text[box.end : run[0].start]
@@ -144,13 +144,13 @@ def boxes_side_by_side(boxes: list[Box], text: str, between: re.Pattern[str] = _
 
 
 def _looks_cut(text: str, end: int) -> bool:
-    """True when much follows the answer and does not end as a sentence does."""
+    """True when long text follows the answer and does not end like a sentence."""
     tail = text[end:].strip()
     return len(tail) > _MAX_TAIL and not _FINISHED.search(tail[-20:])
 
 
 def _cued(text: str) -> Found:
-    """What follows the last cue, on its line or the next one that is not empty."""
+    """What follows the last cue, on its line or the next non-empty one."""
     cues = list(_CUE.finditer(text))
     if not cues:
         whole = _unwrap(text) or ""
@@ -166,7 +166,7 @@ def _cued(text: str) -> Found:
 
 
 def _is_bare_answer(text: str) -> bool:
-    """True for a response that is nothing but a short formula, perhaps with a unit, or the letter of a choice."""
+    """True for a response that is only a short formula, perhaps with a unit, or the letter of an option."""
     if not text or len(text) > MAX_BARE_CHARS or "\n" in text or re.search(r"\\(?:boxed|fbox)", text):
         return False
     words = re.findall(r"[^\W\d_]{2,}", _COMMANDS.sub(" ", text))

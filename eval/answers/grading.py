@@ -1,4 +1,4 @@
-"""Graders: the verdict on one response, under the exact rule with AISBench's beside it, or on options as a set."""
+"""Graders of responses: the exact rule together with AISBench's, or multiple-choice options as a set."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from eval import EvaluationError
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
@@ -33,10 +32,10 @@ Comparison = Callable[[Found, str], bool]  # True when what was found is the gol
 
 @dataclass(frozen=True)
 class Grade:
-    """What the two rules say of one response.
+    """The result of both rules for one response.
 
-    `answer` and `verdict` are the exact rule's, the headline; `aisbench_*` are AISBench's, which knows right and
-    wrong only and does not look at how the response ended.
+    `answer` and `verdict` are the exact rule's, the headline; `aisbench_*` are AISBench's, which only knows
+    right and wrong and ignores how the response ended.
     """
 
     answer: str | None  # None when there is none
@@ -47,17 +46,15 @@ class Grade:
 
 
 class Grader:
-    """Grades one response at a time, from any thread, and raises nothing. A context manager."""
+    """Grades one response at a time, from any thread. A context manager."""
 
-    rule: str  # and its version, recorded with every result: rows graded by another are never mixed with these
-    num_killed = 0  # rows that went beyond a limit of time or memory and count as wrong
+    rule: str  # with its version; recorded with every result, so that rows of different rules never mix
+    num_killed = 0  # rows that exceeded a limit of time or memory and count as wrong
 
-    def __enter__(self) -> Grader:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
@@ -65,14 +62,14 @@ class Grader:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what the grader started."""
+        """Stop the grader's process, if it has one."""
 
 
 class ChoiceGrader(Grader):
-    """Right when the response names exactly the gold options, in any order; a cut-off one never is.
+    """Right when the response names exactly the gold options, in any order; never if it was cut off.
 
-    AISBench has no string rule for such sets: its columns hold the same comparison, made whether or not the
-    response was finished.
+    AISBench has no string rule for such sets: its columns hold the same comparison, made even for a truncated
+    response.
     """
 
     rule = "choice-letters/2"
@@ -88,7 +85,7 @@ class ChoiceGrader(Grader):
 
 
 class MathGrader(Grader):
-    """The exact rule; what strings and plain numbers do not decide runs in a process that can be killed.
+    """The exact rule. Where strings and plain numbers do not decide, it runs in a process that can be killed.
 
     A row that takes longer than `timeout_seconds` or more than `memory_bytes` is graded wrong and counted. The
     process starts with the first row that needs it.
@@ -104,11 +101,11 @@ class MathGrader(Grader):
         self._lock = threading.Lock()
 
     def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
-        """As the function `grade`; blocks until the verdict is there."""
+        """Same as the function `grade`, under the limits; blocks until it is done."""
         return grade(response, finish_reason, gold, self._is_gold)
 
     def close(self) -> None:
-        """End the process; rows that other threads wait for meanwhile are graded wrong."""
+        """Stop the process; rows that other threads still wait for are graded wrong."""
         self._pool.close()
 
     def _is_gold(self, found: Found, gold: str) -> bool:
@@ -134,12 +131,12 @@ GRADERS: dict[GraderName, type[Grader]] = {"mathematics": MathGrader, "choice": 
 
 
 def grader_of(rule: str) -> GraderName:
-    """The grader whose rule settings.json records, in whatever version."""
+    """The grader with this rule, as settings.json records it, in any version."""
     return "choice" if rule.partition("/")[0] == ChoiceGrader.rule.partition("/")[0] else "mathematics"
 
 
 def load_exact_rule() -> Callable[[tuple[Any, ...], str], bool]:
-    """The comparison for a grading process; loads mpmath before the first row's time runs."""
+    """The comparison for a grading process; loads mpmath before the first row's time limit starts."""
     is_gold_exact(Found(("\\sqrt{2}",), (), (), False), "\\sqrt{3}")
     return lambda found, gold: is_gold_exact(Found(*found), gold)
 
@@ -147,8 +144,8 @@ def load_exact_rule() -> Callable[[tuple[Any, ...], str], bool]:
 def is_gold_exact(found: Found, gold: str) -> bool:
     """True when the answer found in a response is the gold answer under the exact rule.
 
-    Boxes side by side are a list of answers, or one answer in several forms; where the gold answer is a list, so
-    may be all boxes of the response.
+    Adjacent boxes are a list of answers, or one answer in several forms. If the gold answer is a list, all boxes
+    of the response together may be that list.
     """
     from eval.answers.exact import is_equal_exact, is_list
 
@@ -164,9 +161,9 @@ def grade(
 ) -> Grade:
     """Verdicts on one response; `response` None means that the request failed. In place, without limits.
 
-    A response stopped by the length limit or the server is `truncated` whatever it holds: unfinished text never
-    grades right, since a box halfway through a solution is not the answer the model would have given. Where the
-    server gives no reason (None), the text decides: thinking or a box that does not close, or much text behind
+    A response stopped by the length limit or the server is `truncated` whatever it holds: unfinished text is
+    never right, since a box halfway through a solution is not the answer the model would have given. Where the
+    server gives no reason (None), the text decides: thinking or a box that does not close, or long text after
     the answer that breaks off.
     """
     if response is None:
@@ -190,7 +187,7 @@ def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold:
 
 
 def _decide_quickly(answers: Sequence[str], gold: str) -> bool | None:
-    """The verdict where strings or plain numbers decide it, else None."""
+    """True or False where strings or plain numbers decide, else None."""
     if gold in answers:
         return True
     if len(answers) > 1:

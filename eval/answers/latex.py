@@ -1,7 +1,7 @@
-"""An answer as a model writes it (LaTeX, Markdown, plain text, Unicode, Chinese) to one plain notation.
+"""Rewrites an answer as models type it (LaTeX, Markdown, plain text, Unicode, Chinese) in one plain notation.
 
-There every operator is one character (`≤ ∪ ∈ ± ∞ ° *`), set braces are `⦃⦄`, matrices `⟦a&b⏎c&d⟧`, words
-in quotes are text, and only commands with a meaning are left (`\\frac \\sqrt \\pi`). Nothing here computes.
+In it every operator is one character (`≤ ∪ ∈ ± ∞ ° *`), set braces are `⦃⦄`, matrices `⟦a&b⏎c&d⟧`, text is in
+quotes, and only commands with a meaning remain (`\\frac \\sqrt \\pi`). Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GREEK = dict(zip(_GREEK_LETTERS, _GREEK_NAMES.split(), strict=True))
 _UNICODE[ord("√")] = "\\sqrt "
 _UNICODE |= {ord(letter): f"\\{name} " for letter, name in _GREEK.items()}
 
-# Commands that stand for one character, or for nothing.
+# Commands that become one character, a shorter command, or nothing.
 _COMMANDS = {
     "le": "≤", "leq": "≤", "leqslant": "≤", "leqq": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "geqq": "≥",
     "lt": "<", "gt": ">", "ne": "≠", "neq": "≠", "cup": "∪", "bigcup": "∪", "cap": "∩", "in": "∈", "infty": "∞",
@@ -84,7 +84,7 @@ _GROUPED_SPACES = re.compile(r"(?<![\d.\w}])(\d{1,3})((?:(?:\\[,;:! ]|~| |\{ \})
 
 
 def clean(text: str) -> str:
-    """The answer in plain notation; '' for one that is too long to be read as anything but a string."""
+    """The answer in plain notation; '' if it is too long to parse, so that only equal strings match."""
     if len(text) > MAX_ANSWER_CHARS:
         return ""
     text = _VULGAR.sub(lambda m: _vulgar(m.group()), text)
@@ -134,7 +134,7 @@ def _vulgar(character: str) -> str:
 
 
 def _environments(text: str) -> str:
-    """Matrices as `⟦a&b⏎c&d⟧`, brackets around an array swallowed; other alignments dropped."""
+    """Matrices as `⟦a&b⏎c&d⟧` without the brackets around an array; other alignments are dropped."""
     pieces: list[str] = []
     position = 0
     for match in _ENVIRONMENT.finditer(text):
@@ -159,7 +159,7 @@ def _environments(text: str) -> str:
 
 
 def _commands(text: str) -> str:
-    """Commands to characters; texts in quotes. One pass, arguments with matching braces."""
+    """Commands as characters, text in quotes; one pass, arguments with matching braces."""
     pieces: list[str] = []
     position = 0
     while (match := _COMMAND.search(text, position)) is not None:
@@ -178,7 +178,7 @@ def _commands(text: str) -> str:
 
 
 def _is_unit(name: str, inner: str, after_number: bool) -> bool:
-    """True for \\mathrm{~m}, and for \\mathrm{m} behind a number."""
+    """True for \\mathrm{~m}, and for \\mathrm{m} after a number."""
     if name != "mathrm":
         return False
     letter = re.sub(r"\\[,; ]|~|\s", "", inner)
@@ -186,7 +186,7 @@ def _is_unit(name: str, inner: str, after_number: bool) -> bool:
 
 
 def _argument(text: str, position: int) -> tuple[str, int]:
-    """(content, position behind it) of a braced argument, or of the one character that stands there."""
+    """(content, position after it) of a braced argument, or of the single character there."""
     while position < len(text) and text[position] == " ":
         position += 1
     if position >= len(text):

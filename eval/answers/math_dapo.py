@@ -1,6 +1,6 @@
-r"""Answers as normalised strings: verl's `math_dapo` rule to the letter, and the project's own that forgives more.
+r"""Normalises answers as strings: exactly as verl's `math_dapo`, and by the project's own, more lenient rule.
 
-Both read the last 300 characters, in time linear in the answer but for a bounded factor, and never raise.
+Both read the last 300 characters, in linear time up to a bounded factor, and never raise.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def normalize_as_verl(answer: str) -> str:
 def normalize(answer: str) -> str:
     """The answer without units, spacing, LaTeX wrappers, dollar signs and thousands separators.
 
-    Of text around a formula in dollar signs the formula remains. docs/departures.md lists what verl does not do.
+    From text around a formula in dollar signs only the formula remains. docs/departures.md lists the differences
+    from verl.
     """
     answer = answer.split("=")[-1]
     for old, new in MINERVA_REPLACED[:7]:
@@ -82,7 +83,7 @@ def normalize(answer: str) -> str:
 
 
 def unwrap(text: str) -> str:
-    r"""The text with what \text{}, \boxed{} and their like hold in place of them. O(n) whatever the braces."""
+    r"""The text with \text{}, \boxed{} and the like replaced by their content. O(n) for any braces."""
     pieces: list[str] = []
     open_braces: list[int | None] = []  # the wrapper's place in `pieces`, None for a brace that stays
     position = 0

@@ -1,8 +1,7 @@
-"""Whether two expression trees have the same value: exactly, or to 45 digits at random points.
+"""Compares the values of two expression trees: exactly, or to 45 digits at random points.
 
-Two different algebraic or elementary expressions that an answer can hold do not agree to 45 digits at several
-random points, so agreement is equality and a decimal approximation is none. Unlike simplification, its cost is
-bounded.
+Different algebraic or elementary expressions in answers do not agree to 45 digits at several random points, so
+agreement means equality, and a decimal approximation is not equal. Unlike simplification, the cost is bounded.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ DIGITS = 70
 AGREEMENT = 45
 POINTS = 5
 MAX_BITS = 200_000  # of an exact rational
-MAX_EXPONENT = 10**8  # log2 of a value beyond which it is not computed
+MAX_EXPONENT = 10**8  # log2 of the largest value that is computed
 MAX_FACTORIAL = 3000
 
 
@@ -34,7 +33,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class NoValueError(ArithmeticError):
-    """An expression without a value here: a division by zero, or one too large to compute."""
+    """The expression has no value here: it divides by zero or is too large to compute."""
 
 
 def exact_value(node: Node) -> Fraction | None:
@@ -144,7 +143,7 @@ def _infinite_sign(node: Node) -> int:
 
 
 def _agree(left: Node, right: Node, log_base: str) -> bool:
-    """Equal at positive points, where both must have values; at others wherever both are real."""
+    """True when equal at positive points, at least two of them, and at negative ones wherever both are real."""
     names = variables(left) | variables(right)
     agreed = 0
     for point in range(POINTS if names else 1):
@@ -169,7 +168,7 @@ def _is_close(left: Any, right: Any) -> bool:
 
 
 def _is_rounding(value: Any) -> bool:
-    """True for zero, also when rounding left 1e-70 or so of it; smaller values are meant."""
+    """True for zero, and for the 1e-70 or so that rounding leaves; smaller values are intended."""
     return bool(value == 0 or 1e-90 < abs(value) < 1e-55)
 
 
@@ -226,7 +225,7 @@ def _value(node: Node, environment: Mapping[str, Any], log_base: str) -> Any:
         case kind, left, right if kind == "pow" or kind in _OPERATORS:
             operation = _power if kind == "pow" else _OPERATORS[kind]
             return operation(_value(left, environment, log_base), _value(right, environment, log_base))
-    raise NoValueError(node[0])  # infinity, or a sign that may be either
+    raise NoValueError(node[0])  # infinity, or ± inside a relation
 
 
 def _power(base: Any, exponent: Any) -> Any:

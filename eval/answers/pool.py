@@ -1,7 +1,7 @@
-"""Calls in processes that can be killed: one beyond its limit of time or memory costs its process only.
+"""Calls in processes that can be killed: one that exceeds its limit of time or memory costs only its process.
 
-A thread stands for each process, hands it one call at a time and waits for the reply, so a pool can be used from
-any thread. The processes load nothing but what their function imports.
+One thread serves each process: it sends one call at a time and waits for the reply, so a pool can be used from any
+thread. The processes load only what their function imports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _START = f"import sys; sys.path.insert(0, sys.argv.pop(1)); from {__name__} impo
 
 
 class CallFailed(Exception):
-    """The call raised or its process ended; the message says which."""
+    """The call raised, or its process ended; the message says which."""
 
 
 class CallTimedOut(CallFailed):
@@ -40,7 +40,7 @@ class CallTimedOut(CallFailed):
 
 
 class StartFailed(Exception):
-    """A process cannot be called. `exit_code` is None while it ran, `failure` the traceback of what it loads."""
+    """A process did not start. `exit_code` is None if it still ran; `failure` is the traceback of its import."""
 
     def __init__(self, message: str, exit_code: int | None = None, failure: str | None = None) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class Pool:
 
     @property
     def pids(self) -> set[int]:
-        """The processes that were started; the first calls start them."""
+        """The running processes; the first calls start them."""
         return {process.popen.pid for process in self._processes if process.popen is not None}
 
     def start(self) -> None:
@@ -79,11 +79,11 @@ class Pool:
             start.result()
 
     def submit(self, *call: Any) -> Future[Any]:
-        """The future reply to a call of picklable arguments: what JSON knows, else CallFailed or StartFailed."""
+        """The future of a call with picklable arguments and a JSON result; it raises CallFailed or StartFailed."""
         return self._threads.submit(self._run, call)
 
     def close(self) -> None:
-        """Kill the processes and what they started; calls that wait are cancelled, those that run fail."""
+        """Kill the processes and their children; waiting calls are cancelled, running ones fail."""
         for process in self._processes:
             process.close()
         self._threads.shutdown(cancel_futures=True)
@@ -91,7 +91,7 @@ class Pool:
             process.end()
 
     def _run(self, call: tuple[Any, ...]) -> Any:
-        process = self._idle.get_nowait()  # there are as many as threads
+        process = self._idle.get_nowait()  # as many as threads, so never empty
         try:
             return process.call(call)
         finally:
@@ -99,7 +99,7 @@ class Pool:
 
 
 class _Process:
-    """One process and its pipe; started by the first call, and again by the first one after it ended."""
+    """One process and its pipe; a call starts it if it is not running."""
 
     def __init__(self, arguments: tuple[str, ...], timeout_seconds: float) -> None:
         self.arguments = arguments
@@ -155,7 +155,7 @@ class _Process:
             raise StartFailed("could not load its function", failure=reply[1])
 
     def close(self) -> None:
-        """Kill the process, from any thread, and start no other."""
+        """Kill the process, from any thread, and start no more."""
         self._is_closed = True
         self._kill()
 
@@ -169,7 +169,7 @@ class _Process:
         return None if popen is None else popen.wait()
 
     def _ended(self) -> int | None:
-        """The exit code of the process that closed its pipe, which it does a little before it ends."""
+        """The exit code of a process that closed its pipe, which happens shortly before it ends."""
         if self.popen is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(END_SECONDS)
@@ -182,7 +182,7 @@ class _Process:
                 os.killpg(popen.pid, signal.SIGKILL)
 
     def _reply(self, seconds: float) -> list[Any] | None:
-        """[value, traceback of what it raised]; None when the time is over."""
+        """[value, traceback of an exception]; None after `seconds` without a reply."""
         assert self._pipe is not None
         if not self._pipe.poll(seconds):
             return None
@@ -217,7 +217,7 @@ def main() -> None:
             return
         try:
             reply = json.dumps([function(*call), None])
-        except Exception:  # noqa: BLE001 - and so may the function, also for want of memory
+        except Exception:  # noqa: BLE001 - so may the function, MemoryError included
             reply = json.dumps([None, _traceback()])
         pipe.send_bytes(reply.encode())
 

@@ -1,4 +1,4 @@
-"""Answers in plain notation to what they say: the kinds of eval.answers.answers."""
+"""Parses plain notation (eval.answers.latex) into the kinds of eval.answers.answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NAME = re.compile(
     |\\frac\s*\{\s*[A-Za-z]+\s*\}\s*\{\s*[A-Za-z]+\s*\} | [A-Z]{1,3}\s*/\s*[A-Z]{1,3} | [a-z]\s*/\s*[a-z]""",
     re.VERBOSE,
 )
-# "the answer is" in front; a reason, a condition or the range of an index behind.
+# "the answer is" before the answer; a reason, a condition or the range of an index after it.
 _REMARKS = re.compile(
     r"""(?x)^"[^"]*\b(?:is|are|:)\s*:?"\s*
     | ^"?\s*(?:最终|最后)?答案(?:是|为)?\s*:?\s*"?\s* | \s*[,;(]?\s*"\(?(?:since|because|as|where)\b.*$
@@ -66,7 +66,7 @@ _ALL_REALS = re.compile(
 
 @lru_cache(maxsize=8192)
 def read_answer(text: str) -> Answer:
-    """What an answer says; Words when its structure cannot be read."""
+    """The parsed answer; Words when its structure cannot be parsed."""
     plain = clean(text)
     grouped = _GROUPED.sub(lambda match: match.group().replace(",", ""), plain) if "," in plain else plain
     if grouped != plain and not any(bracket in plain for bracket in "([⦃⟨⟦"):
@@ -76,12 +76,12 @@ def read_answer(text: str) -> Answer:
 
 @lru_cache(maxsize=1024)
 def read_ungrouped(text: str) -> Answer:
-    """As read_answer, with each comma a separator: `120,240` as two numbers."""
+    """Same as read_answer, but every comma separates: `120,240` is two numbers."""
     return read(clean(text))
 
 
 def read(plain: str, nesting: int = 0) -> Answer:
-    """What an answer in plain notation says."""
+    """The parsed answer of plain notation."""
     plain = _without_outer_braces(_REMARKS.sub("", plain).strip())
     if nesting > MAX_NESTING or not plain:
         return Words(plain)
@@ -111,7 +111,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def split_at(text: str, separators: str) -> tuple[list[str], list[str]]:
-    """Pieces of the text between separators outside all brackets, and the separators."""
+    """(pieces, separators) of the text, split at separators outside all brackets and quotes."""
     pieces: list[str] = []
     found: list[str] = []
     depth = start = 0
@@ -136,7 +136,7 @@ _JOINED_TEXT = re.compile(r'"\s*[,;]?\s*(and|or|和|或)\s*"')
 
 
 def split_top(plain: str) -> tuple[list[str], list[str]]:
-    """The answers of a list and what stood between them, `,` `;` `and` `or`; one piece for no list."""
+    """The answers of a list and what joins each pair, "," or "or"; a single piece if it is no list."""
     marked = _JOINED_TEXT.sub(lambda match: "\x01" if match.group(1) in ("or", "或") else "\x02", plain)
     pieces, found = split_at(marked, ",;\x01\x02")
     joiners = ["or" if separator == "\x01" else "," for separator in found]
@@ -144,7 +144,7 @@ def split_top(plain: str) -> tuple[list[str], list[str]]:
 
 
 def _combined(items: list[Answer], has_or: bool) -> Answer:
-    """A list of answers; assignments to different names are a point, pieces of the line joined by or a region."""
+    """A list of answers; values of different names are a point, intervals joined by "or" a region."""
     names = [item.name for item in items if isinstance(item, Named)]
     values = tuple(item.value if isinstance(item, Named) else item for item in items)
     if names and len(names) == len(items):
@@ -172,7 +172,7 @@ NUMBER_WORDS = (
 
 
 def read_one(text: str, nesting: int) -> Answer:
-    """What one answer says that is no list."""
+    """The parsed answer of text that is not a list."""
     text = _without_outer_braces(text.strip())
     if not text:
         return Words(text)
@@ -223,7 +223,7 @@ def _read_relation(text: str, pieces: list[str], operators: list[str], nesting: 
 
 
 def _read_region(text: str, nesting: int) -> Answer | None:
-    """A union of intervals and sets, or the line without some points."""
+    """A union of intervals and sets, or the real line without some points."""
     pieces, found = split_at(text, "∪")
     if found:
         parts = [read_one(piece, nesting + 1) for piece in pieces]
@@ -275,7 +275,7 @@ _SUCH_THAT = re.compile(r"[a-z]\s*(?:∈\s*ℝ\s*)?[|:](.*[<≤>≥≠∈].*)$")
 
 
 def _read_enclosed(text: str, nesting: int) -> Answer | None:
-    """What stands in one pair of brackets."""
+    """The content of one pair of brackets around the whole text: a point, an interval, a set."""
     if text[0] not in "([⦃⟨" or text[-1] not in ")]⦄⟩" or _closing(text, 0) != len(text) - 1:
         return None
     inner = text[1:-1].strip()
@@ -317,7 +317,7 @@ def _read_value(text: str) -> Answer:
 
 
 def expanded(node: Node) -> list[Node]:
-    """The two expressions of one with ±, upper signs and lower signs; the expression itself without."""
+    """The two expressions that ± stands for, upper signs first; the expression itself if it has none."""
     upper = _with_sign(node, 1)
     return [node] if upper == node else [upper, _with_sign(node, -1)]
 

@@ -1,7 +1,7 @@
-"""Files of problems and known benchmarks: read, fetched, and put as prompts."""
+"""Problem files and known benchmarks: fetching, reading, prompts."""
 
 from eval import InputError
 
 
 class ProblemsError(InputError):
-    """A file of problems cannot be had, or lacks columns, rows or prompts."""
+    """A problem file is unavailable, or lacks columns, rows or prompts."""

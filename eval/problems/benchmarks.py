@@ -1,4 +1,4 @@
-"""The benchmarks: how each is read, how many rows it has, how it is asked and graded, and where it lies."""
+"""The benchmarks: how each is read, its number of rows, its prompt, its grader and its source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from eval.problems.sources import fetch
 
 
 def _boxed_or_answer(row: Row) -> str | None:
-    """The last box of the solution, as AISBench takes it, or the answer where there is no box."""
+    """The last box of the solution, as in AISBench, or the answer where there is no box."""
     return extract_boxed(text_of(row, "solution") or "") or text_of(row, "answer")
 
 
@@ -30,13 +30,13 @@ def _integer(row: Row) -> str | None:
     return str(int(match.group(1))) if match else None
 
 
-def _behind_hashes(row: Row) -> str | None:
+def _after_hashes(row: Row) -> str | None:
     _, hashes, answer = (text_of(row, "answer") or "").rpartition("####")
     return answer.strip().replace(",", "") or None if hashes else None
 
 
 def _final_answers(row: Row) -> str | None:
-    """OlympiadBench's list of answers as one text without dollar signs, which it places at random."""
+    """OlympiadBench's list of answers as one text without dollar signs, which it places inconsistently."""
     answers = row["final_answer"]
     answers = answers if isinstance(answers, list) else [answers]
     return ", ".join(str(answer).replace("$", "").strip() for answer in answers if answer) or None
@@ -110,9 +110,9 @@ WHOLE_NUMBERS = tuple(
 GSM8K = Schema(
     ("question", "answer"),
     lambda row: text_of(row, "question"),
-    _behind_hashes,
+    _after_hashes,
     "no question",
-    "no answer behind ####",
+    "no answer after ####",
 )
 OLYMPIAD = Schema(("question", "final_answer"), _with_context, _final_answers, "no question", "no final_answer")
 # The schema of DAPO-Math-17k, which training needs; its extra_info may be left out.
@@ -147,7 +147,7 @@ DIANJIN = Schema(
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A named evaluation set. `source` is where its file can be had, with its sha256, when none is named."""
+    """A named evaluation set. `source` is its default file, with its sha256."""
 
     name: str
     num_items: int | None  # None: any number
@@ -168,7 +168,7 @@ class Benchmark:
         return problems
 
     def prompt(self, problem: Problem, template: Template, api: Api) -> Item:
-        """The problem as it is asked."""
+        """The problem as it is sent to the model."""
         prompt = make_prompt(template, api, problem.text, problem.messages)
         return Item(problem.id, prompt, problem.gold, problem.subject, problem.level)
 
@@ -213,7 +213,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 def load_set(
     source: str | Path | None, benchmark: str | None = None, prompt: str = DEFAULT, api: Api = "chat"
 ) -> EvaluationSet:
-    """The items of an evaluation file, as they are asked.
+    """The items of an evaluation file, as they are sent to the model.
 
     `source` is what `fetch` takes; None stands for the benchmark's own. Without a benchmark a parquet is read as
     `arithmetic`, another file in the schema of MATH-500, with any number of rows; `prompt` is what find_template

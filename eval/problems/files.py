@@ -1,4 +1,4 @@
-"""Rows of a file as problems, with nothing dropped silently. Training and evaluation read by it."""
+"""Reads rows of a file as problems and drops none silently. Training and evaluation share it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 
 @dataclass(frozen=True)
 class Schema:
-    """How a row becomes a problem; one whose `problem` or `gold` gives None is a fault, as are `other_faults`."""
+    """How a row becomes a problem; a `problem` or `gold` of None is a fault, as are `other_faults`."""
 
     columns: tuple[str, ...]  # by which the schema is recognised
     problem: Callable[[Row], str | None]
@@ -27,7 +27,7 @@ class Schema:
     no_problem: str  # the fault in words
     no_gold: str
     messages: Callable[[Row], tuple[Message, ...] | None] = lambda row: None
-    details: Callable[[Row], Row] = lambda row: row  # where id, subject and level stand
+    details: Callable[[Row], Row] = lambda row: row  # where id, subject and level are
     other_faults: Mapping[str, Callable[[Row], bool]] = field(default_factory=dict)
 
 
@@ -39,12 +39,12 @@ def read_problems(path: Path, schemas: Sequence[Schema]) -> list[Problem]:
     """
     rows = read_file(path)
     if not rows:
-        raise ProblemsError(f"{path} has no rows; name another file, or mend it")
+        raise ProblemsError(f"{path} has no rows; name another file, or fix it")
     schema = find_schema(path, {name for row in rows for name in row}, schemas)
     faults: dict[str, Callable[[Row], bool]] = {
         schema.no_problem: lambda row: schema.problem(row) is None,
         schema.no_gold: lambda row: schema.gold(row) is None,
-        "a lone surrogate, which is no text": lambda row: not _is_text(schema.problem(row), schema.gold(row)),
+        "a lone surrogate, which is not text": lambda row: not _is_text(schema.problem(row), schema.gold(row)),
         **schema.other_faults,
     }
     found = [
@@ -53,7 +53,7 @@ def read_problems(path: Path, schemas: Sequence[Schema]) -> list[Problem]:
     ]
     if any(found):
         raise ProblemsError(
-            f"{path}: of {len(rows)} rows, {' and '.join(filter(None, found))}. No row is dropped silently: mend "
+            f"{path}: of {len(rows)} rows, {' and '.join(filter(None, found))}. No row is dropped silently: fix "
             "the file"
         )
     return [_problem(schema, number, row) for number, row in enumerate(rows)]
@@ -72,7 +72,7 @@ def find_schema(path: Path, columns: Collection[str], schemas: Sequence[Schema])
 
 
 def require_columns(path: Path, schema: Schema) -> None:
-    """Raise ProblemsError unless the file is a parquet with the schema's columns; reads its end only."""
+    """Raise ProblemsError unless the file is a parquet with the schema's columns; reads only its footer."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -119,7 +119,7 @@ def read_file(path: Path) -> list[dict[str, Any]]:
 
 
 def text_of(row: Row | None, *keys: str) -> str | None:
-    """The first of the keys that says something, as text; None when none does."""
+    """The value of the first key that is not blank, as text; None when all are."""
     for key in keys:
         value = None if row is None else row.get(key)
         if value is not None and str(value).strip():
@@ -128,7 +128,7 @@ def text_of(row: Row | None, *keys: str) -> str | None:
 
 
 def chat_of(row: Row) -> tuple[Message, ...] | None:
-    """The column `prompt` as messages whose last one says something; None when it is something else."""
+    """The column `prompt` as messages, the last of them not blank; None for anything else."""
     prompt = row["prompt"]
     if not isinstance(prompt, list) or not prompt:
         return None
@@ -139,7 +139,7 @@ def chat_of(row: Row) -> tuple[Message, ...] | None:
 
 
 def last_of_chat(row: Row) -> str | None:
-    """What the last message of the column `prompt` says."""
+    """The content of the last message of the column `prompt`."""
     messages = chat_of(row)
     return messages[-1]["content"] if messages else None
 

@@ -1,4 +1,4 @@
-"""Problems as a file has them, and the items of an evaluation as they are asked and graded."""
+"""Problems as a file holds them, and items as an evaluation sends and grades them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Problem:
     gold: str
     subject: str | None = None
     level: str | None = None
-    messages: tuple[Message, ...] | None = None  # the prompt where the file has a whole one
+    messages: tuple[Message, ...] | None = None  # the whole prompt, if the file has one
     data_source: str | None = None  # chooses the scorer
     extra_info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Item:
-    """One question: what is sent as it is, and the gold answer that grades the response."""
+    """One question: the prompt as it is sent, and the gold answer."""
 
     id: str
     prompt: Prompt
@@ -41,9 +41,9 @@ class Item:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Items that are asked in one way and graded by one grader."""
+    """Items that share a prompt template and a grader."""
 
     items: tuple[Item, ...]
-    benchmark: str | None = None  # None: a file of the user's own
+    benchmark: str | None = None  # None: the user's own file
     template: Template = TEMPLATES["given"]
     grader: GraderName = "mathematics"

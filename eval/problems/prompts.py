@@ -1,4 +1,4 @@
-"""What is sent for a problem: a template, as a message of a chat or as text to complete."""
+"""Prompts: a problem in a template, as a chat or as text to complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT = "default"  # the benchmark's own
 
 @dataclass(frozen=True)
 class Template:
-    """A text around `{problem}`; `stop` are the texts at which a response is to end.
+    """A text around `{problem}`; a response ends at any of the texts in `stop`.
 
     The template `given` is the file's own messages; a file without any is asked its bare problems.
     """
@@ -35,7 +35,7 @@ class Template:
         return before + problem + after
 
 
-# Four problems of our own in the layout of Minerva's prompt (arXiv:2206.14858, appendix D.2), answers in boxes.
+# Four original problems in the layout of Minerva's prompt (arXiv:2206.14858, appendix D.2), answers in boxes.
 _SHOTS = (
     (
         r"For which real numbers $t$ is $\log_2(9 - t^2)$ defined and not negative?",
@@ -87,10 +87,10 @@ TEMPLATES: dict[str, Template] = {
 
 
 def find_template(name: str, default: str) -> Template:
-    """The template of that name, else the one in that file, which must say {problem} once.
+    """The template of that name, else the one in that file, which must contain {problem} once.
 
-    `default` is what the name "default" stands for. One newline at the end of a file is the editor's and is left
-    out. Raises ProblemsError for a name that is neither.
+    `default` is the template that the name "default" means. One newline at the end of a file is dropped. Raises
+    ProblemsError for a name that is neither.
     """
     name = default if name == DEFAULT else name
     if name in TEMPLATES:
@@ -110,7 +110,7 @@ def find_template(name: str, default: str) -> Template:
 
 
 def read_utf8(path: Path) -> str:
-    """What a file says. Raises ProblemsError when it is no text in UTF-8."""
+    """The text of a file. Raises ProblemsError when it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -127,6 +127,6 @@ def make_messages(template: Template, problem: str, messages: Sequence[Message] 
 
 
 def make_prompt(template: Template, api: Api, problem: str, messages: Sequence[Message] | None) -> Prompt:
-    """What is sent for one problem: a chat, or the texts of its messages to complete."""
+    """The prompt of one problem: a chat, or the texts of its messages to complete."""
     chat = make_messages(template, problem, messages)
     return chat if api == "chat" else "\n\n".join(message["content"] for message in chat)

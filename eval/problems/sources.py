@@ -32,10 +32,10 @@ _RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 def fetch(source: str | Path, cache: Path | None = None) -> Path:
     """The local file of a source.
 
-    A path stands for itself. `hf:ORG/NAME/FILE` and `modelscope:ORG/NAME/FILE` (both also with @REVISION) are
+    A path is returned as it is. `hf:ORG/NAME/FILE` and `modelscope:ORG/NAME/FILE` (both also with @REVISION) are
     datasets of the hubs, at the endpoint that HF_ENDPOINT or MODELSCOPE_ENDPOINT names; `https://...` is a file.
     Each of the three ends in #sha256=DIGEST and is kept in `cache`, by default dapo/ in XDG_CACHE_HOME or
-    ~/.cache. Raises ProblemsError when it cannot be had, or is not what the digest says.
+    ~/.cache. Raises ProblemsError when it is unavailable or does not match the digest.
     """
     text = str(source)
     if not _REMOTE.match(text):
@@ -45,7 +45,7 @@ def fetch(source: str | Path, cache: Path | None = None) -> Path:
     if not _DIGEST.fullmatch(digest):
         raise ProblemsError(
             f"{text} is not pinned: end it in #sha256= and the 64 digits of the file's digest, so that it cannot "
-            f"change between two evaluations (sha256sum FILE tells it)"
+            f"change between two evaluations (sha256sum FILE prints it)"
         )
     scheme, _, rest = address.partition(":")
     name = PurePosixPath(
@@ -92,7 +92,7 @@ def _require_digest(part: Path, address: str, digest: str) -> None:
 
 
 def _from_url(url: str, part: Path) -> None:
-    """Write the body of a URL to `part`, going on from what an interrupted download left there."""
+    """Write the body of a URL to `part`, resuming an interrupted download."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             _download(url, part)
@@ -113,7 +113,7 @@ def _download(url: str, part: Path) -> None:
     have = part.stat().st_size if part.exists() else 0
     headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
     with httpx.stream("GET", url, headers=headers, timeout=_TIMEOUT_SECONDS, follow_redirects=True) as response:
-        if response.status_code == 416:  # all of it is there, or more than there is
+        if response.status_code == 416:  # the part is already as long as the file, or longer
             return
         response.raise_for_status()
         with part.open("ab" if response.status_code == 206 else "wb") as file:
@@ -160,7 +160,7 @@ def _modelscope() -> _Hub:
 
 
 def _exceptions_of(module: ModuleType) -> tuple[type[Exception], ...]:
-    """What a hub's library raises: the errors of its module, and what files and connections raise."""
+    """The exceptions of a hub's library, and those of files and connections."""
     own = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Exception))
     return (*own, OSError, ValueError, httpx.HTTPError)
 

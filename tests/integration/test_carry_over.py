@@ -7,43 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.arithmetic import generate_problems, write_parquet
 from dapo_core.checkpoint.folder import latest_checkpoint
 from dapo_core.checkpoint.state import TrainerState, read_state
 from dapo_core.sampler import FATES
 from dapo_core.training import train
-from flows.config import Config, resolve_config
-from tests.tiny_models import build_tiny_qwen3
-
-MAX_RESPONSE_TOKENS = 24
+from flows.config import Config
+from tests.trainings import World, config_of
 
 
 def _config(total_steps: int, ray_address: str) -> Config:
     """One group of four a step; five rows in the engine, so that a group is half-way when another finishes."""
-    return resolve_config(
-        {
-            "data": {"source": "arithmetic", "max_prompt_tokens": 400},
-            "model": {"source": "recipe"},
-            "reward": {"overlong": {"enabled": False}, "num_processes": 1},
-            "sampler": {"gen_prompts": 20, "dynamic": False, "in_flight": "carry_over"},
-            "rollout": {
-                "engine": "hf",
-                "group_size": 4,
-                "max_num_seqs": 5,
-                "max_response_tokens": MAX_RESPONSE_TOKENS,
-                "threads_per_worker": 1,
-            },
-            "train": {
-                "train_prompts": 1,
-                "mini_prompts": 1,
-                "micro_batch_tokens": 1024,
-                "total_steps": total_steps,
-                "ray_address": ray_address,
-            },
-            "checkpoint": {"save_every": 1, "asynchronous": False},
-            "serve": {"max_model_len": 512},
-            "evaluate": {"max_response_tokens": 24},
-        }
+    train = {"num_ranks": 1, "train_prompts": 1, "mini_prompts": 1, "total_steps": total_steps}
+    return config_of(
+        run={"deterministic": False},
+        reward={"overlong": {"enabled": False}},
+        sampler={"gen_prompts": 20, "in_flight": "carry_over"},
+        rollout={"max_num_seqs": 5},
+        train={**train, "ray_address": ray_address},
+        checkpoint={"asynchronous": False},
     )
 
 
@@ -54,12 +35,10 @@ def _num_tokens(state: TrainerState) -> int:
 
 @pytest.fixture(scope="module")
 def steps(
-    ray_address: str, tmp_path_factory: pytest.TempPathFactory
+    world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory
 ) -> list[tuple[dict[str, float], TrainerState]]:
     """Metrics and state of three steps, the last one by a second call."""
     folder = tmp_path_factory.mktemp("carry_over")
-    write_parquet(generate_problems(40, 1, 1, seed=0)[0], folder / "train.parquet")
-    model = build_tiny_qwen3(folder / "model")
     steps: list[tuple[dict[str, float], TrainerState]] = []
 
     def note(step: int, metrics: dict[str, float]) -> None:
@@ -68,7 +47,7 @@ def steps(
         steps.append((metrics, read_state(checkpoint)))
 
     for total_steps in (2, 3):
-        train(_config(total_steps, ray_address), folder / "train.parquet", model, folder / "run", note)
+        train(_config(total_steps, ray_address), world.data, world.model, folder / "run", note)
     return steps
 
 

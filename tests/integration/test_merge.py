@@ -24,7 +24,7 @@ from dapo_core.merge.run import merge_checkpoint
 from dapo_core.model_folder import INDEX_FILE, MERGE_MANIFEST, SINGLE_FILE
 from dapo_core.policy.rank import Policy
 from tests.batches import random_batch
-from tests.checkpoints import ShardsOf, make_state
+from tests.checkpoints import Harmful, ShardsOf, make_state
 from tests.configs import make_config
 from tests.ranks import run_ranks
 from tests.tiny_models import ARCHITECTURES, build_tiny, tiny_engine_settings
@@ -175,13 +175,14 @@ def test_the_folder_has_what_a_server_needs(trained: Trained, merged: Path) -> N
     assert GenerationConfig.from_pretrained(merged).eos_token_id == tokenizer.eos_token_id
 
 
-def test_several_output_files_hold_the_same_under_an_index(trained: Trained, tmp_path: Path) -> None:
+def test_several_bfloat16_files_hold_each_tensor_rounded_under_an_index(trained: Trained, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    max_bytes = 60_000
+    max_bytes = 30_000
     sizes = merge_checkpoint(
-        [trained.checkpoint], tmp_path, "keep", max_bytes, lambda done, total: seen.append((done, total))
+        [trained.checkpoint], tmp_path, "bfloat16", max_bytes, lambda done, total: seen.append((done, total))
     )
-    total = sum(weight.nbytes for weight in trained.weights.values())
+    total = 2 * sizes["parameters"]
+    assert sizes["bytes"] == total == sum(weight.nbytes for weight in trained.weights.values()) // 2
     assert sizes["shards"] == len(seen) >= 4
     assert seen[-1] == (total, total)
     index = json.loads((tmp_path / INDEX_FILE).read_text())
@@ -193,15 +194,7 @@ def test_several_output_files_hold_the_same_under_an_index(trained: Trained, tmp
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= max_bytes
         assert {key for key, place in index["weight_map"].items() if place == name} == set(tensors)
         for key, tensor in tensors.items():
-            assert torch.equal(tensor, trained.weights[key]), key
-    _require_log_probs(tmp_path, trained)
-
-
-def test_bfloat16_rounds_each_tensor_and_says_so(trained: Trained, tmp_path: Path) -> None:
-    sizes = merge_checkpoint([trained.checkpoint], tmp_path, "bfloat16", MANY_BYTES)
-    assert sizes["bytes"] == 2 * sizes["parameters"]
-    for name, tensor in load_file(tmp_path / "model.safetensors").items():
-        assert torch.equal(tensor, trained.weights[name].bfloat16()), name
+            assert torch.equal(tensor, trained.weights[key].bfloat16()), key
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
 
 
@@ -213,13 +206,6 @@ def _truncate_shard(checkpoint: Path) -> None:
 def _empty_shard(checkpoint: Path) -> None:
     shard = checkpoint / "__1_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
-
-
-class Harmful:
-    """Would make a file when it is loaded."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open, ("harmed", "w")
 
 
 @pytest.mark.parametrize(

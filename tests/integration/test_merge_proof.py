@@ -305,14 +305,3 @@ def test_values_that_cannot_be_mapped_are_copied(small: tuple[Path, Path], tmp_p
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert merged.keys() == weights.keys()
     assert all(torch.equal(merged[name], weight) for name, weight in weights.items())
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"metrics": {}}', '{"step": 1}', '{"step": 1, "metrics": null}'])
-def test_a_state_without_step_or_metrics_is_refused(large: Path, tmp_path: Path, content: str) -> None:
-    checkpoint = tmp_path / "step_000001"
-    shutil.copytree(large / "1" / "ours" / "step_000001", checkpoint, copy_function=os.link)
-    (checkpoint / "trainer_state.json").unlink()
-    (checkpoint / "trainer_state.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"step_000001/trainer_state\.json cannot be read"):
-        merge_checkpoint([checkpoint], tmp_path / "merged")
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]

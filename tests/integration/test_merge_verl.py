@@ -21,6 +21,7 @@ from dapo_core.errors import CheckpointError
 from dapo_core.merge.run import merge_checkpoint
 from dapo_core.merge.verl import VerlSource, find_shards
 from dapo_core.model_folder import MERGE_MANIFEST
+from tests.checkpoints import Harmful
 from tests.ranks import run_ranks
 from tests.verl_folders import Case, write_folders
 
@@ -149,13 +150,6 @@ def _halve(state: dict[str, Any]) -> None:
 def _shorten(state: dict[str, Any]) -> None:
     whole = state["model.norm.weight"]
     state["model.norm.weight"] = DTensor(whole.to_local()[:-1], whole._spec, requires_grad=False)
-
-
-class Harmful:
-    """Would make a file when it is loaded."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open, ("harmed", "w")
 
 
 def _poison(state: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
@@ -110,8 +111,6 @@ def _expected(config: Config, batch: Batch) -> dict[str, Any]:
 
 
 def _file_weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
 
 
@@ -131,45 +130,6 @@ def _require_equal(ranks: list[dict[str, Any]], expected: dict[str, Any], batch:
         close = torch.isclose(weight, expected["weights"][name], rtol=1e-4, atol=1e-4)
         assert close.float().mean() > 0.995, name
     assert all(rank["weights"] is None for rank in ranks[1:])
-
-
-@pytest.mark.parametrize(
-    ("architecture", "num_ranks", "sequence_parallel", "max_tokens"),
-    [
-        ("qwen3", 1, 1, 24),
-        ("qwen3", 3, 1, 30),
-        ("qwen3", 4, 2, 45),
-        ("qwen3_moe", 2, 1, 64),
-        ("qwen3_moe", 2, 2, 64),
-        ("llama", 2, 2, 64),
-        ("qwen2", 2, 2, 64),
-    ],
-)
-def test_update_equals_the_plain_single_process_update(
-    models: dict[str, Path], architecture: str, num_ranks: int, sequence_parallel: int, max_tokens: int
-) -> None:
-    batch = _batch()
-    config = _config(models[architecture], {"num_ranks": num_ranks, "sequence_parallel": sequence_parallel})
-    ranks = run_ranks(num_ranks, _update, config, batch, max_tokens)
-    _require_equal(ranks, _expected(config, batch), batch)
-
-
-@pytest.mark.parametrize(("num_ranks", "max_tokens"), [(4, 4096), (2, 21)])
-def test_a_rank_without_work_adds_nothing_to_the_gradient(
-    models: dict[str, Path], num_ranks: int, max_tokens: int
-) -> None:
-    """Three responses on four ranks, or in more micro-batches on one rank than on the other."""
-    batch = _batch().select([0, 1, 6])
-    shares, _ = split_batch(batch, num_ranks, max_tokens)
-    assert any(len(indices) == 0 for share in shares for indices in share.micro_batches)
-    config = _config(models["qwen3"], {"num_ranks": num_ranks})
-    _require_equal(run_ranks(num_ranks, _update, config, batch, max_tokens), _expected(config, batch), batch)
-
-
-def test_copies_of_the_weights_learn_the_same(models: dict[str, Path]) -> None:
-    config = _config(models["qwen3"], {"num_ranks": 4, "fsdp_size": 2})
-    ranks = run_ranks(4, _update, config, _batch(), 30)  # several micro-batches, all-reduced after the last
-    _require_equal(ranks, _expected(config, _batch()), _batch())
 
 
 def _has_whole_gradient(parameter: Any) -> bool:
@@ -203,13 +163,43 @@ def test_no_rank_keeps_whole_gradients_between_micro_batches(models: dict[str, P
         assert held == [[]] * len(held)
 
 
-def test_kl_and_entropy_bonus_are_in_the_gradient(models: dict[str, Path]) -> None:
-    algorithm = {"kl": {"place": "loss", "coefficient": 0.5}, "entropy_coefficient": 0.2}
-    config = _config(models["qwen3"], {"num_ranks": 2}, algorithm=algorithm)
-    batch = _batch()
+KL_AND_ENTROPY = {"kl": {"place": "loss", "coefficient": 0.5}, "entropy_coefficient": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "train", "max_tokens", "algorithm"),
+    [
+        ("qwen3", {"num_ranks": 1}, 24, {}),
+        ("qwen3", {"num_ranks": 1, "compile": True}, 45, {}),
+        ("qwen3", {"num_ranks": 3}, 30, {}),
+        ("qwen3", {"num_ranks": 4, "sequence_parallel": 2}, 45, {}),
+        ("qwen3", {"num_ranks": 4, "fsdp_size": 2}, 30, {}),  # several micro-batches, all-reduced after the last
+        ("qwen3", {"num_ranks": 2}, 64, KL_AND_ENTROPY),
+        ("qwen3_moe", {"num_ranks": 2}, 64, {}),
+        ("qwen3_moe", {"num_ranks": 2, "sequence_parallel": 2}, 64, {}),
+        ("llama", {"num_ranks": 2, "sequence_parallel": 2}, 64, {}),
+        ("qwen2", {"num_ranks": 2, "sequence_parallel": 2}, 64, {}),
+    ],
+)
+def test_update_equals_the_plain_single_process_update(
+    models: dict[str, Path], architecture: str, train: dict[str, Any], max_tokens: int, algorithm: dict[str, Any]
+) -> None:
+    config, batch = _config(models[architecture], train, algorithm=algorithm), _batch()
     expected = _expected(config, batch)
-    assert expected["kl_loss"] > 0.01
-    _require_equal(run_ranks(2, _update, config, batch, 64), expected, batch)
+    assert (expected["kl_loss"] > 0.01) == bool(algorithm)
+    _require_equal(run_ranks(config.train.num_ranks, _update, config, batch, max_tokens), expected, batch)
+
+
+@pytest.mark.parametrize(("num_ranks", "max_tokens"), [(4, 4096), (2, 21)])
+def test_a_rank_without_work_adds_nothing_to_the_gradient(
+    models: dict[str, Path], num_ranks: int, max_tokens: int
+) -> None:
+    """Three responses on four ranks, or in more micro-batches on one rank than on the other."""
+    batch = _batch().select([0, 1, 6])
+    shares, _ = split_batch(batch, num_ranks, max_tokens)
+    assert any(len(indices) == 0 for share in shares for indices in share.micro_batches)
+    config = _config(models["qwen3"], {"num_ranks": num_ranks})
+    _require_equal(run_ranks(num_ranks, _update, config, batch, max_tokens), _expected(config, batch), batch)
 
 
 def test_half_precision_gives_the_same_within_its_precision(models: dict[str, Path]) -> None:

@@ -55,12 +55,6 @@ def test_plain_sums_are_shown_stepwise_and_word_problems_mostly_in_one_go() -> N
     assert abs(num_stepwise_words / num_words - 0.2) < 0.042
 
 
-def test_the_model_loads_in_float32_with_every_parameter(built: tuple[Path, dict[str, Any]]) -> None:
-    tensors = load_file(built[0] / "model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert sum(tensor.numel() for tensor in tensors.values()) == built[1]["parameters"]
-
-
 def test_the_same_seed_gives_the_same_files_and_leaves_the_callers_random_state(
     built: tuple[Path, dict[str, Any]], train_rows: list[Row], tmp_path: Path
 ) -> None:
@@ -80,14 +74,15 @@ def test_any_text_survives_the_tokenizer(built: tuple[Path, dict[str, Any]], tex
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_every_digit_is_a_token_and_ids_fit_the_model(built: tuple[Path, dict[str, Any]]) -> None:
+def test_the_folder_holds_float32_weights_a_token_for_each_digit_and_a_chat_template(
+    built: tuple[Path, dict[str, Any]],
+) -> None:
+    tensors = load_file(built[0] / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert sum(tensor.numel() for tensor in tensors.values()) == built[1]["parameters"]
     tokenizer = AutoTokenizer.from_pretrained(built[0])
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("123=45")) == ["1", "2", "3", "=", "4", "5"]
     assert len(tokenizer) <= json.loads((built[0] / "config.json").read_text())["vocab_size"]
-
-
-def test_the_chat_template_opens_the_answer(built: tuple[Path, dict[str, Any]]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(built[0])
     messages = [{"role": "user", "content": "1 + 2 = ?"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
         "<|im_start|>user\n1 + 2 = ?<|im_end|>\n<|im_start|>assistant\n"

@@ -125,22 +125,6 @@ def _engine_log_probs(cluster: InProcessCluster) -> torch.Tensor:
     return torch.tensor(cluster.rollouts.log_probs([(ids[:start], ids[start : start + count])])[0][0])
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["model.embed_tokens.weight", "model.layers.1.self_attn.q_norm.weight", "model.layers.0.mlp.up_proj.weight"],
-)
-def test_a_changed_weight_changes_the_engine_as_it_changes_the_policy(cluster: Any, name: str) -> None:
-    before = _engine_log_probs(cluster)
-    _multiply(cluster, name, 1.5)
-    publish_weights(cluster, 4)
-    after = _engine_log_probs(cluster)
-    expected = cluster.policy.log_probs(PROBE, 1.0)[0][0, : len(after)]
-    torch.testing.assert_close(after, expected, rtol=0, atol=1e-4)
-    assert (after - before).abs().max() > 1e-3
-    assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
-    assert cluster.rollouts.worker.engine.policy_version == 4
-
-
 def _require_every_weight_arrives(cluster: Any, is_tied: bool) -> None:
     """Each weight changes by a factor of its own, so that no two could be taken for each other."""
     for number, name in enumerate(_shards(cluster)):
@@ -188,15 +172,12 @@ def test_an_engine_with_old_weights_is_noticed(cluster: Any) -> None:
     assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
 
 
-def test_several_buckets_carry_every_weight_once(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = list(cluster.policy.weight_sizes())
+def test_every_weight_arrives_in_vllm_in_several_buckets(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 50_000)
-    for name in names:
-        _multiply(cluster, name, 1.1)
-    publish_weights(cluster, 2)
-    assert len(cluster.rollouts.buckets) >= 4
-    assert [name for bucket in cluster.rollouts.buckets for name in bucket] == names
     sizes = cluster.policy.weight_sizes()
+    _require_every_weight_arrives(cluster, is_tied="lm_head.weight" not in sizes)
+    assert len(cluster.rollouts.buckets) >= 4
+    assert [name for bucket in cluster.rollouts.buckets for name in bucket] == list(sizes)
     for bucket in cluster.rollouts.buckets:
         assert len(bucket) == 1 or sum(sizes[name] for name in bucket) <= 50_000
-    assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
+    assert cluster.rollouts.worker.engine.policy_version == 3

@@ -70,13 +70,6 @@ def test_baselines_with_and_without_the_std(
     assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_group_of_two_left_out_is_the_difference() -> None:
-    # sibling's reward is the baseline: 3 - 1 and 1 - 3; the third response has no sibling
-    algorithm = _algorithm(baseline="leave-one-out", normalize_by_std=False)
-    advantages = group_advantages(np.array([3.0, 1.0, 5.0]), np.array([0, 0, 1]), algorithm)
-    assert advantages.tolist() == [2.0, -2.0, 0.0]
-
-
 def test_compat_verl_keeps_the_float_noise_of_equal_rewards() -> None:
     # float32: the mean of eight -1.3 is -1.3000001, so the deviation is 2^-23 = 1.1920929e-7 and
     # the std 1.2744e-7 = 2^-23 * sqrt(8 / 7): 1.1920929e-7 / (1.2744e-7 + 1e-6) = 0.1057
@@ -95,13 +88,6 @@ def test_compat_verl_gives_a_group_of_one_its_reward(baseline: str) -> None:
     assert float(raw[1]) == pytest.approx(0.7, abs=1e-7)
 
 
-def test_compat_verl_differs_by_no_more_than_noise_where_rewards_do() -> None:
-    draw = np.random.default_rng(1)
-    rewards, group_ids = draw.normal(size=48), draw.permutation(np.repeat(np.arange(6), 8))
-    ours, verl = (group_advantages(rewards, group_ids, _algorithm(compat=name)) for name in ("none", "verl"))
-    np.testing.assert_allclose(verl, ours, rtol=1e-4, atol=1e-6)
-
-
 def test_each_group_is_measured_against_itself_wherever_its_members_stand() -> None:
     # group 3: 1, -1 -> mean 0, std sqrt(2); group 7: 5, 3 -> mean 4, std sqrt(2): 1 / 1.4142146 = 0.7071063
     rewards, group_ids = np.array([1.0, 5.0, -1.0, 3.0]), np.array([3, 7, 3, 7])
@@ -109,15 +95,6 @@ def test_each_group_is_measured_against_itself_wherever_its_members_stand() -> N
     assert advantages.tolist() == pytest.approx([0.7071063, 0.7071063, -0.7071063, -0.7071063], abs=1e-7)
     order = np.array([2, 3, 0, 1])
     assert group_advantages(rewards[order], group_ids[order], DAPO).tolist() == advantages[order].tolist()
-
-
-def test_the_order_of_groups_does_not_matter() -> None:
-    draw = np.random.default_rng(0)
-    rewards, group_ids = draw.normal(size=40), np.repeat(np.arange(5), 8)
-    advantages = group_advantages(rewards, group_ids, DAPO).reshape(5, 8)
-    order = np.array([3, 0, 4, 1, 2])
-    moved = group_advantages(rewards.reshape(5, 8)[order].ravel(), group_ids, DAPO).reshape(5, 8)
-    assert moved.tolist() == advantages[order].tolist()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -131,6 +131,10 @@ def test_the_two_rules_disagree_where_one_is_wrong() -> None:
         assert (graded.verdict, graded.aisbench_right, graded.aisbench_raises) == expected
 
 
+def test_a_sign_of_either_kind_inside_an_equation_does_not_raise() -> None:
+    assert not is_equal_exact(r"x^2 \pm y = z + 1", "x^2 + y = z + 1")
+
+
 def test_parse_number_is_exact_and_refuses_what_is_no_number() -> None:
     assert parse_number("0.1") == Fraction(1, 10)
     assert parse_number("1,234,567.5") == Fraction(2469135, 2)

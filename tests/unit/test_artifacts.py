@@ -186,7 +186,6 @@ def test_files_found_right_are_not_read_again_until_they_change(
         return hash_file(path)
 
     monkeypatch.setattr(artifact_module, "hash_file", counting_hash)
-    monkeypatch.setattr(artifact_module, "RACY_NANOSECONDS", 10**8)
     made, _ = store.produce(PARTS, Builder())
     age(made)
     hashed.clear()

@@ -26,8 +26,6 @@ from dapo_core.errors import DataError
 from dapo_core.rollout import Group, Rollout
 from tests.batches import UNSCORED, make_group, random_batch
 
-NAN = float("nan")
-
 
 def _rollout(response_ids: list[int], finish_reason: FinishReason = "stop") -> Rollout:
     log_probs = [-0.5 * (place + 1) for place in range(len(response_ids))]
@@ -71,33 +69,23 @@ def test_truncated_responses_can_be_left_out_of_the_loss() -> None:
     assert (batch.num_loss_tokens, batch.num_loss_responses) == (4, 2)
 
 
-def test_responses_without_a_score_train_no_token() -> None:
-    right, unscored = _rollout([7, 8, 2]), replace(_rollout([4, 4]), verdict="timeout", score=0.0, acc=0.0)
-    group = Group(Prompt(0, (5, 6), "arithmetic", "1"), [right, unscored], 0)
-    assert build_batch([group], mask_truncated=False).response_mask.int().tolist() == [[1, 1, 1], [0, 0, 0]]
-
-
 def test_select_orders_and_trims() -> None:
     batch = replace(build_batch(_groups(), mask_truncated=False), advantages=torch.tensor([1.0, -1.0, 0.5, -0.5]))
-    chosen = replace(batch, old_log_probs=batch.rollout_log_probs * 2).select([2, 0])
+    values = torch.arange(16.0).view(4, 4)
+    later = {"old_log_probs": batch.rollout_log_probs * 2, "ref_log_probs": values}
+    chosen = replace(batch, **later, importance_weights=values + 100).select([2, 0])
     assert chosen.token_ids.tolist() == [[3, 3, 3, 4, 0], [5, 6, 7, 8, 2]]
     assert chosen.response_mask.int().tolist() == [[1, 0, 0], [1, 1, 1]]
     assert chosen.rollout_log_probs.tolist() == [[-0.5, 0.0, 0.0], [-0.5, -1.0, -1.5]]
     assert chosen.old_log_probs.tolist() == [[-1.0, 0.0, 0.0], [-1.0, -2.0, -3.0]]
-    assert chosen.advantages.tolist() == [0.5, 1.0]
-    empty = batch.select([3])
-    assert (empty.token_ids.tolist(), empty.response_mask.tolist()) == ([[3, 3, 3]], [[False]])
-    assert (empty.ref_log_probs, empty.importance_weights) == (None, None)
-
-
-def test_select_takes_what_later_phases_add_along() -> None:
-    batch = build_batch(_groups(), mask_truncated=False)
-    values = torch.arange(16.0).view(4, 4)
-    chosen = replace(batch, ref_log_probs=values, importance_weights=values + 100).select([2, 0])
     assert chosen.ref_log_probs is not None
     assert chosen.importance_weights is not None
     assert chosen.ref_log_probs.tolist() == [[8.0, 9.0, 10.0], [0.0, 1.0, 2.0]]
     assert chosen.importance_weights.tolist() == [[108.0, 109.0, 110.0], [100.0, 101.0, 102.0]]
+    assert chosen.advantages.tolist() == [0.5, 1.0]
+    empty = batch.select([3])
+    assert (empty.token_ids.tolist(), empty.response_mask.tolist()) == ([[3, 3, 3]], [[False]])
+    assert (empty.ref_log_probs, empty.importance_weights) == (None, None)
 
 
 def test_workload_counts_matrices_and_causal_attention() -> None:
@@ -152,14 +140,10 @@ def test_micro_batches_are_few_and_then_even() -> None:
     # another rank needs three: 9 | 8 | 7 (133), 2 to 7 (161), 2 to 8 (188), 1 to the one of 7 (174)
     three = micro_batches(lengths, costs, 16, at_least=3)
     assert [part.tolist() for part in three] == [[1], [3, 4], [0, 2, 5]]
-
-
-def test_few_micro_batches_come_before_even_ones() -> None:
     lengths = np.array([6, 4, 4, 3, 3])
     # 20 tokens fit two sets of 10: best fit 6 + 4 | 4 + 3 + 3. To the cheaper they would not: 6 | 4 + 4, then 3 to
     # 6 (9 tokens), and no set has room for the last 3
-    parts = micro_batches(lengths, workload(lengths, 1), 10)
-    assert [part.tolist() for part in parts] == [[0, 1], [2, 3, 4]]
+    assert [part.tolist() for part in micro_batches(lengths, workload(lengths, 1), 10)] == [[0, 1], [2, 3, 4]]
 
 
 def test_a_sequence_that_fits_no_micro_batch_is_named_with_the_key() -> None:
@@ -200,11 +184,12 @@ def test_more_ranks_than_responses() -> None:
     assert all(share.batch.num_responses == 1 for share in shares)  # something to run the forward pass on
 
 
-def test_siblings_share_a_group_and_rewards_are_those_of_the_scorer() -> None:
+def test_siblings_share_a_group_and_responses_without_a_score_train_no_token() -> None:
     batch = build_batch([make_group([1.0, UNSCORED]), make_group([-1.0])], mask_truncated=False)
     assert batch.group_ids.tolist() == [0, 0, 1]
     assert batch.rewards.tolist() == [1.0, 0.0, -1.0]
     assert batch.is_scored.tolist() == [True, False, True]
+    assert batch.response_mask.tolist() == [[True] * 3, [False] * 3, [True] * 3]
     assert batch.select([2]).rewards.tolist() == [-1.0]
 
 

@@ -19,8 +19,7 @@ from dapo_core.checkpoint.state import (
     state_files,
 )
 from dapo_core.errors import CheckpointError
-from dapo_core.model_folder import copy_model_files
-from tests.checkpoints import MODEL_FILES, files_below, make_model_folder, make_state
+from tests.checkpoints import make_state
 
 
 def _write_state(folder: Path, step: int, accuracy: float | None = None) -> Path:
@@ -90,9 +89,11 @@ def test_a_state_that_cannot_be_read_names_the_way_out(tmp_path: Path, name: str
         read_state(checkpoint)
 
 
-def test_a_checkpoint_carries_the_model_files_without_weights(tmp_path: Path) -> None:
-    copy_model_files(make_model_folder(tmp_path / "model"), tmp_path / "copy")
-    assert files_below(tmp_path / "copy") == list(MODEL_FILES)
+@pytest.mark.parametrize("content", ["{", "[]", '{"metrics": {}}', '{"step": 1}', '{"step": 1, "metrics": null}'])
+def test_a_state_without_step_or_metrics_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / STATE_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json cannot be read"):
+        _ = read_step(tmp_path), read_step_metrics(tmp_path)
 
 
 def test_folders_are_ordered_by_step_and_others_do_not_count(tmp_path: Path) -> None:

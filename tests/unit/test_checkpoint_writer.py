@@ -101,21 +101,6 @@ def test_ranks_are_asked_at_most_once_a_second(
     assert latest_checkpoint(folder) == folder / "step_000020"
 
 
-def test_a_synchronous_checkpoint_is_there_at_once(folder: Path, model_path: Path) -> None:
-    make_writer(folder, model_path, asynchronous=False).begin(make_state(20))
-    assert_complete(folder / "step_000020", make_state(20))
-    assert latest_checkpoint(folder) == folder / "step_000020"
-
-
-def test_one_begun_finishes_the_one_before(folder: Path, model_path: Path) -> None:
-    writer = make_writer(folder, model_path)
-    for step in (5, 10):
-        writer.begin(make_state(step))
-    assert latest_checkpoint(folder) == folder / "step_000005"
-    writer.finish()
-    assert latest_checkpoint(folder) == folder / "step_000010"
-
-
 def test_the_newest_and_the_best_are_kept_across_restarts(folder: Path, model_path: Path) -> None:
     """keep_last=2, keep_best=2: what is on disk after each step, each written by a writer of its own."""
     expected = {
@@ -135,18 +120,16 @@ def test_the_newest_and_the_best_are_kept_across_restarts(folder: Path, model_pa
     assert names_in(folder) == ["latest", "step_000010", "step_000040"]
 
 
-def test_without_keep_best_the_best_goes_as_the_others(folder: Path, model_path: Path) -> None:
-    write(make_writer(folder, model_path, keep_last=1), make_state(5, 0.9), make_state(10, 0.1))
-    assert names_in(folder) == ["latest", "step_000010"]
-
-
 def test_a_lower_keep_last_makes_room_before_the_next_is_written(folder: Path, model_path: Path) -> None:
-    write(make_writer(folder, model_path, keep_last=3), *(make_state(step) for step in (5, 10, 15)))
-    writer = make_writer(folder, model_path, keep_last=1)
+    write(make_writer(folder, model_path, keep_last=3), make_state(5, 0.9), make_state(10, 0.1), make_state(15))
+    writer = make_writer(folder, model_path, keep_last=1)  # and keep_best=0, so that step 5 goes as the others
     writer.begin(make_state(20))
     assert _steps(folder) == [15]
-    writer.finish()
+    writer.begin(make_state(25))  # finishes the one before
     assert _steps(folder) == [20]
+    make_writer(folder, model_path, keep_last=1, asynchronous=False).begin(make_state(30))
+    assert latest_checkpoint(folder) == folder / "step_000030"  # at once
+    assert_complete(folder / "step_000030", make_state(30))
 
 
 @pytest.mark.parametrize("is_on_disk", [False, True])

@@ -172,6 +172,7 @@ def test_packages_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
+        patch.setattr(doctor, "device_for", lambda kind: SimpleNamespace(visible=lambda environment: []))
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * GIB - 1, total=8 * GIB))
         assert doctor.check_hardware().status == WARN
 
@@ -187,6 +188,8 @@ def test_a_store_that_cannot_be_written_ends_with_status_1_and_one_advice(
 ) -> None:
     store = tmp_path / "file"
     store.touch()
+    monkeypatch.setattr(doctor, "check_torch", lambda: Finding("of this machine", OK, ""))
+    monkeypatch.setattr(doctor, "check_hardware", lambda: Finding("of this machine", OK, ""))
     monkeypatch.setattr(doctor, "examine_server", lambda *_: ())
     monkeypatch.setenv("COLUMNS", "2000")
     result = CliRunner().invoke(app, ["doctor", "--store", str(store)])

@@ -34,7 +34,7 @@ def write_results(directory: Path, rows: list[Row]) -> Path:
 
 def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> None:
     rows = [
-        ROW,  # exact: wrong -> right, aisbench: right -> wrong, since neither was what the rulers say
+        ROW,  # exact: wrong -> right, aisbench: right -> wrong, since neither is what the rules say
         replace(ROW, id="b", finish_reason="length", verdict="right", aisbench_right=False),
         replace(ROW, id="c", response=None, verdict="request_failed", aisbench_answer=None, aisbench_right=False,
                 failure="timeout"),
@@ -54,7 +54,7 @@ def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> Non
     assert "exact: 1 right -> truncated, 1 wrong -> right" in describe(regraded)
     again = CliRunner().invoke(app, ["grade", str(directory)])
     assert again.exit_code == 0
-    assert again.output.count("no verdict changed") == 2  # of either ruler
+    assert again.output.count("no verdict changed") == 2  # under either rule
     assert "accuracy 66.7% of 3" in again.output
 
 

@@ -211,7 +211,7 @@ def test_two_runs_are_compared_by_their_evaluations_after_training(store: Path) 
     assert "- configuration" not in same
 
 
-def test_a_history_of_the_store_writes_only_where_told(
+def test_a_history_of_the_store_writes_no_file_unasked(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -219,8 +219,6 @@ def test_a_history_of_the_store_writes_only_where_told(
     assert len([line for line in shown.splitlines() if line.startswith("| 2")]) == 2
     assert dapo("compare", "--history", "latest~1", "latest", "--store", store) == shown
     assert list(tmp_path.iterdir()) == []
-    dapo("compare", "--history", "--store", store, "--output", "page")
-    assert [path.name for path in (tmp_path / "page").iterdir()] == ["history.html"]
 
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:

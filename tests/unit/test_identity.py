@@ -88,27 +88,21 @@ def test_content_counts_and_not_its_place(model_path: Path, tmp_path: Path) -> N
     assert digests == [hashlib.sha256(text).hexdigest() for text in (b"x", b"x", b"y")]
 
 
-def test_the_same_training_goes_on(tmp_path: Path) -> None:
+def test_another_training_is_refused_with_what_differs(tmp_path: Path) -> None:
     assert refuse_other_training(tmp_path, BEFORE, dict(BEFORE)) == []
     assert refuse_other_training(tmp_path, BEFORE, dict(BEFORE), allowed=["run.seed"]) == []
-
-
-def test_another_training_is_refused_with_what_differs(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError,
         match=r"belongs to another training \(prompts 'ab' -> 'cd', run\.seed 3 -> 4\); .* a new --output, .*"
         r"--set 'checkpoint\.allow_changed=\[prompts, run\.seed\]'",
     ):
         refuse_other_training(tmp_path, BEFORE, NOW)
-
-
-def test_a_key_that_came_or_went_is_a_difference(tmp_path: Path) -> None:
     now = {"rollout.top_p": 0.5, **{name: value for name, value in BEFORE.items() if name != "run.seed"}}
     with pytest.raises(CheckpointError, match=r"\(rollout\.top_p None -> 0\.5, run\.seed 3 -> None\)"):
         refuse_other_training(tmp_path, BEFORE, now)
 
 
-def test_what_is_allowed_is_told_and_what_is_not_is_refused(tmp_path: Path) -> None:
+def test_allowed_changes_are_named_and_others_refused(tmp_path: Path) -> None:
     assert refuse_other_training(tmp_path, BEFORE, NOW, allowed=("run.seed", "prompts")) == [
         "prompts 'ab' -> 'cd'",
         "run.seed 3 -> 4",

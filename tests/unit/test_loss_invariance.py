@@ -154,34 +154,26 @@ def _cut(rows: list[int], num_parts: int, shuffler: Random) -> list[list[int]]:
     return [rows[start:end] for start, end in pairwise(cuts)]
 
 
-@settings(max_examples=80, deadline=None)
-@given(_mini_batches(), _algorithms(), st.sampled_from([1, 2, 3]), st.randoms(use_true_random=False))
-def test_split_over_ranks(batch: MiniBatch, algorithm: AlgorithmConfig, num_ranks: int, shuffler: Random) -> None:
+@settings(max_examples=100, deadline=None)
+@given(
+    batch=_mini_batches(),
+    algorithm=_algorithms(),
+    num_ranks=st.sampled_from([1, 2, 3]),
+    more=st.integers(0, 3),
+    is_packed=st.booleans(),
+    shuffler=st.randoms(use_true_random=False),
+)
+def test_ranks_micro_batches_order_padding_and_packing_change_nothing(
+    batch: MiniBatch, algorithm: AlgorithmConfig, num_ranks: int, more: int, is_packed: bool, shuffler: Random
+) -> None:
+    def widen(values: torch.Tensor) -> torch.Tensor:
+        filler = False if values.dtype == torch.bool else float("nan")
+        return torch.nn.functional.pad(values, (0, more), value=filler)
+
     rows = list(range(len(batch.lengths)))
     shuffler.shuffle(rows)
     ranks = [_cut(share, 2, shuffler) for share in _cut(rows, num_ranks, shuffler)]
-    _assert_same(_evaluate(batch, algorithm, ranks), _whole(batch, algorithm))
-
-
-@settings(max_examples=60, deadline=None)
-@given(_mini_batches(), _algorithms(), st.integers(1, 5))
-def test_padding_width(batch: MiniBatch, algorithm: AlgorithmConfig, extra: int) -> None:
-    def widen(values: torch.Tensor) -> torch.Tensor:
-        filler = False if values.dtype == torch.bool else float("nan")
-        return torch.nn.functional.pad(values, (0, extra), value=filler)
-
-    width = batch.mask.shape[1]
-    wide = _whole(batch.map(widen), algorithm)
-    for gradient in wide.gradients:
-        assert gradient[:, width:].count_nonzero() == 0
-    narrow = wide.gradients[0][:, :width], wide.gradients[1][:, :width]
-    _assert_same(replace(wide, gradients=narrow), _whole(batch, algorithm))
-
-
-@settings(max_examples=80, deadline=None)
-@given(_mini_batches(), _algorithms(), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_packed_and_padded(batch: MiniBatch, algorithm: AlgorithmConfig, num_parts: int, shuffler: Random) -> None:
-    parts = _cut(list(range(len(batch.lengths))), num_parts, shuffler)
-    packed = _evaluate(batch, algorithm, [parts], is_packed=True)
-    _assert_same(packed, _evaluate(batch, algorithm, [parts]))
-    _assert_same(packed, _whole(batch, algorithm))
+    found, width = _evaluate(batch.map(widen), algorithm, ranks, is_packed), batch.mask.shape[1]
+    assert all(gradient[:, width:].count_nonzero() == 0 for gradient in found.gradients)
+    narrow = found.gradients[0][:, :width], found.gradients[1][:, :width]
+    _assert_same(replace(found, gradients=narrow), _whole(batch, algorithm))

@@ -51,15 +51,8 @@ def test_the_published_step() -> None:
         },
         rel=3e-6,
     )
-
-
-def test_a_skipped_step_has_a_throughput_of_zero() -> None:
-    assert timing_metrics({"gen": 1.0, "step": 2.0}, [], 1) == {
-        "timing_s/gen": 1.0,
-        "timing_s/step": 2.0,
-        "perf/time_per_step": 2.0,
-        "perf/throughput": 0.0,
-    }
+    skipped = {"timing_s/gen": 1.0, "timing_s/step": 2.0, "perf/time_per_step": 2.0, "perf/throughput": 0.0}
+    assert timing_metrics({"gen": 1.0, "step": 2.0}, [], 1) == skipped
 
 
 def _fail_after(seconds: float) -> None:
@@ -122,12 +115,7 @@ def test_the_log_forgets_later_steps_and_a_torn_line_on_resume(tmp_path: Path) -
     assert [line["timing_s/step"] for line in lines] == [1.5, 2.5, 9.0]
     assert time.time() - 60 < lines[0]["wall_time"] <= lines[-1]["wall_time"] <= time.time()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_new_run_begins_with_an_empty_log(tmp_path: Path) -> None:
-    MetricsLog(tmp_path, 0).append(1, 1, {"timing_s/step": 1.0})
-    assert read_json_lines(MetricsLog(tmp_path, 0).path) == []
-    assert read_json_lines(tmp_path / "absent.jsonl") == []
+    assert read_json_lines(MetricsLog(tmp_path, last_step=0).path) == []  # a new run begins with an empty one
 
 
 def test_numbers_that_are_not_finite_stay_readable_as_json(tmp_path: Path) -> None:
@@ -141,7 +129,7 @@ def test_numbers_that_are_not_finite_stay_readable_as_json(tmp_path: Path) -> No
     assert (line["actor/pg_loss"], line["rollout/ess"], line["actor/lr"]) == (None, None, 0.5)
 
 
-def test_a_full_disk_is_told_and_the_lines_there_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_the_lines_there_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = MetricsLog(tmp_path, 0)
     log.append(1, 2, {"timing_s/step": 0.5})
 

@@ -113,17 +113,6 @@ def test_log_probs_of_a_packed_batch_are_those_of_each_sequence_alone(family: st
         )
 
 
-def test_a_sequence_does_not_see_its_neighbours() -> None:
-    batch = random_batch(num_groups=2, group_size=2, seed=2)
-    packed = TokenLogProbs(_model("qwen3"), chunk_tokens=64)
-    before, _ = packed(pack(batch, CPU), 1.0, False)
-    batch.token_ids[1] = batch.token_ids[1].flip(0)
-    after, _ = packed(pack(batch, CPU), 1.0, False)
-    counts = batch.response_lengths.tolist()
-    for row, (old, new) in enumerate(zip(before.split(counts), after.split(counts), strict=True)):
-        assert torch.equal(old, new) == (row != 1)
-
-
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operations made and that are still alive."""
 

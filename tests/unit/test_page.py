@@ -50,11 +50,9 @@ def test_progress_is_posted_every_ten_seconds_and_at_the_end(
     progress = StageProgress(mine(tmp_path), "train_policy", tmp_path)
     progress.on_line("vllm is starting")
     progress.on_line("training step 1/4: right 20.0 %, 1.2 s")
-    now = 109.0
-    progress.on_line("training step 2/4: right 20.0 %, 1.2 s")
-    now = 110.0
-    progress.on_line("training step 3/4: right 20.0 %, 1.2 s")
-    progress.on_line("training step 4/4: right 20.0 %, 1.2 s")
+    for seconds, step in ((109.0, 2), (110.0, 3), (110.0, 4)):
+        now = seconds
+        progress.on_line(f"training step {step}/4: right 20.0 %, 1.2 s")
     assert shown[::2] == [25.0, 75.0, 100.0]
     assert [[row["step"] for row in json.loads(table)] for table in shown[1::2]] == [[2, 1]] * 3
 
@@ -95,6 +93,7 @@ class ApiHandler(BaseHTTPRequestHandler):
 def test_an_artifact_is_created_once_and_updated_and_a_refusal_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", ARTIFACT_ID)
     monkeypatch.setattr(page, "RETRY_SECONDS", 0.1)
     artifact = PageArtifact(mine(tmp_path), "report", "markdown", "verdict")
     api = Api(201, 422, 204)  # bound: requests wait until it serves
@@ -118,6 +117,7 @@ def test_an_artifact_is_created_once_and_updated_and_a_refusal_is_a_warning(
 def test_an_artifact_waits_for_a_server_that_is_away_but_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", ARTIFACT_ID)
     monkeypatch.setattr(page, "RETRY_SECONDS", 0.1)
     monkeypatch.setattr(page, "PATIENCE_SECONDS", 0.5)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):  # nothing listens there
@@ -126,3 +126,12 @@ def test_an_artifact_waits_for_a_server_that_is_away_but_not_for_ever(
         page.sender.submit(lambda: None).result(20)
     assert time.monotonic() - began > 0.5
     assert caplog.text.count("Prefect's page lacks mine-report: ConnectError") == 1
+
+
+def test_outside_a_flow_run_no_server_is_asked_or_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT__FLOW_RUN_ID", raising=False)
+    sent: list[object] = []
+    monkeypatch.setattr(PageArtifact, "_send", lambda _, data: sent.append(data))
+    PageArtifact(mine(tmp_path), "report", "markdown", "verdict").show("text")
+    page.sender.submit(lambda: None).result(20)
+    assert sent == []

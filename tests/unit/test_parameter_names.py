@@ -12,11 +12,12 @@ EXPERTS = "model.layers.3.mlp.experts"
 FILES = {f"{EXPERTS}.{expert}.{part}_proj.weight" for expert in range(2) for part in ("gate", "up", "down")}
 
 
-def test_a_parameter_the_files_hold_is_itself() -> None:
-    whole = torch.zeros(4, 2)
-    views = file_views("model.norm.weight", whole, {"model.norm.weight", "lm_head.weight"})
-    assert list(views) == ["model.norm.weight"]
-    assert views["model.norm.weight"] is whole
+@pytest.mark.parametrize("name", ["model.norm.weight", f"{EXPERTS}.gate_up_proj"])
+def test_a_parameter_the_files_hold_is_itself(name: str) -> None:
+    whole = torch.zeros(2, 4, 3)
+    views = file_views(name, whole, {name, "lm_head.weight"})
+    assert list(views) == [name]
+    assert views[name] is whole
 
 
 def test_fused_experts_are_matrices_of_each_expert() -> None:
@@ -49,13 +50,6 @@ def test_a_shard_is_addressed_from_its_first_expert() -> None:
     last = file_pieces(f"{EXPERTS}.down_proj", (2, 3, 2), FILES)[-1]
     shard = torch.arange(6.0).view(1, 3, 2)  # expert 1 alone
     assert torch.equal(last.view(shard, first_expert=1), shard[0])
-
-
-def test_files_with_fused_names_are_taken_as_they_are() -> None:
-    whole = torch.zeros(2, 4, 3)
-    assert list(file_views(f"{EXPERTS}.gate_up_proj", whole, {f"{EXPERTS}.gate_up_proj"})) == [
-        f"{EXPERTS}.gate_up_proj"
-    ]
 
 
 @pytest.mark.parametrize(

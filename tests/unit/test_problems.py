@@ -243,7 +243,7 @@ def test_every_format_goes_through_preparation_validation_and_evaluation(
     ("name", "row", "fault"),
     [
         ("aime24", {"problem": "?", "answer": "7.5"}, "1 with no whole number as the answer"),
-        ("gsm8k", {"question": "?", "answer": "18"}, "1 with no answer behind ####"),
+        ("gsm8k", {"question": "?", "answer": "18"}, "1 with no answer after ####"),
         ("olympiadbench", {"question": None, "final_answer": []}, r"1 with no question .*1 with no final_answer"),
         ("choice", {"question": "?", "choices": "{'A'", "answer": "H", "task": "判断题"}, "1 with no question w"),
         ("math500", {"question": "?"}, "lacks the columns problem"),

@@ -14,17 +14,14 @@ def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
     return logging.LogRecord("tasks.stage_command", level, __file__, 1, message, (), None)
 
 
-@pytest.mark.parametrize(
-    ("line", "parts"),
-    [
+def test_what_the_children_write_is_recognised() -> None:
+    for line, parts in (
         ("training step 12/60: right 40.0%, 1.3 s", ("training", "12", "60", "right 40.0%, 1.3 s")),
         ("warm start step 60 of 600: loss 0.797", ("warm start", "60", "600", "loss 0.797")),
-    ],
-)
-def test_what_the_children_write_is_recognised(line: str, parts: tuple[str, ...]) -> None:
-    match = STEP_LINE.fullmatch(line)
-    assert match is not None
-    assert match.group("what", "done", "total", "state") == parts
+    ):
+        match = STEP_LINE.fullmatch(line)
+        assert match is not None
+        assert match.group("what", "done", "total", "state") == parts
 
 
 def test_step_lines_move_the_bar_and_other_lines_pass() -> None:
@@ -36,28 +33,21 @@ def test_step_lines_move_the_bar_and_other_lines_pass() -> None:
     assert bar.bar.tasks[0].completed == 2
     assert not bar.filter(record("training step 3/3: right 30%"))
     assert bar.bar is None  # complete, so that the next stage begins its own
+    bar.filter(record("training step 1/3: right 10%"))
+    assert bar.filter(record("ChildProcessFailed: train_policy ended", logging.ERROR))
+    assert bar.bar is None
 
 
-def test_bytes_are_logged_in_tenths_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+def test_bytes_are_logged_in_tenths_or_by_the_clock_without_a_terminal(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with caplog.at_level(logging.INFO, "flows.progress"), bytes_progress("export") as on_progress:
         for done in range(1, 1001):
             on_progress(done * 1_000_000, 1_000_000_000)
     assert caplog.messages == [f"export: {each}00.0 MB of 1.0 GB" for each in range(1, 10)] + [
         "export: 1.0 GB of 1.0 GB"
     ]
-
-
-def test_slow_bytes_are_logged_by_the_clock(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
     with caplog.at_level(logging.INFO, "flows.progress"), bytes_progress("merge") as on_progress:
         on_progress(1, 1000)
-    assert caplog.messages == ["merge: 1 byte of 1.0 kB"]
-
-
-def test_a_failure_closes_the_bar() -> None:
-    bar = StepBar()
-    bar.filter(record("training step 1/3: right 10%"))
-    assert bar.filter(record("ChildProcessFailed: train_policy ended", logging.ERROR))
-    assert bar.bar is None
+    assert caplog.messages[-1] == "merge: 1 byte of 1.0 kB"

@@ -23,13 +23,8 @@ KEY = StageKey("probe", {}, {}, "code", {})
 
 def probe(config: Config, content: str, forced: tuple[str, ...] = ()) -> Run:
     """A run of one stage with this output."""
-
-    def build(folder: Path) -> dict[str, str]:
-        (folder / "content").write_text(content)
-        return {}
-
     with Run.start(config, "probe", forced) as run:
-        run.produce("prepare_data", KEY, build)
+        run.produce("prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text(content)})
     return run
 
 
@@ -68,14 +63,10 @@ def test_an_artifact_that_is_removed_before_the_run_records_it_is_made_again(tmp
 def test_waiting_for_another_builder_does_not_count_for_the_time_limit(tmp_path: Path) -> None:
     config = small_config(tmp_path / "store")
     with Run.start(config) as run, locked(run.store.lock_path(KEY.stage, KEY.key)) as descriptor:
-        timer = threading.Timer(1.0, lambda: _unlock(descriptor))
+        timer = threading.Timer(1.0, fcntl.flock, (descriptor, fcntl.LOCK_UN))
         timer.start()
         started = time.monotonic()
         with time_limit(0.6 / 3600, "flow.time_limits.probe_hours", ""):
             run.produce("prepare_data", KEY, lambda folder: {"n": (folder / "content").write_text("x")})
             assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
         assert time.monotonic() - started >= 1.0
-
-
-def _unlock(descriptor: int) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import random
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo_core.compat import OURS, VERL
-from dapo_core.errors import RewardError
+from dapo_core.errors import RewardError, RolloutError
 from dapo_core.rollout import Group
 from dapo_core.sampler import FATES, NotEnoughSignal
 from tests.batches import UNSCORED
@@ -20,7 +20,9 @@ from tests.sources import (
     RIGHT,
     TOKENS_PER_GROUP,
     WRONG,
+    Clock,
     ScriptedSource,
+    SlowSource,
     booked,
     make_sampler,
 )
@@ -37,6 +39,7 @@ def test_only_mixed_groups_are_kept_and_the_rest_is_booked() -> None:
     assert draw.account.generated_tokens == 8 * TOKENS_PER_GROUP
     assert draw.account.tokens["kept"] == 4 * TOKENS_PER_GROUP
     assert draw.account.waste_ratio == 0.5  # (12 + 12) / (24 + 24)
+    assert draw.account.reward_seconds == 0.5
 
 
 def test_the_draw_ends_as_soon_as_the_step_is_full() -> None:
@@ -76,17 +79,6 @@ def test_surplus_is_carried_to_the_next_step_before_fresh_groups() -> None:
     assert [group.prompt.index for group in second.groups] == [3, 4, 5]
     assert booked(second) == {"kept": 3, "surplus": 2}
     assert second.account.generated_tokens == 4 * TOKENS_PER_GROUP  # the carried one was generated in step 1
-
-
-def test_a_step_filled_by_surplus_generates_nothing() -> None:
-    source = ScriptedSource([MIXED], burst=8)
-    sampler = make_sampler(source, train_prompts=2, gen_prompts=6, max_staleness=2)
-    sampler.draw(step=1)
-    second = sampler.draw(step=2)
-    assert second.num_gen_batches == 0
-    assert second.account.generated_tokens == 0
-    assert booked(second) == {"kept": 2, "surplus": 2}
-    assert len(source.fresh) == 6
 
 
 @pytest.mark.parametrize(("max_staleness", "num_stale", "num_left"), [(0, 4, 0), (1, 0, 2)])
@@ -141,41 +133,44 @@ def test_exhausted_raises_with_counts_accuracy_and_keys() -> None:
         assert key in message
 
 
-def test_exhausted_can_train_on_what_there_is(caplog: pytest.LogCaptureFixture) -> None:
-    source = ScriptedSource([WRONG, MIXED], burst=4)
-    with caplog.at_level(logging.WARNING):
-        draw = make_sampler(source, 5, max_num_gen_batches=2, on_exhausted="train_partial").draw(step=1)
-    assert [group.prompt.index for group in draw.groups] == [1, 3, 5, 0]
-    assert booked(draw) == {"kept": 4, "all_wrong": 4}
-    assert "gave 4 groups with signal, 5 are needed" in caplog.text
+@pytest.mark.parametrize(
+    ("script", "on_exhausted", "indices", "fates", "message"),
+    [
+        (
+            [WRONG, MIXED],
+            "train_partial",
+            [1, 3, 5, 0],
+            {"kept": 4, "all_wrong": 4},
+            "4 groups with signal, 5",
+        ),
+        ([WRONG, MIXED], "skip_step", [], {"all_wrong": 4, "stale": 4}, "Skipping the step"),
+        ([WRONG], "train_partial", [], {"all_wrong": 8}, "Skipping the step (sampler.on_exhausted=train_partial)"),
+    ],
+)
+def test_a_used_up_draw_trains_on_what_there_is_or_skips_the_step(
+    caplog: pytest.LogCaptureFixture,
+    script: list[list[float]],
+    on_exhausted: str,
+    indices: list[int],
+    fates: dict[str, int],
+    message: str,
+) -> None:
+    sampler = make_sampler(ScriptedSource(script, burst=4), 5, max_num_gen_batches=2, on_exhausted=on_exhausted)
+    draw = sampler.draw(step=1)
+    assert [group.prompt.index for group in draw.groups] == indices
+    assert booked(draw) == fates
+    assert draw.account.waste_ratio == (0.5 if indices else 1.0)
+    assert message in caplog.text
 
 
-def test_exhausted_can_skip_the_step(caplog: pytest.LogCaptureFixture) -> None:
-    source = ScriptedSource([WRONG, MIXED], burst=4)
-    with caplog.at_level(logging.WARNING):
-        draw = make_sampler(source, 5, max_num_gen_batches=2, on_exhausted="skip_step").draw(step=1)
-    assert draw.groups == []
-    assert booked(draw) == {"all_wrong": 4, "stale": 4}
-    assert draw.account.waste_ratio == 1.0
-    assert "Skipping the step" in caplog.text
-
-
-def test_training_on_nothing_is_a_skipped_step(caplog: pytest.LogCaptureFixture) -> None:
-    source = ScriptedSource([WRONG], burst=4)
-    with caplog.at_level(logging.WARNING):
-        draw = make_sampler(source, 5, max_num_gen_batches=1, on_exhausted="train_partial").draw(step=1)
-    assert draw.groups == []
-    assert "Skipping the step (sampler.on_exhausted=train_partial)" in caplog.text
-
-
-@pytest.mark.parametrize(("dynamic", "num_drawn"), [(True, 4), (False, 4)])
+@pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("on_exhausted", ["raise", "train_partial", "skip_step"])
-def test_a_scorer_that_always_fails_is_no_weak_model(dynamic: bool, num_drawn: int, on_exhausted: str) -> None:
+def test_a_scorer_that_always_fails_is_no_weak_model(dynamic: bool, on_exhausted: str) -> None:
     source = ScriptedSource([[UNSCORED, UNSCORED]], burst=4)
     sampler = make_sampler(source, 4, gen_prompts=4, dynamic=dynamic, on_exhausted=on_exhausted)
     with pytest.raises(RewardError, match=r"ran out of time on all 8 responses .* custom_reward\.path"):
         sampler.draw(step=1)
-    assert len(source.fresh) == num_drawn  # no second draw
+    assert len(source.fresh) == 4  # no second draw
 
 
 def test_without_dynamic_sampling_every_group_is_kept() -> None:
@@ -194,21 +189,17 @@ def test_the_metric_decides_what_differs(metric: str, num_kept: int) -> None:
     assert len(draw.groups) == num_kept
 
 
-def test_groups_of_float_noise_have_signal_for_verl_only() -> None:
+def test_float_noise_and_a_group_of_one_have_signal_for_verl_only() -> None:
     # [0.1] * 3 has a numpy standard deviation of 1.4e-17
     source = ScriptedSource([[0.1] * 3, [1.0] * 3], burst=4)
     ours = make_sampler(source, 2, metric="score", max_num_gen_batches=1, on_exhausted="train_partial").draw(1)
     assert booked(ours) == {"all_right": 4}
     theirs = make_sampler(source, 2, compat=VERL, metric="score", max_num_gen_batches=1).draw(1)
     assert booked(theirs) == {"kept": 2, "all_right": 2}
-
-
-def test_a_group_of_one_has_signal_for_verl_only() -> None:
-    source = ScriptedSource([[1.0]], burst=4)
-    assert booked(make_sampler(source, 1, max_num_gen_batches=1, on_exhausted="skip_step").draw(1)) == {
-        "all_right": 4
-    }
-    assert booked(make_sampler(source, 4, compat=VERL).draw(1)) == {"kept": 4}
+    alone = ScriptedSource([[1.0]], burst=4)  # a group of one
+    ours = make_sampler(alone, 1, max_num_gen_batches=1, on_exhausted="skip_step").draw(1)
+    assert booked(ours) == {"all_right": 4}
+    assert booked(make_sampler(alone, 4, compat=VERL).draw(1)) == {"kept": 4}
 
 
 def test_an_accuracy_above_one_is_right() -> None:
@@ -236,9 +227,53 @@ def test_responses_without_a_score_make_no_signal() -> None:
     assert draw.groups[0].metric("seq_reward") == [1.0, -1.0]
 
 
-def test_the_wait_for_scores_alone_is_told() -> None:
-    source = ScriptedSource([MIXED], burst=4)
-    assert make_sampler(source, 2).draw(step=1).account.reward_seconds == 0.5
+@pytest.mark.parametrize(
+    ("script", "pause", "max_seconds", "error", "seen"),
+    [
+        (
+            [MIXED],
+            10_000,
+            30.0,
+            RolloutError,
+            "no group was kept for 31 s of training step 3. 1 draws of 4 prompts gave 0 groups with signal, 2 are "
+            "needed: of 0 finished groups|4 groups with 0 response tokens are in flight|no group finished",
+        ),
+        (  # after 12 s six groups have come: two all right, four all wrong; two of the second draw's are in flight
+            [RIGHT, WRONG, WRONG],
+            2,
+            11.5,
+            NotEnoughSignal,
+            "no group was kept for 12 s|of 6 finished groups 2 were all right and 4 all wrong, 0.0% were kept "
+            "(mean accuracy 33.3%)|2 groups with 0 response tokens are in flight",
+        ),
+    ],
+)
+def test_a_draw_to_which_nothing_useful_comes_ends_with_what_was_seen(
+    script: list[list[float]], pause: int, max_seconds: float, error: type[Exception], seen: str
+) -> None:
+    clock = Clock()
+    source = SlowSource(script, clock, seconds=1.0, pause=pause)
+    sampler = make_sampler(source, 2, clock=clock, max_num_gen_batches=1000, max_seconds_without_kept=max_seconds)
+    with pytest.raises(error) as caught:
+        sampler.draw(step=3)
+    for words in (*seen.split("|"), "sampler.max_seconds_without_kept"):
+        assert words in str(caught.value)
+
+
+def test_each_kept_group_gives_the_next_its_full_time() -> None:
+    clock = Clock()
+    source = SlowSource([MIXED], clock, seconds=1.0, pause=9)
+    draw = make_sampler(source, 4, clock=clock, max_seconds_without_kept=9.5).draw(step=1)
+    assert len(draw.groups) == 4
+    assert clock.now == 100.0 + 4 * 9
+
+
+def test_engines_that_fall_silent_after_a_kept_group_are_noticed() -> None:
+    clock = Clock()
+    source = SlowSource([MIXED], clock, seconds=1.0, pause=1)
+    source.waits = itertools.chain([True], itertools.repeat(False))  # type: ignore[assignment]
+    with pytest.raises(RolloutError, match=r"gave 1 groups with signal, 2 .* no group finished"):
+        make_sampler(source, 2, clock=clock, max_seconds_without_kept=5.0).draw(step=1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -80,3 +80,39 @@ def test_a_limit_that_cannot_be_kept_beside_the_main_thread_is_said(caplog: pyte
     thread.start()
     thread.join()
     assert f"{KEY}=1 is not kept" in caplog.text
+
+
+def test_an_alarm_that_a_finalizer_swallowed_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SlowToDelete:
+        def __del__(self) -> None:
+            time.sleep(0.5)  # Python drops what is raised here
+
+    def work() -> None:
+        SlowToDelete()
+        time.sleep(30)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    monkeypatch.setattr("tasks.time_limit.REPEAT_SECONDS", 0.2)
+    started = time.monotonic()
+    with pytest.raises(StageTimedOut), time_limit(SECOND / 10, KEY, ""):
+        work()
+    assert time.monotonic() - started < 15.0
+
+
+def test_a_repeated_alarm_does_not_interrupt_the_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = False
+
+    def work() -> None:
+        nonlocal finished
+        try:
+            time.sleep(30)
+        finally:
+            with contextlib.suppress(ValueError):
+                time.sleep(0.3)
+                raise ValueError
+            finished = True
+
+    monkeypatch.setattr("tasks.time_limit.REPEAT_SECONDS", 0.05)
+    with pytest.raises(StageTimedOut), time_limit(SECOND / 10, KEY, ""):
+        work()
+    assert finished

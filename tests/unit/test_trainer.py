@@ -8,6 +8,7 @@ import logging
 import signal
 import textwrap
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,7 +138,7 @@ def test_a_checkpoint_without_a_step_to_follow_is_refused(
 
 @pytest.mark.parametrize("reason", [StopRequested(), NotEnoughSignal("few groups")])
 @pytest.mark.parametrize("failure", [None, WorkerDied("rank 1"), CheckpointError("disk full")])
-def test_what_ends_a_training_is_told_whatever_becomes_of_the_checkpoint_in_flight(
+def test_the_reason_a_training_ended_survives_a_failing_checkpoint(
     model_path: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -250,33 +251,23 @@ def test_what_is_stopped_before_its_first_step_saves_nothing(model_path: Path, t
     assert _stopped_in_its_draw(model_path, tmp_path, lambda trainer, state: None)[0] is None
 
 
-def test_a_request_during_a_step_is_met_after_it(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("total_steps", "is_stopped"), [(4, True), (2, False)])
+def test_a_request_during_a_step_is_met_after_it_and_in_the_last_step_changes_nothing(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total_steps: int, is_stopped: bool
 ) -> None:
     stop = StopRequest()
-    trainer = _trainer(model_path, tmp_path, train={"total_steps": 4}, checkpoint={"save_every": 3})
+    trainer = _trainer(model_path, tmp_path, train={"total_steps": total_steps}, checkpoint={"save_every": 3})
     trainer.resume(None)
     monkeypatch.setattr(trainer.sampler, "draw", lambda step: Draw([], 1, TokenAccount()))
 
     def ask(step: int, metrics: dict[str, float]) -> None:
         stop.signal = signal.SIGTERM if step == 2 else None
 
-    with pytest.raises(StopRequested):
+    with pytest.raises(StopRequested) if is_stopped else nullcontext():
         trainer.run(ask, stop)
     assert trainer.num_steps == 2
     assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000002"
     assert [line["step"] for line in read_json_lines(tmp_path / METRICS_FILE)] == [1, 2]
-
-
-def test_a_request_in_the_last_step_finishes_the_training(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop = StopRequest()
-    trainer = _trainer(model_path, tmp_path, train={"total_steps": 1})
-    trainer.resume(None)
-    monkeypatch.setattr(trainer.sampler, "draw", lambda step: Draw([], 1, TokenAccount()))
-    trainer.run(lambda step, metrics: setattr(stop, "signal", signal.SIGINT), stop)
-    assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000001"
 
 
 @pytest.mark.parametrize(("step", "every", "due"), [(4, 2, True), (3, 2, False), (7, 2, True), (7, 0, False)])

@@ -45,10 +45,7 @@ def test_a_new_checkpoint_resets_the_count_and_only_that() -> None:
     assert str(caught.value).startswith(f"{DEATH}; given up after 2 restarts without a new checkpoint: ")
     assert "raise train.max_restarts" in str(caught.value)
     assert caught.value.__cause__ is DEATH
-    assert len(pauses) == 6  # who gives up does not wait
-
-
-def test_a_training_that_may_not_restart_ends_at_once() -> None:
+    assert len(pauses) == 6  # no wait before giving up
     with pytest.raises(WorkerDied, match="given up after 0 restarts"):
         Restarts(0, 1.0, pytest.fail).pause(DEATH, FIRST)
 

@@ -29,7 +29,7 @@ from tasks.training_lock import hold
 from tasks.processes.detached import DetachOptions, attach_or_start
 path, key, log = sys.argv[1:]
 stubborn = ["sh", "-c", "trap '' TERM; echo deaf; while :; do sleep 0.1; done"]
-options = DetachOptions(unwatched_seconds=0, stop_seconds=0, grace_seconds=0.5,
+options = DetachOptions(unwatched_seconds=0, stop_seconds=0, grace_seconds=1.0,
                         lock=lambda: hold(Path(path), "run-7", key))
 attach_or_start(stubborn, log_path=log, label="train", options=options)
 """
@@ -72,7 +72,7 @@ def test_a_run_that_waits_names_the_holder_once(tmp_path: Path, caplog: pytest.L
     caplog.set_level(logging.INFO, logger="tasks.training_lock")
     with contextlib.ExitStack() as other:
         other.enter_context(hold(path, "run-7"))
-        timer = threading.Timer(0.1, other.pop_all().close)
+        timer = threading.Timer(0.4, other.pop_all().close)
         timer.start()
         with hold(path, "run-8"):
             assert str(find_holder(path)).startswith("run run-8 (pid ")

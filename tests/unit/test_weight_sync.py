@@ -86,20 +86,18 @@ def test_buckets_keep_the_order_and_the_bound() -> None:
     assert plan_buckets({}, max_bytes=10) == []
 
 
-def test_all_weights_go_to_the_engines_with_their_version() -> None:
-    engines = FixedEngines([])
-    publish_weights(_cluster(FixedPolicy(torch.zeros(1, 1)), engines), policy_version=7)
-    assert engines.loaded == [([["a"], ["b", "c"]], 7)]  # 300 + 300 MiB exceed 512 MiB
-
-
 def test_the_worst_engine_counts() -> None:
     # first engine: (0 + 0 + 0.0003) / 3 = 0.0001; second: (0.0003 + 0.0006 + 0) / 3 = 0.0003
     engines = [[[-1.0, -2.0], [-3.0003]], [[-1.0003, -1.9994], [-3.0]]]
     assert _probe(engines) == pytest.approx(3e-4, rel=1e-3)
 
 
-def test_an_engine_that_stays_at_another_version_is_refused() -> None:
-    cluster = _cluster(FixedPolicy(torch.zeros(1, 1)), FixedEngines([], late=2))
+def test_all_weights_reach_every_engine_with_their_version() -> None:
+    engines = FixedEngines([])
+    cluster = _cluster(FixedPolicy(torch.zeros(1, 1)), engines)
+    publish_weights(cluster, policy_version=7)
+    assert engines.loaded == [([["a"], ["b", "c"]], 7)]  # 300 + 300 MiB exceed 512 MiB
+    engines.late = 2
     with pytest.raises(RolloutError, match=r"1 of 2 engines hold policy versions \[5\] after version 7"):
         publish_weights(cluster, policy_version=7)
 
@@ -113,13 +111,15 @@ def test_an_engine_with_other_weights_is_refused_by_its_precision() -> None:
         _probe(engines, "float32")
 
 
-@pytest.mark.parametrize("engines", [[[[NAN, -2.0], [-3.0]]], [[[-1.0, -2.0], [-3.0]], [[-1.0, NAN], [-3.0]]]])
-def test_nan_is_no_proof(engines: list[list[list[float]]]) -> None:
-    with pytest.raises(RolloutError, match="by nan nats per token"):
-        _probe(engines)
-
-
-@pytest.mark.parametrize("engines", [[[[], []]], [[[-1.0], [-3.0]]]])
-def test_log_probs_that_are_left_out_are_no_proof(engines: list[list[list[float]]]) -> None:
-    with pytest.raises(RolloutError, match=r"gave \d log-probs for a probe of 3 response tokens"):
+@pytest.mark.parametrize(
+    ("engines", "message"),
+    [
+        ([[[NAN, -2.0], [-3.0]]], "by nan nats per token"),
+        ([[[-1.0, -2.0], [-3.0]], [[-1.0, NAN], [-3.0]]], "by nan nats per token"),
+        ([[[], []]], "gave 0 log-probs for a probe of 3 response tokens"),
+        ([[[-1.0], [-3.0]]], "gave 2 log-probs for a probe of 3 response tokens"),
+    ],
+)
+def test_log_probs_that_are_nan_or_left_out_are_no_proof(engines: list[list[list[float]]], message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
         _probe(engines)
