@@ -372,7 +372,7 @@ def test_hf_continues_with_the_randomness_of_the_uninterrupted_response(model_pa
 
 def test_hf_refuses_memory_that_holds_no_sequence(model_path):
     # 2 (keys, values) x 2 layers x 1 head x 32 x 4 bytes x 96 tokens = 49152 bytes
-    with pytest.raises(RolloutError, match=r"96 tokens needs 49152 bytes of cache, 49151 are there"):
+    with pytest.raises(RolloutError, match=r"96 tokens needs 49152 bytes of cache, and 49151 are free"):
         build_engine("hf", model_path, replace(SETTINGS, memory_bytes=49151), seed=0)
 
 
