@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+import psutil
 import yaml
 
 from dapo_core.errors import ConfigError, DapoError
@@ -168,6 +169,12 @@ class Services:
 
         return SyncPrefectClient(self.api_url)
 
+    def answers(self) -> bool:
+        """True if the store's own server answers, not another one that took the port first."""
+        record = self.server.read()
+        is_here = record["machine"] == platform.node()
+        return (not is_here or is_listening(record["pid"], record["port"])) and is_healthy(self.api_url)
+
 
 def api_url(store: Path = DEFAULT_STORE) -> str | None:
     """The address of the store's running server, None when there is none."""
@@ -187,7 +194,15 @@ def bring_up(
             _start_server(services, host, port, database)
         elif not {host, port} <= {None, last["host"], last["port"]}:
             raise ServicesError(f"the server runs at {services.api_url}; type `dapo down` before you move it")
-        services.server.wait_until(lambda: is_healthy(services.api_url), "does not answer")
+        try:
+            services.server.wait_until(services.answers, "does not answer")
+        except ServicesError:
+            if is_healthy(services.api_url):
+                raise ServicesError(
+                    f"another Prefect server took {services.api_url} first: type `dapo up` again, which chooses "
+                    "another port, or give --port"
+                ) from None
+            raise
         logger.info("server: answers at %s", services.api_url)
         with services.client() as client:
             create_pool_and_automation(client)
@@ -222,6 +237,17 @@ def is_healthy(api_url: str) -> bool:
 
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(f"{api_url}/health", timeout=5.0, trust_env=False).is_success
+    return False
+
+
+def is_listening(pid: int, port: int) -> bool:
+    """True if the process or a child of it listens on the port."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        sockets = [
+            each for one in (process, *process.children(recursive=True)) for each in one.net_connections("tcp")
+        ]
+        return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
     return False
 
 

@@ -23,6 +23,7 @@ import pytest
 from bench.small_chain import CONFIG, SMALL
 from flows.services import Services
 from tasks.serve_model.command import SOCKETS_VARIABLE
+from tests.prefect_servers import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "DAPO_TEST_SITE"  # each child inherits it, daemons in sessions of their own too
@@ -73,8 +74,10 @@ class Site:
         return self.dapo(*words, CONFIG, *overrides)
 
     def up(self) -> None:
-        """`dapo up`."""
+        """`dapo up`, at a free port the first time: the default one is another test's, too."""
         words = [sys.executable, "-m", "flows.cli", "up", "--store", str(self.store)]
+        if not self.services.server.read():
+            words += ["--port", str(free_port())]
         database = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database} if self.database else {}
         done = self._run(words, 400, **database)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -6,6 +6,7 @@ import json
 import logging
 import logging.config
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -105,6 +106,22 @@ def test_a_failed_deployment_is_shown_with_prefects_own_words(
         ServicesError, match=r"`prefect deploy --all` ended with exit code 1 .*\n  \| no such flow"
     ):
         services.deploy(tmp_path, os.environ)
+
+
+def test_a_server_that_another_store_started_at_the_port_is_not_taken_for_our_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "is_healthy", lambda _: True)
+    place = Services(tmp_path)
+    place.folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as listener, subprocess.Popen(SLEEP) as other:
+        record = {"port": listener.getsockname()[1], "machine": platform.node(), "api_url": "http://127.0.0.1/api"}
+        answers = []
+        for pid in (os.getpid(), other.pid):
+            place.server.record_path.write_text(json.dumps(record | {"pid": pid}))
+            answers.append(place.answers())
+        other.kill()
+    assert answers == [True, False]
 
 
 def test_a_store_that_is_a_file_or_in_the_hands_of_another_command_is_refused(tmp_path: Path) -> None:
