@@ -297,6 +297,10 @@ def _names_read() -> set[str]:
 
 
 def test_every_key_is_read_somewhere() -> None:
-    names = _names_read()
+    chain = ast.parse((ROOT / "tasks/chain.py").read_text(encoding="utf-8"))
+    stages = {node.name for node in chain.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
+    names = _names_read() | {
+        f"{stage}_hours" for stage in stages
+    }  # stage_task reads the limit by the stage's name
     unread = [key for key in LEAVES if key.rsplit(".", 1)[-1] not in names]
     assert not unread
