@@ -281,6 +281,6 @@ def test_a_worker_s_error_arrives_as_what_it_is(world: World, ray_address: str, 
         rollout={"memory_gigabytes": 1e-6}, train={"total_steps": 1, "num_ranks": 1, "ray_address": ray_address}
     )
     with pytest.raises(
-        RolloutError, match=r"^one sequence of 120 tokens needs \d+ bytes of cache, 1073 are there"
+        RolloutError, match=r"^one sequence of 120 tokens needs \d+ bytes of cache, and 1073 are free"
     ):
         train(config, world.data, world.model, tmp_path)
