@@ -100,12 +100,12 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
 
 
 @stage_task("train-policy", afterwards="run it again: it continues from its last checkpoint")
-def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = False) -> Artifact:
+def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: bool = False) -> Artifact:
     """The training output: checkpoints/step_NNNNNN and metrics.jsonl.
 
     The next attempt with the same key continues a failed or killed one from its last checkpoint, and attaches to a
-    training that still runs. Waits while another training holds the cluster's lock; with `gives_way` the first
-    attempt raises RunSkipped instead (a later one would lose hours of work).
+    training that still runs. Waits while another training holds the cluster's lock; with `skips_if_locked` the
+    first attempt raises RunSkipped instead (a later one would lose hours of work).
     """
     attempt = task_run.run_count or 1
     key = LINKS["train_policy"].key(run.config, data, model)
@@ -121,7 +121,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = Fa
             stop_seconds=run.config.flow.stop_seconds,
             goes_on_after=is_worker_restart,
             lock=lambda: hold(
-                training_lock_path(run.config), run.folder.name, key.key, gives_way and attempt == 1
+                training_lock_path(run.config), run.folder.name, key.key, skips_if_locked and attempt == 1
             ),
         )
         run_dapo(words, run, key, detach=detach, on_line=StageProgress(run, "train_policy", folder).on_line)

@@ -196,7 +196,7 @@ class Site:
                 except psutil.NoSuchProcess:
                     continue
             psutil.wait_procs(processes, timeout=5)
-        for folder in filter(None, sockets):  # who would remove it was killed too
+        for folder in filter(None, sockets):  # their supervisor was killed too
             shutil.rmtree(folder, ignore_errors=True)
         return ended
 

@@ -5,7 +5,7 @@ ROOT/STAGE/KEY16/3.partial  being built; the next attempt of a resumable stage c
 ROOT/STAGE/KEY16/3.damaged  found to be other than its manifest says, or without one; never used, never continued
 ROOT/STAGE/KEY16/3.removed  being deleted by a garbage collection
 ROOT/STAGE/KEY16/3.verified which of its files were found right, and when
-ROOT/.locks  ROOT/.logs     who builds what, and who uses the store; what the commands of a stage wrote
+ROOT/.locks  ROOT/.logs     locks of builders and users of the store; output of the stages' commands
 
 The newest finished attempt is the artifact of the key. Earlier ones stay for the runs that link to them.
 """
@@ -83,7 +83,7 @@ class ArtifactStore:
         return self.root / stage / key[:SHORT_KEY_LENGTH]
 
     def log_path(self, stage: str, key: str) -> Path:
-        """Returns where the commands of a stage log: outside the content, whose digest a log would change.
+        """Returns where the commands of a stage log: outside the content, since a log would change its digest.
 
         It is the same for each attempt at a key, so that run_command there waits for what a killed one left.
         """
@@ -298,7 +298,7 @@ class ArtifactStore:
             what = "has no room left" if error.errno in FULL_DISK_ERRORS else "cannot be written"
             raise StoreError(
                 f"the artifact store {self.root} {what}: {error}. {_describe_space(self.root)}. "
-                "Finished artifacts are untouched. Make room (dapo gc removes what no run needs), mend the "
+                "Finished artifacts are untouched. Make room (dapo gc removes what no run needs), correct the "
                 "permissions, or set store.path to another directory"
             ) from error
 

@@ -98,7 +98,7 @@ class Supervisor:
         self.libc = ctypes.CDLL(None, use_errno=True)
 
     def run(self) -> NoReturn:
-        """Run the command to its end, or to ours, and exit the way the command did."""
+        """Run the command until it ends or must end, and exit the way it did."""
         signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED_SIGNALS)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited "ignore" would hide how the command ended
         self._prctl(PR_SET_CHILD_SUBREAPER, 1)

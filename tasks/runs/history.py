@@ -137,7 +137,7 @@ def read_run(folder: Path) -> RecordedRun:
         )
     except OSError as error:
         raise StoreError(
-            f"{path} cannot be read: {error.strerror}; mend that, or move the run's folder away"
+            f"{path} cannot be read: {error.strerror}; correct that, or move the run's folder away"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
@@ -176,7 +176,7 @@ def require_artifact(run: RecordedRun, label: str) -> Artifact:
 
 
 def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
-    """The run whose id begins or ends with `text`; `latest` is the newest, `latest~2` the second before it.
+    """The run whose id begins or ends with `text`; `latest` is the newest, `latest~2` the one two before it.
 
     With `needs`, the label of a stage or "report", these two count only the runs that have it.
     Raises StoreError, naming the runs there are, when none matches or more than one.

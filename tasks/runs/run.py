@@ -30,7 +30,7 @@ from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
-from tasks.stages import LINKS, prepare_data_inputs
+from tasks.stages import LINKS, data_files
 from tasks.time_limit import clock_stopped
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ def check_inputs(config: ChainConfig) -> None:
 
     ConfigError, DataError or ModelError; ProblemsError for a prompt.
     """
-    prepare_data_inputs(config)
+    data_files(config)
     require_scorers((), config.reward, config.custom_reward)
     require_resume(config.checkpoint.resume)
     find_template(config.evaluate.prompt, default="given")

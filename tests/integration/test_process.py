@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -270,26 +269,6 @@ def test_the_command_ignores_no_signal_but_what_we_were_started_to_ignore(tmp_pa
     hangup = 1 << (signal.SIGHUP - 1)
     ignored = hangup if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 0
     assert {name: mask & settable for name, mask in masks.items()} == {"SigBlk:": 0, "SigIgn:": ignored}
-
-
-def test_a_server_lives_for_the_block_and_a_cancel_exception_ends_its_tree(tmp_path: Path) -> None:
-    class Cancelled(BaseException):
-        pass
-
-    before = set(supervisor.descendants(os.getpid()))  # such as the fork server of other tests
-    command = [sys.executable, "-S", "-c", TREE, str(tmp_path / "members")]
-    with contextlib.suppress(Cancelled), contextlib.ExitStack() as block:
-        server = block.enter_context(
-            background_command(command, log_path=tmp_path / "log", label="server", grace_seconds=0.5)
-        )
-        wait_until(lambda: set(read_members(tmp_path)) == TREE_NAMES, "the tree to start")
-        assert server.poll() is None
-        assert server.tail(5) == ["tree is up"]
-        assert living(read_members(tmp_path)) == TREE_NAMES
-        raise Cancelled
-    assert server.poll() == -signal.SIGTERM  # which a sleeping command does not handle
-    assert living(read_members(tmp_path)) == set()
-    assert supervisor.descendants(os.getpid()).keys() <= before
 
 
 def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:

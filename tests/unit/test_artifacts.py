@@ -92,7 +92,7 @@ def test_the_first_run_builds_and_the_second_is_a_hit(store: ArtifactStore) -> N
     assert names(store) == ["1"]
 
 
-def test_the_manifest_tells_everything(store: ArtifactStore) -> None:
+def test_the_manifest_has_files_key_parts_times_and_metrics(store: ArtifactStore) -> None:
     made, _ = store.produce(PARTS, Builder(metrics={"loss": np.float32(0.5), "steps": np.int64(3)}))
     manifest = made.manifest()
     assert manifest["files"] == [
@@ -194,7 +194,7 @@ def test_files_found_right_are_not_read_again_until_they_change(
     hashed.clear()
     assert store.lookup("train", PARTS.key) == made
     assert hashed == []
-    # Same size, and the modification time put back: the change time still tells.
+    # Same size, and the modification time put back: the change time differs.
     weights = Path(made.path) / "weights.bin"
     before = weights.stat()
     flip_one_byte(Path(made.path))

@@ -54,7 +54,7 @@ def exported(run: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def ignore(done: int, total: int) -> None:
-    """Nobody watches."""
+    """No progress is shown."""
 
 
 def test_the_files_are_copies_beside_report_manifests_and_configuration(run: RecordedRun, exported: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_files_are_copies_beside_report_manifests_and_configuration(run: Rec
     assert [path.name for path in exported.parent.iterdir()] == ["model"]
 
 
-def test_no_file_tells_where_it_was_made(run: RecordedRun, exported: Path) -> None:
+def test_no_file_reveals_where_it_was_made(run: RecordedRun, exported: Path) -> None:
     store = run.folder.parent.parent
     texts = {path.name: path.read_text() for path in exported.rglob("*") if path.suffix}
     assert {"config.yaml", "README.md", "report.html", "report.json", "report.md", "train_policy.json"} <= set(
@@ -228,7 +228,7 @@ def test_a_run_of_one_stage_has_nothing_to_hand_on(tmp_path: Path) -> None:
 def test_the_base_models_card_is_kept_beside_ours(tmp_path: Path) -> None:
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
-    # As a merge brings it along: published anew under the same key, with the file listed.
+    # As a merge brings it along: published again under the same key, with the file listed.
     merged = run.stages["merge_checkpoint"]
     manifest_path = Path(merged.artifact) / "manifest.json"
     manifest = json.loads(manifest_path.read_text())
@@ -250,7 +250,7 @@ def test_the_base_models_card_is_kept_beside_ours(tmp_path: Path) -> None:
         ("local", "name", None),
     ],
 )
-def test_the_base_model_is_named_where_its_folder_tells(
+def test_the_base_model_is_named_if_its_folder_names_it(
     tmp_path: Path, folder: str, name: str | None, expected: str | None
 ) -> None:
     (model := tmp_path / folder).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The webhook: what a real HTTP server is sent, and that nothing it does fails a run or tells its address."""
+"""The webhook: what a real HTTP server is sent, and that it can neither fail a run nor reveal its address."""
 
 from __future__ import annotations
 
