@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,11 @@ from typing import Any
 
 import httpx
 import psutil
-import pytest
 
 from bench.small_chain import CONFIG, SMALL
 from flows.services import Services
 from tasks.serve_model.command import SOCKETS_VARIABLE
-from tests.prefect_servers import free_port
+from tests.prefect_servers import free_port, wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "DAPO_TEST_SITE"  # each child inherits it, daemons in sessions of their own too
@@ -143,14 +141,7 @@ class Site:
 
     def wait_for(self, what: str, check: Callable[[], Any], seconds: float) -> Any:
         """The first true answer of `check`; fails the test with what the services wrote last otherwise."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if answer := check():
-                return answer
-            time.sleep(0.2)
-        logs = [self.services.server.log, self.services.worker.log]
-        tails = "\n".join(f"{log}:\n{log.read_text()[-4000:]}" for log in logs if log.exists())
-        pytest.fail(f"{what}: not within {seconds:.0f} s; still there: {describe(self.processes())}\n{tails}")
+        return wait_for(what, check, seconds, self.services.server.log, self.services.worker.log)
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Running processes of this site whose command line has all these words."""

@@ -94,14 +94,15 @@ def end_process_tree(popen: subprocess.Popen[bytes]) -> None:
     popen.wait(15)
 
 
-def wait_for(what: str, check: Callable[[], Any], seconds: float, log: Path) -> Any:
-    """The first true answer of `check`; fails the test with the end of the log when there is none in time."""
+def wait_for(what: str, check: Callable[[], Any], seconds: float, *logs: Path) -> Any:
+    """The first true answer of `check`; fails the test with the ends of the logs when there is none in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if answer := check():
             return answer
         time.sleep(0.2)
-    pytest.fail(f"{what}: not within {seconds:.0f} s; {log.name} ends:\n{log.read_text()[-3000:]}")
+    tails = "\n".join(f"{log}:\n{log.read_text()[-4000:]}" for log in logs if log.exists())
+    pytest.fail(f"{what}: not within {seconds:.0f} s\n{tails}")
 
 
 def free_port() -> int:
