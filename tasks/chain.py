@@ -58,14 +58,17 @@ def fetch_model(run: Run, data: Artifact) -> Artifact:
 
 
 def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
-    """Bring the files of model.path into the folder, as hard links where the file system allows, else copies."""
+    """Bring the files of model.path into the folder, as hard links where the file system allows, else copies.
+
+    Links within a Hugging Face cache become files. Raises ModelError for links that lead elsewhere.
+    """
     source = Path(str(config.model.path))
     require_model_folder(source)
     num_bytes = 0
     for path in sorted(source.rglob("*")):
         target = folder / path.relative_to(source)
         if path.is_dir():
-            target.mkdir(exist_ok=True)
+            target.mkdir()
         elif path.name != MANIFEST_NAME:  # which the folder has if it is an artifact of a store
             num_bytes += path.stat().st_size
             try:

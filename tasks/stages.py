@@ -15,7 +15,7 @@ from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.reward.routing import require_scorers
 from eval.problems.prompts import DEFAULT, TEMPLATES
-from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, hash_file
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, sha256_of
 from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 
@@ -241,6 +241,6 @@ def file_digest(artifact: Artifact, name: str) -> str:
 
 def _file_digest(key: str, path: str) -> str:
     try:
-        return hash_file(Path(path))
+        return sha256_of(Path(path))
     except OSError as error:
         raise ConfigError(f"{key}={path} cannot be read: {error.strerror}; set it to an existing file") from None

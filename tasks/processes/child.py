@@ -209,11 +209,20 @@ def background_command(
 
 
 def prepare_log(log_path: str | os.PathLike[str], label: str) -> Path:
-    """The absolute path of a log, in a folder that exists; raises ChildProcessFailed elsewhere than on Linux."""
+    """The absolute path of a log that can be appended to.
+
+    Raises ChildProcessFailed where it cannot, and elsewhere than on Linux.
+    """
     if sys.platform != "linux":
         raise ChildProcessFailed(f"{label}: child processes are only supervised on Linux, not on {sys.platform}")
     path = Path(log_path).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+        failure = ChildProcessFailed(f"{label}: its log {path} cannot be opened: {error}; move away what is there")
+        failure.is_lasting = True
+        raise failure from None
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from dapo_core.config.loading import dump_config, read_tree, resolve
 from durable import publish
 from eval.pages import render
 from eval.problems.prompts import DEFAULT, TEMPLATES
-from tasks.artifacts.artifact import Artifact, StoreError
+from tasks.artifacts.artifact import Artifact, DamagedArtifact, StoreError, hash_file
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
@@ -68,8 +67,8 @@ def _write_beside(folder: Path, run: RecordedRun, config: ChainConfig, report: M
     manifests = {label: artifact.manifest() for label, artifact in found.items() if artifact is not None}
     for name in (REPORT_FOLDER, MANIFESTS_FOLDER):
         (folder / name).mkdir()
-    for path in (run.folder / REPORT_FOLDER).iterdir():
-        (folder / REPORT_FOLDER / path.name).write_text(portable(path.read_text("utf-8")), "utf-8")
+    for path in (run.folder / REPORT_FOLDER).glob("report.*"):
+        (folder / REPORT_FOLDER / path.name).write_text(portable(_read_report(run, path)), "utf-8")
     for label, manifest in manifests.items():
         shown = {name: value for name, value in manifest.items() if name != "host"}
         text = portable(json.dumps(shown, indent=2)) + "\n"
@@ -79,6 +78,17 @@ def _write_beside(folder: Path, run: RecordedRun, config: ChainConfig, report: M
     if (folder / CARD_FILE).exists():
         (folder / CARD_FILE).rename(folder / BASE_CARD_FILE)
     (folder / CARD_FILE).write_text(portable(model_card(run, config, report, manifests)), "utf-8")
+
+
+def _read_report(run: RecordedRun, path: Path) -> str:
+    """The text of a file of the report. Raises StoreError if it is none, or a link, which may lead anywhere."""
+    try:
+        if not path.is_symlink():
+            return path.read_text("utf-8")
+        problem = "is a link"
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"cannot be read: {error}"
+    raise StoreError(f"{path} {problem}; dapo stage compare {run.folder / CONFIG_FILE} makes the report again")
 
 
 def model_card(
@@ -199,23 +209,23 @@ def _published(destination: Path) -> Iterator[Path]:
 
 
 def _copy_model(model: Artifact, folder: Path, on_progress: OnProgress) -> int:
-    """Copy the artifact's files, each checked against its manifest; returns their bytes."""
-    entries = model.manifest()["files"]
-    total = sum(entry["size"] for entry in entries)
-    done = 0
+    """Copy the artifact's files and compare the copies with its manifest; returns their bytes."""
+    try:
+        entries = model.entries()
+    except DamagedArtifact as damage:
+        raise StoreError(f"the artifact {model.path} is damaged: {damage}; dapo run makes it again") from None
+    total, done = sum(entry.size for entry in entries), 0
     for entry in entries:
-        target = folder / entry["path"]
+        target = folder / entry.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256()
-        with open(Path(model.path, entry["path"]), "rb") as source, target.open("wb") as copy:
+        with open(Path(model.path, entry.path), "rb") as source, target.open("wb") as copy:
             while block := source.read(BLOCK_BYTES):
-                digest.update(block)
                 copy.write(block)
                 done += len(block)
                 on_progress(done, total)
-        if digest.hexdigest() != entry["sha256"]:
+        if (found := hash_file(target, entry.algorithm)) != entry.digest:
             raise StoreError(
-                f"{Path(model.path, entry['path'])} has sha256 {digest.hexdigest()}, its manifest says "
-                f"{entry['sha256']}: the artifact is damaged, dapo run makes it again"
+                f"{Path(model.path, entry.path)} has {found}, its manifest says {entry.digest}: the artifact is "
+                "damaged, dapo run makes it again"
             )
     return done

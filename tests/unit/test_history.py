@@ -41,7 +41,7 @@ from tests.recorded_runs import Outcome, record_run, small_config
 def write_run(store: Path, identity: str, **values: object) -> Path:
     folder = store / "runs" / identity
     folder.mkdir(parents=True)
-    artifact = {"artifact": str(store / "probe" / "a"), "key": "k", "digest": "d"}
+    artifact = {"artifact": str(store / "probe" / "k" / "1"), "key": "k", "digest": "d"}
     stages = {label: {**artifact, "seconds": 1.0, "cached": label != "b"} for label in "abc"}
     record = {"name": "demo", "flow": "dapo-full", "host": "node1", "pid": 7, "state": "completed"}
     record |= {"stages": stages, "started_at": 1.8e9, "seconds": 3725.4, **values}
@@ -287,7 +287,7 @@ def test_a_damaged_run_is_refused_with_the_file(store: Path, own: Path) -> None:
     assert f"Configuration against the run before it, {oldest.id}: one of the two cannot be read" in shown
     assert json.loads(dapo("runs", "show", "latest", "--store", own, "--json"))["changes"] is None
     (newest.folder / "report" / "report.json").write_text("{")
-    with pytest.raises(StoreError, match=r"report\.json is not JSON .*dapo stage compare"):
+    with pytest.raises(StoreError, match=r"report\.json is no report .*dapo stage compare"):
         read_report(newest)
     sides = ("latest~1", newest.stages["evaluate_after"].artifact)
     with pytest.raises(ResultsError, match="/proc/no/where cannot be created: "):
