@@ -105,6 +105,6 @@ def _served_models(url: str, api_key: str) -> dict[str, str]:
         return {model["id"]: str(model.get("root") or model["id"]) for model in models}
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
         raise ServeError(
-            f"{url} does not list models: HTTP {answer.status_code}, {redact(answer.text)[:100]!r}; --base-url must "
-            "be an OpenAI-compatible server"
+            f"{url} does not list models: HTTP {answer.status_code}, {redact(answer.text)[:100]!r}; --base-url "
+            "must be an OpenAI-compatible server"
         ) from None
