@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -25,36 +24,16 @@ _PARTS = (
 
 
 def require_model_folder(model_path: str | Path) -> None:
-    """Raise ModelError unless the folder has a configuration, weights and a tokenizer, and no link out of it."""
+    """Raise ModelError unless the folder has a configuration, weights and a tokenizer."""
     folder = Path(model_path)
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist; set model.path to a Hugging Face folder")
-    refuse_links_outside(folder)
     missing = [what for what, patterns in _PARTS if not any(any(folder.glob(pattern)) for pattern in patterns)]
     if missing:
         raise ModelError(
             f"model folder {folder} lacks {' and '.join(missing)}; "
             "set model.path to a complete Hugging Face folder"
         )
-
-
-def refuse_links_outside(folder: Path) -> None:
-    """Raise ModelError for a link that leads out of the folder: its target would pass for a part of the model.
-
-    A snapshot of a Hugging Face cache consists of links to the blobs of its repository, which are followed.
-    """
-    root = Path(os.path.realpath(folder))
-    blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root
-    below = (Path(place, name) for place, folders, files in os.walk(root) for name in (*folders, *files))
-    for link in filter(Path.is_symlink, below):
-        target = Path(os.path.realpath(link))
-        if not (target.is_relative_to(root) or target.is_relative_to(blobs)):
-            raise ModelError(
-                f"{link} is a link to {target}, outside the model folder, and is not followed: copy the file "
-                "(cp -L), or name the folder that has it"
-            )
-        if not target.exists():
-            raise ModelError(f"{link} is a link to {target}, which does not exist; fetch the model again")
 
 
 def weight_files(model_path: str | Path) -> dict[str, Path]:
@@ -96,8 +75,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def copy_model_files(source: Path, target: Path) -> None:
-    """Copy a model folder without its weights; links become files. Raises ModelError for links out of it."""
-    refuse_links_outside(source)
+    """Copy a model folder without its weights."""
     files = model_files(source)
     for folder in {target, *(target / path.relative_to(source).parent for path in files)}:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,13 +85,9 @@ def copy_model_files(source: Path, target: Path) -> None:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        places: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        elsewhere = [file for file in places.values() if Path(file).name != file]
-    except (ValueError, KeyError, TypeError) as error:
+        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError) as error:
         raise ModelError(f"{index} is no index of weights ({error!r}); fetch the model again") from error
-    if elsewhere:
-        raise ModelError(f"{index} names {elsewhere[0]!r}, which is no file of this folder; fetch the model again")
-    return places
 
 
 def _names_in(path: Path) -> list[str]:

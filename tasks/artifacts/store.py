@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from durable import LockHeld, OnWait, is_locked, locked, publish, read_holder, sync
+from redaction import redacted
 from tasks.artifacts.artifact import (
     ALGORITHMS,
     MANIFEST_NAME,
@@ -290,12 +291,12 @@ class ArtifactStore:
             "digest": digest,
             "files": [entry.row() for entry in entries],
             "inputs": dict(parts.inputs),
-            "config": dict(parts.config),
+            "config": redacted(parts.config),
             "code_digest": parts.code_digest,
             "versions": dict(parts.versions),
             "host": platform.node(),
             **times,
-            "metrics": dict(output.metrics),
+            "metrics": redacted(output.metrics),
         }
         (partial / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, default=_number) + "\n")
         final = partial.with_suffix(FINISHED)

@@ -17,6 +17,7 @@ from dapo_core.config.loading import dump_config, read_tree, resolve
 from durable import publish
 from eval.pages import render
 from eval.problems.prompts import DEFAULT, TEMPLATES
+from redaction import redact
 from tasks.artifacts.artifact import Artifact, DamagedArtifact, StoreError, hash_file
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
@@ -126,9 +127,9 @@ def base_model_of(config: ChainConfig) -> str | None:
 
 
 def _portable_text(run: RecordedRun) -> Callable[[str], str]:
-    """A function that replaces this machine's paths: ${STORE} for the run's store, ${HOME} for the home folder.
+    """A function that replaces secrets, the run's store by ${STORE}, and the home folder by ${HOME}.
 
-    It finds them in plain text, HTML and JSON. `dapo run` refuses a configuration that holds them, naming the key.
+    It finds paths in plain text, HTML and JSON. `dapo run` refuses a configuration with such a name in it.
     """
     homes, stores = {Path.home(), Path.home().resolve()}, {run.store, run.store.resolve()}
     stores |= {Path(stage.artifact).parents[2] for stage in run.stages.values()}  # perhaps under another mount
@@ -138,7 +139,7 @@ def _portable_text(run: RecordedRun) -> Callable[[str], str]:
     }
     paths = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![\w.-])(?:{paths})(?![\w-]|\.\w)")  # whole names of folders
-    return lambda text: pattern.sub(lambda match: names[match[0]], text)
+    return lambda text: redact(pattern.sub(lambda match: names[match[0]], text))
 
 
 def _own_paths(config: ChainConfig) -> list[str]:

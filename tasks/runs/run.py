@@ -24,6 +24,7 @@ from durable import locked, write_atomically
 from eval.problems.benchmarks import TRAINING
 from eval.problems.files import require_columns
 from eval.problems.prompts import find_template
+from redaction import redacted
 from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore
@@ -143,7 +144,7 @@ class Run:
 
     def record(self, **outcome: Any) -> None:
         """Bring run.json up to date; `outcome` adds to it."""
-        self.outcome |= outcome
+        self.outcome |= redacted(outcome)
         record = {
             "name": self.config.run.name,
             "flow": self.flow,

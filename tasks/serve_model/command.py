@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from dapo_core.device import Device, device_for
+from redaction import is_secret_name, redact
 from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError
 
@@ -47,9 +48,9 @@ def serve_command(model_path: str | Path, settings: ServeConfig, port: int) -> l
 
 
 def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The command as typed in a shell, after its environment; the API key is left out."""
-    shown = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if name != API_KEY_VARIABLE]
-    return " ".join([*shown, shlex.join(command)])
+    """The command as typed in a shell, after its environment, without secrets."""
+    shown = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if not is_secret_name(name)]
+    return redact(" ".join([*shown, shlex.join(command)]))
 
 
 def serve_environments(settings: ServeConfig, environment: Mapping[str, str]) -> list[dict[str, str]]:

@@ -16,6 +16,7 @@ import httpx
 
 from eval import EvaluationError
 from eval.client import Endpoint
+from redaction import add_secret, is_secret_name
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.processes.supervisor import STOP
 from tasks.serve_model.checks import require_servable
@@ -115,8 +116,11 @@ def _run_servers(
 ) -> Iterator[list[_Running]]:
     """Yield the servers once all are healthy. Raises ServeError when one ends first, or at the deadline."""
     deadline = time.monotonic() + settings.startup_seconds
-    own = {API_KEY_VARIABLE: api_key or secrets.token_urlsafe(24)}
-    environments = [{**place, **own} for place in serve_environments(settings, os.environ)]
+    api_key = api_key or secrets.token_urlsafe(24)
+    add_secret(api_key)
+    own = dict.fromkeys(filter(is_secret_name, os.environ))  # a server needs no other secret than its key
+    own[API_KEY_VARIABLE] = api_key
+    places = serve_environments(settings, os.environ)
     running: list[_Running] = []
     is_over = threading.Event()
     with contextlib.ExitStack() as stack:
@@ -127,17 +131,17 @@ def _run_servers(
                     label += f" {number} of {settings.num_servers}"
                 if number > 1:
                     log = log_path.with_name(f"{log_path.stem}-{number}{log_path.suffix}")
-                environment = environments[number - 1]
+                place = places[number - 1]
                 command = serve_command(model_path, settings, port)
-                logger.info("%s: %s", label, shell_line(command, environment))
+                logger.info("%s: %s", label, shell_line(command, place))
                 process = stack.enter_context(
                     background_command(
-                        command, log_path=log, label=label, env=environment, folder_variable=SOCKETS_VARIABLE
+                        command, log_path=log, label=label, env=place | own, folder_variable=SOCKETS_VARIABLE
                     )
                 )
                 portable = ["python", *("MODEL" if word == str(model_path) else word for word in command[1:])]
-                line = shell_line(portable, environment)
-                server = Server(base_url(settings.host, port), SERVED_NAME, own[API_KEY_VARIABLE], line)
+                line = shell_line(portable, place)
+                server = Server(base_url(settings.host, port), SERVED_NAME, api_key, line)
                 running.append(_Running(server, process, _watch_health(server, is_over)))
             while pending := [one for one in running if not one.is_healthy.is_set()]:
                 _refuse_ended(pending)

@@ -32,6 +32,7 @@ import http.server, json, os, sys, threading, time
 
 behaviour, port = sys.argv[1], int(sys.argv[2])
 key = "Bearer " + os.environ["VLLM_API_KEY"]
+print(key, os.environ.get("HF_TOKEN"), flush=True)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -113,6 +114,7 @@ def test_all_servers_answer_are_recognised_and_are_gone_however_the_block_ends(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
 ) -> None:
     ports = stand_in(monkeypatch, "answers")
+    monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
     with (
         contextlib.suppress(EvaluationError),  # not ServerDied: the servers live
         serve_model(model_path, settings(), tmp_path / "s.log") as running,
@@ -135,7 +137,9 @@ def test_all_servers_answer_are_recognised_and_are_gone_however_the_block_ends(
     assert all(has_no_listener(server) for server in running)
     with pytest.raises(ServeError, match=r"/v1/models does not answer: .*; start it with dapo serve"):
         served_model_identity([server])
-    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["s-2.log", "s-3.log", "s.log"]
+    logs = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
+    assert logs.keys() == {"s.log", "s-2.log", "s-3.log"}
+    assert {text.splitlines()[0] for text in logs.values()} == {"Bearer [redacted] None"}  # it prints both secrets
 
 
 @pytest.mark.parametrize(

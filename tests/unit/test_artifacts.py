@@ -296,6 +296,16 @@ def test_an_output_that_would_break_the_store_is_refused(
         store.produce(PARTS, lambda work: {"wrote": write(work)})
 
 
+def test_a_manifest_holds_no_secret(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "sk-very-secret")
+    parts = replace(PARTS, config={"serve": {"extra_args": ("--header", "Bearer sk-very-secret")}})
+    made, _ = store.produce(parts, Builder(metrics={"commands": ["curl -H sk-very-secret"], "n": 1}))
+    manifest = made.manifest()
+    assert manifest["config"] == {"serve": {"extra_args": ["--header", "Bearer [redacted]"]}}
+    assert manifest["metrics"] == {"commands": ["curl -H [redacted]"], "n": 1}
+    assert (manifest["key"], store.lookup("train", parts.key)) == (parts.key, made)
+
+
 def hand_on(work: Path, digests: Mapping[str, str]) -> Output:
     (work / "weights.bin").write_bytes(b"0123456789")
     (work / "config.json").write_bytes(b"{}")
