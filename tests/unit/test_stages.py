@@ -20,7 +20,7 @@ from dapo_core.config.fields import is_volatile
 from dapo_core.errors import ConfigError, DataError, ModelError
 from eval.problems import ProblemsError
 from flows.config import Config, load_config
-from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.chain import take_model_folder
@@ -282,3 +282,17 @@ def test_a_failed_stage_is_not_recorded(config: Config) -> None:
     assert (run.stages, current_stage.get(), recorded.stages) == ({}, "", {})
     assert (recorded.state, str(recorded.error).partition(":")[0]) == ("failed", "ZeroDivisionError")
     assert not (run.folder / "prepare_data").exists()
+
+
+def test_a_file_or_folder_in_the_way_of_a_run_is_named(config: Config) -> None:
+    store = Path(config.store.path)
+    store.mkdir()
+    (store / "runs").touch()
+    with pytest.raises(StoreError, match=r"cannot be written: .*Not a directory: .*/runs/"):
+        Run.start(config)
+    (store / "runs").unlink()
+    run = Run.start(config)
+    key = StageKey("probe", {}, {}, "code", {})
+    run.store.lock_path("probe", key.key).mkdir()
+    with pytest.raises(StoreError, match=r"cannot be written: .*Is a directory: .*\.lock"), run:
+        run.produce("prepare_data", key, lambda folder: {})
