@@ -25,6 +25,7 @@ from tasks.processes.detached import DetachOptions
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import report_run
 from tasks.runs.run import Run
+from tasks.serve_model.command import served_name
 from tasks.serve_model.servers import serve_model
 from tasks.stage_command import link_log, run_dapo
 from tasks.stage_task import retried_task, stage_task
@@ -91,7 +92,8 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
         log_path = run.store.log_path(key.stage, key.key)
         link_log(run, log_path)
         evaluation_set = load_set(eval_file(data), settings.benchmark, settings.prompt, settings.api)
-        with serve_model(model.path, run.config.serve, log_path=log_path) as servers:
+        name = served_name(model.digest)
+        with serve_model(model.path, run.config.serve, log_path=log_path, name=name) as servers:
             urls = ", ".join(server.base_url for server in servers)
             logger.info("%s serves on %s; asking %d items", servers[0].model, urls, len(evaluation_set.items))
             on_progress = StageProgress(run, label).on_progress

@@ -18,7 +18,7 @@ from eval.problems.items import EvaluationSet, Item
 from tasks.config import EvaluateConfig
 from tasks.evaluation_settings import evaluate_servers
 from tasks.processes import supervisor
-from tasks.serve_model.command import SOCKETS_VARIABLE
+from tasks.serve_model.command import SOCKETS_VARIABLE, served_name
 from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError
 from tasks.serve_model.servers import Server, serve_model
@@ -66,7 +66,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     model_path = build_tiny_qwen3(folder / "model", seed=9)
     before = supervisor.descendants(os.getpid())
     settings = SETTINGS.model_copy(update={"num_servers": NUM_SERVERS})
-    with serve_model(model_path, settings, folder / "serve.log") as servers:
+    with serve_model(model_path, settings, folder / "serve.log", name=served_name("0123456789abcdef")) as servers:
         processes = new_descendants(before)
         folders = set(filter(None, map(socket_folder, processes)))
         yield Serving(servers, model_path, folder / "serve.log", processes, folders)
@@ -87,7 +87,7 @@ def test_each_is_healthy_under_our_name_with_sockets_in_a_folder_of_its_own(serv
     with client_of(serving) as client:
         assert client.get("/health").status_code == 200
         models = client.get("/v1/models").json()["data"]
-    assert [model["id"] for model in models] == [serving.server.model] == ["policy"]
+    assert [model["id"] for model in models] == [serving.server.model] == ["policy-0123456789ab"]
     assert models[0]["max_model_len"] == SETTINGS.max_model_len
     assert serving.server.base_url.startswith("http://127.0.0.1:")
     assert len(serving.folders) == NUM_SERVERS

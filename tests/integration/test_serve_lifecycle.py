@@ -90,7 +90,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *behaviours: str) -> list[int]:
     """Has the n-th start behave so, the last one all further ones; returns the ports, filled with each start."""
     ports: list[int] = []
 
-    def command(model_path: str | Path, settings: ServeConfig, port: int) -> list[str]:
+    def command(model_path: str | Path, settings: ServeConfig, port: int, name: str) -> list[str]:
         ports.append(port)
         return [sys.executable, "-c", STAND_IN, behaviours[min(len(ports), len(behaviours)) - 1], str(port)]
 
