@@ -120,7 +120,7 @@ class Supervisor:
             while self.wait_status is None and not self.stopping:
                 self._pause(POLL_SECONDS)
             self._end_everything()
-            self.output.join(KILL_SECONDS)  # ends with the last process that has the pipe
+            self.output.join(LINGER_SECONDS)  # it ends with the last process that has the pipe
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._exit_as_command()
