@@ -29,13 +29,14 @@ from tests.configs import make_config
 from tests.recorded_runs import Outcome, record_run, small_config
 
 SECRET = "https://hooks.example.org/secret"
+KEY = "sk-very-secret"  # in the environment when the run is exported
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     """A run with a model, a difference that 4 items do not prove, and places of this machine all over."""
     folder = tmp_path_factory.mktemp("a & b") / "store"
-    files = ("--chat-template", f"{Path.home()}/t.jinja", "--config", f"{Path.home()}.yaml")
+    files = ("--chat-template", f"{Path.home()}/t.jinja", "--config", f"{Path.home()}.yaml", KEY)
     config = small_config(folder, f"flow.webhook.url={SECRET}", f"serve.extra_args={json.dumps(files)}")
     recorded = record_run(config, Outcome())
     run = find_run(recorded.store.root, recorded.folder.name)
@@ -50,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 def exported(run: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "new" / "model"
     command = ["export", run.id, str(folder), "--store", str(run.folder.parent.parent)]
-    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    done = CliRunner().invoke(app, command, env={"VLLM_API_KEY": KEY}, catch_exceptions=False)
     assert done.exit_code == 0
     assert re.search(rf"the model of run {run.id}, [\d,]+ bytes, each file checked by its digest", done.stdout)
     return folder
@@ -91,7 +92,7 @@ def test_no_file_reveals_where_it_was_made(run: RecordedRun, exported: Path) -> 
     assert json.loads(texts["report.json"])["artifacts"]["merge_checkpoint"] == place
     assert place in texts["report.md"]
     assert place in texts["report.html"]
-    words = ["--chat-template", "${HOME}/t.jinja", "--config", f"{Path.home()}.yaml"]  # a name that only begins so
+    words = ["--chat-template", "${HOME}/t.jinja", "--config", f"{Path.home()}.yaml", "[redacted]"]
     assert json.loads(texts["evaluate_after.json"])["config"]["serve"]["extra_args"] == words
     assert yaml.safe_load(texts["config.yaml"])["serve"]["extra_args"] == words
     assert "`${STORE}` and `${HOME}` stand for" in texts["README.md"]
