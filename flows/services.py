@@ -123,7 +123,7 @@ class Service:
         if not wait_until(lambda: not self.is_running or check(), START_SECONDS) or not self.is_running:
             why = f"not within {START_SECONDS:.0f} s" if self.is_running else "its process ended"
             raise ServicesError(
-                f"the {self.name} {problem}: {why}. {self.log} ends:\n{indented(tail(self.log, 20))}"
+                f"the {self.name} {problem}: {why}. {self.log} ends:\n{indented(tail(self.log, NUM_LOG_LINES))}"
             )
 
 

@@ -17,7 +17,7 @@ from tasks.stages import (
     TRAIN_POLICY,
     Stage,
 )
-from tests.imports import imports_of
+from tests.imports import files_imported
 
 STAGES = (PREPARE_DATA, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, MERGE_CHECKPOINT)
 CODE = ("core", "eval/answers", "durable.py")
@@ -81,7 +81,7 @@ def test_a_stage_declares_all_that_it_imports(stage: Stage) -> None:
         f"{name} imports {other}"
         for name in declared
         if name.endswith(".py")
-        for other in imports_of(name, with_strings=True) - declared
+        for other in files_imported(name, with_strings=True) - declared
         if not any(other == path or other.startswith(f"{path}/") for path in NOT_COUNTED)
     }
     assert missing == set()
