@@ -1,4 +1,4 @@
-"""The README's stage commands on the demo's recipe, cut short: the policy learns, and is the model that is served."""
+"""The README's stage commands on the demo's recipe, cut short: the policy learns, and is what is served."""
 
 from __future__ import annotations
 
