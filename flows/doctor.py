@@ -127,7 +127,7 @@ def check_torch() -> Finding:
 
 
 def check_supervision() -> Finding:
-    """Whether child processes can be supervised: starts one."""
+    """Child processes: starts one under supervision."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             run_command([sys.executable, "-c", ""], log_path=Path(folder) / "log", label="dapo doctor")
@@ -152,7 +152,7 @@ def check_hardware() -> Finding:
 
 
 def check_store(store: Path) -> Finding:
-    """Whether files can be written to the store."""
+    """The store: files can be written to it."""
     try:
         ArtifactStore(store).check_writable()
     except StoreError as error:
@@ -170,7 +170,7 @@ def check_space(store: Path) -> Finding:
 
 
 def check_locks(store: Path) -> Finding:
-    """Whether a lock on the store's file system excludes other processes."""
+    """Kernel locks: one on the store's file system excludes other processes."""
     path = store / f".lock-probe-{os.getpid()}"
     try:
         with locked(path):
@@ -196,7 +196,7 @@ def check_version(client: SyncPrefectClient) -> Finding:
 
 
 def check_worker(client: SyncPrefectClient) -> Finding:
-    """Whether a worker is online and may start flow runs."""
+    """Workers: one is online and may start flow runs."""
     from prefect.exceptions import ObjectNotFound
 
     advice = f"`dapo up`, or `prefect worker start --pool {WORK_POOL} --type process`"
@@ -224,7 +224,7 @@ def check_crash_automation(client: SyncPrefectClient) -> Finding:
 
 
 def check_deployments(client: SyncPrefectClient, project: Path) -> Finding:
-    """Whether every deployment in prefect.yaml is registered in our work pool."""
+    """Deployments: every one in prefect.yaml is registered in our work pool."""
     wanted = {deployment["name"] for deployment in read_deployments(project)}
     if missing := sorted(wanted - {deployment.name for deployment in _registered(client)}):
         advice = "`dapo up`, or `prefect --no-prompt deploy --all`"
@@ -233,7 +233,7 @@ def check_deployments(client: SyncPrefectClient, project: Path) -> Finding:
 
 
 def check_schedules(client: SyncPrefectClient, wait_seconds: float) -> Finding:
-    """Whether each deployment with an active schedule has a scheduled run; waits for Prefect's scheduler."""
+    """Schedules: each active one has a run to come; waits for Prefect's scheduler."""
     scheduled = [
         deployment
         for deployment in _registered(client)

@@ -194,15 +194,7 @@ def bring_up(
             _start_server(services, host, port, database)
         elif not {host, port} <= {None, last["host"], last["port"]}:
             raise ServicesError(f"the server runs at {services.api_url}; type `dapo down` before you move it")
-        try:
-            services.server.wait_until(services.answers, "does not answer")
-        except ServicesError:
-            if is_healthy(services.api_url):
-                raise ServicesError(
-                    f"another Prefect server took {services.api_url} first: type `dapo up` again, which chooses "
-                    "another port, or give --port"
-                ) from None
-            raise
+        services.server.wait_until(services.answers, "does not answer")
         logger.info("server: answers at %s", services.api_url)
         with services.client() as client:
             create_pool_and_automation(client)
