@@ -10,20 +10,14 @@ import atexit
 import contextlib
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from flows.services import (
-    NUM_LOG_LINES,
-    PREFECT,
-    ServicesError,
-    api_url,
-    indented,
-    is_healthy,
-    is_listening,
-    wait_until,
-)
+from flows.prefect_access import AUTH_VARIABLES, ServicesError, connected, is_healthy, is_listening
+from flows.services import NUM_LOG_LINES, PREFECT, api_url, indented, wait_until
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.serve_model.command import free_ports
 
@@ -53,28 +47,31 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
     url = named_api(store)
     stack = contextlib.ExitStack()
     atexit.register(stack.close)  # before Prefect's own exit functions are, so after their last messages
-    settings = {}
+    settings: dict[str, Any] = {}
     if url is not None:
         wait = partial(require_server, url)
     else:
         logger.info("starting a Prefect server for this run")
-        port = free_ports(HOST)[0]
-        url, settings = f"http://{HOST}:{port}/api", SETTINGS
+        port, auth = free_ports(HOST)[0], f"dapo:{secrets.token_urlsafe()}"
+        url, settings = f"http://{HOST}:{port}/api", {**SETTINGS, "api.auth_string": auth}
+        os.environ |= dict.fromkeys(AUTH_VARIABLES, auth)  # for the server and other child processes
         wait = partial(wait_for_private_server, stack.enter_context(_private_server(url, port)), url, port)
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import temporary_settings
 
     os.environ["PREFECT_API_URL"] = url  # for child processes
-    stack.enter_context(temporary_settings({PREFECT_API_URL: url, **settings}))
+    stack.enter_context(temporary_settings({"api.url": url, **settings}))
     return wait
 
 
 def require_server(url: str) -> None:
-    """Raise ServicesError unless the named server answers."""
+    """Raise ServicesError unless the named server answers and lets us in."""
     if not is_healthy(url):
         raise ServicesError(
             f"the Prefect server at {url} does not answer; start it, or correct PREFECT_API_URL or the profile "
             "that names it; where none is named, a run has its own server"
         )
+    with connected(url):
+        pass
 
 
 def wait_for_private_server(server: SupervisedProcess, url: str, port: int) -> None:

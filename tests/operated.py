@@ -40,6 +40,7 @@ class Site:
     folder: Path
     overrides: tuple[str, ...] = SMALL
     database: str | None = None  # of the server; None: SQLite in the store
+    password: str | None = None  # of the server, whose user is dapo
 
     def __post_init__(self) -> None:
         self.project.mkdir(parents=True)
@@ -60,14 +61,19 @@ class Site:
     def environment(self) -> dict[str, str]:
         """The environment of a process of this site: nothing in it leads to another server."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-        return inherited | {
-            MARK: str(self.folder),
-            "SPT_NOENV": "1",  # vLLM's and Ray's processes change their titles, but not over the environment
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "PYTHONPATH": str(ROOT),
-            "PREFECT_HOME": str(self.folder / "prefect"),
-            "COLUMNS": "200",
-        }
+        auth = {"PREFECT_API_AUTH_STRING": f"dapo:{self.password}"} if self.password else {}
+        return (
+            inherited
+            | auth
+            | {
+                MARK: str(self.folder),
+                "SPT_NOENV": "1",  # vLLM's and Ray's processes change their titles, but not over the environment
+                "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+                "PYTHONPATH": str(ROOT),
+                "PREFECT_HOME": str(self.folder / "prefect"),
+                "COLUMNS": "200",
+            }
+        )
 
     @property
     def services(self) -> Services:
@@ -113,11 +119,11 @@ class Site:
                 start_new_session=True,
             )
 
-    def up(self) -> str:
+    def up(self, *words: str) -> str:
         """What `dapo up` prints. The port is a free one the first time: other tests use the default one, too."""
         port = [] if self.services.server.read() else ["--port", str(free_port())]
         database = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database} if self.database else {}
-        return self.dapo("up", *port, **database).stdout
+        return self.dapo("up", *words, *port, **database).stdout
 
     def down(self) -> None:
         """`dapo down --cancel`, after which nothing of the site runs."""
@@ -150,10 +156,10 @@ class Site:
 
     def request(self, method: str, path: str, **json: Any) -> httpx.Response:
         """The response of Prefect's REST interface, asked again where the server's SQLite was locked (503)."""
-        url = f"{self.services.api_url}{path}"
+        url, auth = f"{self.services.api_url}{path}", ("dapo", self.password) if self.password else None
 
         def ask() -> httpx.Response | None:
-            answer = httpx.request(method, url, json=json or None, timeout=API_SECONDS, trust_env=False)
+            answer = httpx.request(method, url, json=json or None, auth=auth, timeout=API_SECONDS, trust_env=False)
             return None if answer.status_code == 503 else answer
 
         return self.wait_for(f"{method} {path}", ask, API_SECONDS)

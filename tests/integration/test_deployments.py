@@ -80,7 +80,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site.services.folder.mkdir(parents=True)
     start = (sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port))
     try:
-        server.start(start, site.environment, api_url=api_url, port=port)
+        environment = {**site.environment, "PREFECT_API_URL": api_url}  # from which it knows its page
+        server.start(start, environment, api_url=api_url, port=port)
         server.wait_until(site.services.answers, "does not answer")
         yield site
     finally:

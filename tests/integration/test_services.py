@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,26 +11,18 @@ import httpx
 import psutil
 import pytest
 
-from flows.services import read_deployments
+from flows.prefect_access import ServicesError, is_healthy, own_addresses
+from flows.prefect_server import named_api
+from flows.services import bring_up, read_deployments, take_down
 from tests.operated import ROOT, Site, free_port
 
 pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 LONG_STAGE = "model.recipe.num_steps=100000"
-# As `dapo run` finds a server for the configuration's store.
-PROVIDE_API = """
-import os, sys
-from pathlib import Path
-from flows.prefect_settings import apply_prefect_settings
-apply_prefect_settings()
-from flows.prefect_server import provide_prefect_api
-provide_prefect_api(Path(sys.argv[1]))()
-print(os.environ["PREFECT_API_URL"])
-"""
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    site = Site(tmp_path)
+    site = Site(tmp_path, password="for-nobodys-eyes")
     yield site
     site.end_everything()
 
@@ -52,35 +43,45 @@ def pids(site: Site) -> dict[str, int]:
 
 
 def test_server_and_worker_come_up_serve_the_project_and_go_down(site: Site) -> None:
-    output = site.up()
+    output = site.up("--host", "0.0.0.0")
     first, api = pids(site), site.services.api_url
     assert f"export PREFECT_API_URL={api}" in output
     page = httpx.get(api.removesuffix("/api"), trust_env=False, follow_redirects=True)
     assert "<html" in page.text
-
-    # Without an export: the plugin knows the server, and so does `dapo run`.
-    done = site.run("prefect", "deployment", "run", "dapo-full", "--start-in", "2 hours")
-    assert "Created flow run" in done.stdout
-    assert site.run(sys.executable, "-c", PROVIDE_API, ".dapo").stdout.split()[-1] == api
+    assert named_api(site.store) == api  # which `dapo run` asks for
     check_doctor(site)
     for service in (site.services.server, site.services.worker):
         assert "plugin" not in service.log.read_text()
 
+    # Other machines reach it, but need the password.
+    address = f"http://{own_addresses()[0]}:{site.services.server.read()['port']}/api"
+    assert is_healthy(address)
+    for password, status in ((None, 401), ("guessed", 401), (site.password, 200)):
+        auth = ("dapo", password) if password else None
+        answer = httpx.post(f"{address}/deployments/filter", json={}, auth=auth, trust_env=False, timeout=60)
+        assert (answer.status_code, "dapo-full" in answer.text) == (status, status == 200)
+    assert (
+        "asks for a password: export PREFECT_API_AUTH_STRING="
+        in site.dapo("down", status=2, PREFECT_API_AUTH_STRING="").stderr
+    )
+
     # A server that died gets its port again; the worker, which may run a training, stays.
     psutil.Process(first["server"]).kill()
-    assert "dapo down --cancel" in site.dapo("down", status=2).stderr
+    with pytest.raises(ServicesError, match="`dapo down --cancel` ends the worker"):
+        take_down(site.store, cancel=False)
     site.up()
     assert site.services.api_url == api
     assert pids(site)["server"] != first["server"]
     assert pids(site)["worker"] == first["worker"]
-    assert "type `dapo down` before" in site.dapo("up", "--port", str(free_port()), status=2).stderr
+    with pytest.raises(ServicesError, match="type `dapo down` before"):
+        bring_up(site.store, site.project, port=free_port())
 
-    flow_run = site.create_run("dapo-full", LONG_STAGE)
+    flow_run = site.run_deployment("dapo-full", LONG_STAGE)
     site.wait_for("the run begins", lambda: site.run_state(flow_run)["type"] == "RUNNING", 90)
     assert flow_run in site.dapo("down", status=2).stderr
     assert f"ended worker, pid {first['worker']}" in site.dapo("down", "--cancel").stdout
     assert site.end_everything() == []
-    assert "no service" in site.dapo("down").stdout
+    assert take_down(site.store, cancel=False) == []
     with contextlib.closing(sqlite3.connect(site.services.home / "prefect.db")) as database:
         query = "select state_type from flow_run where id = ?"
         assert database.execute(query, [flow_run]).fetchall() == [("CANCELLED",)]

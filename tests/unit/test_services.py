@@ -65,6 +65,26 @@ def test_the_database_of_a_server_stays_the_same_until_another_is_named(tmp_path
     assert server.read()["port"] == port
 
 
+def test_a_server_for_other_machines_needs_a_password_which_is_written_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Services(tmp_path)
+    place.folder.mkdir()
+    place.server = server = Started(place.folder)
+    for host in ("0.0.0.0", "192.0.2.7", "::"):
+        with pytest.raises(ConfigError, match=f"--host {host} lets other machines in.*AUTH_STRING=USER"):
+            services._start_server(place, host, None, None)
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", f"dapo:{PASSWORD}")
+    services._start_server(place, "0.0.0.0", None, None)
+    [(command, environment)] = server.commands
+    assert environment["PREFECT_SERVER_API_AUTH_STRING"] == f"dapo:{PASSWORD}"
+    assert PASSWORD not in "".join(command) + server.record_path.read_text()
+    monkeypatch.delenv("PREFECT_API_AUTH_STRING")
+    with pytest.raises(ConfigError, match="lets other machines in"):
+        services._start_server(place, None, None, None)  # at the last host, which needs it again
+    services._start_server(place, "127.0.0.1", None, None)
+
+
 def test_a_server_gets_another_port_when_its_own_is_taken() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
