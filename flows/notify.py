@@ -23,6 +23,7 @@ from eval.client import LOOPBACK
 from eval.pages import points
 from eval.report import REPORT_PAGE
 from flows.config import WebhookConfig, is_http_address, load_config
+from redaction import redacted
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.run import Run
 
@@ -90,7 +91,7 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
         # Requests to this machine go past any proxy in the environment.
         with (
             httpx.Client(timeout=webhook.timeout_seconds, trust_env=host not in LOOPBACK) as client,
-            client.stream("POST", url, json=payload) as answer,
+            client.stream("POST", url, json=redacted(payload)) as answer,
         ):
             status = answer.status_code
     except (httpx.TransportError, httpx.InvalidURL) as error:
