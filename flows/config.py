@@ -70,7 +70,7 @@ def resolve_config(tree: dict[str, Any]) -> Config:
 
 
 def is_http_address(text: str) -> bool:
-    """Whether the text is an http or https address with a host."""
+    """True if the text is an http or https address with a host."""
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0

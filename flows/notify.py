@@ -88,7 +88,7 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
             return False
     host = urlsplit(url).hostname
     try:
-        # A proxy from the environment must not stand between us and this machine.
+        # Requests to this machine go past any proxy in the environment.
         with (
             httpx.Client(timeout=webhook.timeout_seconds, trust_env=host not in LOOPBACK) as client,
             client.stream("POST", url, json=redacted(payload)) as answer,
