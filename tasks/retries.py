@@ -1,4 +1,4 @@
-"""Which errors a second attempt can mend, when it begins, and what a command that ends with an error says."""
+"""Which errors are worth another attempt, when it begins, and what a failed command reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_DELAYS_SECONDS = [10.0, 20.0, 40.0]
 MAX_REASON_CHARS = 500
-# The next attempt would find the same file or our own mistake. Our own classes have an attribute `is_lasting`.
+# The next attempt would find the same file or bug. Classes of this project have an attribute `is_lasting`.
 LASTING_ERRORS = (
     FileNotFoundError,
     IsADirectoryError,
