@@ -1,4 +1,4 @@
-"""Statistics of evaluations: one value per item, exact tests and score intervals. Standard library and numpy only."""
+"""Exact tests and score intervals over items. Standard library and numpy only."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def sign_flip_test(changes: Sequence[int]) -> PValues:
 
 @dataclass(frozen=True)
 class PairedChange:
-    """The mean change of an accuracy over `n` items; the interval contains zero exactly when p is at least 0.05."""
+    """The mean change of an accuracy over `n` items; the interval contains zero exactly if p is at least 0.05."""
 
     n: int
     difference: float
@@ -133,8 +133,8 @@ def _score_interval(values: Sequence[float], low: float, high: float, num_sample
     """The means that a score test does not reject, for any distribution over the values seen and `low` and `high`.
 
     A mean is rejected if it is further from that of the values, less half a response, than 1.96 standard errors
-    under the likeliest distribution with this mean. That distribution gives each value a weight proportional to
-    1 / (1 + tilt * (value - low)) (empirical likelihood, Owen 1988), so one bisection over the tilt finds the bound.
+    under the likeliest distribution with this mean. That distribution weights each value seen by
+    1 / (1 + tilt * (value - low)) (empirical likelihood, Owen 1988), so one bisection over the tilt finds a bound.
     """
     distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)
     correction = 1 / (2 * num_samples)
