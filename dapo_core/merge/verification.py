@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dapo_core.digests import Part, file_parts
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import Source, values_in_order
+from dapo_core.merge.sources import Source
 from dapo_core.merge.writer import OutputTensor
 from dapo_core.model_folder import MERGE_MANIFEST
 from dapo_core.parameter_names import file_pieces, sample_of, tied_names
@@ -59,22 +61,29 @@ def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], 
         )
 
 
-def require_equal(source: Source, name: str, other: str) -> None:
-    """Raise CheckpointError when tied tensors differ: only one of them is kept."""
-    import torch
+def require_equal(tied: Mapping[str, str], digests: Mapping[str, str], label: str) -> None:
+    """Raise CheckpointError when tied tensors have other digests than those kept: only one of them is stored.
 
-    def values(stored_name: str) -> Iterator[torch.Tensor]:
-        for block in source.blocks(stored_name):
-            for part in values_in_order(block, source.tensors[name].dtype):
-                yield part.view(torch.uint8)
+    Those without a digest share their place in the source.
+    """
+    for name, kept in tied.items():
+        if name in digests and digests[name] != digests[kept]:
+            raise CheckpointError(
+                f"{name} and {kept} of {label} differ, although config.json declares them tied; set "
+                "tie_word_embeddings to false in the checkpoint's config.json to keep both"
+            )
 
-    pairs = zip(values(name), values(other), strict=True)
-    if source.tensors[name] == source.tensors[other] and all(torch.equal(*pair) for pair in pairs):
-        return
-    raise CheckpointError(
-        f"{name} and {other} of {source.label} differ, although config.json declares them tied; set "
-        "tie_word_embeddings to false in the checkpoint's config.json to keep both"
-    )
+
+def require_on_disk(folder: Path, parts: Mapping[str, Sequence[Part]]) -> None:
+    """Raise CheckpointError unless the files hold what was written, read from the disk and not from memory."""
+    for name, written in parts.items():
+        path = folder / name
+        with path.open("rb") as file:
+            os.posix_fadvise(
+                file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
+            )  # of a file that is synced: drops its pages
+        if file_parts(path, [size for size, _ in written]) != list(written):
+            raise CheckpointError(f"{name} on the disk differs from what was written; is the disk sound?")
 
 
 def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]) -> dict[str, Any]:
@@ -128,14 +137,19 @@ def _build(model_files: Path) -> nn.Module:
 
 def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
     """The model with the source's values, rounded to their merged dtype, copied tensor by tensor."""
+
+    import torch
+
     tied = tied_names(model)
     for name, tensor in model.state_dict().items():
         if name in tied:
             continue
         for piece in file_pieces(name, tensor.shape, source.tensors):
             target, first = piece.view(tensor).view(-1), 0
+            stored = source.tensors[piece.file_name].dtype
             for block in source.blocks(piece.file_name):
-                for values in values_in_order(block, dtypes[piece.file_name]):
-                    target[first : first + values.numel()] = values.clone()
+                for part in block.read():
+                    values = torch.frombuffer(part, dtype=stored).to(dtypes[piece.file_name])
+                    target[first : first + values.numel()] = values
                     first += values.numel()
     return model

@@ -13,13 +13,14 @@ import json
 import logging
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dapo_core.checkpoint.archive import read_records
 from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import StoredTensor
+from dapo_core.merge.sources import Block, StoredTensor
 from dapo_core.parameter_names import FilePiece, expert_pieces
 
 if TYPE_CHECKING:
@@ -64,12 +65,13 @@ class VerlSource:
         self._fsdp_version = _fsdp_version(self._folders, self._num_ranks)
         self.model_files = _model_files(self._folders)
         rank, path = min(self._paths.items())
-        first = _load(path)
-        self._ranks = self._complete_replica(_mesh_rows(first, self._num_ranks, path))
-        self._shards = [first if other == rank else _load(self._paths[other]) for other in self._ranks]
-        self.tensors = {name: _stored(tensor) for name, tensor in self._shards[0].items()}
+        first = _Shard(path)
+        rows = first.mesh_rows(self._num_ranks)
+        self._ranks = self._complete_replica(rows)
+        self._shards = [first if other == rank else _Shard(self._paths[other]) for other in self._ranks]
+        self.tensors = {name: _stored(tensor) for name, tensor in self._shards[0].state.items()}
         for position, shard in enumerate(self._shards):
-            if problem := self._misfit(shard, position):
+            if problem := self._misfit(shard, rows, position):
                 raise CheckpointError(
                     f"{self._paths[self._ranks[position]]} does not belong to the other shards: {problem}; copy "
                     "it again from the node that wrote it"
@@ -83,15 +85,11 @@ class VerlSource:
         pieces = expert_pieces(name, self.tensors[name].shape) if self._takes_experts_apart else []
         return pieces or [FilePiece(name)]
 
-    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+    def blocks(self, name: str) -> list[Block]:
         """Each rank's rows; a tensor that every rank holds whole is read once."""
-        for shard in self._shards:
-            tensor = shard[name]
-            if _placement(tensor) is None:
-                yield _local(tensor)
-                return
-            if _local(tensor).numel():
-                yield _local(tensor)
+        shards = self._shards[:1] if _placement(self._shards[0].state[name]) is None else self._shards
+        blocks = [shard.block(name) for shard in shards]
+        return [block for block in blocks if block.num_bytes]
 
     def describe(self) -> dict[str, Any]:
         """The training step is taken from the folder's name."""
@@ -112,12 +110,14 @@ class VerlSource:
             + "; copy it from the node that wrote it, or name that node's folder as a further source"
         )
 
-    def _misfit(self, shard: Mapping[str, Any], position: int) -> str | None:
+    def _misfit(self, shard: _Shard, rows: list[list[int]], position: int) -> str | None:
         """Why the shard is not the part of the model at `position` of its replica; None if it is."""
-        if shard.keys() != self.tensors.keys():
-            other = sorted(shard.keys() ^ self.tensors.keys())
+        if (other_rows := shard.mesh_rows(self._num_ranks)) != rows:
+            return f"its ranks were {other_rows}, those of the first {rows}"
+        if shard.state.keys() != self.tensors.keys():
+            other = sorted(shard.state.keys() ^ self.tensors.keys())
             return f"it and the first differ in {len(other)} names, such as {other[0]}"
-        for name, tensor in shard.items():
+        for name, tensor in shard.state.items():
             found, expected = _stored(tensor), self.tensors[name]
             if found != expected:
                 return f"its {name} is part of {found.shape} {found.dtype}, not {expected.shape} {expected.dtype}"
@@ -128,6 +128,68 @@ class VerlSource:
             if coordinate not in (None, position):
                 return f"the rank that wrote it had part {coordinate}, not {position}"
         return None
+
+
+class _Shard:
+    """The file of one rank: its state dict on the meta device, and where the values lie."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError when the file is torn, unsafe to load or no state dict of tensors."""
+        self.path = path
+        with path.open("rb") as file:
+            records = read_records(file, str(path)).values()
+        self._records = {record.offset: record for record in records}
+        self.state = _load(path)
+        places: dict[int, set[tuple[int, int]]] = {}
+        for name in self.state:
+            start, *place = self._place(name)
+            places.setdefault(start, set()).add((place[0], place[1]))
+        # A record with one place is checked while that is read.
+        self._is_checked = {start: len(places.get(start, ())) != 1 for start in self._records}
+        for start, record in self._records.items():
+            if self._is_checked[start]:
+                end = start + record.num_bytes
+                for _ in Block(path, start, record.num_bytes, start, end, record.crc32).read():
+                    pass
+
+    def block(self, name: str) -> Block:
+        """The rank's part of a tensor."""
+        start, offset, num_bytes = self._place(name)
+        record = self._records[start]
+        checksum = None if self._is_checked[start] else record.crc32
+        return Block(self.path, offset, num_bytes, start, start + record.num_bytes, checksum)
+
+    def mesh_rows(self, num_ranks: int) -> list[list[int]]:
+        """The ranks of each replica, in the order of their rows."""
+        mesh = next((tensor.device_mesh for tensor in self.state.values() if hasattr(tensor, "device_mesh")), None)
+        if mesh is None:
+            raise CheckpointError(
+                f"{self.path} holds no DTensor, so it is unknown how its {len(self.state)} tensors were sharded; "
+                "write it again with verl 0.3 or later, which gives FSDP a device mesh"
+            )
+        names, ranks, num_shards = _mesh_state(mesh)
+        if names not in _MESHES or len(ranks) != num_ranks:
+            raise CheckpointError(
+                f"{self.path} was written on a mesh {names} of {len(ranks)} ranks, and can be merged from "
+                f"{' or '.join(map(str, _MESHES))} with all {num_ranks} ranks; tensor parallelism is not supported"
+            )
+        return [list(ranks[first : first + num_shards]) for first in range(0, num_ranks, num_shards)]
+
+    def _place(self, name: str) -> tuple[int, int, int]:
+        """Where in the file the record and the values of a tensor begin, and the bytes of the values."""
+        local = _local(self.state[name])
+        # torch has no public way to ask where a tensor of a file is. None before torch 2.7.
+        start = getattr(local.untyped_storage(), "_checkpoint_offset", None)
+        offset = int(local.storage_offset()) * local.itemsize
+        if not local.numel():
+            return min(self._records), min(self._records), 0
+        if start not in self._records or not local.is_contiguous():
+            raise CheckpointError(f"{self.path}: {name} is not stored row by row; merge with torch 2.7 or later")
+        if offset + local.nbytes > self._records[start].num_bytes:
+            raise CheckpointError(
+                f"{self.path} holds too few bytes for {name} {tuple(local.shape)}; copy it again"
+            )
+        return start, start + offset, local.nbytes
 
 
 def _by_rank(paths: Sequence[Path]) -> dict[int, Path]:
@@ -180,22 +242,22 @@ def _model_files(folders: Sequence[Path]) -> Path:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The rank's state dict; values are mapped, and read when they are used."""
+    """The rank's state dict without its values."""
     import torch
     import torch.distributed.tensor  # registers the parts of a DTensor as safe to load
 
     # It warns of every mesh that is loaded without process groups; only the mesh's shape is needed.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        state = torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is refused: it holds more than tensors, and loading that could run code ({_reason(error)}); "
             "write it again with verl's FSDP workers on torch 2.6 or later"
         ) from error
-    except (RuntimeError, ValueError, OSError, EOFError, KeyError, AttributeError) as error:
+    except (RuntimeError, ValueError, OSError, EOFError, KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({_reason(error)}): it is truncated, or of another version of torch than "
+            f"{path} cannot be read ({_reason(error)}): it is damaged, or of another version of torch than "
             f"{torch.__version__}; copy it again from the node that wrote it"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
@@ -214,28 +276,16 @@ def _reason(error: BaseException) -> str:
     return (telling or lines or [type(error).__name__])[0][:200]
 
 
-def _mesh_rows(state: Mapping[str, Any], num_ranks: int, path: Path) -> list[list[int]]:
-    """The ranks of each replica, in the order of their rows."""
-    mesh = next((tensor.device_mesh for tensor in state.values() if hasattr(tensor, "device_mesh")), None)
-    if mesh is None:
-        raise CheckpointError(
-            f"{path} holds no DTensor, so it is unknown how its {len(state)} tensors were sharded; write it again "
-            "with verl 0.3 or later, which gives FSDP a device mesh"
-        )
-    names, ranks = _mesh_state(mesh)
-    if names not in _MESHES or ranks.numel() != num_ranks:
-        raise CheckpointError(
-            f"{path} was written on a mesh {names} of {ranks.numel()} ranks, and can be merged from "
-            f"{' or '.join(map(str, _MESHES))} with all {num_ranks} ranks; tensor parallelism is not supported"
-        )
-    return ranks.reshape(-1, ranks.shape[-1]).tolist()
+def _mesh_state(mesh: Any) -> tuple[tuple[str, ...] | None, tuple[int, ...], int]:
+    """Dimension names, all ranks, and size of the last dimension of a mesh that was loaded without values.
 
-
-def _mesh_state(mesh: Any) -> tuple[tuple[str, ...] | None, torch.Tensor]:
-    """Dimension names and ranks of a mesh; an earlier torch than 2.9 pickled both as attributes."""
+    Its pickled state is all there is, which torch 2.9 renamed; test_merge_verl.py has both forms.
+    """
     state = vars(mesh)
-    names, ranks = (state[name] if name in state else getattr(mesh, name) for name in ("mesh_dim_names", "mesh"))
-    return tuple(names) if names else None, ranks
+    if "mesh_dim_names" in state:
+        return tuple(state["mesh_dim_names"]), state["_flatten_mesh_list"], state["mesh"].shape[-1]
+    names = mesh.mesh_dim_names
+    return tuple(names) if names else None, state["_flatten_rank_map"], mesh.shape[-1]
 
 
 def _placement(tensor: Any) -> Any:
