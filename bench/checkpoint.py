@@ -1,4 +1,4 @@
-"""Measures what digests cost a checkpoint: the same state saved with and without them, in turns, in one process."""
+"""Measures what digests cost a checkpoint: one state saved with and without them, in turns, in one process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main() -> None:
     without, with_digests = seconds.values()
     ratios = [b / a for a, b in zip(without, with_digests, strict=True)]
     print(
-        f"ratio: {statistics.median(ratios):.3f} (median of rounds), {min(with_digests) / min(without):.3f} (least); "
+        f"ratio {statistics.median(ratios):.3f}, of the least {min(with_digests) / min(without):.3f}; "
         f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
     )
 

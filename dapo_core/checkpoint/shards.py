@@ -190,7 +190,7 @@ class _Writer(FileSystemWriter):
                 cause = cause.__context__
             raise cause or error from None
         digests = self._files.digests
-        written = [
+        written: list[WriteResult] = [
             _Written(**vars(result), digest=digests[result.storage_data.relative_path][result.storage_data.offset])
             for result in results
         ]
