@@ -88,6 +88,13 @@ def accuracy_of(metrics: Mapping[str, float]) -> float | None:
     return accuracy if accuracy is not None and math.isfinite(accuracy) else None
 
 
+def refuse_links(folder: Path) -> None:
+    """Raise CheckpointError for a symbolic link below the folder: the file that it names may lie outside."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a symbolic link, which is not followed; copy the file itself")
+
+
 def partial_path(path: Path) -> Path:
     """A temporary name beside the path; unique, since a killed attempt's ranks may still write to its own."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")

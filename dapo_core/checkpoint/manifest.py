@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dapo_core.checkpoint.archive import read_records
-from dapo_core.checkpoint.folder import latest_checkpoint, step_folder
+from dapo_core.checkpoint.folder import latest_checkpoint, refuse_links, step_folder
 from dapo_core.checkpoint.metadata import read_metadata
 from dapo_core.checkpoint.state import read_state
 from dapo_core.digests import Part, file_parts
@@ -90,9 +90,7 @@ def require_files(checkpoint: Path, with_shards: bool) -> Manifest | None:
 
     Shards count only `with_shards`. Links are refused, since what they name may lie outside.
     """
-    for path in sorted(checkpoint.rglob("*")):
-        if path.is_symlink():
-            raise CheckpointError(f"{path} is a symbolic link, which is not followed; copy the file itself")
+    refuse_links(checkpoint)
     manifest = read_manifest(checkpoint)
     if manifest is None:
         logger.warning("%s has no %s, so damage to its files goes unnoticed", checkpoint, MANIFEST_FILE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import Source
 from dapo_core.merge.writer import OutputTensor
 from dapo_core.model_folder import MERGE_MANIFEST
-from dapo_core.parameter_names import file_pieces, sample_of, tied_names
+from dapo_core.parameter_names import expert_pieces, file_pieces, sample_of, tied_names
 
 if TYPE_CHECKING:
     import torch
@@ -52,13 +53,19 @@ def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], 
             f"{sample_of(missing)} are missing, {sample_of(unexpected)} are not the architecture's; adapters must "
             "be merged into the model before, and another version of transformers may have named them"
         )
-    wrong = [name for name, shape in expected.items() if outputs[name].shape != shape]
+    wrong = [name for name, shape in expected.items() if not _fits(outputs[name], shape)]
     if wrong:
         name = wrong[0]
         raise CheckpointError(
             f"{name} in {label} is {outputs[name].shape}, {type(model).__name__} needs {expected[name]} ("
             f"{len(wrong)} such tensors): config.json and shards belong to different models"
         )
+
+
+def _fits(output: OutputTensor, shape: tuple[int, ...]) -> bool:
+    """Whether transformers takes the tensor for a parameter; it turns fused experts where it must."""
+    is_turnable = bool(expert_pieces(output.name, shape)) and output.shape == (shape[0], shape[2], shape[1])
+    return output.shape == shape or is_turnable
 
 
 def require_equal(tied: Mapping[str, str], digests: Mapping[str, str], label: str) -> None:
@@ -145,11 +152,13 @@ def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -
         if name in tied:
             continue
         for piece in file_pieces(name, tensor.shape, source.tensors):
-            target, first = piece.view(tensor).view(-1), 0
-            stored = source.tensors[piece.file_name].dtype
+            target, first, stored = piece.view(tensor), 0, source.tensors[piece.file_name]
+            values = torch.empty(prod(stored.shape), dtype=target.dtype)
             for block in source.blocks(piece.file_name):
                 for part in block.read():
-                    values = torch.frombuffer(part, dtype=stored).to(dtypes[piece.file_name])
-                    target[first : first + values.numel()] = values
-                    first += values.numel()
+                    read = torch.frombuffer(part, dtype=stored.dtype).to(dtypes[piece.file_name])
+                    values[first : first + read.numel()] = read
+                    first += read.numel()
+            whole = values.view(stored.shape)
+            target.copy_(whole if whole.shape == target.shape else whole.transpose(-1, -2))
     return model

@@ -15,10 +15,10 @@ import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dapo_core.checkpoint.archive import read_records
-from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER
+from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER, refuse_links
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import Block, StoredTensor
 from dapo_core.parameter_names import FilePiece, expert_pieces
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 _SHARD = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
+FUSED_NAME = "experts.gate_up_proj"
+_STEP = re.compile(r"global_step_\d+")
 _MESHES = (("fsdp",), ("ddp", "fsdp"))
 FSDP_CONFIG_FILE = "fsdp_config.json"
 
@@ -62,6 +64,9 @@ class VerlSource:
         self.label = str(paths[0].parent)
         self._num_ranks, _ = _world_size_and_rank(paths[0])
         self._folders = sorted({path.parent for path in paths})
+        for folder in self._folders:
+            refuse_links(folder)
+        self._step = _step(self._folders)
         self._fsdp_version = _fsdp_version(self._folders, self._num_ranks)
         self.model_files = _model_files(self._folders)
         rank, path = min(self._paths.items())
@@ -76,14 +81,20 @@ class VerlSource:
                     f"{self._paths[self._ranks[position]]} does not belong to the other shards: {problem}; copy "
                     "it again from the node that wrote it"
                 )
-        self._takes_experts_apart = any(expert_pieces(name, it.shape) for name, it in self.tensors.items()) and (
-            _files_hold_single_experts(self.model_files)
-        )
+        has_experts = any(expert_pieces(name, it.shape) for name, it in self.tensors.items())
+        self._experts = _experts_in_files(self.model_files) if has_experts else None
 
     def pieces(self, name: str) -> list[FilePiece]:
         """The tensor itself, or each expert's matrices where published files of the architecture hold those."""
-        pieces = expert_pieces(name, self.tensors[name].shape) if self._takes_experts_apart else []
-        return pieces or [FilePiece(name)]
+        shape = self.tensors[name].shape
+        experts = expert_pieces(name, shape)
+        if not experts or self._experts is None:
+            return [FilePiece(name)]
+        if self._experts == "single":
+            return experts
+        # Files have [E, H, 2I] and [E, I, H], as transformers 4 does in memory. Transformers 5 has the reverse.
+        hidden_dimension = 1 if name.endswith(FUSED_NAME) else 2
+        return [FilePiece(name, is_turned=shape[hidden_dimension] != self._experts)]
 
     def blocks(self, name: str) -> list[Block]:
         """Each rank's rows; a tensor that every rank holds whole is read once."""
@@ -93,8 +104,12 @@ class VerlSource:
 
     def describe(self) -> dict[str, Any]:
         """The training step is taken from the folder's name."""
-        step = next((part for part in reversed(self._folders[0].parts) if part.startswith("global_step_")), None)
-        return {"format": "verl", "name": step, "shards": len(self._ranks), "fsdp_version": self._fsdp_version}
+        return {
+            "format": "verl",
+            "name": self._step,
+            "shards": len(self._ranks),
+            "fsdp_version": self._fsdp_version,
+        }
 
     def _complete_replica(self, rows: list[list[int]]) -> list[int]:
         """The ranks of the first replica with all its files."""
@@ -213,6 +228,20 @@ def _world_size_and_rank(path: Path) -> tuple[int, int]:
     return int(world_size), int(rank)
 
 
+def _step(folders: Sequence[Path]) -> str | None:
+    """The name global_step_N in the folders' paths; raises CheckpointError when they are of several steps."""
+    found = {
+        folder: next((part for part in reversed(folder.resolve().parts) if _STEP.fullmatch(part)), None)
+        for folder in folders
+    }
+    steps = sorted({step for step in found.values() if step is not None})
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"{' and '.join(map(str, folders))} are of {' and '.join(steps)}; name the folders of one step"
+        )
+    return steps[0] if steps else None
+
+
 def _fsdp_version(folders: Sequence[Path], num_ranks: int) -> int | None:
     """FSDP's version from fsdp_config.json; raises CheckpointError when that is of another training."""
     for path in (folder / FSDP_CONFIG_FILE for folder in folders):
@@ -327,27 +356,31 @@ def _coordinate(tensor: Any) -> int | None:
     return coordinate[-1] if coordinate else None
 
 
-def _files_hold_single_experts(model_files: Path) -> bool:
-    """Whether published files of the architecture hold each expert's matrices, which transformers fuses."""
+def _experts_in_files(model_files: Path) -> Literal["single"] | int | None:
+    """How published files of the architecture hold experts, which transformers fuses.
+
+    "single": each expert's matrices; the hidden size: fused, with rows and columns swapped; None: as transformers.
+    """
     import transformers
 
     try:
+        # transformers has no public way to ask for this; test_merge_verl.py fails when it moves.
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     except ImportError as error:
         raise CheckpointError(
             f"the shards hold fused experts, as transformers 5 has them, and {transformers.__version__} is "
             "installed; merge with the version that trained"
         ) from error
-    model_type = json.loads((model_files / "config.json").read_text(encoding="utf-8")).get("model_type")
-    fused = [
-        rule
-        for rule in get_checkpoint_conversion_mapping(model_type) or ()
-        if any(target.endswith("experts.gate_up_proj") for target in rule.target_patterns)
-    ]
+    config = json.loads((model_files / "config.json").read_text(encoding="utf-8"))
+    rules = get_checkpoint_conversion_mapping(config.get("model_type")) or ()
+    fused = [rule for rule in rules if any(target.endswith(FUSED_NAME) for target in rule.target_patterns)]
     sources = [pattern for rule in fused for pattern in rule.source_patterns]
-    if sources and not all(pattern.endswith((".gate_proj.weight", ".up_proj.weight")) for pattern in sources):
-        raise CheckpointError(
-            f"files of {model_type} name experts {' and '.join(sources)}, which cannot be written yet; "
-            "merge an architecture such as Qwen3-MoE"
-        )
-    return bool(sources)
+    if all(pattern.endswith(FUSED_NAME) for pattern in sources):  # as in the files of Qwen3-VL-MoE
+        is_turned = any(type(operation).__name__ == "Transpose" for rule in fused for operation in rule.operations)
+        return config.get("text_config", config)["hidden_size"] if is_turned else None
+    if all(pattern.endswith((".gate_proj.weight", ".up_proj.weight")) for pattern in sources):
+        return "single"
+    raise CheckpointError(
+        f"files of {config.get('model_type')} name experts {' and '.join(sources)}, which cannot be written yet; "
+        "merge an architecture such as Qwen3-MoE or Qwen3-VL-MoE"
+    )

@@ -278,6 +278,8 @@ class _Values:
         stored_dtype = source.tensors[output.stored_name].dtype
         self._dtypes = None if stored_dtype == output.dtype else (stored_dtype, output.dtype)
         self._parts = self._read(source.blocks(output.stored_name))
+        if output.piece.is_turned:
+            self._parts = _turned(self._parts, source.tensors[output.stored_name].shape, output.dtype)
         self._rest = memoryview(b"")
 
     def take(self, num_bytes: int) -> Iterator[memoryview]:
@@ -301,6 +303,23 @@ class _Values:
                     yield torch.frombuffer(part, dtype=stored).to(dtype).view(torch.uint8).numpy().data
                 else:
                     yield part
+
+
+def _turned(parts: Iterator[memoryview], shape: Sequence[int], dtype: torch.dtype) -> Iterator[memoryview]:
+    """The values of matrices [..., rows, columns] with rows and columns swapped; takes the memory of two."""
+    import torch
+
+    num_bytes = shape[-2] * shape[-1] * dtype.itemsize
+    matrix = bytearray()
+    for part in parts:
+        while part:
+            count = min(num_bytes - len(matrix), len(part))
+            matrix += part[:count]
+            part = part[count:]
+            if len(matrix) == num_bytes:
+                turned = torch.frombuffer(matrix, dtype=dtype).view(*shape[-2:]).t().contiguous()
+                yield turned.view(-1).view(torch.uint8).numpy().data
+                matrix = bytearray()
 
 
 def _write(descriptor: int, content: memoryview, offset: int) -> None:

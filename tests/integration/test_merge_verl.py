@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch.distributed.tensor
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from transformers import AutoModelForCausalLM
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.run import merge_checkpoint
@@ -156,6 +158,29 @@ def _poison(state: dict[str, Any]) -> None:
     state["model.norm.weight"] = Harmful()
 
 
+def _rewrite(compression: int) -> Callable[[Path], None]:
+    """With the same records, compressed or not."""
+
+    def damage(actor: Path) -> None:
+        path = _shard(actor)
+        with zipfile.ZipFile(path) as archive:
+            records = {info.filename: archive.read(info) for info in archive.infolist()}
+        with zipfile.ZipFile(path, "w", compression) as archive:
+            for name, content in records.items():
+                archive.writestr(name, content)
+
+    return damage
+
+
+def _flip_value(actor: Path) -> None:
+    """A bit of a tensor, which the record's CRC32 covers."""
+    with zipfile.ZipFile(_shard(actor)) as archive:
+        info = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
+    content = bytearray(_shard(actor).read_bytes())
+    content[info.header_offset + 200] ^= 1
+    _shard(actor).write_bytes(content)
+
+
 def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
     def damage(actor: Path) -> None:
         content = json.loads((actor / name).read_text())
@@ -172,6 +197,17 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
             r"shard model_world_size_3_rank_1\.pt of 3 is missing in \S+/actor; cop",
         ),
         (_truncate, r"rank_1\.pt is no whole archive of torch\.save \(File is not a zip file\); copy it again"),
+        (
+            _rewrite(zipfile.ZIP_DEFLATED),
+            r"rank_1\.pt has compressed records, [\d,]+ bytes in [\d,]+, which torch",
+        ),
+        (_flip_value, r"rank_1\.pt is damaged or of another checkpoint: bytes [\d,]+ to [\d,]+ do not have"),
+        (
+            lambda actor: (
+                _shard(actor).rename(actor.parent / "s") and _shard(actor).symlink_to(actor.parent / "s")
+            ),
+            r"rank_1\.pt is a symbolic link, which is not followed; copy the file itself",
+        ),
         (_other_size, r"rank_3\.pt and \S+rank_0\.pt were written by trainings of 4 and 3 ranks"),
         (_swap, r"rank_1\.pt does not belong to the other shards: .*part 0, not 1; copy it again"),
         (
@@ -221,7 +257,7 @@ def test_a_damaged_shard_is_named_before_anything_is_written(
     damage(tmp_path / "actor")
     with pytest.raises(CheckpointError, match=message):
         merge_checkpoint([tmp_path / "actor"], tmp_path / "merged")
-    assert [path.name for path in tmp_path.iterdir()] == ["actor"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"actor", "s"}
 
 
 def test_tied_tensors_that_differ_are_not_dropped(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
@@ -327,3 +363,87 @@ def test_a_mesh_as_older_torch_pickled_it_is_understood(placed: Path) -> None:
 def test_what_fsdp_does_not_write_is_refused(placed: Path, name: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         VerlSource(find_shards([placed / name]))
+
+
+def _vision_moe() -> Any:
+    """A tiny Qwen3-VL-MoE, whose published files hold fused experts."""
+    text = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    config = Qwen3VLMoeConfig(
+        text_config=text,
+        vision_config=vision,
+        architectures=["Qwen3VLMoeForConditionalGeneration"],
+        dtype="float32",
+    )
+    return Qwen3VLMoeForConditionalGeneration(config)
+
+
+def _write_rows(actor: Path, state: dict[str, torch.Tensor]) -> None:
+    """The state as two ranks of verl write it, without starting them."""
+    for rank in range(2):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("fsdp",))
+        shards = {}
+        for name, tensor in state.items():
+            parts = [*tensor.chunk(2), tensor[:0]]
+            shards[name] = DTensor.from_local(
+                parts[rank].clone(), mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+        torch.save(shards, actor / f"model_world_size_2_rank_{rank}.pt")
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("transformers_version", [4, 5])
+def test_fused_experts_keep_their_names_and_the_layout_of_published_files(
+    tmp_path: Path, transformers_version: int
+) -> None:
+    """transformers 4 has them in memory as in files, [E, H, 2I] and [E, I, H]; transformers 5 has rows first."""
+    model = _vision_moe()
+    model.config.save_pretrained(tmp_path / "actor" / "huggingface")
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    published = {
+        name: tensor.transpose(1, 2).contiguous() if name.endswith(("gate_up_proj", "down_proj")) else tensor
+        for name, tensor in state.items()
+    }
+    _write_rows(tmp_path / "actor", state if transformers_version == 5 else published)
+    merge_checkpoint([tmp_path], tmp_path / "merged", verify_logits=True)
+    merged = load_weights(tmp_path / "merged")
+    assert merged["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (3, 32, 48)
+    assert merged.keys() == published.keys()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in published.items())
+    model.save_pretrained(tmp_path / "transformers")
+    assert load_weights(tmp_path / "transformers").keys() == merged.keys()
+    loaded = Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "merged").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+def test_shards_of_two_steps_are_refused(folders: dict[Case, tuple[Path, Path]], tmp_path: Path) -> None:
+    _, step = folders[THREE]
+    shutil.copytree(step / "actor", tmp_path / "a" / "global_step_3" / "actor")
+    other = tmp_path / "b" / "global_step_4" / "actor"
+    other.mkdir(parents=True)
+    (tmp_path / "a" / "global_step_3" / "actor" / "model_world_size_3_rank_1.pt").rename(
+        other / "model_world_size_3_rank_1.pt"
+    )
+    with pytest.raises(CheckpointError, match=r"are of global_step_3 and global_step_4; name the folders of one"):
+        merge_checkpoint([tmp_path / "a" / "global_step_3", other], tmp_path / "merged")
