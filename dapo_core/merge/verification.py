@@ -102,7 +102,7 @@ def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]
     import torch
 
     merged, report = type(empty_model(folder)).from_pretrained(  # type: ignore[attr-defined]
-        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True, trust_remote_code=False
     )
     wrong = {what: names for what, names in report.items() if names}
     if wrong:
@@ -129,17 +129,25 @@ def _build(model_files: Path) -> nn.Module:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(str(model_files), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        config = transformers.AutoConfig.from_pretrained(
+            str(model_files), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the text may hold anything
         raise CheckpointError(f"config.json in {model_files} cannot be read by transformers: {error}") from error
-    name = (config.architectures or ["none"])[0]
-    model_class = getattr(transformers, name, None)
-    if model_class is None:
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names else names
+    model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise CheckpointError(
-            f"config.json in {model_files} names the architecture {name}, which transformers "
+            f"config.json in {model_files} names the architecture {name!r}, which transformers "
             f"{transformers.__version__} does not have; merge where the version that trained is installed"
         )
-    return model_class(config)
+    try:
+        return model_class(config)
+    except Exception as error:  # likewise
+        raise CheckpointError(
+            f"config.json in {model_files} does not describe a {name} that transformers can build: {error}"
+        ) from error
 
 
 def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -> nn.Module:

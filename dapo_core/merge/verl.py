@@ -371,13 +371,17 @@ def _experts_in_files(model_files: Path) -> Literal["single"] | int | None:
             f"the shards hold fused experts, as transformers 5 has them, and {transformers.__version__} is "
             "installed; merge with the version that trained"
         ) from error
-    config = json.loads((model_files / "config.json").read_text(encoding="utf-8"))
+    try:
+        config = json.loads((model_files / "config.json").read_text(encoding="utf-8"))
+        hidden_size = config.get("text_config", config).get("hidden_size")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"config.json in {model_files} cannot be read ({error!r})") from error
     rules = get_checkpoint_conversion_mapping(config.get("model_type")) or ()
     fused = [rule for rule in rules if any(target.endswith(FUSED_NAME) for target in rule.target_patterns)]
     sources = [pattern for rule in fused for pattern in rule.source_patterns]
     if all(pattern.endswith(FUSED_NAME) for pattern in sources):  # as in the files of Qwen3-VL-MoE
         is_turned = any(type(operation).__name__ == "Transpose" for rule in fused for operation in rule.operations)
-        return config.get("text_config", config)["hidden_size"] if is_turned else None
+        return hidden_size if is_turned else None
     if all(pattern.endswith((".gate_proj.weight", ".up_proj.weight")) for pattern in sources):
         return "single"
     raise CheckpointError(

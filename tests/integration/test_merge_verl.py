@@ -237,7 +237,20 @@ def _edit(name: str, **changes: Any) -> Callable[[Path], None]:
         ),  # 4 norms, 4 projections, the router, and 3 matrices of each of 5 experts
         (
             _edit("huggingface/config.json", architectures=["Foo"]),
-            r"names the architecture Foo, which transformers",
+            r"names the architecture 'Foo', which transformers",
+        ),
+        *(
+            (_edit("huggingface/config.json", architectures=names), r"config\.json in \S+ names the architecture ")
+            for names in ("", [3], 3, {}, ["AutoConfig"])
+        ),
+        (
+            _edit("huggingface/config.json", architectures=["GPT2LMHeadModel"]),
+            r"does not describe a GPT2LMHeadModel",
+        ),
+        (_edit("huggingface/config.json", hidden_size="x"), r"config\.json in \S+ cannot be read by transformers"),
+        (
+            lambda actor: (actor / "huggingface" / "config.json").write_text("{"),
+            r"config\.json in \S+ cannot be read",
         ),
         (
             lambda actor: shutil.rmtree(actor / "huggingface"),
