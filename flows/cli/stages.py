@@ -115,12 +115,12 @@ def merge(
     from dapo_core.merge.run import merge_checkpoint
     from flows.progress import bytes_progress
 
-    with bytes_progress("merge") as on_file:
-        sizes = merge_checkpoint(sources, target, dtype, max_shard_bytes, on_file, verify_logits, checkpoint)
+    with bytes_progress("merge") as on_bytes:
+        sizes = merge_checkpoint(sources, target, dtype, max_shard_bytes, on_bytes, verify_logits, checkpoint)
     typer.echo(
         f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, {sizes['bytes']:,} bytes "
-        f"in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}, read back and verified"
-        + (", logits equal" if verify_logits else "")
+        f"in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}"
+        + (", read back from the disk, logits equal" if verify_logits else "")
     )
 
 
