@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dapo_core.digests import file_digest
-from dapo_core.digests import content_part, digest_of
+from dapo_core.digests import content_part, digest_of, file_digest
 from tasks.artifacts import artifact as artifact_module
 from tasks.artifacts.artifact import Artifact, Output, StoreError
 from tasks.artifacts.stage_key import StageKey, package_versions
