@@ -18,10 +18,12 @@ from eval import EvaluationError
 from eval.answers.grading import GRADERS, Grader
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Dispatcher, Limits, Outcome, Request, run_in_thread
+from eval.identity import ModelChangedError, Weights
 from eval.problems.items import EvaluationSet, Item
 from eval.results import (
     GRADING_SETTINGS,
     RESULTS_FILE,
+    SERVED,
     SETTINGS_FILE,
     SUMMARY_FILE,
     Evaluation,
@@ -58,16 +60,19 @@ def evaluate(
 ) -> Summary:
     """Ask for each sample of each item and return the summary, which is also written beside the rows.
 
-    The endpoints serve one model and share the work. A directory with equal settings is continued: only missing
-    rows and failed requests are asked. If only the grader or the gold answers differ, its rows are graded again.
-    With other settings the evaluation starts over, and the old files move to `superseded-N/`. Raises
-    EvaluationError when more than `max_failed_ratio` of the requests failed; every finished row is kept for the
-    next attempt.
+    A problem that is on r rows of its file has r times `sampling.num_samples` samples. The endpoints serve one
+    model and share the work. A directory with equal settings is continued: only missing rows and failed requests
+    are asked. If only the grader or the gold answers differ, its rows are graded again. With other settings the
+    evaluation starts over, and the old files move to `superseded-N/`. Raises EvaluationError when more than
+    `max_failed_ratio` of the requests failed; every finished row is kept for the next attempt.
     """
     items = evaluation_set.items
     if not items or not endpoints:
         raise EvaluationError(f"{len(items)} items and {len(endpoints)} servers: nothing can be evaluated")
-    sampling = replace(sampling, stop=evaluation_set.template.stop)
+    num_samples = evaluation_set.num_repeats * sampling.num_samples
+    sampling = replace(sampling, stop=evaluation_set.template.stop, num_samples=num_samples)
+    if evaluation_set.num_repeats > 1:
+        _log_repeats(evaluation_set, sampling)
     settings = make_settings(
         items,
         endpoints[0],
@@ -84,9 +89,20 @@ def evaluate(
         missing = [Request(item, sample) for item, sample in wanted if (item.id, sample) not in rows]
         if missing:
             max_failed = int(max_failed_ratio * len(wanted))
-            dispatcher = Dispatcher(endpoints, sampling, limits or Limits())
+
+            def keep_weights(weights: Weights) -> None:
+                settings[SERVED] = weights.to_json()
+                write_json(output_dir / SETTINGS_FILE, settings)
+
+            weights = Weights.of(settings.get(SERVED))
+            dispatcher = Dispatcher(endpoints, sampling, limits or Limits(), weights, keep_weights)
             recorder = _Recorder(output_dir, grader, dispatcher, max_failed, on_progress)
-            run_in_thread(recorder.record(missing), dispatcher.stop)
+            try:
+                run_in_thread(recorder.record(missing), dispatcher.stop)
+            except ModelChangedError as error:
+                if error.is_late:
+                    _move_aside(output_dir, [str(error)])
+                raise
             rows = read_rows(output_dir)
             _refuse_failures(rows, dispatcher, endpoints, max_failed, len(wanted), output_dir)
         # Rows are appended as they finish; a finished file has the items' order.
@@ -96,6 +112,15 @@ def evaluate(
         write_json(output_dir / SUMMARY_FILE, asdict(summary))
     _log(summary)
     return summary
+
+
+def _log_repeats(evaluation_set: EvaluationSet, sampling: Sampling) -> None:
+    logger.info(
+        "%d problems on %d rows each: every problem is one item with %d samples",
+        len(evaluation_set.items), evaluation_set.num_repeats, sampling.num_samples,
+    )  # fmt: skip
+    if sampling.temperature == 0:
+        logger.warning("at temperature 0 the samples of an item are alike; set evaluate.temperature for avg@k")
 
 
 def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
@@ -111,6 +136,7 @@ def _resume(
 ) -> dict[RowKey, Row]:
     """The rows of an earlier attempt that can be kept; leaves the directory ready for more."""
     stored = read_settings(output_dir) or {}
+    served = stored.pop(SERVED, None)
     rows: dict[RowKey, Row] = {}
     if stored != {**settings, **{key: stored.get(key) for key in GRADING_SETTINGS}}:
         if stored or (output_dir / RESULTS_FILE).exists():
@@ -126,6 +152,8 @@ def _resume(
                 graded = threads.map(lambda row: regrade_row(row, grader, by_id[row.id]), rows.values())
                 rows = {row.key: row for row in graded}
         write_rows(output_dir, rows.values())  # without a torn last line: rows are appended
+    if rows:
+        settings[SERVED] = served
     write_json(output_dir / SETTINGS_FILE, settings)
     if rows:
         num_rows = settings["num_items"] * settings["sampling"]["num_samples"]
@@ -178,6 +206,7 @@ class _Recorder:
                 progress.advance(row.response_tokens)
 
             await self._dispatcher.run(requests, finish)
+            await self._dispatcher.check_at_end()
 
     def _append(self, row: Row, file: TextIO) -> None:
         file.write(row.to_line())
