@@ -74,9 +74,8 @@ class _Server:
     is_up: bool = True
     is_given_up: bool = False
     outage: str = ""  # why it was last unreachable
-    checked_at: float = (
-        0.0  # when its weights were last found to be the evaluation's; 0: never, or not since a failure
-    )
+    checked_at: float = 0.0  # when its weights were last found to be the evaluation's; 0 after a failure
+    has_answered: bool = False
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 

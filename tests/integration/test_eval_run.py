@@ -268,7 +268,7 @@ def test_letters_are_regraded_as_letters(
     assert evaluate(evaluation_set, endpoints, SAMPLING, tmp_path).accuracy == 1.0
     regraded = regrade(tmp_path)
     assert (regraded.summary.accuracy, regraded.verdicts, regraded.num_killed) == (1.0, {}, 0)
-    assert regraded.summary.settings["grader"] == "choice-letters/2"
+    assert regraded.summary.settings["grader"] == "choice-letters/3"
 
 
 def test_two_evaluations_do_not_write_to_one_folder(
