@@ -33,6 +33,10 @@ class Endpoint:
     model: str
     api_key: str | None = None
 
+    def __post_init__(self) -> None:
+        add_secret(self.api_key)
+        add_secret(urlsplit(self.base_url).password)
+
     def url(self, path: str) -> str:
         """URL of a path such as "chat/completions"."""
         return f"{self.base_url.rstrip('/').removesuffix('/v1')}/v1/{path}"
@@ -97,7 +101,6 @@ class Connection:
     """A kept-open connection for one request at a time. Use as an async context manager."""
 
     def __init__(self, endpoint: Endpoint, sampling: Sampling, timeout_seconds: float) -> None:
-        add_secret(endpoint.api_key)
         self.opened_at = 0.0  # when the server was last connected to, by time.monotonic
         self._endpoint = endpoint
         self._sampling = sampling

@@ -169,7 +169,7 @@ def _move_aside(output_dir: Path, reasons: Sequence[str]) -> None:
     for name in (RESULTS_FILE, SETTINGS_FILE, SUMMARY_FILE):
         if (output_dir / name).exists():
             (output_dir / name).rename(aside / name)
-    logger.warning("%s: starting over, the old results are in %s (%s)", output_dir, aside, "; ".join(reasons))
+    logger.warning("%s: the old results are now in %s (%s)", output_dir, aside, "; ".join(reasons))
 
 
 class _Recorder:

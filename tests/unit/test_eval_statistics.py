@@ -247,7 +247,7 @@ def test_stored_rows_with_the_same_prompt_are_samples_of_one_item(tmp_path: Path
     write_results(tmp_path / "before", "wwrr" * 3, items)
     write_results(tmp_path / "after", "rwrw" * 3, items)
     result = compare(tmp_path / "before", tmp_path / "after")
-    assert (result.n, result.num_samples, result.b, result.c, result.p) == (4, 3, 1, 1, 1.0)
+    assert (result.n, result.num_samples, result.b, result.c, result.p) == (4, 3, 1, 1, pytest.approx(1.0))
     write_results(tmp_path / "uneven", "wwrr" * 2 + "ww", items[:10])
     uneven = load_evaluation(tmp_path / "uneven")
     assert (len(uneven.items), uneven.num_samples, len(uneven.rows)) == (4, 2, 8)
