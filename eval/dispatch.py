@@ -87,7 +87,7 @@ class Dispatcher:
     back to the queue, and it has `outage_seconds` to return.
 
     Every answer is from the same weights: they are checked on each new connection and after each failure, before
-    the answer counts. The first ones found are passed to `on_weights`, unless `weights` names those to expect.
+    the answer counts. `weights` are those to expect; None for the first ones found.
     """
 
     def __init__(
@@ -96,13 +96,12 @@ class Dispatcher:
         sampling: Sampling,
         limits: Limits,
         weights: Weights | None = None,
-        on_weights: OnWeights = lambda weights: None,
     ) -> None:
         self._servers = [_Server(endpoint) for endpoint in endpoints]
         self._sampling = sampling
         self._limits = limits
         self._weights = weights
-        self._on_weights = on_weights
+        self._on_weights: OnWeights | None = None
         self._queue: deque[Request] = deque()
         self._num_open = 0
         # Beside cancelling: a task may lose a cancellation that arrives together with its answer.
@@ -129,11 +128,13 @@ class Dispatcher:
         for worker in self._workers:
             worker.cancel()
 
-    async def run(self, requests: Sequence[Request], finish: Finish) -> None:
+    async def run(self, requests: Sequence[Request], finish: Finish, on_weights: OnWeights | None = None) -> None:
         """Await `finish` with the outcome of each request; every call that began has ended when this returns.
 
-        Raises what `finish` raises, and stops then.
+        `on_weights` is called once, before the first outcome, if no weights were expected. Raises what `finish`
+        raises, and ModelChangedError when a server has other weights; stops then.
         """
+        self._on_weights = on_weights
         self._queue.extend(requests)
         self._num_open = len(requests)
         num_workers = min(self._limits.concurrency, len(requests))
@@ -197,9 +198,10 @@ class Dispatcher:
             url = server.endpoint.base_url
             if self._weights is None:
                 self._weights = weights
-                self._on_weights(weights)
+                if self._on_weights is not None:
+                    self._on_weights(weights)
                 if weights.logprobs is None:
-                    shown = f"its model folder {weights.root}" if weights.root else "nothing but the model's name"
+                    shown = f"its model folder {weights.root}" if weights.root else "the model's name"
                     logger.warning("%s gives no log-probs: %s is all that identifies its weights", url, shown)
             elif difference := self._weights.difference(weights):
                 raise ModelChangedError(

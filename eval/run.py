@@ -89,20 +89,8 @@ def evaluate(
         missing = [Request(item, sample) for item, sample in wanted if (item.id, sample) not in rows]
         if missing:
             max_failed = int(max_failed_ratio * len(wanted))
-
-            def keep_weights(weights: Weights) -> None:
-                settings[SERVED] = weights.to_json()
-                write_json(output_dir / SETTINGS_FILE, settings)
-
-            weights = Weights.of(settings.get(SERVED))
-            dispatcher = Dispatcher(endpoints, sampling, limits or Limits(), weights, keep_weights)
-            recorder = _Recorder(output_dir, grader, dispatcher, max_failed, on_progress)
-            try:
-                run_in_thread(recorder.record(missing), dispatcher.stop)
-            except ModelChangedError as error:
-                if error.is_late:
-                    _move_aside(output_dir, [str(error)])
-                raise
+            dispatcher = Dispatcher(endpoints, sampling, limits or Limits(), Weights.of(settings.get(SERVED)))
+            _Recorder(output_dir, settings, grader, dispatcher, max_failed, on_progress).ask(missing)
             rows = read_rows(output_dir)
             _refuse_failures(rows, dispatcher, endpoints, max_failed, len(wanted), output_dir)
         # Rows are appended as they finish; a finished file has the items' order.
@@ -178,12 +166,14 @@ class _Recorder:
     def __init__(
         self,
         output_dir: Path,
+        settings: dict[str, Any],
         grader: Grader,
         dispatcher: Dispatcher,
         max_failed: int,
         on_progress: OnProgress | None,
     ) -> None:
         self._output_dir = output_dir
+        self._settings = settings
         self._grader = grader
         self._dispatcher = dispatcher
         self._max_failed = max_failed
@@ -191,8 +181,19 @@ class _Recorder:
         self._num_failed = 0
         self._num_failed_in_a_row = 0
 
-    async def record(self, requests: Sequence[Request]) -> None:
-        """Run the requests and record each that ends, also when they are interrupted."""
+    def ask(self, requests: Sequence[Request]) -> None:
+        """Run the requests and record each that ends, also when they are interrupted.
+
+        Raises ModelChangedError, and moves every row aside if any may be another model's.
+        """
+        try:
+            run_in_thread(self._record(requests), self._dispatcher.stop)
+        except ModelChangedError as error:
+            if error.is_late:
+                _move_aside(self._output_dir, [str(error)])
+            raise
+
+    async def _record(self, requests: Sequence[Request]) -> None:
         with (
             (self._output_dir / RESULTS_FILE).open("a", encoding="utf-8") as file,
             ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads,
@@ -205,8 +206,12 @@ class _Recorder:
                 self._append(row, file)
                 progress.advance(row.response_tokens)
 
-            await self._dispatcher.run(requests, finish)
+            await self._dispatcher.run(requests, finish, self._keep_weights)
             await self._dispatcher.check_at_end()
+
+    def _keep_weights(self, weights: Weights) -> None:
+        self._settings[SERVED] = weights.to_json()
+        write_json(self._output_dir / SETTINGS_FILE, self._settings)
 
     def _append(self, row: Row, file: TextIO) -> None:
         file.write(row.to_line())
