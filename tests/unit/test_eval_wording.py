@@ -52,6 +52,9 @@ def test_notes_tell_what_makes_a_reader_careful() -> None:
         return any(text in note for note in notes(compare_evaluations(*sides)))
 
     assert has_note("same model", evaluation(ITEMS, AFTER), evaluation(ITEMS, AFTER[::-1]))
+    served = settings_of(ITEMS, served={"root": "m", "logprobs": None})
+    blind = Evaluation.of(served, make_rows(ITEMS, AFTER))
+    assert has_note("The servers gave no log-probs after training", evaluation(ITEMS, AFTER[::-1]), blind)
     first, *others = make_rows(ITEMS, "r" * 8)
     rows = [first, *(replace(row, aisbench_right=False) for row in others)]
     after = Evaluation.of(settings_of(ITEMS), rows)
