@@ -147,8 +147,8 @@ def notes(comparison: Comparison) -> list[str]:
     unproven = [name for name, side in sides.items() if NO_LOGPROBS in side.weights]
     if unproven:
         found.append(
-            f"The servers gave no log-probs {' and '.join(unproven)} training: only the folder or the name that they "
-            f"serve says that all answers of a side are of one model."
+            f"The servers gave no log-probs {' and '.join(unproven)} training: only the folder or the name that "
+            f"they serve says that all answers of a side are of one model."
         )
     aisbench = comparison.graders
     if aisbench.before == aisbench.after == 0 < max(comparison.before.accuracy, comparison.after.accuracy):
