@@ -52,10 +52,10 @@ class Weights:
         """How the other weights show that they are not these; None when they do not."""
         if self.root != other.root:
             return f"its model folder is {other.root}, not {self.root}"
-        if self.logprobs is None or other.logprobs is None:
-            if self.logprobs is other.logprobs:
-                return None
-            return "it gives log-probs where it gave none before, or none where it gave some"
+        if self.logprobs is None:
+            return None
+        if other.logprobs is None:
+            return "it gave log-probs of a fixed prompt before, and gives none now"
         distances = list(_distances(self.logprobs, other.logprobs))
         mean = sum(distances) / len(distances)
         if mean <= _TOLERANCE:
