@@ -44,6 +44,7 @@ def main() -> None:
     from dapo_core.errors import DapoError
     from eval import EvaluationError
     from flows.console import print_messages
+    from redaction import redact
     from tasks.retries import describe, exit_code_of
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also those of loading a model's weights
@@ -51,7 +52,7 @@ def main() -> None:
     try:
         app()
     except (DapoError, EvaluationError) as error:
-        typer.secho(describe(error), err=True, fg="red")
+        typer.secho(redact(describe(error)), err=True, fg="red")
         sys.exit(exit_code_of(error))
     finally:
         if "prefect" in sys.modules:  # skips the last garbage collection, which takes a second with Prefect loaded
