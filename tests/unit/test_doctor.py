@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
+import subprocess
 import threading
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -144,6 +146,29 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PREFECT_API_URL", URL)
     (finding,) = doctor.examine_server(tmp_path, ROOT, 0)
     assert (finding.status, finding.found) == (FAIL, f"{URL} does not answer")
+
+
+@pytest.mark.parametrize(
+    ("environment", "status", "found"),
+    [
+        ({}, WARN, "authentication is off (pid "),
+        ({"RAY_AUTH_MODE": "disabled"}, WARN, "runs code there"),
+        ({"RAY_AUTH_MODE": "token"}, OK, "1 running, with a token"),
+        (None, OK, "none running"),
+    ],
+)
+def test_a_ray_without_tokens_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str] | None, status: str, found: str
+) -> None:
+    head = tmp_path / "gcs_server"
+    shutil.copy("/bin/sleep", head)
+    command = [head if environment is not None else "sleep", "600"]
+    with subprocess.Popen(command, env=environment or {"PATH": os.environ["PATH"]}) as process:
+        monkeypatch.setattr(psutil, "process_iter", lambda: [psutil.Process(process.pid)])
+        finding = doctor.check_ray()
+        process.kill()
+    assert (finding.status, found in finding.found) == (status, True), finding
+    assert ("ray get-auth-token --generate" in finding.advice) == (status == WARN)
 
 
 class Anyone(BaseHTTPRequestHandler):
