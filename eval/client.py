@@ -16,7 +16,7 @@ import aiohttp
 from eval.problems.prompts import Prompt
 from redaction import add_secret, redact
 
-_RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_RETRIED_STATUS = frozenset({408, 409, 425, 429})  # beside every 5xx
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _MAX_REASON_CHARS = 300
 _MAX_RETRY_AFTER_SECONDS = 300.0
@@ -141,7 +141,7 @@ class Connection:
         if response.status != 200:
             raise RequestError(
                 f"HTTP {response.status}: {content.decode('utf-8', 'replace')}",
-                is_final=response.status not in _RETRIED_STATUS,
+                is_final=response.status < 500 and response.status not in _RETRIED_STATUS,
                 retry_after_seconds=_retry_after(response.headers.get("Retry-After", "")),
             )
         return _read_answer(content, is_chat)

@@ -92,10 +92,11 @@ def wait_for_private_server(server: SupervisedProcess, url: str, port: int) -> N
 def _private_server(url: str, port: int) -> Iterator[SupervisedProcess]:
     log_path = Path(os.environ["PREFECT_HOME"]).expanduser() / "servers" / f"{os.getpid()}.log"
     command = [*PREFECT, "server", "start", "--port", str(port), *OPTIONS]
+    # Other children do not get Prefect's secrets.
+    env = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_")}
+    env["PREFECT_API_URL"] = url
     try:
-        with background_command(
-            command, log_path=log_path, label="Prefect", env={"PREFECT_API_URL": url}
-        ) as server:
+        with background_command(command, log_path=log_path, label="Prefect", env=env) as server:
             yield server
     finally:
         log_path.unlink(missing_ok=True)

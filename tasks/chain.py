@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -12,10 +13,10 @@ from typing import Any
 from prefect.runtime import task_run
 
 from dapo_core.metrics import METRICS_FILE
-from dapo_core.model_folder import require_model_folder
+from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
 from durable import read_json_lines
 from eval.problems.benchmarks import load_set
-from tasks.artifacts.artifact import MANIFEST_NAME, Artifact
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output
 from tasks.config import ChainConfig
 from tasks.dataset import build_dataset
 from tasks.evaluation_settings import evaluate_servers
@@ -155,12 +156,14 @@ def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
     """The trained model as a Hugging Face folder that transformers and vLLM load."""
     key = LINKS["merge_checkpoint"].key(run.config, training)
 
-    def build(folder: Path) -> Mapping[str, Any]:
+    def build(folder: Path) -> Output:
         merge = run.config.merge
         options = ["--checkpoint", merge.checkpoint, "--dtype", merge.dtype]
         options += ["--max-shard-bytes", str(merge.max_shard_bytes)]
         run_dapo(["merge", training.path, folder, *options], run, key)
-        return {"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}
+        files = json.loads((folder / MERGE_MANIFEST).read_text(encoding="utf-8"))["files"]
+        digests = {name: f"blake3:{row['blake3']}" for name, row in files.items()}
+        return Output({"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}, digests)
 
     return run.produce("merge_checkpoint", key, build)
 

@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from dapo_core.stopping import TrainingStopped
+from redaction import redact
 from tasks.processes.child import ChildProcessFailed
 from tasks.serve_model.failure import ServeError
 
@@ -46,9 +47,9 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """The error's class and message, without the last lines of a child, which were shown as it wrote them."""
+    """The error's class and message without secrets, and without a child's last lines, which were shown before."""
     summary = error.summary if isinstance(error, ChildProcessFailed) else ""
-    return f"{type(error).__name__}: {summary or error}"
+    return redact(f"{type(error).__name__}: {summary or error}")
 
 
 def shortened(error: ChildProcessFailed | ServeError) -> ChildProcessFailed | ServeError:
@@ -69,12 +70,11 @@ def may_succeed_next_time(task: Any, task_run: Any, state: Any) -> bool:
     if is_lasting(error):
         return False
     logger.warning(
-        "%s: attempt %d of %d failed, the next one begins in %.1f s: %s: %s",
+        "%s: attempt %d of %d failed, the next one begins in %.1f s: %s",
         task_run.name,
         attempt,
         task.retries + 1,
         task.retry_delay_seconds[attempt - 1],
-        type(error).__name__,
-        error,
+        redact(f"{type(error).__name__}: {error}"),
     )
     return True

@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from eval.problems.prompts import find_template
 from redaction import redacted
 from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
-from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore
+from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
 from tasks.config import ChainConfig
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
@@ -99,7 +99,7 @@ class Run:
         self,
         label: str,
         key: StageKey,
-        build: Callable[[Path], Mapping[str, Any]],
+        build: Build,
     ) -> Artifact:
         """The artifact of the key, from the store or built now, recorded and linked under `label`.
 

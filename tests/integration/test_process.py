@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from dapo_core.stopping import ECHO_SECONDS
+from flows import prefect_server
 from tasks.processes import supervisor
 from tasks.processes.child import ChildProcessFailed, background_command, run_command
 from tests.processes import DEADLINE_SECONDS, folder_of, python, start_time_of, wait_until
@@ -330,3 +331,14 @@ def test_a_supervisor_that_is_killed_takes_the_command_with_it(
         wait_until(lambda: start_time_of(command_pid) is None, "the command to end")
         assert server.poll() == -signal.SIGKILL
     assert not folder.exists()
+
+
+def test_the_private_prefect_server_of_a_run_gets_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "dapo:very-secret")
+    code = "import os, time; print(os.environ['PREFECT_SERVER_API_AUTH_STRING'][:5], flush=True); time.sleep(60)"
+    monkeypatch.setattr(prefect_server, "PREFECT", python(code))
+    with prefect_server._private_server("http://127.0.0.1:1/api", 1) as server:
+        wait_until(lambda: server.tail(1) == ["dapo:"], "its password")
