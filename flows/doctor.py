@@ -78,11 +78,15 @@ def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding
     """Yields the findings as the checks are made; `wait_seconds` bounds the wait for Prefect's scheduler."""
     for check in (check_packages, check_torch, check_supervision, check_hardware, check_ray):
         yield check()
+    new = [path for path in (store / ".locks", store.absolute(), *store.absolute().parents) if not path.exists()]
     for check_store_part in (check_store, check_space, check_locks):
         finding = check_store_part(store)
         yield finding
         if finding.status == FAIL:
             break
+    for folder in new:  # a store that a command mistypes is not made by looking at it
+        with contextlib.suppress(OSError):
+            folder.rmdir()
     yield from examine_server(store, project, wait_seconds)
 
 

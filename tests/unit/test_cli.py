@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,10 @@ def test_help_shows_an_example_that_names_the_command(command: str) -> None:
     assert shown.exit_code == 0
     example = " ".join(shown.output.partition("Example:")[2].split())
     assert f"dapo {command} " in example
+
+
+def test_the_version_is_shown() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"dapo-pipeline {version('dapo-pipeline')}\n"
 
 
 def test_a_list_of_commands_cuts_no_sentence() -> None:

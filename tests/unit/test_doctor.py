@@ -267,6 +267,7 @@ def test_a_schedule_without_a_run_ends_with_status_1(monkeypatch: pytest.MonkeyP
         examined(
             monkeypatch, Server(deployments=[deployment(has_run=has_run)]), project
         )  # leaves its server in place
-        result = CliRunner().invoke(app, ["doctor", "--wait-seconds", "0", "--store", "store"])
+        result = CliRunner().invoke(app, ["doctor", "--wait-seconds", "0", "--store", "new/store"])
+        assert not Path("new").exists()
         assert result.exit_code == status, result.output
         assert ("no run is scheduled of dapo-nightly" in result.output) == bool(status)
