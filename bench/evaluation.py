@@ -81,7 +81,10 @@ class MockServer:
     async def _answer(self, body: bytes) -> tuple[int, bytes]:
         if not body:
             return 200, json.dumps({"data": [{"id": "m", "root": "mock"}]}).encode()
-        number = int(re.findall(r"\d+", json.loads(body)["messages"][-1]["content"])[0])
+        asked = json.loads(body)
+        if "logprobs" in asked:
+            return 400, b"no log-probs"
+        number = int(re.findall(r"\d+", asked["messages"][-1]["content"])[0])
         self.asked[number] += 1
         if number == self.behaviour.silent_problem:
             await asyncio.sleep(3600)

@@ -10,7 +10,9 @@ from typing import Any, Literal
 from eval import InputError, breakdown
 from eval.answers.grading import grade
 from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part
+from eval.identity import describe_weights
 from eval.results import (
+    SERVED,
     Evaluation,
     Row,
     Samples,
@@ -33,7 +35,7 @@ from eval.summary import same_answer_by
 
 GROUP_FIELDS = ("level", "subject")
 # Settings that may differ: the model is what is compared, the others are checked item by item.
-_NOT_COMPARED = ("model", "num_items", "prompts", "golds")
+_NOT_COMPARED = ("model", SERVED, "num_items", "prompts", "golds")
 
 
 class ComparisonError(InputError):
@@ -55,6 +57,7 @@ class Side:
     """One of the two models, over the paired items."""
 
     model: str
+    weights: str  # what identifies them, in words
     evaluation: str  # digest of the measurement: copies share it
     n: int
     right: int
@@ -241,6 +244,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
     rows = _rows(items)
     return Side(
         model=str(evaluation.settings["model"]),
+        weights=describe_weights(evaluation.settings.get(SERVED)),
         evaluation=evaluation.digest,
         n=total.n,
         right=total.right,

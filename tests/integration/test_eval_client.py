@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import json
 import socket
 import threading
 import time
@@ -210,6 +211,17 @@ def test_nan_null_and_lone_surrogates_in_a_body(
     empty = b'{"choices": [{"message": {"content": null}, "finish_reason": "length"}]}'
     server.behave = lambda handler, prompt, attempt: handler.send(200, empty)
     assert ask(endpoint).answer == Answer("", "length", None)
+
+
+def test_content_as_a_list_of_parts_is_read(server: ArithmeticServer, endpoint: Endpoint) -> None:
+    parts = [
+        {"type": "thinking", "thinking": "2 + 3 is 5", "text": "not this"},
+        {"type": "text", "text": "It is "},
+        {"type": "text", "text": "\\boxed{5}."},
+    ]
+    body = json.dumps({"choices": [{"message": {"content": parts}, "finish_reason": "stop"}]}).encode()
+    server.behave = lambda handler, prompt, attempt: handler.send(200, body)
+    assert ask(endpoint).answer == Answer("It is \\boxed{5}.", "stop", None)
 
 
 def test_concurrency_is_used_and_bounded(server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path) -> None:

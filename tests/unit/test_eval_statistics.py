@@ -6,13 +6,16 @@ import itertools
 import math
 import statistics
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from eval.answers.grading import grade
 from eval.breakdown import compare_metrics
-from eval.results import Evaluation, ResultsError
+from eval.compare import compare
+from eval.results import Evaluation, ResultsError, load_evaluation
 from eval.statistics import (
     PValues,
     change_interval,
@@ -25,7 +28,7 @@ from eval.statistics import (
     sign_flip_test,
 )
 from eval.summary import item_metrics, majority_share, pass_at, same_answer_by
-from tests.evaluations import evaluation, make_items, make_row, make_rows, settings_of
+from tests.evaluations import evaluation, make_items, make_row, make_rows, settings_of, write_results
 
 IS_SAME = same_answer_by(grade)
 
@@ -233,6 +236,21 @@ def test_copies_of_a_sample_do_not_narrow_an_interval() -> None:
     spread = 1.96 * math.sqrt(0.6 * 0.4 / 40)
     assert fourfold == pytest.approx((0.6 - spread, 0.6 + spread), abs=0.03)
     assert once == pytest.approx(fourfold, abs=0.01)  # a quarter of the correction
+
+
+def test_stored_rows_with_the_same_prompt_are_samples_of_one_item(tmp_path: Path) -> None:
+    """Results of earlier versions have an item for each row; 4 problems on 3 rows each."""
+    items = [
+        replace(item, prompt=make_items(4)[number % 4].prompt, gold="1")
+        for number, item in enumerate(make_items(12))
+    ]
+    write_results(tmp_path / "before", "wwrr" * 3, items)
+    write_results(tmp_path / "after", "rwrw" * 3, items)
+    result = compare(tmp_path / "before", tmp_path / "after")
+    assert (result.n, result.num_samples, result.b, result.c, result.p) == (4, 3, 1, 1, pytest.approx(1.0))
+    write_results(tmp_path / "uneven", "wwrr" * 2 + "ww", items[:10])
+    uneven = load_evaluation(tmp_path / "uneven")
+    assert (len(uneven.items), uneven.num_samples, len(uneven.rows)) == (4, 2, 8)
 
 
 def test_items_with_missing_samples_are_refused() -> None:
