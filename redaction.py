@@ -58,7 +58,7 @@ def _known_secrets() -> set[str]:
     known = set(_added)
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name):
-            known |= {value, value.strip()}
+            known |= {value, value.strip(), value.partition(":")[2]}  # of USER:PASSWORD
         elif _WEBHOOK_NAME.search(name):
             known |= _secrets_of_url(value)
     return known | {quote(secret, safe="") for secret in known}
