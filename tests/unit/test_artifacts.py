@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from dapo_core.digests import content_part, digest_of, file_digest
+from dapo_core.digests import content_part, digest_of
 from tasks.artifacts import artifact as artifact_module
 from tasks.artifacts.artifact import Artifact, Output, StoreError
 from tasks.artifacts.stage_key import StageKey, package_versions
@@ -383,21 +382,3 @@ def test_errors_that_are_not_about_the_store_stay_as_they_are(store: ArtifactSto
     with pytest.raises(OSError, match="elsewhere") as caught:
         store.produce(PARTS, write_elsewhere)
     assert not isinstance(caught.value, StoreError)
-
-
-def test_weights_are_hashed_by_their_parts_as_a_merge_hashes_them(
-    store: ArtifactStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    def build(work: Path) -> Mapping[str, Any]:
-        save_file({"a": np.arange(4.0), "b": np.ones(3)}, work / "model.safetensors")
-        return {}
-
-    made, _ = store.produce(PARTS, build)
-    weights = Path(made.path) / "model.safetensors"
-    [row] = made.manifest()["files"]
-    assert row == {"path": "model.safetensors", "size": weights.stat().st_size, "blake3": file_digest(weights)}
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    assert store.lookup("train", PARTS.key) is None
-    assert "model.safetensors has blake3 " in caplog.text
