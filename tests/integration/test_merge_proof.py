@@ -193,6 +193,13 @@ def test_a_target_that_cannot_be_written_is_refused_in_words(
         with pytest.raises(CheckpointError, match=message):
             merge_checkpoint([small[1]], tmp_path / name)
 
+    with pytest.raises(CheckpointError, match="file holds no complete checkpoint"):
+        merge_checkpoint([tmp_path / "file"], tmp_path / "merged")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    merge_checkpoint([small[1]], Path())
+    assert (tmp_path / "here" / "config.json").exists()
+
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
