@@ -186,6 +186,7 @@ def test_a_target_that_cannot_be_written_is_refused_in_words(
     (tmp_path / ".taken.merging").mkdir()
     (tmp_path / ".taken.merging" / "notes.txt").write_text("mine")
     for name, message in (
+        (".", r"is not empty; merge into a new folder"),
         ("file", r"file is no folder; merge into a new folder"),
         ("file/merged", r"file/merged could not be written: .*Not a directory"),
         ("taken", r"\.taken\.merging holds other files, and the merge needs that name; move it away"),
