@@ -138,8 +138,7 @@ def test_a_sign_of_either_kind_inside_an_equation_does_not_raise() -> None:
 def test_parse_number_is_exact_and_refuses_what_is_no_number() -> None:
     assert parse_number("0.1") == Fraction(1, 10)
     assert parse_number("1,234,567.5") == Fraction(2469135, 2)
-    assert parse_number(r"-\frac{2}{6}") == Fraction(-1, 3)
-    nothing = ("1,2", "1/0", "9^9", "x", "", ".", "1e5", "9" * 5000, "4 2", "1 3/4", "2, 500")
+    nothing = ("1,2", "1/2", "9^9", "x", "", ".", "1e5", "9" * 5000, "4 2", "1 3/4", "2, 500", "1234,567")
     assert [parse_number(text) for text in nothing] == [None] * len(nothing)
 
 
