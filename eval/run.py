@@ -102,7 +102,8 @@ def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
     """The row with new verdicts, and with the gold answer, subject and level of the item if given."""
     if item is not None:
         row = replace(row, gold=item.gold, subject=item.subject, level=item.level)
-    graded = grader.grade(row.response, row.finish_reason, row.gold)
+    is_chat = not isinstance(row.prompt, str)
+    graded = grader.grade(row.response, row.finish_reason, row.gold, is_chat)
     return replace(row, **asdict(graded))
 
 

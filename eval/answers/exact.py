@@ -32,7 +32,7 @@ from eval.answers.answers import (
 from eval.answers.expression import Node, parse_expression
 from eval.answers.latex import clean
 from eval.answers.numeric import is_same_value, ratio_of, sign_of_difference
-from eval.answers.structure import NUMBER_WORDS, read_answer, read_ungrouped
+from eval.answers.structure import NUMBER_WORDS, read_answer, read_as_list, read_ungrouped
 from eval.answers.units import is_unit_conflict
 
 MAX_LISTED = 200
@@ -51,6 +51,8 @@ def is_equal_exact(prediction: str, gold: str) -> bool:
             return is_same
     answers = read_answer(prediction), read_answer(gold)
     if same(*answers) or _same_words(*plain, *answers):
+        return True
+    if any('"or"' in text for text in plain) and same(read_as_list(plain[0]), read_as_list(plain[1])):
         return True
     if "," in plain[0] and "," in plain[1] and any(isinstance(answer, Listing) for answer in answers):
         return same(read_ungrouped(prediction), read_ungrouped(gold))
@@ -279,24 +281,36 @@ def _bare_words(plain: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
-_TIME = re.compile(r"(\d{1,2})(?::(\d\d))?(?::00)?([ap])\.?m\.?")
-_CLOCK = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)")
+_TIME = re.compile(r"(\d{1,2})(?::([0-5]\d))?(?::00)?([ap])\.?m\.?")
+_CLOCK = re.compile(r"(\d{1,3}):([0-5]\d)(?::([0-5]\d))?")
+_HALF_DAY = 12 * 3600
 
 
 def _same_time(prediction: str, gold: str) -> bool | None:
-    """True for the same time of day, None unless one has a.m. or p.m.; a missing one is not guessed."""
-    texts = [re.sub(r'[\s"]', "", plain.lower()) for plain in (prediction, gold)]
-    minutes = []
-    for text in texts:
-        half, clock = _TIME.fullmatch(text), _CLOCK.fullmatch(text)
-        if half:
-            hour = int(half.group(1)) % 12 + (12 if half.group(3) == "p" else 0)
-            minutes.append(60 * hour + int(half.group(2) or 0))
-        elif clock:
-            minutes.append(60 * int(clock.group(1)) + int(clock.group(2)))
-    if len(minutes) < 2 or not any(_TIME.fullmatch(text) for text in texts):
+    """True for the same time of day, None unless both are one: `3:00` and `5:00` are no ratios.
+
+    A gold answer without a.m. or p.m. is met by either; if only the gold answer has it, 16:30 is 4:30 p.m. and a
+    missing one is not guessed.
+    """
+    times = [_read_time(re.sub(r'[\s"]', "", plain.lower())) for plain in (prediction, gold)]
+    if times[0] is None or times[1] is None:
         return None
-    return minutes[0] == minutes[1]
+    (seconds, has_half), (expected, gold_has_half) = times[0], times[1]
+    if has_half and not gold_has_half:
+        return (seconds - expected) % _HALF_DAY == 0
+    return seconds == expected
+
+
+def _read_time(text: str) -> tuple[int, bool] | None:
+    """(seconds since midnight, True with a.m. or p.m.) of `4:30p.m.` or `16:30`, else None."""
+    half, clock = _TIME.fullmatch(text), _CLOCK.fullmatch(text)
+    if half:
+        hour = int(half.group(1)) % 12 + (12 if half.group(3) == "p" else 0)
+        return 3600 * hour + 60 * int(half.group(2) or 0), True
+    if clock:
+        hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return 3600 * hours + 60 * minutes + seconds, False
+    return None
 
 
 _BASED = re.compile(r'(-?[0-9A-Z.]+)(?:_\{?\(?"?(?:base)?"?(\w+)"?\)?\}?|"?\(?base"?(\d+)\)?"?)')

@@ -21,7 +21,7 @@ TABLE = Path(__file__).resolve().parents[1] / "answers" / "pairs.tsv"
 ONE_WAY = {
     "52 | 52_8", "52_8 | 52", "6, 31, -1 | (6,31,-1)", "(6, 31, -1) | 6, 31, -1", "(1,-2) | 1,-2",
     r"\text{(C) } 12 | \text{(C)}", r"(C)\ 12 | \text{(C)}", r"选C | \text{C}", r"\text{C: }5 | \text{(C)}",
-    r"c | \text{(C)}", r"\text{E} | e",
+    r"c | \text{(C)}", r"\text{E} | e", r"3:30 | 3:30\text{ PM}", "4:30 p.m. | 4:30",
 }  # fmt: skip
 
 
@@ -118,6 +118,18 @@ def test_aisbench_equality(answer: str, gold: str, is_equal: bool) -> None:
 )
 def test_aisbench_extraction(text: str, answer: str, raises: bool) -> None:
     assert extract_aisbench(text) == (answer, raises)
+
+
+def test_aisbench_leaves_out_the_thinking_of_a_chat_model_only() -> None:
+    for response, chat, text in (
+        ("<think>\\boxed{1}</think> The answer is 2", "2", "1"),
+        ("so \\boxed{1}</think>\\boxed{2}</think>The answer is 3", "3", "2"),
+        ("<think>a</think>\\boxed{1} <think>\\boxed{2}</think>", "1", "2"),
+        ("<think>so \\boxed{1}", "1", "1"),  # AISBench keeps thinking that does not end
+    ):
+        assert grade(response, "stop", chat, is_chat=True).aisbench_right
+        assert grade(response, "stop", text).aisbench_right
+        assert grade(response, "stop", text, is_chat=True).aisbench_right is (chat == text)
 
 
 def test_the_two_rules_disagree_where_one_is_wrong() -> None:
