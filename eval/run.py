@@ -281,6 +281,7 @@ def _make_row(request: Request, outcome: Outcome) -> Row:
         subject=item.subject,
         level=item.level,
         failure=outcome.failure,
+        ended_at=round(time.time(), 3),
     )
 
 

