@@ -33,6 +33,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "text": str,
 }
 TOKENS = {"perf/trained_response_tokens": 1200, "perf/generated_tokens": 2500}
+TABLES = "[...document.querySelectorAll('.scroll')]"
 ITEM = "[...document.querySelectorAll('details.item')]"
 LATEX = "We get $x^2 = \\frac{1}{4}$, so \\boxed{\\text{<img src=x onerror=hacked=1>}} and $\\href{http://a}{1}$."
 
@@ -194,10 +195,9 @@ def test_it_reads_on_a_phone_by_day_and_by_night(browser: Browser, folder: Path)
             browser.resize(380, scheme=scheme)
             browser.open(folder / page)
             assert browser.evaluate("document.documentElement.scrollWidth") == 380  # no sideways scrolling
-            tables = "[...document.querySelectorAll('.scroll')]"
-            if page.startswith("report"):  # no column is cut off, and the keyboard reaches each table
-                assert browser.evaluate(f"{tables}.filter(one => one.scrollWidth > one.clientWidth).length") == 0
-                assert browser.evaluate(f"{tables}.every(one => one.tabIndex === 0 && one.ariaLabel)")
+            # No column is cut off, and the keyboard reaches each table.
+            assert browser.evaluate(f"{TABLES}.filter(one => one.scrollWidth > one.clientWidth).length") == 0
+            assert browser.evaluate(f"{TABLES}.every(one => one.tabIndex === 0 && one.ariaLabel)")
             assert browser.evaluate(
                 "[...document.querySelectorAll('svg')].every(drawing => drawing.clientHeight > 90)"
             )
