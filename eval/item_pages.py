@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from eval.formulas import Formulas
 from eval.pages import render
 from eval.results import Evaluation, Row, Samples, is_answered, num_right
+from redaction import redact
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -140,5 +141,5 @@ def _samples(samples: Sequence[Row], texts: _Texts) -> list[dict[str, Any]]:
 
 
 def _packed(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+    text = redact(json.dumps(value, ensure_ascii=True, separators=(",", ":")))  # what exports cannot look into
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()

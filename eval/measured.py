@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.results import Row
@@ -39,24 +40,36 @@ def speed_of(rows: Sequence[Row]) -> Speed:
     return Speed(latency, sum(tokens) / busy if busy else None)
 
 
-def describe_measurement(comparison: Comparison, provenance: Mapping[str, Any]) -> dict[str, str]:
-    """What was measured, for the top of a report: {label: words}.
+@dataclass(frozen=True)
+class Provenance:
+    """What a report knows beside its two results directories."""
 
-    `provenance` may name `models` (side -> name), `engine` (package -> version) and `data` (a digest).
-    """
+    title: str = "Before/after report"
+    models: Mapping[str, str] = field(default_factory=dict)  # side -> name
+    engine: Mapping[str, str] = field(default_factory=dict)  # package -> version
+    data: str | None = None  # digest of the problems' file
+    made: Mapping[str, str] = field(default_factory=dict)  # recipe, run, code ..., for the block at the end
+    stages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> {cached, seconds}
+    artifacts: Mapping[str, str | Path] = field(default_factory=dict)  # name -> path
+
+
+UNKNOWN = Provenance()
+
+
+def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict[str, str]:
+    """What was measured, for the top of a report: {label: words}."""
     settings = comparison.settings
     k, n = comparison.num_samples, comparison.n + comparison.unpaired.num_items
-    names = provenance.get("models", {})
     sides = {"before": comparison.before, "after": comparison.after}
     template = settings.get("prompt_template") or {"name": "given"}
-    data = provenance.get("data") or settings.get("prompts", "")
+    data = provenance.data or settings.get("prompts", "")
     found = {
         "benchmark": f"{settings.get('benchmark') or 'own problems'}, {n} items"
         + (f", {k} responses to each" if k > 1 else ""),
-        **{f"model {side}": _model(names.get(side), result.model) for side, result in sides.items()},
+        **{f"model {side}": _model(provenance.models.get(side), result.model) for side, result in sides.items()},
         "prompt": f"{template['name']}, {settings.get('api', 'unknown API')}",
         "sampling": _sampling(settings["sampling"]),
-        "engine": ", ".join(f"{name} {version}" for name, version in provenance.get("engine", {}).items()),
+        "engine": ", ".join(f"{name} {version}" for name, version in provenance.engine.items()),
         "grader": str(settings.get("grader")),
         "data": f"sha256 {str(data)[:SHORT_DIGEST]}" if data else "",
     }

@@ -11,6 +11,7 @@ from typing import Any
 from dapo_core.metrics import METRICS_FILE
 from durable import write_atomically
 from eval.compare import Comparison
+from eval.measured import Provenance
 from eval.plots import Plots, draw_plots
 from eval.report import write_report
 from eval.training import Steps
@@ -47,38 +48,40 @@ def report_run(run: Run, before: Artifact, after: Artifact, training: Artifact) 
         after.path,
         Path(training.path) / METRICS_FILE,
         run.folder / REPORT_FOLDER,
-        stages={label: {"cached": stage.cached, "seconds": stage.seconds} for label, stage in run.stages.items()},
-        artifacts={label: stage.artifact for label, stage in run.stages.items()},
-        title=run.config.run.name,
-        draw=draw,
-        provenance=provenance_of(run, before, after),
+        provenance_of(run, before, after),
+        draw,
     )
     run.record(report=headline(report))
     return report
 
 
-def provenance_of(run: Run, before: Artifact, after: Artifact) -> dict[str, Any]:
-    """What made the numbers of a report: models, engine, data, recipe and code."""
-    sides = {"before": before.manifest(), "after": after.manifest()}
-    engines = {side: _engine(manifest["versions"]) for side, manifest in sides.items()}
-    base = run.config.model.path or f"built by {run.config.run.name}"
-    training = run.stages.get("train_policy")
-    steps = "" if training is None else f" after {run.config.train.total_steps} steps"
-    return {
-        "models": {"before": Path(str(base)).name, "after": f"{Path(str(base)).name}{steps}"},
-        "engine": engines["after"],
-        "data": sides["before"]["inputs"].get("eval_data"),
-        "made": {
+def provenance_of(run: Run, before: Artifact, after: Artifact) -> Provenance:
+    """What made the numbers of a report: models, engine, data, recipe, code and stages."""
+    manifests = {"before": before.manifest(), "after": after.manifest()}
+    engines = {side: _engine(manifest["versions"]) for side, manifest in manifests.items()}
+    evaluated = (
+        f"{side} {manifest['ended_at'][:16].replace('T', ' ')}, {_words(engines[side])}"
+        for side, manifest in manifests.items()
+    )
+    model = Path(str(run.config.model.path or f"{run.config.run.name} base")).name
+    return Provenance(
+        title=run.config.run.name,
+        models={"before": model, "after": f"{model}, {run.config.train.total_steps} steps"},
+        engine=engines["after"],
+        data=manifests["before"]["inputs"]["eval_data"],
+        made={
             "recipe": f"{run.config.run.name}, {run.config_path}",
             "run": run.folder.name,
             "code": code_version(),
-            "evaluated": "; ".join(
-                f"{side} on {manifest['host']}, {manifest['ended_at'][:16].replace('T', ' ')}, "
-                + ", ".join(f"{name} {version}" for name, version in engines[side].items())
-                for side, manifest in sides.items()
-            ),
+            "evaluated": "; ".join(evaluated),
         },
-    }
+        stages={label: {"cached": stage.cached, "seconds": stage.seconds} for label, stage in run.stages.items()},
+        artifacts={label: stage.artifact for label, stage in run.stages.items()},
+    )
+
+
+def _words(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _engine(versions: Mapping[str, str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ import pytest
 from eval.compare import compare_evaluations
 from eval.history import make_history, write_page
 from eval.item_pages import pack_items
+from eval.measured import Provenance
 from eval.report import make_report, render_html, write_report
 from tests.evaluations import evaluation, make_items, no_plots, write_results
 from tests.integration.browser import Browser
@@ -53,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(1, 9)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    write_report(*sides, folder / "metrics.jsonl", folder / "report", stages={}, artifacts={}, title="Pa<ge")
+    write_report(*sides, folder / "metrics.jsonl", folder / "report", Provenance(title="Pa<ge"))
     write_page(make_history([*sides, folder / "report"]), folder)
     return folder
 
@@ -175,7 +176,7 @@ def test_ten_thousand_items_open_and_can_be_searched(browser: Browser, folder: P
     packed = pack_items(*sides)
     few = compare_evaluations(*(evaluation(items[:40], letters * 20) for letters in ("wr", "rr")))
     page = folder / "many.html"
-    page.write_text(render_html(make_report(few, [], {}, {}, "many"), no_plots(few, []), packed))
+    page.write_text(render_html(make_report(few, []), no_plots(few, []), packed))
     assert page.stat().st_size < 3_000_000
     started = time.monotonic()
     browser.open(page)

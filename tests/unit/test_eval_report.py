@@ -17,7 +17,7 @@ import pytest
 from eval.answers.grading import MathGrader
 from eval.client import Sampling
 from eval.compare import ComparisonError, compare, compare_evaluations
-from eval.measured import Speed, speed_of
+from eval.measured import Provenance, Speed, speed_of
 from eval.pages import format_duration
 from eval.plots import accuracy_plots
 from eval.report import make_report, render_markdown, verdict, write_report
@@ -63,9 +63,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_results(folder / "after", AFTER, ITEMS, "trained"),
         write_metrics(folder / "metrics.jsonl"),
         folder / "report",
-        stages={"train": {"cached": False, "seconds": 125.0}, "merge": {"cached": True, "seconds": 0.02}},
-        artifacts={"merged model": folder / "merged"},
-        title="A <test>",
+        Provenance(
+            title="A <test>",
+            stages={"train": {"cached": False, "seconds": 125.0}, "merge": {"cached": True, "seconds": 0.02}},
+            artifacts={"merged model": folder / "merged"},
+        ),
     )
     return folder
 
@@ -160,7 +162,7 @@ def test_several_samples_by_hand() -> None:
     flip = result.gained[0]
     assert (flip.before["verdict"], flip.before["num_right"]) == ("wrong", 1)
     assert (flip.after["verdict"], flip.after["num_right"]) == ("right", 3)
-    report = make_report(result, [], {}, {}, "k")
+    report = make_report(result, [])
     assert report["mcnemar"] is None
     evidence = "on the same 3 items, 4 responses each: 1 items better, 1 worse, exact sign-flip p = 1"
     assert evidence in verdict(result)
@@ -192,7 +194,7 @@ def test_both_graders_and_their_disagreements() -> None:
         ("before", "0", False),
         ("after", "7", True),
     ]
-    lines = render_markdown(make_report(result, [], {}, {}, "graders")).splitlines()
+    lines = render_markdown(make_report(result, [])).splitlines()
     assert "Disagreements (2):" in lines
     assert [line.replace("|", "").split() for line in lines if "exact |" in line or "AISBench |" in line] == [
         ["`0`", "before", "`1`", "exact", "`1`"],
@@ -213,10 +215,8 @@ def test_what_was_measured_and_how_fast() -> None:
     result = compare_evaluations(side, Evaluation.of({**settings, "model": "trained"}, rows))
     assert result.before.speed == Speed({"50": 2.0, "95": pytest.approx(2.0), "max": 2.0}, 60 / 6)
     assert (result.before.num_finished, result.before.finished_accuracy, result.before.accuracy) == (2, 0.5, 0.25)
-    provenance = {
-        "models": {"before": "qwen"}, "engine": {"vllm": "0.32.0"}, "data": "e" * 64, "made": {"recipe": "arith"},
-    }  # fmt: skip
-    report = make_report(result, [], {}, {}, "t", provenance)
+    provenance = Provenance("t", {"before": "qwen"}, {"vllm": "0.32.0"}, "e" * 64, {"recipe": "arith"})
+    report = make_report(result, [], provenance)
     assert report["measured"] == {
         "benchmark": "math500, 4 items",
         "model before": "qwen (sha256 dddddddddddd)",
@@ -289,7 +289,7 @@ def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None
     items = [replace(item, id=f"test/some_subject/{i}|0.json", **changes) for i, item in enumerate(ITEMS)]
     before = write_results(tmp_path / "b", "w" * 8, items)
     after = write_results(tmp_path / "a", "r" * 8, items)
-    write_report(before, after, None, tmp_path / "report", {}, {}, draw=no_plots)
+    write_report(before, after, None, tmp_path / "report", draw=no_plots)
     lines = (tmp_path / "report" / "report.md").read_text().splitlines()
     assert max(map(len, lines)) <= 100
     tables: list[list[str]] = [[]]
@@ -308,7 +308,7 @@ def test_letters_that_a_font_or_a_file_cannot_hold(tmp_path: Path, recwarn: pyte
     rows = write_results(tmp_path / "before", "n" * 8, items) / "results.jsonl"
     rows.write_text(rows.read_text().replace("no idea", "no \\ud800 idea"))  # as a server may send it
     write_results(tmp_path / "after", "r" * 8, items)
-    write_report(tmp_path / "before", tmp_path / "after", None, tmp_path / "report", {}, {})
+    write_report(tmp_path / "before", tmp_path / "after", None, tmp_path / "report")
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert "基金从业" in page
     _, bodies = packed_items(page)

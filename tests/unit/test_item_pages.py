@@ -41,16 +41,18 @@ def test_items_with_samples_show_each_of_them_and_open_the_one_that_tells_the_ch
     assert "<details open><summary>sample 0: right, <code>1</code>" in after
 
 
-def test_long_answers_show_their_end() -> None:
+def test_long_answers_show_their_end_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "sk-0123456789")
     items = make_items(1)
     [row] = make_rows(items, "r")
-    words = "word " * 3000 + "\n\nTherefore $x = \\frac12$ and \\boxed{1}."
+    words = "word " * 3000 + "\n\nTherefore $x = \\frac12$ and \\boxed{1} sk-0123456789."
     sides = [Evaluation.of(settings_of(items), [replace(row, response=words)])] * 2
     body = bodies(pack_items(*sides))["0"]
-    assert body.count("The end; 9,0") == 2  # of 15,041 characters the last 6,000 are shown
+    assert body.count("The end; 9,0") == 2  # of 15,055 characters the last 6,000 are shown
     assert body.count("<mfrac>") == 2
     assert body.count('class="boxed"') == 2
     assert "word" in body
+    assert "sk-0123" not in body
 
 
 @pytest.mark.parametrize("num_items", [40])
