@@ -55,7 +55,7 @@ _CLAUSE = re.compile(r"(?i)\s*,\s*(?=(?:and\s+)?(?:so|thus|therefore|hence|which
 _JOINS = re.compile(r"(?i)\b(?:and|or|but|while|if)\b")
 _VALUE = re.compile(r"[$*\s]*(?:[-+±−\d.(\[{$\\√π∅]|[a-zA-Z](?:_\w)?\s*=)")
 _PLACEHOLDER = re.compile(r"[.…\s]*|\\[lc]?dots|(?i:your )?answer")
-_TURN_START = re.compile(r"\s*(?:<s>|</s>|<\|im_start\|>\w*|\s)*")
+_TURN_START = re.compile(r"\A(?:\s*(?:<s>|</s>|<\|im_start\|>\w*))+")
 _STRUCK = re.compile(r"<s>[^<\n]*</s>")  # HTML: the model crossed it out
 _TURN_END = re.compile(
     r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end▁of▁sentence)\|>|<｜end▁of▁sentence｜>|</s>"
@@ -105,7 +105,7 @@ def after_thinking(text: str) -> tuple[str, bool]:
 
     Text after the end of the turn is not part of the answer.
     """
-    text = _STRUCK.sub("", text[_TURN_START.match(text).end() :])
+    text = _STRUCK.sub("", _TURN_START.sub("", text))
     turn = _TURN_END.search(text)
     text = text[: turn.start()] if turn else text
     _, end, after = text.rpartition("</think>")
