@@ -201,7 +201,9 @@ def _readings(sentence: str) -> list[str | None]:
     stated = _stated(_REASON.sub("", sentence))
     if stated and _VALUE.match(stated):
         return [_unwrap(stated), _only_maths(stated), _unwrap(sentence)]
-    return [_only_maths(sentence), _unwrap(stated or ""), _unwrap(sentence)]
+    formula = _only_maths(sentence)
+    is_name = stated is not None and formula is not None and len(formula) == 1  # the $n$ of "$n$ is at least 34"
+    return [None if is_name else formula, _unwrap(stated or ""), _unwrap(sentence)]
 
 
 def _stated(sentence: str) -> str | None:
