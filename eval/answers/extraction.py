@@ -202,7 +202,7 @@ def _readings(sentence: str) -> list[str | None]:
     if stated and _VALUE.match(stated):
         return [_unwrap(stated), _only_maths(stated), _unwrap(sentence)]
     formula = _only_maths(sentence)
-    is_name = stated is not None and formula is not None and len(formula) == 1  # the $n$ of "$n$ is at least 34"
+    is_name = bool(stated and formula and re.fullmatch("[A-Za-z]", formula))  # the $n$ of "$n$ is at least 34"
     return [None if is_name else formula, _unwrap(stated or ""), _unwrap(sentence)]
 
 
