@@ -27,8 +27,6 @@ from eval.results import (
 from eval.statistics import (
     SIGNIFICANCE,
     measure_change,
-    minimal_detectable_difference,
-    minimal_detectable_mean,
     share_interval,
 )
 from eval.summary import same_answer_by
@@ -176,7 +174,7 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         mid_p=change.mid_p,
         b=len(lost),
         c=len(gained),
-        minimal_detectable_difference=_detectable(changes, k),
+        minimal_detectable_difference=change.detectable,
         groups=breakdown.group_changes(paired, GROUP_FIELDS),
         gain=breakdown.gain_parts(paired),
         transitions=breakdown.transitions_of(paired),
@@ -215,12 +213,6 @@ def _refuse_different(before: Evaluation, after: Evaluation) -> None:
             f"the two evaluations cannot be compared: {'; '.join(reasons)}. A difference in accuracy would not "
             f"be the model's alone: evaluate both with the same evaluate.* settings.{hint}"
         )
-
-
-def _detectable(changes: Sequence[int], k: int) -> float:
-    if k == 1:
-        return minimal_detectable_difference(len(changes), sum(change != 0 for change in changes))
-    return minimal_detectable_mean([change / k for change in changes])
 
 
 def _unpaired(pairs: Sequence[Pair]) -> Unpaired:

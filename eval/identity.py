@@ -16,6 +16,8 @@ _TOP_TOKENS = 5
 # Nats by which the log-probs of the same weights may differ: bfloat16 logits are multiples of 1/8 from 16 on.
 _TOLERANCE = 0.25
 
+NO_LOGPROBS = "the server gives no log-probs"
+
 LogProbs = tuple[dict[str, float], ...]  # of the likeliest tokens at each position of a greedy continuation
 
 
@@ -37,7 +39,7 @@ class Weights:
     @staticmethod
     def of(stored: Mapping[str, Any] | None) -> Weights | None:
         """From settings.json; None where it has none."""
-        if not stored:
+        if not isinstance(stored, Mapping) or not stored:
             return None
         logprobs = stored.get("logprobs")
         return Weights(stored.get("root"), None if logprobs is None else tuple(logprobs))
@@ -50,10 +52,10 @@ class Weights:
         """How the other weights show that they are not these; None when they do not."""
         if self.root != other.root:
             return f"its model folder is {other.root}, not {self.root}"
-        if self.logprobs is None or other.logprobs is None:
-            if self.logprobs is other.logprobs:
-                return None
-            return "it gives log-probs where it gave none before, or none where it gave some"
+        if self.logprobs is None:
+            return None
+        if other.logprobs is None:
+            return "it gave log-probs of a fixed prompt before, and gives none now"
         distances = list(_distances(self.logprobs, other.logprobs))
         mean = sum(distances) / len(distances)
         if mean <= _TOLERANCE:
@@ -67,7 +69,7 @@ def describe_weights(stored: Mapping[str, Any] | None) -> str:
     if weights is None:
         return "unknown: measured by an earlier version"
     folder = f"folder {weights.root}" if weights.root else "no folder named"
-    proof = "log-probs of a fixed prompt" if weights.logprobs else "the server gives no log-probs"
+    proof = "log-probs of a fixed prompt" if weights.logprobs else NO_LOGPROBS
     return f"{folder}, {proof}"
 
 

@@ -92,6 +92,8 @@ def test_what_identifies_the_weights_is_stored_and_a_lack_of_it_said(
     server.logprobs = None
     with caplog.at_level(logging.WARNING):
         assert served("neither") == {"root": root, "logprobs": None}
+        server.fails_on_probes = True
+        assert served("fails") == {"root": None, "logprobs": None}
     assert f"gives no log-probs: its model folder {root} is all that identifies its weights" in caplog.text
     summary = json.loads((tmp_path / "neither" / "summary.json").read_text())
     assert summary["settings"]["served"] == {"root": root, "logprobs": None}
