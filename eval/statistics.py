@@ -10,6 +10,7 @@ from statistics import NormalDist
 import numpy as np
 
 SIGNIFICANCE = 0.05
+POWER = 0.8
 Interval = tuple[float, float]
 
 _Z = NormalDist().inv_cdf(1 - SIGNIFICANCE / 2)
@@ -94,17 +95,18 @@ def measure_change(changes: Sequence[int], num_samples: int) -> PairedChange:
     rejected: zero by that test, the others by the score test of `change_interval`.
     """
     test = mcnemar(changes.count(-1), changes.count(1)) if num_samples == 1 else sign_flip_test(changes)
-    shares = [change / num_samples for change in changes]
-    difference = sum(changes) / (num_samples * len(changes))
-    low, high = change_interval(shares, num_samples)
+    n, difference = len(changes), sum(changes) / (num_samples * len(changes))
+    low, high = change_interval([change / num_samples for change in changes], num_samples)
+    # As many standard errors as the power needs, and no less than with changes of one response in one direction.
+    needed = _Z + NormalDist().inv_cdf(POWER)
+    detectable = min(1.0, max(needed / _Z * (high - low) / 2, needed**2 / (n * num_samples)))
     if test.p >= SIGNIFICANCE:
         low, high = min(low, 0.0), max(high, 0.0)
     elif difference > 0:
         low = max(low, _ABOVE_ZERO)
     else:
         high = min(high, -_ABOVE_ZERO)
-    detectable = _detectable(shares, num_samples)
-    return PairedChange(len(changes), difference, (low, high), test.p, test.mid_p, detectable)
+    return PairedChange(n, difference, (low, high), test.p, test.mid_p, detectable)
 
 
 def share_interval(values: Sequence[float], num_samples: int = 1) -> Interval:
@@ -178,17 +180,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[place]))
         adjusted[place] = highest
     return adjusted
-
-
-def _detectable(changes: Sequence[float], num_samples: int, power: float = 0.8) -> float:
-    """Smallest true mean change that is found with the given power, judging by the spread of these changes.
-
-    (z1 + z2) times their standard error after adding one item that got better and one that got worse (Bonett and
-    Price, J Educ Behav Stat 37, 2012), and no less than with changes of one response in a single direction.
-    """
-    n, z = len(changes), _Z + NormalDist().inv_cdf(power)
-    padded = np.array([1.0, -1.0, *changes])
-    return min(1.0, max(z * float(padded.std()) / math.sqrt(n + 2), z**2 / (n * num_samples)))
 
 
 def _fair_binomial(n: int) -> np.ndarray:

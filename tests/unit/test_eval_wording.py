@@ -35,7 +35,7 @@ def test_verdict_says_not_significant_and_what_would_have_been_missed() -> None:
     assert verdict(result) == (
         "No significant change in accuracy: 88.4 % before, 92.0 % after, +3.6 points (95 % interval -0.4 to +7.6) "
         "on the same 500 items: 58 gained, 40 lost, exact McNemar p = 0.085. That does not show that nothing "
-        "changed: with these items, a true change of less than about 5.6 points is missed more than one time in "
+        "changed: with these items, a true change of less than about 5.7 points is missed more than one time in "
         "five."
     )
     assert "with so few items, no change is found reliably, however large." in verdict(compared("rwww", "wrrw"))
