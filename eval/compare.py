@@ -56,6 +56,7 @@ class Side:
 
     model: str
     weights: str  # what identifies them, in words
+    engine: str | None  # version and settings, as the server says
     evaluation: str  # digest of the measurement: copies share it
     n: int
     right: int
@@ -237,6 +238,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
     return Side(
         model=str(evaluation.settings["model"]),
         weights=describe_weights(evaluation.settings.get(SERVED)),
+        engine=(evaluation.settings.get(SERVED) or {}).get("engine"),
         evaluation=evaluation.digest,
         n=total.n,
         right=total.right,
