@@ -93,11 +93,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        endpoints: Sequence[Endpoint],
-        sampling: Sampling,
-        limits: Limits,
-        weights: Weights | None = None,
+        self, endpoints: Sequence[Endpoint], sampling: Sampling, limits: Limits, weights: Weights | None = None
     ) -> None:
         self._servers = [_Server(endpoint) for endpoint in endpoints]
         self._sampling = sampling
