@@ -162,7 +162,7 @@ def _least_mean(values: np.ndarray, counts: np.ndarray, correction: float) -> fl
         return centre, float(chances @ (values - centre) ** 2)
 
     kept, rejected = 0.0, _MOST_TILT
-    for _ in range(40):
+    for _ in range(30):
         tilt = (kept + rejected) / 2
         centre, variance = tilted(tilt)
         if n * max(0.0, mean - centre - correction / n) ** 2 <= _Z**2 * variance:

@@ -133,12 +133,12 @@ def test_intervals_cover_the_truth_with_few_items(n: int, k: int) -> None:
     hits, changes = [], []
     for _ in range(250):
         chances = rng.beta(0.3, 0.9, size=n)  # mean 1 / 4
-        later = np.where(rng.random(n) < 0.2, rng.beta(0.3, 0.9, size=n), chances)
+        later = np.where(rng.random(n) < 0.5, rng.beta(1.2, 0.9, size=n), chances)  # of mean 4 / 7
         before, after = rng.binomial(k, chances), rng.binomial(k, later)
         low, high = share_interval((before / k).tolist(), k)
         hits.append(low <= 0.25 <= high)
         low, high = measure_change((after - before).tolist(), k).ci95
-        changes.append(low <= 0.0 <= high)
+        changes.append(low <= 0.5 * (4 / 7 - 1 / 4) <= high)
     assert statistics.mean(hits) > 0.93
     assert statistics.mean(changes) > 0.93
 
