@@ -164,7 +164,7 @@ def _in_own_process(kind: EngineKind, model_path: Path, num_threads: int, load: 
 
 def _prompts(model_path: Path, num_prompts: int) -> list[list[int]]:
     from dapo_core.arithmetic import generate_problems
-    from dapo_core.data import load_tokenizer
+    from dapo_core.pretrained import load_tokenizer
 
     tokenizer = load_tokenizer(model_path)
     rows, _ = generate_problems(num_train=num_prompts, num_eval=1, max_level=2, seed=1)

@@ -34,7 +34,7 @@ from dapo_core.device import device_for
 from dapo_core.flops import ActorUtilization
 from dapo_core.kl import KLController
 from dapo_core.loss import LossTotals
-from dapo_core.policy.requirements import read_model_config
+from dapo_core.pretrained import load_config
 from dapo_core.rollout_correction import mismatch_metrics
 from dapo_core.sampler import Sampler
 from dapo_core.stopping import StopRequest
@@ -86,7 +86,7 @@ class Trainer:
         device = device_for(config.train.device)
         self.dtypes = [device.resolve_dtype(section.dtype) for section in (config.train, config.rollout)]
         self.utilization = ActorUtilization(
-            read_model_config(model_path), cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
+            load_config(model_path), cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
         )
         self.stop = StopRequest()  # placeholder; run() installs the real one
         self.num_steps = 0  # training steps done

@@ -25,11 +25,11 @@ from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
-from dapo_core.data import load_tokenizer
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import EngineSettings, build_engine
 from dapo_core.errors import ConfigError
 from dapo_core.policy.rank import Policy
+from dapo_core.pretrained import load_tokenizer
 from dapo_core.rollout import RolloutWorker
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, Cache, DynamicLayer
+from transformers import DynamicCache
 
 from dapo_core.engines.base import (
     Engine,
@@ -25,57 +25,15 @@ from dapo_core.engines.base import (
     Row,
     read_eos_ids,
 )
-from dapo_core.errors import ModelError, RolloutError
+from dapo_core.errors import RolloutError
 from dapo_core.model_folder import weight_names
 from dapo_core.parameter_names import file_views, tied_names
+from dapo_core.pretrained import load_causal_lm
 
 PREFILL_TOKENS = 8192  # of one wave, padding included
-GROWTH_TOKENS = 64  # columns a cache grows by
 WAVE_SHARE = 0.25  # free part of the rows that makes a new wave worth its prefill
 FINISHED_SHARE = 0.25  # finished part of the rows that makes compacting worth its copy
 _ROW_TENSORS = ("ids", "positions", "prompt_lengths", "uniforms", "is_greedy")  # of a batch, a row each
-
-
-class _GrowingLayer(DynamicLayer):
-    """One layer's keys and values [N, heads, L, D], written into room kept ahead instead of copied each step."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    _key_room: torch.Tensor
-    _value_room: torch.Tensor
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.replace(key_states, value_states)
-            return self.keys, self.values
-        start = self.keys.shape[-2]
-        end = start + key_states.shape[-2]
-        if end > self._key_room.shape[-2]:
-            room = (0, 0, 0, end - start + GROWTH_TOKENS)
-            self._key_room = functional.pad(self.keys, room)
-            self._value_room = functional.pad(self.values, room)
-        self._key_room[:, :, start:end] = key_states
-        self._value_room[:, :, start:end] = value_states
-        self.keys = self._key_room[:, :, :end]
-        self.values = self._value_room[:, :, :end]
-        return self.keys, self.values
-
-    def replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold these keys and values, with no room ahead."""
-        self.keys = self._key_room = keys
-        self.values = self._value_room = values
-
-
-class _GrowingCache(Cache):
-    """Keys and values of all layers."""
-
-    layers: list[_GrowingLayer]  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=_GrowingLayer)
 
 
 @dataclass
@@ -83,7 +41,7 @@ class _Batch:
     """Rows decoded together; None where a row has finished. All rows end at the cache's last column."""
 
     rows: list[Row | None]
-    cache: _GrowingCache
+    cache: DynamicCache
     ids: torch.Tensor  # [N], the newest token, not in the cache yet
     positions: torch.Tensor  # [N], of that token
     prompt_lengths: torch.Tensor  # [N]
@@ -102,17 +60,16 @@ class _Batch:
             setattr(self, name, getattr(self, name)[live])
         first = self.cache.get_seq_length() - int(self.positions.max())
         for layer in self.cache.layers:
-            layer.replace(
-                layer.keys[:, :, first:].index_select(0, live), layer.values[:, :, first:].index_select(0, live)
-            )
+            layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
+        self.cache.batch_select_indices(live)
 
     def join(self, other: _Batch) -> None:
-        """Take another batch's rows in, aligned at the last column."""
+        """Append the rows of another batch, aligned at the last column."""
         self.rows += other.rows
         for name in _ROW_TENSORS:
             setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
         for layer, more in zip(self.cache.layers, other.cache.layers, strict=True):
-            layer.replace(_stack(layer.keys, more.keys), _stack(layer.values, more.values))
+            layer.keys, layer.values = _stack(layer.keys, more.keys), _stack(layer.values, more.values)
 
 
 class HuggingFaceEngine(Engine):
@@ -179,7 +136,7 @@ class HuggingFaceEngine(Engine):
         longest = max(len(prompt) for prompt in prompts)
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         positions = torch.arange(longest, device=self._device) - (longest - lengths).unsqueeze(-1)
-        cache = _GrowingCache()
+        cache = DynamicCache()
         logits = self._model(
             input_ids=torch.tensor(padded, device=self._device),
             attention_mask=(positions >= 0).long(),
@@ -187,8 +144,7 @@ class HuggingFaceEngine(Engine):
             past_key_values=cache,
             logits_to_keep=1,
         ).logits[:, -1]
-        for layer in cache.layers:
-            layer.replace(layer.keys.index_select(0, numbers), layer.values.index_select(0, numbers))
+        cache.batch_select_indices(numbers)
         wave = _Batch(
             rows=list(rows),
             cache=cache,
@@ -357,13 +313,7 @@ def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 def _load(model_path: str | Path, dtype: str, device: torch.device) -> tuple[Any, dict[str, torch.Tensor]]:
     """The model, and its parameters by the names of the files, tied ones under each of their names."""
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(model_path), dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{model_path} cannot be loaded as a causal language model: {error}") from error
-    model.to(device).eval()
+    model = load_causal_lm(model_path, getattr(torch, dtype)).to(device).eval()
     names = weight_names(model_path) | tied_names(model).keys()
     views: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from dapo_core.device import Device
 from dapo_core.errors import ModelError
-from dapo_core.model_folder import require_model_folder, weight_files
-from dapo_core.parameter_names import COMPUTED_BUFFERS, FilePiece, file_pieces, sample_of
-from dapo_core.policy.requirements import read_model_config
+from dapo_core.model_folder import weight_files
+from dapo_core.parameter_names import (
+    COMPUTED_BUFFERS,
+    FilePiece,
+    file_pieces,
+    match_files,
+    sample_of,
+    tied_names,
+)
+from dapo_core.pretrained import empty_causal_lm
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainConfig
@@ -65,24 +72,6 @@ def load_sharded(
     return model
 
 
-def empty_causal_lm(model_path: str | Path, dtype: torch.dtype) -> nn.Module:
-    """The folder's architecture without memory for its parameters, which are on the meta device; buffers are real.
-
-    Raises ModelError when the folder is incomplete or no causal language model.
-    """
-    from transformers import AutoModelForCausalLM
-
-    require_model_folder(model_path)
-    try:
-        config = read_model_config(model_path)
-        with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{model_path} cannot be loaded as a causal language model: {error}") from error
-    model.tie_weights()
-    return model
-
-
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The transformer blocks, before they are sharded: modules of the classes that must not be split.
 
@@ -106,36 +95,14 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that modules register inside have a shape and no memory."""
-    from torch.nn.modules.module import register_module_parameter_registration_hook
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:  # a tied parameter stays the same object
-            return None
-        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-
-    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _require_same_tensors(model_path: str | Path, causal_lm: nn.Module, files: Mapping[str, Path]) -> None:
     """Raise ModelError unless the files hold every parameter, tied ones once, and nothing else that matters."""
-    missing: list[str] = []
-    used: set[str] = set()
-    for name, parameter in causal_lm.named_parameters():
-        pieces = file_pieces(name, parameter.shape, files)
-        used.update(piece.file_name for piece in pieces)
-        missing += [] if pieces else [name]
-    tied = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)}
+    _, missing, others = match_files(dict(causal_lm.named_parameters()), files)
+    tied = tied_names(causal_lm)
     ignored = [*(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()), COMPUTED_BUFFERS]
-    unexpected = sorted(
-        name for name in files.keys() - used - tied if not any(re.search(pattern, name) for pattern in ignored)
-    )
+    unexpected = [
+        name for name in others if name not in tied and not any(re.search(pattern, name) for pattern in ignored)
+    ]
     if missing or unexpected:
         raise ModelError(
             f"the files of {model_path} and {type(causal_lm).__name__} do not hold the same tensors: "

@@ -23,8 +23,9 @@ from dapo_core.parameter_names import file_pieces
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.model import HOST, load_sharded, move_model, move_optimizer, reshard
 from dapo_core.policy.packing import pack, probe_row
-from dapo_core.policy.requirements import read_model_config, require_trainable
+from dapo_core.policy.requirements import require_trainable
 from dapo_core.policy.sequence_parallel import sequence_group
+from dapo_core.pretrained import load_config
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -60,7 +61,7 @@ class Policy:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
             torch.use_deterministic_algorithms(True)  # an operation without a deterministic kernel fails
         self.group = sequence_group(self.train.sequence_parallel)
-        self.model_config = read_model_config(model_path)
+        self.model_config = load_config(model_path)
         require_trainable(self.model_config, self.train.sequence_parallel)
         self.model = self._load(model_path, is_trainable=True)
         files = weight_names(model_path)

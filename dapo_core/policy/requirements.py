@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ModelError
@@ -20,13 +19,6 @@ _AFTER_HEAD = (  # what architectures call a change of the logits after the outp
     "logit_scale",
     "lm_head_multiplier",
 )
-
-
-def read_model_config(model_path: str | Path) -> PretrainedConfig:
-    """The architecture of a Hugging Face model folder."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(str(model_path), local_files_only=True)
 
 
 def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) -> None:

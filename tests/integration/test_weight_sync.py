@@ -12,11 +12,11 @@ import torch
 
 from dapo_core import weight_sync
 from dapo_core.batch import Batch, split_batch
-from dapo_core.data import load_tokenizer
 from dapo_core.engines.base import build_engine
 from dapo_core.errors import RolloutError
 from dapo_core.policy.model import reshard
 from dapo_core.policy.rank import Policy
+from dapo_core.pretrained import load_tokenizer
 from dapo_core.rollout import RolloutWorker
 from dapo_core.weight_sync import probe_difference, publish_weights
 from tests.batches import random_batch
