@@ -70,8 +70,8 @@ def match_files(
 ) -> tuple[dict[str, torch.Size], list[str], list[str]]:
     """How a model's tensors and those of its files correspond.
 
-    Returns the shape that each file tensor must have, the model's tensors that the files lack, and the file tensors
-    that are not the model's.
+    Returns the shape that each file tensor must have, the model's tensors that the files lack, and the files'
+    tensors that are not the model's.
     """
     shapes: dict[str, torch.Size] = {}
     missing = []

@@ -1,4 +1,4 @@
-"""Ray itself, and the processes of ranks and workers in their placement groups."""
+"""Starts Ray, and policy ranks and rollout workers as its actors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dapo_core.device import Device, device_for
 from dapo_core.engines.base import EngineSettings, build_engine
 from dapo_core.errors import ConfigError
 from dapo_core.policy.rank import Policy
-from dapo_core.pretrained import load_tokenizer
+from dapo_core.pretrained import load_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 300.0
 CLOSE_SECONDS = 5.0
-# Of the whole job, so that the workers which Ray starts in advance have it and are used.
+# Set for the whole job, so that Ray can use the worker processes that it starts in advance.
 WORKER_ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns; spinning threads would starve each other
+    "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns: spinning threads would starve each other
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 
@@ -56,11 +56,11 @@ class Cluster:
 
 @contextmanager
 def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cluster]:
-    """Policy ranks and rollout workers with the model loaded; on leaving, all of them end.
+    """Policy ranks and rollout workers with the model loaded; all of them end on exit.
 
-    Starts a private Ray on this machine unless train.ray_address names a running one, of which only the actors
-    started here end. Raises ConfigError when the cluster lacks the devices, and WorkerDied when a process dies
-    while it starts; after any WorkerDied the same process may start another cluster.
+    Starts a private Ray on this machine unless train.ray_address names a running one. Raises ConfigError if the
+    cluster lacks the devices, and WorkerDied if a process dies while it starts. After WorkerDied the same process
+    can start another cluster.
     """
     started = time.monotonic()
     if config.train.ray_address is None:  # all devices are this machine's
@@ -88,15 +88,16 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
         actors.get(starting)
         counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
         logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
+        hidden_size = load_config(model_path).get_text_config().hidden_size
         limit = config.sampler.max_seconds_without_kept
-        yield Cluster(PolicyGroup(ranks, config, actors), RolloutGroup(workers, limit, actors))
+        yield Cluster(PolicyGroup(ranks, config, actors, hidden_size), RolloutGroup(workers, limit, actors))
     finally:
         _end(ranks, workers, groups if config.train.ray_address else [])
 
 
 def _end(ranks: Sequence[Any], workers: Sequence[Any], groups: Sequence[PlacementGroup]) -> None:
-    """End all processes, hanging ones too, remove the placement groups of a shared Ray, and leave Ray."""
-    for rank in ranks:  # first: a worker may wait for weights that a rank will never send
+    """End all processes, even hanging ones, remove the placement groups of a shared Ray, and disconnect."""
+    for rank in ranks:  # first: a worker may be waiting for weights that a rank will never send
         ray.kill(rank)
     closing = [worker.close.remote() for worker in workers]
     if closing:  # a hanging worker is killed, and its scoring processes end with it
@@ -118,7 +119,7 @@ def _connect(config: TrainingConfig) -> None:
         "runtime_env": {"env_vars": WORKER_ENVIRONMENT},
     }
     if config.train.ray_address:
-        with _signals_are_ours():
+        with _keep_signal_handling():
             ray.init(address=config.train.ray_address, **common)
         return
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private Ray on loopback; writes no token file
@@ -126,16 +127,16 @@ def _connect(config: TrainingConfig) -> None:
         config.train.num_ranks * config.train.threads_per_rank
         + config.rollout.num_workers * config.rollout.threads_per_worker
     )
-    with _signals_are_ours():
+    with _keep_signal_handling():
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **common)
 
 
 @contextmanager
-def _signals_are_ours() -> Iterator[None]:
-    """Keep SIGTERM's handler while Ray starts inside, and its processes alive on signals to our process group.
+def _keep_signal_handling() -> Iterator[None]:
+    """Keep this process's SIGTERM handler while Ray starts, and Ray's processes alive on signals to the group.
 
-    The last checkpoint of a training that is stopped needs them. Ray has no public way for either: it installs a
-    handler of its own, and shields its processes from SIGINT only (test_stopping.py fails when its parts move).
+    A stopped training needs them for its last checkpoint. Ray has no public way for either: it installs its own
+    handler, and shields its processes only from SIGINT (test_stopping.py fails when these parts move).
     """
     popen = services.ConsolePopen
     services.ConsolePopen = partial(popen, start_new_session=True)  # type: ignore[assignment,misc]
@@ -154,7 +155,7 @@ def _signals_are_ours() -> Iterator[None]:
 
 
 def _place(actor_class: type, count: int, threads: int, device: Device, groups: list[PlacementGroup]) -> list[Any]:
-    """`count` actors in a new placement group, which is appended to `groups`."""
+    """Starts `count` actors in a new placement group, which is appended to `groups`."""
     bundle: dict[str, float] = {"CPU": threads}
     if device.kind != "cpu":
         bundle[device.ray_resource] = 1
@@ -183,27 +184,27 @@ def _place(actor_class: type, count: int, threads: int, device: Device, groups: 
 
 
 class _Process:
-    """Calls that every process of a training run answers."""
+    """A process of a training."""
 
     def place(self) -> str:
-        """Where the process runs; also answers pings."""
+        """Where the process runs; also called as a ping."""
         return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
 
 
 class _PolicyRank(_Process, Policy):
-    """A policy rank as an actor; `start` constructs it, because that is collective."""
+    """A policy rank as an actor, constructed by `start` because that is collective."""
 
     def __init__(self) -> None:
         pass
 
     def rendezvous(self) -> str:
-        """The address at which all ranks can meet this one."""
+        """The address at which all ranks meet."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def start(self, rank: int, num_ranks: int, address: str, model_path: str, config: TrainingConfig) -> None:
-        """Join the other ranks and load this one's part of the model."""
+        """Join the other ranks and load this rank's part of the model."""
         device = device_for(config.train.device)
         device.require()
         torch.set_num_threads(config.train.threads_per_rank)
@@ -213,7 +214,7 @@ class _PolicyRank(_Process, Policy):
 
 
 class _RolloutRank(_Process, RolloutWorker):
-    """A rollout worker as an actor; `start` constructs it."""
+    """A rollout worker as an actor, constructed by `start`."""
 
     def __init__(self) -> None:
         pass
@@ -234,7 +235,7 @@ class _RolloutRank(_Process, RolloutWorker):
 
 
 def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
-    """The engine's settings as the configuration has them."""
+    """The settings of a rollout worker's engine."""
     return EngineSettings(
         dtype=str(device.resolve_dtype(config.rollout.dtype)).removeprefix("torch."),
         max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,

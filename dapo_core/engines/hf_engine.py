@@ -1,7 +1,7 @@
-"""A continuous decode loop over any transformers causal language model.
+"""Continuous batching over any transformers causal language model.
 
-Rows are aligned at their last token. New requests are prefilled in waves, each distinct prompt once, and join the
-running rows; finished rows leave the cache once enough of them have gathered.
+Rows are aligned at their last token. New requests are prefilled in waves, each distinct prompt once, and then join
+the running rows. Finished rows are removed from the cache in batches.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from dapo_core.parameter_names import file_views, tied_names
 from dapo_core.pretrained import load_causal_lm
 
 PREFILL_TOKENS = 8192  # of one wave, padding included
-WAVE_SHARE = 0.25  # free part of the rows that makes a new wave worth its prefill
-FINISHED_SHARE = 0.25  # finished part of the rows that makes compacting worth its copy
-_ROW_TENSORS = ("ids", "positions", "prompt_lengths", "uniforms", "is_greedy")  # of a batch, a row each
+WAVE_SHARE = 0.25  # share of free rows from which a new wave is worth its prefill
+FINISHED_SHARE = 0.25  # share of finished rows from which compacting is worth its copy
+_ROW_TENSORS = ("ids", "positions", "prompt_lengths", "uniforms", "is_greedy")  # tensors of _Batch, one row each
 
 
 @dataclass
 class _Batch:
-    """Rows decoded together; None where a row has finished. All rows end at the cache's last column."""
+    """Rows that are decoded together, all ending at the cache's last column; None where a row has finished."""
 
     rows: list[Row | None]
     cache: DynamicCache
-    ids: torch.Tensor  # [N], the newest token, not in the cache yet
-    positions: torch.Tensor  # [N], of that token
+    ids: torch.Tensor  # [N], the newest tokens, not yet in the cache
+    positions: torch.Tensor  # [N], of those tokens
     prompt_lengths: torch.Tensor  # [N]
     uniforms: torch.Tensor  # [N, R], the randomness of each response
     is_greedy: torch.Tensor  # [N]
@@ -52,7 +52,7 @@ class _Batch:
         return sum(row is not None for row in self.rows)
 
     def compact(self) -> None:
-        """Drop finished rows, and the columns that no row needs."""
+        """Remove finished rows, and columns that no row needs."""
         live = torch.tensor([index for index, row in enumerate(self.rows) if row is not None])
         live = live.to(self.ids.device)
         self.rows = [row for row in self.rows if row is not None]
@@ -73,7 +73,7 @@ class _Batch:
 
 
 class HuggingFaceEngine(Engine):
-    """Generation with plain transformers; slower to scale than vLLM, and runs wherever torch does."""
+    """Generation with transformers: runs wherever torch does, and scales less well than vLLM."""
 
     def __init__(self, model_path: str | Path, settings: EngineSettings, device: str = "cpu") -> None:
         self._device = torch.device(device)
@@ -129,7 +129,7 @@ class HuggingFaceEngine(Engine):
         return results
 
     def _admit(self, num_free: int) -> list[Response]:
-        """Prefill one wave of waiting rows, sample their first tokens and let them join the batch."""
+        """Prefill one wave of waiting rows, sample their first tokens and add them to the batch."""
         rows, prompts = self._next_wave(num_free)
         numbers = torch.tensor([prompts[_tokens_so_far(row)] for row in rows], device=self._device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
@@ -164,9 +164,9 @@ class HuggingFaceEngine(Engine):
         return finished
 
     def _next_wave(self, num_free: int) -> tuple[list[Row], dict[tuple[int, ...], int]]:
-        """Rows from the queue's head and their distinct prompts, numbered: as many as one prefill may hold.
+        """The rows of one prefill from the head of the queue, and their distinct prompts with their numbers.
 
-        To the prompt of a response that is continued belong the tokens it has.
+        The prompt of a continued response includes the tokens it has.
         """
         rows: list[Row] = []
         prompts: dict[tuple[int, ...], int] = {}
@@ -181,7 +181,7 @@ class HuggingFaceEngine(Engine):
         return rows, prompts
 
     def _decode(self, batch: _Batch) -> list[Response]:
-        """One more token for every row."""
+        """Decode one token of every row; returns the responses that finished."""
         num_columns = batch.cache.get_seq_length() + 1
         columns = torch.arange(num_columns, device=self._device)
         logits = self._model(
@@ -196,7 +196,7 @@ class HuggingFaceEngine(Engine):
         return finished
 
     def _sample(self, batch: _Batch, logits: torch.Tensor) -> list[Response]:
-        """Sample each row's next token; returns the responses that this ended."""
+        """Sample each row's next token; returns the responses that finished."""
         numbers = (batch.positions - batch.prompt_lengths).clamp(max=self.settings.max_response_tokens - 1)
         chances = batch.uniforms.gather(1, numbers.unsqueeze(-1)).squeeze(-1)
         batch.ids, log_probs = _sample_tokens(logits, chances, batch.is_greedy, self.settings)
@@ -214,7 +214,7 @@ class HuggingFaceEngine(Engine):
         return finished
 
     def _shrink(self) -> None:
-        """Compact the batch when enough of it has finished; drop it when all has."""
+        """Compact the batch if enough rows have finished; drop it if all have."""
         if self._batch is None:
             return
         num_live = self._batch.num_live()
@@ -228,7 +228,7 @@ class HuggingFaceEngine(Engine):
         return torch.rand(self.settings.max_response_tokens, dtype=torch.float64, generator=generator)
 
     def _rows_that_fit(self) -> int:
-        """Sequences of full length whose keys and values fit the memory; raises RolloutError when none does."""
+        """Sequences of full length whose keys and values fit into memory; raises RolloutError for none."""
         config = self._model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -278,7 +278,7 @@ def _drawn(
     logits = _keep_likeliest(logits / settings.temperature, settings.top_k, settings.top_p)
     log_probs = logits.log_softmax(dim=-1)
     cumulative = log_probs.double().exp().cumsum(dim=-1)
-    # Rounding must not carry the target to the total itself, which no token's interval contains.
+    # Rounding must not raise the target to the total, which is in no token's interval.
     targets = uniforms * cumulative[:, -1] * (1 - 2**-52)
     ids = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
     return ids, _chosen(log_probs, ids)

@@ -360,7 +360,7 @@ def group(model_path: Path) -> Iterator[PolicyGroup]:
         ray.get([rank.start.remote(n, 2, address, str(model_path), config) for n, rank in enumerate(ranks)])
         actors = Actors()
         actors.add("policy rank", ranks)
-        yield PolicyGroup(ranks, config, actors)
+        yield PolicyGroup(ranks, config, actors, hidden_size=64)
     finally:
         for rank in ranks:
             ray.kill(rank)

@@ -297,7 +297,7 @@ def test_wrong_weights_are_named_and_complete_ones_make_the_engine_usable_again(
     with pytest.raises(RolloutError, match=r"no tensor model.extra.weight"):
         engine.load_weights([*weights.items(), ("model.extra.weight", torch.zeros(2))], 1)
     with pytest.raises(
-        RolloutError, match=r"model.norm.weight comes with shape \(63,\), the engine's model has \(64,\)"
+        RolloutError, match=r"model.norm.weight has shape \(63,\), the engine's model needs \(64,\)"
     ):
         engine.load_weights([*weights.items(), (norm, torch.zeros(63))], 1)
     assert engine.policy_version == 0

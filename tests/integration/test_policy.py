@@ -62,7 +62,7 @@ def _batch() -> Batch:
 def _update(rank: int, config: Config, batch: Batch, max_tokens: int) -> dict[str, Any]:
     """Anchor, then one update: log-probs before, sums, norm, and weights after."""
     policy = Policy(config.model.path or "", config)
-    shares, indices = split_batch(batch, config.train.num_data_ranks, max_tokens, policy.hidden_size())
+    shares, indices = split_batch(batch, config.train.num_data_ranks, max_tokens)
     number = rank // config.train.sequence_parallel
     log_probs, entropy = policy.log_probs(shares[number])
     totals = LossTotals.of(batch, config.train.num_data_ranks)
@@ -141,7 +141,7 @@ def _has_whole_gradient(parameter: Any) -> bool:
 def _whole_gradients(rank: int, config: Config, batch: Batch) -> list[list[str]]:
     """Before each micro-batch, the parameters of which this rank holds more of the gradient than its shard."""
     policy = Policy(config.model.path or "", config)
-    shares, _ = split_batch(batch, config.train.num_data_ranks, 30, policy.hidden_size())
+    shares, _ = split_batch(batch, config.train.num_data_ranks, 30)
     micro_loss, held = policy._micro_loss, []
 
     def watched(*arguments: Any) -> PolicyLoss:
@@ -215,7 +215,7 @@ def test_half_precision_gives_the_same_within_its_precision(models: dict[str, Pa
 
 def _reference_before_and_after(rank: int, config: Config, batch: Batch) -> list[torch.Tensor]:
     policy = Policy(config.model.path or "", config)
-    shares, _ = split_batch(batch, 1, 64, policy.hidden_size())
+    shares, _ = split_batch(batch, 1, 64)
     before = policy.ref_log_probs(shares[0])
     same = policy.log_probs(shares[0])[0]
     policy.update(shares[0], LossTotals.of(batch))
@@ -236,7 +236,7 @@ def _infinite_loss(rank: int, config: Config, batch: Batch) -> Any:
     policy = Policy(config.model.path or "", config)
     names = list(policy.weight_sizes())
     before = policy.gather_weights(names)
-    shares, _ = split_batch(batch, 2, 4096, policy.hidden_size())
+    shares, _ = split_batch(batch, 2, 4096)
     update = policy.update(shares[rank], LossTotals.of(batch))
     return before, policy.gather_weights(names), update
 
