@@ -1,4 +1,4 @@
-"""Partial rollouts over real parts: unfinished groups outlive a weight update, a checkpoint and the process."""
+"""Partial rollouts: unfinished groups survive a weight update, a checkpoint and the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.trainings import World, config_of
 
 
 def _config(total_steps: int, ray_address: str) -> Config:
-    """One group of four a step; five rows in the engine, so that a group is half-way when another finishes."""
+    """One group of four a step, and five rows in the engine: a group is half done when another finishes."""
     train = {"num_ranks": 1, "train_prompts": 1, "mini_prompts": 1, "total_steps": total_steps}
     return config_of(
         run={"deterministic": False},
@@ -29,7 +29,7 @@ def _config(total_steps: int, ray_address: str) -> Config:
 
 
 def _num_tokens(state: TrainerState) -> int:
-    """Response tokens that wait for the next step."""
+    """Response tokens carried into the next step."""
     return sum(item.num_response_tokens for _, item in [*state.surplus, *state.unfinished])
 
 
@@ -51,15 +51,15 @@ def steps(
     return steps
 
 
-def test_unfinished_groups_are_trained_on_by_the_next_steps(
+def test_unfinished_groups_are_trained_in_the_next_steps(
     steps: list[tuple[dict[str, float], TrainerState]],
 ) -> None:
     assert [state.step for _, state in steps] == [1, 2, 3]
     for (_, before), (_, after) in itertools.pairwise(steps):
-        begun = [(born, request) for born, request in before.unfinished if request.num_response_tokens]
+        begun = [(drawn_at, request) for drawn_at, request in before.unfinished if request.num_response_tokens]
         assert begun
-        for born, request in begun:
-            assert request.policy_version == born - 1  # one optimizer step a training step
+        for drawn_at, request in begun:
+            assert request.policy_version == drawn_at - 1  # one optimizer step a training step
         later = {request.group_id: request for _, request in after.unfinished}
         went_on = [request for _, request in begun if request.group_id in later]
         for request in went_on:

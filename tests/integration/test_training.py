@@ -1,4 +1,4 @@
-"""Training end to end over real parts: Ray, two FSDP2 ranks over gloo, an engine, checkpoints, SIGKILLs."""
+"""Training end to end: Ray, two FSDP2 ranks over gloo, an engine, checkpoints, SIGKILLs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import os
 import random
 import re
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,14 +22,14 @@ from durable import read_json_lines
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.processes import supervisor
 from tests.metric_names import expand
+from tests.processes import start_time_of, wait_until
 from tests.trainings import NUM_PROBLEMS, World, config_of, settings
 
 UNINTERRUPTED_STEPS = 4
 TOTAL_STEPS = 8
 OPTIMIZER_STEPS = 2  # per training step: train_prompts / mini_prompts
-# What every step that trains writes, of the metrics that the field knows and of ours. Not among them are KL's and
-# the reference model's (test_training_options.py), perf/mfu/actor, which needs a device whose peak is known,
-# the memory of accelerators, and timing_s/testing, as no evaluation takes place between steps.
+# The metrics of every step that trains. Metrics of KL and the reference model are in test_training_options.py;
+# perf/mfu/actor and accelerator memory need a device, timing_s/testing needs validation.
 METRIC_NAMES = expand("""
 step wall_time policy_version training/{global_step,epoch} train/num_gen_batches critic/score/{mean,max,min}
 critic/rewards/{mean,max,min} critic/advantages/{mean,max,min} critic/returns/{mean,max,min}
@@ -56,7 +56,7 @@ NOT_OF_THE_RESULT = (
 
 @dataclass(frozen=True)
 class Run:
-    """A training output and what was seen of it: before it was continued, and at the end."""
+    """A training output, as it was before it was continued and as it ended."""
 
     folder: Path
     first: TrainResult
@@ -64,7 +64,7 @@ class Run:
     first_state: TrainerState
     checkpoints: list[list[str]]  # after each of the first steps
     last: TrainResult
-    told: list[int]  # steps that the callback of the continued run got
+    reported: list[int]  # steps passed to the callback of the continued run
 
 
 def checkpoint_names(folder: Path) -> list[str]:
@@ -73,7 +73,7 @@ def checkpoint_names(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Four steps in one go, then four more by a second call on the same output, which saves while it goes on."""
+    """Four steps, then four more by a second call on the same output, which saves asynchronously."""
     folder = tmp_path_factory.mktemp("run")
     checkpoints: list[list[str]] = []
     first = train(
@@ -87,18 +87,18 @@ def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory
         lambda step, metrics: checkpoints.append(checkpoint_names(folder)),
     )
     first_metrics, first_state = read_json_lines(folder / METRICS_FILE), read_state(first.checkpoint)
-    told: list[int] = []
+    reported: list[int] = []
     last = train(
         config_of(train={"total_steps": TOTAL_STEPS, "ray_address": ray_address}),
         world.data,
         world.model,
         folder,
-        lambda step, metrics: told.append(step),
+        lambda step, metrics: reported.append(step),
     )
-    return Run(folder, first, first_metrics, first_state, checkpoints, last, told)
+    return Run(folder, first, first_metrics, first_state, checkpoints, last, reported)
 
 
-def test_every_metric_is_written_and_none_that_nobody_knows(run: Run) -> None:
+def test_every_known_metric_is_written_and_no_other(run: Run) -> None:
     for line in run.first_metrics:
         assert set(line) == METRIC_NAMES
         assert None not in line.values()
@@ -111,11 +111,11 @@ def test_phases_add_up_to_the_step(run: Run) -> None:
         spent = sum(line[phase] for phase in phases)
         assert spent <= line["timing_s/step"]
         shares.append(1 - spent / line["timing_s/step"])
-    # What is left is bookkeeping: other processes may hold it up in one step, a phase left out is so in all.
+    # The rest is bookkeeping. Other processes may delay it in one step; a missing phase would show in all.
     assert min(shares) < 0.02, shares
 
 
-def test_each_step_s_numbers_fit_each_other(run: Run) -> None:
+def test_the_metrics_of_a_step_are_consistent(run: Run) -> None:
     assert [line["step"] for line in run.first_metrics] == [1, 2, 3, 4]
     carried_in = 0.0
     for line in run.first_metrics:
@@ -157,7 +157,7 @@ def test_the_last_checkpoints_are_kept(run: Run) -> None:
 
 
 def test_a_second_call_continues_at_the_next_step(run: Run) -> None:
-    assert run.told == [5, 6, 7, 8]
+    assert run.reported == [5, 6, 7, 8]
     assert (run.last.steps, run.last.policy_version) == (TOTAL_STEPS, TOTAL_STEPS * OPTIMIZER_STEPS)
     lines = read_json_lines(run.folder / METRICS_FILE)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -170,10 +170,8 @@ def test_a_second_call_continues_at_the_next_step(run: Run) -> None:
     assert lines[7]["training/epoch"] == pytest.approx(after.prompt_position / NUM_PROBLEMS)
 
 
-def test_how_the_work_lies_on_the_devices_changes_no_number(
-    run: Run, world: World, ray_address: str, tmp_path: Path
-) -> None:
-    """Two ranks share each sequence and hold all weights each, instead of half of either; two engines generate."""
+def test_placement_changes_no_number(run: Run, world: World, ray_address: str, tmp_path: Path) -> None:
+    """Two ranks share each sequence and hold all weights each, instead of half of both; two engines generate."""
     train(
         config_of(
             rollout={"num_workers": 2},
@@ -199,26 +197,20 @@ def test_how_the_work_lies_on_the_devices_changes_no_number(
         assert other["global_seqlen/balanced_max"] < other["perf/total_num_tokens"]
         for name in METRIC_NAMES:
             if not name.startswith((*NOT_OF_THE_RESULT, "global_seqlen/")):
-                # differences of nearly equal numbers, such as a KL, keep the noise of what they are made of
+                # differences of nearly equal numbers, such as a KL, keep the noise of their terms
                 assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), (line["step"], name)
 
 
-def is_alive(pid: int, start_time: str) -> bool:
-    fields = supervisor._stat_fields(pid)
-    return bool(fields) and fields[0] != "Z" and fields[19] == start_time
-
-
-def wait_until_gone(processes: dict[int, str], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while living := {pid for pid, start_time in processes.items() if is_alive(pid, start_time)}:
-        assert time.monotonic() < deadline, f"processes {living} are still there after {seconds} s"
-        time.sleep(0.1)
+def started_since(before: dict[int, str]) -> Callable[[], bool]:
+    """A check that is true once every process is gone that started below this one since `before`."""
+    started = {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
+    return lambda: all(start_time_of(pid) != at for pid, at in started.items())
 
 
 def test_killed_in_every_role_it_ends_with_the_same_bits(
     run: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dapo train` as a stage runs it: a rank and a worker are replaced by itself, the command is typed again."""
+    """`dapo train` as a stage runs it: it restarts a rank and a worker itself, and the command is run again."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     crash = importlib.import_module("crash")
     recipe, chance = tmp_path / "recipe.yaml", random.Random(os.getpid())
@@ -247,15 +239,14 @@ def test_an_error_ends_every_process_and_names_what_to_change(world: World, tmp_
     )
     with pytest.raises(NotEnoughSignal, match=r"^2 draws of 6 prompts gave 0 groups .* and 12 all wrong"):
         train(config, world.data, world.model, tmp_path)
-    started = {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
-    wait_until_gone(started, seconds=10)
+    wait_until(started_since(before), "every process is gone")
     assert read_json_lines(tmp_path / METRICS_FILE) == []
 
 
 def test_a_step_without_a_finished_group_ends_in_time_with_every_process(
     world: World, ray_address: str, tmp_path: Path
 ) -> None:
-    """The scorer never answers; its own time limit is far off."""
+    """The scorer never answers, and its own time limit is longer."""
     before = supervisor.descendants(os.getpid())
     scorer = tmp_path / "scorer.py"
     scorer.write_text("import time\n\n\ndef compute_score(*arguments, **named):\n    time.sleep(600)\n")
@@ -270,13 +261,12 @@ def test_a_step_without_a_finished_group_ends_in_time_with_every_process(
     message = str(caught.value)
     assert "no group was kept for" in message
     assert "6 groups with" in message
-    assert "6 groups with 0 response tokens" not in message  # they are generated, and wait for scores
+    assert "6 groups with 0 response tokens" not in message  # they are generated and wait for scores
     assert "no group finished" in message
-    started = {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
-    wait_until_gone(started, seconds=10)
+    wait_until(started_since(before), "every process is gone")
 
 
-def test_a_worker_s_error_arrives_as_what_it_is(world: World, ray_address: str, tmp_path: Path) -> None:
+def test_an_error_of_a_worker_keeps_its_type_and_message(world: World, ray_address: str, tmp_path: Path) -> None:
     config = config_of(
         rollout={"memory_gigabytes": 1e-6}, train={"total_steps": 1, "num_ranks": 1, "ray_address": ray_address}
     )

@@ -1,4 +1,4 @@
-"""What the options of a training do to it, seen in the metrics of one or two real steps."""
+"""The effect of training options, seen in the metrics of one or two steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.trainings import World, config_of
 RECIPES = Path(__file__).resolve().parents[2] / "configs"
 NUM_RESPONSES = 16  # 4 prompts x 4 responses
 LIMIT = 24  # tokens of a response
-# No rule of ours finds anything right in what the barely trained model says, and equal rewards teach nothing.
+# The barely trained model gets nothing right, and equal rewards teach nothing.
 LENGTH_SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) % 3, "acc": 0}
@@ -56,7 +56,7 @@ def start(world: World, ray_address: str, tmp_path: Path) -> Start:
 
 
 def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """With advantages that leave a response out of its own baseline, and losses over a constant length."""
+    """With leave-one-out advantages, and losses divided by a constant length."""
     caplog.set_level(logging.INFO, "dapo_core.trainer")
     first, second = lines = start(
         LENGTH_SCORER,
@@ -86,14 +86,14 @@ def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
         # ratios are 1, so the loss is that of -A: a mean over tokens, times tokens / (responses x constant)
         norm = num_tokens / ((NUM_RESPONSES - num_truncated) * LIMIT)
         assert line["actor/pg_loss"] == pytest.approx(-line["critic/advantages/mean"] * norm, rel=1e-4, abs=1e-6)
-    told = [record.message for record in caplog.records if record.message.startswith("step:")]
-    for text, line in zip(told, lines, strict=True):
+    logged = [record.message for record in caplog.records if record.message.startswith("step:")]
+    for text, line in zip(logged, lines, strict=True):
         expected = {name: value for name, value in line.items() if name not in ("wall_time", "policy_version")}
         assert {name: float(value) for name, value in NAME_VALUE.findall(text)} == expected
 
 
-def test_kl_in_the_reward_with_a_coefficient_that_follows_its_target(start: Start) -> None:
-    """Responses of one token, so that a response's sum of KL is its mean. The third step is a resumed run's."""
+def test_kl_in_the_reward_with_an_adaptive_coefficient(start: Start) -> None:
+    """Responses of one token, so that a response's KL sum is its mean. The third step is of a resumed run."""
     settings = {
         "algorithm": {
             "kl": {
@@ -124,8 +124,8 @@ def test_kl_in_the_reward_with_a_coefficient_that_follows_its_target(start: Star
         coefficient *= 1 + error * NUM_RESPONSES / 32  # Ziegler et al., section 2.2
 
 
-def test_rollout_correction_on_what_a_used_up_draw_gave(start: Start) -> None:
-    """The engine computes in half the policy's precision; groups whose sum is even give no signal."""
+def test_rollout_correction_on_a_partial_step(start: Start) -> None:
+    """The engine computes in bfloat16; groups with an even answer give no signal."""
     (line,) = start(
         LENGTH_SCORER.replace("len(solution_str)", "(int(ground_truth) % 2) * len(solution_str)"),
         algorithm={
@@ -159,7 +159,7 @@ def test_rollout_correction_on_what_a_used_up_draw_gave(start: Start) -> None:
 
 
 def test_grpo(start: Start) -> None:
-    """What the recipe sets apart from DAPO, with two optimizer steps and a file of one's own as scorer."""
+    """The recipe's differences from DAPO, with two optimizer steps and a custom scorer."""
     recipe = load_config(RECIPES / "grpo_qwen3_8b_math.yaml")
     (line,) = start(
         LENGTH_SCORER,
@@ -172,11 +172,11 @@ def test_grpo(start: Start) -> None:
     assert (line["critic/score/min"], line["critic/score/max"]) == (0, 2)
     assert line["reward/overlong_ratio"] == 0
     assert line["critic/rewards/mean"] == line["critic/score/mean"]
-    assert line["response_length/clip_ratio"] > 0  # some would have been penalised
+    assert line["response_length/clip_ratio"] > 0  # responses that DAPO would penalise
     assert line["policy_version"] == 2
     assert line["actor/kl_coef"] == 0.001
-    assert line["actor/kl_loss"] > 1e-4  # by the second update the policy has left the reference
-    assert line["actor/ppo_kl"] > 1e-4  # and its anchor
+    assert line["actor/kl_loss"] > 1e-4  # in the second update the policy differs from the reference
+    assert line["actor/ppo_kl"] > 1e-4  # and from its anchor
     assert line["actor/pg_clipfrac"] > 0
 
 
@@ -212,7 +212,7 @@ def test_compat_verl_learns_from_the_rounding_of_equal_rewards_on_two_ranks(star
     assert line["actor/grad_norm"] > 0.01
 
 
-def test_a_skipped_step_moves_on_in_the_data_and_not_in_the_policy(start: Start, tmp_path: Path) -> None:
+def test_a_skipped_step_advances_the_data_and_not_the_policy(start: Start, tmp_path: Path) -> None:
     (line,) = start(sampler={"dynamic": True, "max_num_gen_batches": 1, "on_exhausted": "skip_step"})
     assert (line["sampler/all_wrong_groups"], line["sampler/kept_groups"]) == (6, 0)
     assert line["policy_version"] == 0

@@ -1,4 +1,4 @@
-"""Packed rows: the layout by hand, and log-probs that do not depend on what else is in the row."""
+"""Packed rows: their layout, and log-probs that do not depend on the other sequences of a row."""
 
 from __future__ import annotations
 
