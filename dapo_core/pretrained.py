@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-def load_config(model_path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
+def load_model_config(model_path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """The folder's architecture; raises ModelError when it cannot be read."""
     from transformers import AutoConfig
 
@@ -60,7 +60,7 @@ def empty_causal_lm(model_path: str | Path, dtype: torch.dtype, trust_remote_cod
     """
     from transformers import AutoModelForCausalLM
 
-    config = load_config(model_path, trust_remote_code)
+    config = load_model_config(model_path, trust_remote_code)
     with _model_errors(model_path, "cannot be loaded as a causal language model"), _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code

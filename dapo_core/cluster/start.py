@@ -29,7 +29,7 @@ from dapo_core.device import Device, device_for
 from dapo_core.engines.base import EngineSettings, build_engine
 from dapo_core.errors import ConfigError
 from dapo_core.policy.rank import Policy
-from dapo_core.pretrained import load_config, load_tokenizer
+from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
         actors.get(starting)
         counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
         logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
-        hidden_size = load_config(model_path).get_text_config().hidden_size
+        hidden_size = load_model_config(model_path, config.model.trust_remote_code).get_text_config().hidden_size
         limit = config.sampler.max_seconds_without_kept
         yield Cluster(PolicyGroup(ranks, config, actors, hidden_size), RolloutGroup(workers, limit, actors))
     finally:
@@ -231,7 +231,7 @@ class _RolloutRank(_Process, RolloutWorker):
             seed=config.run.seed,
             device=str(device.torch_device()),
         )
-        super().__init__(engine, load_tokenizer(model_path), config)
+        super().__init__(engine, load_tokenizer(model_path, config.model.trust_remote_code), config)
 
 
 def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
@@ -247,4 +247,5 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         memory_bytes=int(config.rollout.memory_gigabytes * 1024**3),
         memory_utilization=config.rollout.memory_utilization,
         threads=config.rollout.threads_per_worker,
+        trust_remote_code=config.model.trust_remote_code,
     )

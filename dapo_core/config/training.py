@@ -36,6 +36,15 @@ class PromptsConfig(Section):
     shuffle: bool = key(True, "Shuffle the prompts in each epoch.")
 
 
+class ModelCodeConfig(Section):
+    """Whether Python files of a model folder may run."""
+
+    trust_remote_code: bool = key(
+        False,
+        "Run the Python files of the model folder, in training, engines and servers, with your rights.",
+    )
+
+
 class KLConfig(Section):
     """Distance to the reference model, which is the model before training; loaded only when `place` is set."""
 
@@ -284,6 +293,7 @@ class TrainingConfig(Section):
 
     run: RunConfig = Field(default_factory=RunConfig)
     data: PromptsConfig = Field(default_factory=PromptsConfig)
+    model: ModelCodeConfig = Field(default_factory=ModelCodeConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     custom_reward: CustomRewardConfig = Field(default_factory=CustomRewardConfig)

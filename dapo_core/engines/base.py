@@ -62,6 +62,7 @@ class EngineSettings:
     memory_bytes: int  # for the KV cache on a CPU
     memory_utilization: float  # share of the device's memory on an accelerator
     threads: int  # CPU threads
+    trust_remote_code: bool = False  # run Python files of the model folder
 
 
 @dataclass

@@ -77,7 +77,7 @@ class HuggingFaceEngine(Engine):
 
     def __init__(self, model_path: str | Path, settings: EngineSettings, device: str = "cpu") -> None:
         self._device = torch.device(device)
-        self._model, self._views = _load(model_path, settings.dtype, self._device)
+        self._model, self._views = _load(model_path, settings, self._device)
         shapes = {name: tuple(view.shape) for name, view in self._views.items()}
         super().__init__(settings, shapes, tied_names(self._model))
         self._stop_ids = set(read_eos_ids(model_path))
@@ -311,9 +311,13 @@ def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return torch.cat([functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in (first, second)])
 
 
-def _load(model_path: str | Path, dtype: str, device: torch.device) -> tuple[Any, dict[str, torch.Tensor]]:
+def _load(
+    model_path: str | Path, settings: EngineSettings, device: torch.device
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """The model, and its parameters by the names of the files, tied ones under each of their names."""
-    model = load_causal_lm(model_path, getattr(torch, dtype)).to(device).eval()
+    model = (
+        load_causal_lm(model_path, getattr(torch, settings.dtype), settings.trust_remote_code).to(device).eval()
+    )
     names = weight_names(model_path) | tied_names(model).keys()
     views: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

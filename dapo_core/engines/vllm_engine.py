@@ -157,6 +157,7 @@ def _start(model_path: str | Path, settings: EngineSettings, seed: int, max_toke
             seed=seed,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
+            trust_remote_code=settings.trust_remote_code,
             **platform_options,
         )
     )

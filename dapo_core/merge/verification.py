@@ -11,7 +11,7 @@ from dapo_core.merge.sources import Source, values_in_order
 from dapo_core.merge.writer import OutputTensor
 from dapo_core.model_folder import MERGE_MANIFEST
 from dapo_core.parameter_names import file_pieces, match_files, sample_of, tied_names
-from dapo_core.pretrained import load_config
+from dapo_core.pretrained import load_model_config
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +107,7 @@ def _build(model_files: Path) -> nn.Module:
     import transformers
 
     try:
-        config = load_config(model_files)
+        config = load_model_config(model_files)
     except ModelError as error:
         raise CheckpointError(f"config.json in {model_files} cannot be read by transformers: {error}") from error
     name = (config.architectures or ["none"])[0]

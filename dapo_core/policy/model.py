@@ -40,6 +40,7 @@ def load_sharded(
     device: Device,
     wrap: Callable[[nn.Module], nn.Module],
     trainable: bool = True,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """The folder's causal language model under FSDP2, inside `wrap`, which keeps it as its attribute `causal_lm`.
 
@@ -48,7 +49,7 @@ def load_sharded(
     tensors are not the model's parameters.
     """
     dtype = device.resolve_dtype(train.dtype)
-    causal_lm = empty_causal_lm(model_path, torch.float32 if trainable else dtype)
+    causal_lm = empty_causal_lm(model_path, torch.float32 if trainable else dtype, trust_remote_code)
     files = weight_files(model_path)
     _require_same_tensors(model_path, causal_lm, files)
     layers = decoder_layers(causal_lm)

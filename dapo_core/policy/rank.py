@@ -25,7 +25,7 @@ from dapo_core.policy.model import HOST, load_sharded, move_model, move_optimize
 from dapo_core.policy.packing import pack, probe_row
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.policy.sequence_parallel import sequence_group
-from dapo_core.pretrained import load_config
+from dapo_core.pretrained import load_model_config
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -61,8 +61,9 @@ class Policy:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
             torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise
         self.group = sequence_group(self.train.sequence_parallel)
-        self.model_config = load_config(model_path)
+        self.model_config = load_model_config(model_path, config.model.trust_remote_code)
         require_trainable(self.model_config, self.train.sequence_parallel)
+        self.trust_remote_code = config.model.trust_remote_code
         self.model = self._load(model_path, is_trainable=True)
         files = weight_names(model_path)
         self.pieces = {
@@ -195,6 +196,7 @@ class Policy:
             self.device,
             lambda causal_lm: TokenLogProbs(causal_lm, self.train.logits_chunk_tokens),
             is_trainable,
+            self.trust_remote_code,
         )
         row = probe_row(self.device.torch_device(), self.group)
         with torch.no_grad():
