@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
-from ray._private import services
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
+from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.device import Device, device_for
@@ -39,11 +36,6 @@ logger = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 300.0
 CLOSE_SECONDS = 5.0
-# Set for the whole job, so that Ray can use the worker processes that it starts in advance.
-WORKER_ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns: spinning threads would starve each other
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -63,40 +55,41 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
     can start another cluster.
     """
     started = time.monotonic()
-    if config.train.ray_address is None:  # all devices are this machine's
-        device_for(config.train.device).require()
+    train, rollout = config.train, config.rollout
+    device = device_for(train.device)
+    if train.ray_address is None:  # all devices are this machine's
+        device.require()
+    num_cpus = train.num_ranks * train.threads_per_rank + rollout.num_workers * rollout.threads_per_worker
     groups: list[PlacementGroup] = []
     ranks: list[Any] = []
     workers: list[Any] = []
-    try:
-        _connect(config)
+    with connected_to_ray(train, num_cpus) as folder:
         logger.info("Ray is up after %.0f s", time.monotonic() - started)
-        device = device_for(config.train.device)
-        ranks += _place(_PolicyRank, config.train.num_ranks, config.train.threads_per_rank, device, groups)
-        workers += _place(
-            _RolloutRank, config.rollout.num_workers, config.rollout.threads_per_worker, device, groups
-        )
-        actors = Actors()
-        actors.add("policy rank", ranks)
-        actors.add("rollout worker", workers)
-        address = actors.get(ranks[0].rendezvous.remote())
-        starting = [
-            rank.start.remote(number, len(ranks), address, str(model_path), config)
-            for number, rank in enumerate(ranks)
-        ]
-        starting += [worker.start.remote(str(model_path), config) for worker in workers]
-        actors.get(starting)
-        counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
-        logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
-        hidden_size = load_model_config(model_path, config.model.trust_remote_code).get_text_config().hidden_size
-        limit = config.sampler.max_seconds_without_kept
-        yield Cluster(PolicyGroup(ranks, config, actors, hidden_size), RolloutGroup(workers, limit, actors))
-    finally:
-        _end(ranks, workers, groups if config.train.ray_address else [])
+        try:
+            ranks += _place(_PolicyRank, train.num_ranks, train.threads_per_rank, device, groups)
+            workers += _place(_RolloutRank, rollout.num_workers, rollout.threads_per_worker, device, groups)
+            actors = Actors()
+            actors.add("policy rank", ranks)
+            actors.add("rollout worker", workers)
+            # In a private folder, ranks meet without a port that others could reach.
+            address = f"file://{folder}/rendezvous" if folder else actors.get(ranks[0].rendezvous.remote())
+            starting = [
+                rank.start.remote(number, len(ranks), address, str(model_path), config)
+                for number, rank in enumerate(ranks)
+            ]
+            starting += [worker.start.remote(str(model_path), config) for worker in workers]
+            actors.get(starting)
+            counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
+            logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
+            model_config = load_model_config(model_path, config.model.trust_remote_code)
+            policy = PolicyGroup(ranks, config, actors, model_config.get_text_config().hidden_size)
+            yield Cluster(policy, RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors))
+        finally:
+            _end(ranks, workers, groups if train.ray_address else [])
 
 
 def _end(ranks: Sequence[Any], workers: Sequence[Any], groups: Sequence[PlacementGroup]) -> None:
-    """End all processes, even hanging ones, remove the placement groups of a shared Ray, and disconnect."""
+    """End all processes, even hanging ones, and remove the placement groups of a shared Ray."""
     for rank in ranks:  # first: a worker may be waiting for weights that a rank will never send
         ray.kill(rank)
     closing = [worker.close.remote() for worker in workers]
@@ -106,52 +99,6 @@ def _end(ranks: Sequence[Any], workers: Sequence[Any], groups: Sequence[Placemen
         ray.kill(worker)
     for group in groups:
         remove_placement_group(group)
-    ray.shutdown()
-
-
-def _connect(config: TrainingConfig) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    common: dict[str, Any] = {
-        "logging_level": "warning",
-        "log_to_driver": True,
-        "runtime_env": {"env_vars": WORKER_ENVIRONMENT},
-    }
-    if config.train.ray_address:
-        with _keep_signal_handling():
-            ray.init(address=config.train.ray_address, **common)
-        return
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private Ray on loopback; writes no token file
-    num_cpus = (
-        config.train.num_ranks * config.train.threads_per_rank
-        + config.rollout.num_workers * config.rollout.threads_per_worker
-    )
-    with _keep_signal_handling():
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **common)
-
-
-@contextmanager
-def _keep_signal_handling() -> Iterator[None]:
-    """Keep this process's SIGTERM handler while Ray starts, and Ray's processes alive on signals to the group.
-
-    A stopped training needs them for its last checkpoint. Ray has no public way for either: it installs its own
-    handler, and shields its processes only from SIGINT (test_stopping.py fails when these parts move).
-    """
-    popen = services.ConsolePopen
-    services.ConsolePopen = partial(popen, start_new_session=True)  # type: ignore[assignment,misc]
-    handler = signal.getsignal(signal.SIGTERM)
-    is_main = threading.current_thread() is threading.main_thread()
-    try:
-        yield
-    except SystemExit as error:  # raised by Ray's handler
-        if is_main and error.code == signal.SIGTERM and callable(handler):
-            handler(signal.SIGTERM, None)
-        raise
-    finally:
-        services.ConsolePopen = popen  # type: ignore[misc]
-        if is_main:
-            signal.signal(signal.SIGTERM, handler)
 
 
 def _place(actor_class: type, count: int, threads: int, device: Device, groups: list[PlacementGroup]) -> list[Any]:

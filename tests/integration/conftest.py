@@ -20,7 +20,9 @@ def ray_address() -> Iterator[str]:
     """A running Ray for `train.ray_address`: trainings that join it need not start one each."""
     from ray.cluster_utils import Cluster
 
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    from dapo_core.cluster.connection import AUTH_MODE, AUTH_TOKEN, private_token
+
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", AUTH_MODE: "token", AUTH_TOKEN: private_token()}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     yield cluster.address
     cluster.shutdown()

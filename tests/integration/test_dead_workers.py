@@ -27,8 +27,9 @@ from ray.exceptions import (
 import dapo_core.cluster.actors
 from dapo_core.batch import Batch
 from dapo_core.cluster.actors import Actors, death_reason
+from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.cluster.rollout_group import RolloutGroup
-from dapo_core.cluster.start import Cluster, _connect, start_cluster
+from dapo_core.cluster.start import Cluster, start_cluster
 from dapo_core.data import Prompt
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
 from dapo_core.rollout import GroupRequest
@@ -78,12 +79,11 @@ def actors(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
             raise ERRORS[what]
 
     monkeypatch.setattr(dapo_core.cluster.actors, "PING_SECONDS", 0.5)
-    _connect(config_of(train={"ray_address": ray_address}))
-    actors = [ray.remote(Actor).options(num_cpus=1).remote() for _ in range(3)]
-    yield actors
-    for actor in actors:
-        ray.kill(actor)
-    ray.shutdown()
+    with connected_to_ray(config_of(train={"ray_address": ray_address}).train, num_cpus=0):
+        actors = [ray.remote(Actor).options(num_cpus=1).remote() for _ in range(3)]
+        yield actors
+        for actor in actors:
+            ray.kill(actor)
 
 
 def test_a_death_ends_every_call_and_is_distinguished_from_errors(actors: list[Any]) -> None:
