@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray._private import services
+from ray._private import ray_constants, services
 from ray.exceptions import AuthenticationError
 
 from dapo_core.errors import ConfigError, WorkerDied
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-# A socket's path has at most 107 bytes, of which Ray's session folder and socket name take 64.
-MAX_FOLDER_BYTES = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+# A socket's path has at most 107 bytes; this is what Ray appends to a folder.
+MAX_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 # Set for the whole job, so that Ray can use the worker processes that it starts in advance.
 WORKER_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns: spinning threads would starve each other
@@ -110,14 +110,14 @@ def _private_folder() -> Path:
 
 def _start(folder: Path, num_cpus: int) -> None:
     """Start Ray; raises WorkerDied, with none of its processes left, when it does not."""
-    with _keep_signal_handling() as processes:
+    with _keep_signal_handling() as processes, _loopback():
         try:
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 runtime_env={"env_vars": WORKER_ENVIRONMENT | LOOPBACK_ENVIRONMENT},
-                _temp_dir=str(folder),
+                _temp_dir=str(folder / "ray"),  # which Ray makes open to all, inside of a folder that is not
                 **_OPTIONS,
             )
         except BaseException as error:
@@ -139,6 +139,22 @@ def _end_processes(processes: list[subprocess.Popen[Any]]) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Ray that starts inside binds to 127.0.0.1 alone.
+
+    Ray has no public way: it replaces a loopback `_node_ip_address` by the machine's own, and reads the variable
+    that sets this constant (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER) on import, when it is not known whether a cluster
+    will be joined. test_ray_security.py fails when it moves.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager
