@@ -74,6 +74,11 @@ def _model_errors(model_path: str | Path, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{model_path} needs Python files of its own, which do not run; read them, and set "
+                "model.trust_remote_code=true if you trust them"
+            ) from error
         raise ModelError(f"{model_path} {what}: {error}; check model.path") from error
 
 
