@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def _batch() -> Batch:
 
 def _update(rank: int, config: Config, batch: Batch, max_tokens: int) -> dict[str, Any]:
     """Anchor, then one update: log-probs before, sums, norm, and weights after."""
+    torch.compile = partial(torch.compile, backend="aot_eager")  # inductor takes 40 s to compile C++
     policy = Policy(config.model.path or "", config)
     shares, indices = split_batch(batch, config.train.num_data_ranks, max_tokens)
     number = rank // config.train.sequence_parallel
