@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
-from dapo_core.config.training import ModelCodeConfig, PromptsConfig, TrainingConfig
-from dapo_core.config.warm_start import WarmStartConfig
+from dapo_core.config.training import PromptsConfig, TrainingConfig
+from dapo_core.config.warm_start import ModelCodeConfig, WarmStartConfig
 from tasks.serve_model.config import ServeConfig
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.warm_start import ModelCodeConfig
 
 MOST_HORIZONS_PER_STEP = 5  # adaptive KL changes its coefficient by at most 1/5 for each horizon that passes
 
@@ -34,15 +35,6 @@ class PromptsConfig(Section):
 
     max_prompt_tokens: int = key(2048, "Longest prompt in tokens; longer prompts are an error.", ge=1)
     shuffle: bool = key(True, "Shuffle the prompts in each epoch.")
-
-
-class ModelCodeConfig(Section):
-    """Whether Python files of a model folder may run."""
-
-    trust_remote_code: bool = key(
-        False,
-        "Run the Python files of the model folder, in training, engines and servers, with your rights.",
-    )
 
 
 class KLConfig(Section):
