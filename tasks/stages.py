@@ -28,6 +28,7 @@ NOT_COUNTED = (
     "dapo_core/config",
     "dapo_core/errors.py",
     "durable.py",
+    "redaction.py",
     "dapo_core/merge",  # comes after training; its own stage names it
     "eval/__init__.py",
     "eval/breakdown.py",

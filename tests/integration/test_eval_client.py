@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from eval import EvaluationError
 from eval.client import Answer, Endpoint, Sampling, _retry_after
 from eval.dispatch import Dispatcher, Limits, Outcome, Request
 from eval.problems.items import Item
@@ -146,6 +147,21 @@ def test_a_refusal_is_final(server: ArithmeticServer, endpoint: Endpoint) -> Non
     server.behave = lambda handler, prompt, attempt: handler.send(401, b"wrong key")
     outcome = ask(endpoint)
     assert (outcome.answer, outcome.attempts, outcome.failure) == (None, 1, "HTTP 401: wrong key")
+
+
+def test_a_key_that_a_server_echoes_is_written_nowhere(server: ArithmeticServer, tmp_path: Path) -> None:
+    key = "sk-0123456789abcdef"
+    endpoint = Endpoint(server.url, "m", api_key=key)
+    padding = "x" * 280  # the key lies across the end of what is kept of a reason
+
+    def echo(handler: Handler, prompt: str, attempt: int) -> bool:
+        return handler.send(400, f"{padding}invalid key: {handler.headers['Authorization']}".encode())
+
+    server.behave = echo
+    with pytest.raises(EvaluationError) as caught:
+        evaluate(make_set(1), [endpoint], SAMPLING, tmp_path)
+    assert "sk-0" not in str(caught.value) + (tmp_path / "results.jsonl").read_text()
+    assert "sk-0" not in str(ask(endpoint).failure)
 
 
 def test_retry_after_is_waited_for(server: ArithmeticServer, endpoint: Endpoint) -> None:
