@@ -100,7 +100,7 @@ def _require_same_tensors(model_path: str | Path, causal_lm: nn.Module, files: M
     """Raise ModelError unless the files hold every parameter, tied ones once, and no other weights."""
     _, missing, others = match_files(dict(causal_lm.named_parameters()), files)
     tied = tied_names(causal_lm)
-    # transformers knows by this name only which tensors of published files a model leaves out.
+    # Only this name in transformers says which tensors of published files a model leaves out (test_packing.py).
     ignored = [*(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()), COMPUTED_BUFFERS]
     unexpected = [
         name for name in others if name not in tied and not any(re.search(pattern, name) for pattern in ignored)
