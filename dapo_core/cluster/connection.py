@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,8 +55,6 @@ def connected_to_ray(train: TrainConfig, num_cpus: int) -> Iterator[Path | None]
 
 @contextmanager
 def _joined_ray(address: str) -> Iterator[Path | None]:
-    if os.environ.get(AUTH_TOKEN) or os.environ.get(AUTH_TOKEN_PATH):
-        os.environ.setdefault(AUTH_MODE, "token")
     try:
         with _keep_signal_handling():
             ray.init(address=address, runtime_env={"env_vars": WORKER_ENVIRONMENT}, **_OPTIONS)
@@ -83,7 +81,8 @@ def _joined_ray(address: str) -> Iterator[Path | None]:
 def _private_ray(num_cpus: int) -> Iterator[Path | None]:
     """A Ray on loopback that only processes with this training's token can use; its folder goes with it."""
     folder = _private_folder()
-    with _environment({AUTH_MODE: "token", AUTH_TOKEN: private_token()}):
+    # Without a mode, a Ray that starts asks for the token; this process does not see a mode set after its import.
+    with _environment({AUTH_MODE: None, AUTH_TOKEN: private_token()}):
         _start(folder, num_cpus)
         try:
             yield folder
@@ -110,6 +109,8 @@ def _private_folder() -> Path:
 
 def _start(folder: Path, num_cpus: int) -> None:
     """Start Ray; raises WorkerDied, with none of its processes left, when it does not."""
+    # It advises how to turn authentication off.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     with _keep_signal_handling() as processes, _loopback():
         try:
             ray.init(
@@ -158,18 +159,22 @@ def _loopback() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Environment variables that are set inside."""
+def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Environment variables inside the block; None unsets one."""
     before = {name: os.environ.get(name) for name in values}
-    os.environ |= values
+    _set_environment(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        _set_environment(before)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def test_a_stranger_needs_the_token(folder: Path) -> None:
         for environment in (
             {},
             {AUTH_MODE: "token", AUTH_TOKEN: "0" * 64},
-            {AUTH_TOKEN: private_token()},
+            {AUTH_MODE: "token", AUTH_TOKEN: private_token()},
         )
     )
     for process in (without, wrong):

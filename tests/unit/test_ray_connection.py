@@ -116,13 +116,14 @@ def test_a_private_ray_has_a_token_a_private_folder_and_short_paths(
     assert folder is not None
     assert folder.parent == Path("/tmp")
     assert init.options["_temp_dir"] == str(folder / "ray")
-    assert (init.environment[AUTH_MODE], init.environment[AUTH_TOKEN]) == ("token", private_token())
+    assert init.environment[AUTH_TOKEN] == private_token()
+    assert AUTH_MODE not in init.environment
     assert len(private_token()) == 64
     assert AUTH_TOKEN not in os.environ
     assert not list(Path(os.environ["RAY_TMPDIR"]).iterdir())
 
 
-def test_joining_passes_the_user_s_token_on(
+def test_joining_passes_the_token_on_and_warns_without_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     init = Init(monkeypatch)
@@ -130,13 +131,10 @@ def test_joining_passes_the_user_s_token_on(
     assert "used without a token" in caplog.text
     caplog.clear()
     monkeypatch.setenv(AUTH_TOKEN, "of the cluster")
-    monkeypatch.setenv(AUTH_MODE, "")
-    monkeypatch.delenv(AUTH_MODE)
+    monkeypatch.setenv(AUTH_MODE, "token")
     connect(ray_address="10.0.0.1:6379")
-    assert init.environment[AUTH_MODE] == "token"
-    assert init.environment[AUTH_TOKEN] == "of the cluster"
+    assert (init.environment[AUTH_MODE], init.environment[AUTH_TOKEN]) == ("token", "of the cluster")
     assert caplog.text == ""
-    monkeypatch.delenv(AUTH_MODE)
 
 
 def test_a_cluster_that_refuses_or_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
