@@ -58,12 +58,12 @@ def _joined_ray(address: str) -> Iterator[Path | None]:
     try:
         with _keep_signal_handling():
             ray.init(address=address, runtime_env={"env_vars": WORKER_ENVIRONMENT}, **_OPTIONS)
-    except AuthenticationError as error:
-        raise ConfigError(
-            f"the Ray cluster at train.ray_address={address} refuses this process: {error.message}; set "
-            f"{AUTH_MODE}=token and {AUTH_TOKEN}, or {AUTH_TOKEN_PATH}, to the cluster's token (docs/security.md)"
-        ) from error
-    except (ConnectionError, TimeoutError) as error:
+    except (AuthenticationError, ConnectionError, TimeoutError) as error:
+        if isinstance(error, AuthenticationError) or "AuthenticationError" in str(error.__cause__):
+            raise ConfigError(
+                f"the Ray cluster at train.ray_address={address} refuses this process: start it with {AUTH_MODE}="
+                f"token and the cluster's token in {AUTH_TOKEN} or {AUTH_TOKEN_PATH} (docs/security.md)"
+            ) from error
         raise WorkerDied(f"the Ray cluster at train.ray_address={address} does not answer: {error}") from error
     if os.environ.get(AUTH_MODE, "").lower() != "token":
         logger.warning(

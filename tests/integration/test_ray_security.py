@@ -46,8 +46,9 @@ sys.argv[1:] = [cluster.address]
 
 
 def _start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """A process with these variables of Ray's alone."""
+    """A process with these variables of Ray's alone, in which Ray does not replace 127.0.0.1."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    own |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_NUM_REDIS_GET_RETRIES": "2"}
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         env=own | environment,
