@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 REDACTED = "[redacted]"
@@ -35,6 +37,20 @@ def redact(text: str) -> str:
     for secret in sorted(_known_secrets(), key=len, reverse=True):  # one may contain another
         text = text.replace(secret, REDACTED)
     return text
+
+
+def redacted(value: Any) -> Any:
+    """A tree of JSON values with `redact` applied to each text in it."""
+    if isinstance(value, Mapping):
+        return {name: redacted(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether an environment variable of this name holds a secret."""
+    return bool(_SECRET_NAME.search(name) or _WEBHOOK_NAME.search(name))
 
 
 def _known_secrets() -> set[str]:

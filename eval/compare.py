@@ -10,7 +10,9 @@ from typing import Any, Literal
 from eval import InputError, breakdown
 from eval.answers.grading import grade
 from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part
+from eval.identity import describe_weights
 from eval.results import (
+    SERVED,
     Evaluation,
     Row,
     Samples,
@@ -24,18 +26,16 @@ from eval.results import (
 )
 from eval.statistics import (
     SIGNIFICANCE,
-    IntervalMethod,
-    accuracy_interval,
-    change_interval,
+    measure_change,
     minimal_detectable_difference,
     minimal_detectable_mean,
-    test_changes,
+    share_interval,
 )
 from eval.summary import same_answer_by
 
 GROUP_FIELDS = ("level", "subject")
 # Settings that may differ: the model is what is compared, the others are checked item by item.
-_NOT_COMPARED = ("model", "num_items", "prompts", "golds")
+_NOT_COMPARED = ("model", SERVED, "num_items", "prompts", "golds")
 
 
 class ComparisonError(InputError):
@@ -57,6 +57,7 @@ class Side:
     """One of the two models, over the paired items."""
 
     model: str
+    weights: str  # what identifies them, in words
     evaluation: str  # digest of the measurement: copies share it
     n: int
     right: int
@@ -109,7 +110,6 @@ class Comparison:
     unpaired: Unpaired
     difference: float
     ci95: tuple[float, float]
-    interval_method: IntervalMethod
     test: Literal["exact McNemar", "exact sign-flip"]
     p: float
     mid_p: float
@@ -159,10 +159,9 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
     k, n = before.num_samples, len(paired)
     sides = [x for x, _ in paired], [y for _, y in paired]
     changes = breakdown.changes_of(paired)
-    test = test_changes(changes, k)
-    lost = [pair for pair, change in zip(paired, changes, strict=True) if change < 0]
-    gained = [pair for pair, change in zip(paired, changes, strict=True) if change > 0]
-    ci95, method = change_interval(changes, k)
+    change = measure_change(changes, k)
+    lost = [pair for pair, count in zip(paired, changes, strict=True) if count < 0]
+    gained = [pair for pair, count in zip(paired, changes, strict=True) if count > 0]
     right_after = after.right
     return Comparison(
         before=_side(before, sides[0]),
@@ -170,12 +169,11 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         n=n,
         num_samples=k,
         unpaired=_unpaired(pairs),
-        difference=sum(changes) / (k * n),
-        ci95=ci95,
-        interval_method=method,
+        difference=change.difference,
+        ci95=change.ci95,
         test="exact McNemar" if k == 1 else "exact sign-flip",
-        p=test.p,
-        mid_p=test.mid_p,
+        p=change.p,
+        mid_p=change.mid_p,
         b=len(lost),
         c=len(gained),
         minimal_detectable_difference=_detectable(changes, k),
@@ -246,6 +244,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
     rows = _rows(items)
     return Side(
         model=str(evaluation.settings["model"]),
+        weights=describe_weights(evaluation.settings.get(SERVED)),
         evaluation=evaluation.digest,
         n=total.n,
         right=total.right,
@@ -270,7 +269,8 @@ def _grouped(items: Sequence[Samples], field: str) -> dict[str, GroupResult]:
 def _group(items: Sequence[Samples]) -> GroupResult:
     right = [num_right(samples) for samples in items]
     k = len(items[0])
-    return GroupResult(len(items), sum(right), sum(right) / (k * len(items)), accuracy_interval(right, k))
+    interval = share_interval([count / k for count in right], k)
+    return GroupResult(len(items), sum(right), sum(right) / (k * len(items)), interval)
 
 
 def _rows(items: Sequence[Samples]) -> list[Row]:
