@@ -36,7 +36,7 @@ Start = Callable[..., list[dict[str, float]]]
 def start(world: World, ray_address: str, tmp_path: Path) -> Start:
     """Train one rank in the running Ray with the given keys, by section; returns the lines of metrics.jsonl.
 
-    A second call continues the first. `scorer` is the source of a file for custom_reward.path.
+    `scorer` is the source of a file for custom_reward.path.
     """
 
     def run(scorer: str | None = None, **changes: dict[str, Any]) -> list[dict[str, float]]:
@@ -93,23 +93,15 @@ def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_kl_in_the_reward_with_an_adaptive_coefficient(start: Start) -> None:
-    """Responses of one token, so that a response's KL sum is its mean. The third step is of a resumed run."""
-    settings = {
-        "algorithm": {
-            "kl": {
-                "place": "reward",
-                "coefficient": 2.0,
-                "estimator": "mse",
-                "controller": "adaptive",
-                "target": 0.1,
-                "horizon": 32.0,
-            }
-        },
-        "reward": NO_OVERLONG,
-        "rollout": {"max_response_tokens": 1},
-    }
-    start(LENGTH_SCORER, **settings, train={**ONE_UPDATE, "total_steps": 2})
-    lines = start(LENGTH_SCORER, **settings, train={**ONE_UPDATE, "total_steps": 3})
+    """Responses of one token, so that a response's KL sum is its mean."""
+    adaptive = {"controller": "adaptive", "target": 0.1, "horizon": 32.0}
+    lines = start(
+        LENGTH_SCORER,
+        algorithm={"kl": {"place": "reward", "coefficient": 2.0, "estimator": "mse", **adaptive}},
+        reward=NO_OVERLONG,
+        rollout={"max_response_tokens": 1},
+        train={**ONE_UPDATE, "total_steps": 3},
+    )
     assert [line["response_length/mean"] for line in lines] == [1, 1, 1]
     kl, coefficient = [line["actor/reward_kl_penalty"] for line in lines], 2.0
     assert kl[0] == pytest.approx(0, abs=1e-9)  # the policy still is the reference
