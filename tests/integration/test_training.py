@@ -220,8 +220,7 @@ def test_killed_in_every_role_it_ends_with_the_same_bits(
         crash.Moment(role, after_step, chance.uniform(0, 0.2))
         for role, after_step in (("rank", 1), ("worker", 3), ("group", 5))
     ]
-    kills = list(crash.train_through_kills(training, moments))
-    assert [kill.moment for kill in kills] == moments
+    assert crash.train_through_kills(training, moments) == len(moments)
     log = training.log_path.read_text(errors="replace")
     assert re.search(r"policy rank [01] of 2 .*died: .*training restarts in 0 s from", log), log[-3000:]
     assert re.search(r"rollout worker 0 of 1 .*died: .*training restarts in 0 s from", log), log[-3000:]
