@@ -13,14 +13,15 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from eval.identity import Weights, probe_requests, read_logprobs, read_root
+from eval.identity import Weights, probe_requests, read_engine, read_logprobs, read_root
 from eval.problems.prompts import Prompt
-from redaction import add_secret, redact
+from redaction import MIN_SECRET_CHARS, add_secret, redact
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429})  # beside every 5xx
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _TEXT_PARTS = frozenset({"text", "output_text", None})
 _MAX_REASON_CHARS = 300
+_MIN_KEY_CHARS = 16  # in a response, where a password like 123456 may be the answer
 _MAX_RETRY_AFTER_SECONDS = 300.0
 _CONNECT_SECONDS = 30.0
 
@@ -141,15 +142,15 @@ class Connection:
 
     async def identify(self) -> Weights:
         """What the server shows of the weights that it serves. Raises RequestError when it does not answer."""
-        root = logprobs = None
-        if (models := await self._ask_about("models", None)) is not None:
-            root = read_root(models, self._endpoint.model)
+        root, engine = read_root(await self._ask_about("models"), self._endpoint.model), None
         for path, body in probe_requests(self._endpoint.model):
-            if (logprobs := read_logprobs(await self._ask_about(path, body))) is not None:
-                break
-        return Weights(root, logprobs)
+            answer = await self._ask_about(path, body)
+            engine = read_engine(answer) or engine
+            if (logprobs := read_logprobs(answer)) is not None:
+                return Weights(root, logprobs, engine)
+        return Weights(root, None, engine)
 
-    async def _ask_about(self, path: str, body: dict[str, Any] | None) -> Any:
+    async def _ask_about(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON of an answer; None when the server refuses the request or answers something else."""
         try:
             return json.loads(await self._request(path, body))
@@ -213,7 +214,7 @@ def _read_answer(content: bytes, is_chat: bool) -> Answer:
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     is_count = isinstance(tokens, int) and not isinstance(tokens, bool)
     reason = _clean(finish_reason) if isinstance(finish_reason, str) else None
-    return Answer(_clean(text), reason, tokens if is_count else None)
+    return Answer(_clean(text, _MIN_KEY_CHARS), reason, tokens if is_count else None)
 
 
 def _joined(content: Any) -> Any:
@@ -228,9 +229,9 @@ def _beginning(content: bytes) -> str:
     return redact(content.decode("utf-8", "replace"))[:_MAX_REASON_CHARS]
 
 
-def _clean(text: str) -> str:
+def _clean(text: str, min_chars: int = MIN_SECRET_CHARS) -> str:
     """The text without known secrets, and without lone surrogates, which UTF-8 cannot encode."""
-    return redact(text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return redact(text, min_chars).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _retry_after(value: str) -> float:

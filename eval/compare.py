@@ -27,8 +27,6 @@ from eval.results import (
 from eval.statistics import (
     SIGNIFICANCE,
     measure_change,
-    minimal_detectable_difference,
-    minimal_detectable_mean,
     share_interval,
 )
 from eval.summary import same_answer_by
@@ -58,6 +56,7 @@ class Side:
 
     model: str
     weights: str  # what identifies them, in words
+    engine: str | None  # version and settings, as the server says
     evaluation: str  # digest of the measurement: copies share it
     n: int
     right: int
@@ -176,7 +175,7 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         mid_p=change.mid_p,
         b=len(lost),
         c=len(gained),
-        minimal_detectable_difference=_detectable(changes, k),
+        minimal_detectable_difference=change.detectable,
         groups=breakdown.group_changes(paired, GROUP_FIELDS),
         gain=breakdown.gain_parts(paired),
         transitions=breakdown.transitions_of(paired),
@@ -217,12 +216,6 @@ def _refuse_different(before: Evaluation, after: Evaluation) -> None:
         )
 
 
-def _detectable(changes: Sequence[int], k: int) -> float:
-    if k == 1:
-        return minimal_detectable_difference(len(changes), sum(change != 0 for change in changes))
-    return minimal_detectable_mean([change / k for change in changes])
-
-
 def _unpaired(pairs: Sequence[Pair]) -> Unpaired:
     left_out = [(x, y) for x, y in pairs if not (is_answered(x) and is_answered(y))]
     num_failed = [[sum(not row.is_answered for row in side) for side in pair] for pair in pairs]
@@ -245,6 +238,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
     return Side(
         model=str(evaluation.settings["model"]),
         weights=describe_weights(evaluation.settings.get(SERVED)),
+        engine=(evaluation.settings.get(SERVED) or {}).get("engine"),
         evaluation=evaluation.digest,
         n=total.n,
         right=total.right,

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _LONGEST_BACKOFF_SECONDS = 60.0
 _LONGEST_PROBE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
+_PROBE_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class Dispatcher:
             if server.checked_at > connection.opened_at:
                 return
             began = time.monotonic()
-            weights = await connection.identify()
+            weights = await self._identify(connection)
             url = server.endpoint.base_url
             if self._weights is None:
                 self._weights = weights
@@ -211,6 +212,19 @@ class Dispatcher:
                 )
             server.checked_at = max(began, math.nextafter(connection.opened_at, math.inf))
             server.has_answered = True
+
+    async def _identify(self, connection: Connection) -> Weights:
+        """The weights behind a connection; none are shown where only the fixed prompt fails."""
+        for attempt in range(_PROBE_ATTEMPTS):
+            try:
+                return await connection.identify()
+            except RequestError as error:
+                is_shown = self._weights is not None and self._weights.logprobs is not None
+                if is_shown or error.is_unreachable:
+                    raise
+                logger.debug("attempt %d to identify the weights failed: %s", attempt + 1, error)
+                await asyncio.sleep(self._limits.backoff_seconds)
+        return self._weights or Weights(None, None)
 
     async def _take(self, server: _Server) -> Request | None:
         """The next request for this server; None when nothing is left for it."""

@@ -13,8 +13,10 @@ from eval import InputError
 _PROBE = "In a small village by the river there lived"
 _PROBE_TOKENS = 8
 _TOP_TOKENS = 5
-# Nats by which the log-probs of the same weights may differ: bfloat16 logits are multiples of 1/8 from 16 on.
-_TOLERANCE = 0.25
+# Nats by which log-probs of the same weights may differ on average: bfloat16 has multiples of 1/8 from 16 on.
+_TOLERANCE = 0.15
+
+NO_LOGPROBS = "the server gives no log-probs"
 
 LogProbs = tuple[dict[str, float], ...]  # of the likeliest tokens at each position of a greedy continuation
 
@@ -33,14 +35,15 @@ class Weights:
 
     root: str | None
     logprobs: LogProbs | None
+    engine: str | None = None  # its version and settings in its own words; another one may serve the same weights
 
     @staticmethod
     def of(stored: Mapping[str, Any] | None) -> Weights | None:
         """From settings.json; None where it has none."""
-        if not stored:
+        if not isinstance(stored, Mapping) or not stored:
             return None
         logprobs = stored.get("logprobs")
-        return Weights(stored.get("root"), None if logprobs is None else tuple(logprobs))
+        return Weights(stored.get("root"), None if logprobs is None else tuple(logprobs), stored.get("engine"))
 
     def to_json(self) -> dict[str, Any]:
         """As settings.json holds it."""
@@ -50,10 +53,10 @@ class Weights:
         """How the other weights show that they are not these; None when they do not."""
         if self.root != other.root:
             return f"its model folder is {other.root}, not {self.root}"
-        if self.logprobs is None or other.logprobs is None:
-            if self.logprobs is other.logprobs:
-                return None
-            return "it gives log-probs where it gave none before, or none where it gave some"
+        if self.logprobs is None:
+            return None
+        if other.logprobs is None:
+            return "it gave log-probs of a fixed prompt before, and gives none now"
         distances = list(_distances(self.logprobs, other.logprobs))
         mean = sum(distances) / len(distances)
         if mean <= _TOLERANCE:
@@ -67,7 +70,7 @@ def describe_weights(stored: Mapping[str, Any] | None) -> str:
     if weights is None:
         return "unknown: measured by an earlier version"
     folder = f"folder {weights.root}" if weights.root else "no folder named"
-    proof = "log-probs of a fixed prompt" if weights.logprobs else "the server gives no log-probs"
+    proof = "log-probs of a fixed prompt" if weights.logprobs else NO_LOGPROBS
     return f"{folder}, {proof}"
 
 
@@ -88,6 +91,12 @@ def read_root(payload: Any, model: str) -> str | None:
         return _text(str(entry["root"])) if entry.get("root") else None
     except (StopIteration, TypeError, KeyError, AttributeError):
         return None
+
+
+def read_engine(payload: Any) -> str | None:
+    """The `system_fingerprint` of an answer, such as "vllm-0.32.0-1a2b3c4d"."""
+    engine = payload.get("system_fingerprint") if isinstance(payload, dict) else None
+    return _text(engine) if isinstance(engine, str) else None
 
 
 def read_logprobs(payload: Any) -> LogProbs | None:

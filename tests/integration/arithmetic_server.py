@@ -51,6 +51,9 @@ class Handler(BaseHTTPRequestHandler):
     def show_weights(self, body: dict[str, Any]) -> None:
         """Answer the fixed prompt of an evaluation, which no test counts."""
         self.server.num_probes += 1
+        if self.server.fails_on_probes:
+            self.drop()
+            return
         top, is_chat = self.server.logprobs, "messages" in body
         if top is None or is_chat is not self.server.is_chat_only:
             self.send(400, b"no logprobs here")
@@ -58,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         listed = [{"token": token, "logprob": value} for token, value in top.items()]
         logprobs = {"content": [{"top_logprobs": listed}]} if is_chat else {"top_logprobs": [top]}
         choice = {"text": "x", "message": {"content": "x"}, "logprobs": logprobs}
-        self.send(200, json.dumps({"choices": [choice]}).encode())
+        self.send(200, json.dumps({"choices": [choice], "system_fingerprint": "adder-1"}).encode())
 
     def answer(self, prompt: str, finish_reason: str = "stop") -> bool:
         left, right = re.findall(r"\d+", prompt)
@@ -101,7 +104,7 @@ class ArithmeticServer(ThreadingHTTPServer):
     request_queue_size = 128
     root = "folder-of-the-model"
     logprobs: Mapping[str, float] | None = {" a": -1.0, " an": -2.0, " the": -3.0}
-    is_chat_only = False
+    is_chat_only = fails_on_probes = False
     num_probes = 0
 
     def __init__(self, port: int = 0) -> None:

@@ -129,8 +129,8 @@ def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_reported(
 def test_a_problem_on_several_rows_is_one_item_and_is_tested_as_one(
     server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
 ) -> None:
-    """As AIME is published: 30 problems on 32 rows each. Tested as 960 items, 3 that got better are p < 0.0001."""
-    rows = [{"problem": f"{n % 30} + 1 = ?", "answer": str(n % 30 + 1)} for n in range(960)]
+    """As AIME is published, with 8 rows of each of 30 problems: tested as 240 items, this change is p = 0.0005."""
+    rows = [{"problem": f"{n % 30} + 1 = ?", "answer": str(n % 30 + 1)} for n in range(240)]
     (tmp_path / "aime.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     aime = load_set(tmp_path / "aime.jsonl", "aime24", "bare")
     sampled = replace(SAMPLING, temperature=1.0)
@@ -143,16 +143,16 @@ def test_a_problem_on_several_rows_is_one_item_and_is_tested_as_one(
 
     server.behave = be_wrong_on(0, 1, 2, 3)
     summary = evaluate(aime, endpoints, sampled, tmp_path / "before", limits=LIMITS)
-    assert (summary.num_items, summary.num_samples, summary.n, summary.accuracy) == (30, 32, 960, 26 / 30)
+    assert (summary.num_items, summary.num_samples, summary.n, summary.accuracy) == (30, 8, 240, 26 / 30)
     assert summary.samples is not None
-    assert summary.samples["avg@32"]["value"] == summary.accuracy
+    assert summary.samples["avg@8"]["value"] == summary.accuracy
     seeds = [body["seed"] for _, _, body in server.requests if body["messages"][-1]["content"] == "5 + 1 = ?"]
-    assert sorted(seeds) == list(range(7, 39))
+    assert sorted(seeds) == list(range(7, 15))
     server.behave = be_wrong_on(3, 4)
     evaluate(aime, endpoints, sampled, tmp_path / "after", limits=LIMITS)
     result = compare(tmp_path / "before", tmp_path / "after")
     # Three better, one worse: 2 * (1 + 4) / 2^4.
-    assert (result.n, result.num_samples, result.b, result.c, result.p) == (30, 32, 1, 3, pytest.approx(0.625))
+    assert (result.n, result.num_samples, result.b, result.c, result.p) == (30, 8, 1, 3, pytest.approx(0.625))
     assert result.ci95[0] <= 0 <= result.ci95[1]
     (series,) = make_history([tmp_path / "before", tmp_path / "after"])
     assert [change.n for change in series.to_previous if change] == [30]

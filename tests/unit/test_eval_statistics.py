@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +21,6 @@ from eval.statistics import (
     holm,
     mcnemar,
     measure_change,
-    minimal_detectable_difference,
-    minimal_detectable_mean,
     share_interval,
     sign_flip_test,
 )
@@ -68,25 +65,17 @@ def test_sign_flips_by_hand(changes: list[int], p: float, mid_p: float) -> None:
     assert (test.p, test.mid_p) == (pytest.approx(p), pytest.approx(mid_p))
 
 
-def test_sign_flips_equal_every_pattern_counted_one_by_one() -> None:
+def test_sign_flips_equal_every_pattern_counted_one_by_one_and_mcnemars_test() -> None:
     changes = [4, -1, 2, 2, -3, 1, 0, 4, 1, -2]
     patterns = itertools.product((1, -1), repeat=10)
     sums = [abs(sum(s * x for s, x in zip(signs, changes, strict=True))) for signs in patterns]
     assert sign_flip_test(changes).p == pytest.approx(sum(total >= 8 for total in sums) / 2**10)
-
-
-@pytest.mark.parametrize(("b", "c"), [(10, 28), (40, 58), (7, 7), (0, 3)])
-def test_sign_flips_of_single_samples_are_mcnemars_test(b: int, c: int) -> None:
-    test, expected = sign_flip_test([-1] * b + [1] * c + [0] * 100), mcnemar(b, c)
-    assert (test.p, test.mid_p) == (pytest.approx(expected.p, rel=1e-9), pytest.approx(expected.mid_p, rel=1e-9))
-
-
-def test_sign_flips_of_a_large_benchmark_are_quick() -> None:
-    changes = np.random.default_rng(0).integers(-32, 33, size=500).tolist()
-    started = time.perf_counter()
-    normal = math.erfc(abs(sum(changes)) / math.sqrt(sum(x * x for x in changes)) / math.sqrt(2))
-    assert sign_flip_test(changes).p == pytest.approx(normal, abs=0.01)
-    assert time.perf_counter() - started < 5
+    for b, c in [(10, 28), (7, 7), (0, 3)]:
+        test, expected = sign_flip_test([-1] * b + [1] * c + [0] * 100), mcnemar(b, c)
+        assert (test.p, test.mid_p) == pytest.approx((expected.p, expected.mid_p), rel=1e-9)
+    large = np.random.default_rng(0).integers(-32, 33, size=500).tolist()
+    normal = math.erfc(abs(sum(large)) / math.sqrt(sum(x * x for x in large)) / math.sqrt(2))
+    assert sign_flip_test(large).p == pytest.approx(normal, abs=0.01)
 
 
 def test_holm_by_hand() -> None:
@@ -154,24 +143,14 @@ def test_intervals_cover_the_truth_with_few_items(n: int, k: int) -> None:
     assert statistics.mean(changes) > 0.93
 
 
-def test_minimal_detectable_difference_solves_its_equation() -> None:
-    d = minimal_detectable_difference(500, 38)
-    z1, z2, q = 1.959964, 0.841621, 38 / 500
-    assert d * math.sqrt(500) == pytest.approx(z1 * math.sqrt(q) + z2 * math.sqrt(q - d * d), rel=1e-5)
-    # 3 of 500 changed: 0.6 points cannot be found, so the bound is q = d: d n = (z1 + z2 sqrt(1 - d))^2.
-    d = minimal_detectable_difference(500, 3)
-    assert d * 500 == pytest.approx((z1 + z2 * math.sqrt(1 - d)) ** 2, rel=1e-5)
-    assert minimal_detectable_difference(500, 0) == d
-    # 100 changes of half an item and the two added: variance (25 + 2) / 102, so (z1 + z2) * 0.0509427.
-    assert minimal_detectable_mean([0.5, -0.5] * 50) == pytest.approx(0.142720, abs=1e-5)
-
-
-def test_minimal_detectable_difference_has_the_promised_power() -> None:
-    # Simulated: 500 pairs, discordant share 0.2, true difference as returned. McNemar's normal form is what
-    # the formula assumes; the exact test is a little more conservative.
-    n, q = 500, 0.2
-    d = minimal_detectable_difference(n, int(n * q))
-    draws = np.random.default_rng(0).multinomial(n, [(q - d) / 2, (q + d) / 2, 1 - q], size=4000)
+def test_a_detectable_change_by_hand_and_its_power() -> None:
+    # 100 changes of half an item: 2.801585 standard errors of 0.05, wider for the correction and the score test.
+    assert 0.1401 < measure_change([1, -1] * 50, 2).detectable < 0.1501
+    assert measure_change([0] * 500, 1).detectable == pytest.approx(2.801585**2 / 500, rel=1e-5)
+    # Simulated: 500 pairs, discordant share 0.2, true difference as returned. The exact test is a little less
+    # powerful than the formula assumes.
+    d = measure_change([1, -1] * 50 + [0] * 400, 1).detectable
+    draws = np.random.default_rng(0).multinomial(500, [(0.2 - d) / 2, (0.2 + d) / 2, 0.8], size=4000)
     found = sum(mcnemar(int(b), int(c)).p < 0.05 for b, c, _ in draws) / len(draws)
     assert 0.74 < found < 0.84
 
