@@ -351,16 +351,18 @@ def test_weights_and_moments_stay_where_they_are_kept(two_ranks: TwoRanks) -> No
 
 
 @pytest.fixture
-def group(model_path: Path) -> Iterator[PolicyGroup]:
+def group(model_path: Path, ray_address: str) -> Iterator[PolicyGroup]:
     """Two ranks behind Ray."""
-    config = _config(model_path, 2)
-    with connected_to_ray(config.train, num_cpus=2) as folder:
+    config = _config(model_path, 2, ray_address=ray_address)
+    with connected_to_ray(config.train, num_cpus=0):
         ranks = [ray.remote(_PolicyRank).options(num_cpus=1).remote() for _ in range(2)]
-        address = f"file://{folder}/rendezvous"
+        address = ray.get(ranks[0].rendezvous.remote())
         ray.get([rank.start.remote(n, 2, address, str(model_path), config) for n, rank in enumerate(ranks)])
         actors = Actors()
         actors.add("policy rank", ranks)
         yield PolicyGroup(ranks, config, actors, hidden_size=64)
+        for rank in ranks:
+            ray.kill(rank)
 
 
 def _ask_until_saved(group: PolicyGroup) -> None:
