@@ -19,10 +19,7 @@ class RunConfig(Section):
     """The name and the randomness of a run."""
 
     name: str = volatile(
-        "dapo",
-        "Name in reports and in Prefect; unset: the file's name.",
-        min_length=1,
-        max_length=80,
+        "dapo", "Name in reports and in Prefect; unset: the file's name.", min_length=1, max_length=80
     )
     seed: int = key(0, "Seed of data generation, warm start, shuffling and sampling.", ge=0, le=2**31 - 1)
     deterministic: bool = key(
