@@ -2,7 +2,7 @@
 
 dapo train (training.py)        the trainer: this file, one process without an accelerator
   |                               |  ^
-  | starts Ray and the actors,    |  | waits for the first train_prompts groups with signal (sampler.py)
+  | starts Ray and the actors,    |  | waits for the step's train_prompts groups (sampler.py)
   | restarts all if one dies      |  |
   v                               v  |
 rollout workers (rollout.py)     GroupRequest ->   <- Group: tokens, log-probs and scores of G responses
@@ -129,7 +129,7 @@ class Trainer:
             draw = self.sampler.draw(number)
         timer.attribute(self.checkpoints.take_polled_seconds(), "gen", "save_checkpoint")
         timer.attribute(draw.account.reward_seconds, "gen", "reward")
-        metrics = measure.draw_metrics(draw)
+        metrics = measure.draw_metrics(draw, config.sampler.gen_prompts, self.policy_version)
 
         if draw.groups:  # none where on_exhausted=skip_step skips the step
             groups = shuffled(draw.groups, config.run.seed, number)

@@ -49,8 +49,11 @@ def test_only_groups_with_signal_are_trained_on_and_every_token_is_booked(lines:
     for line in lines:
         assert line["sampler/kept_groups"] == 16
         assert 0 < line["reward/right_ratio"] < 1
+        assert line["sampler/staleness/max"] <= 2  # optimizer steps, of which a training step does two
+        carried_out = line["sampler/carried_out_tokens"]
         booked = sum(line[f"sampler/{fate}_tokens"] for fate in FATES)
-        assert line["perf/generated_tokens"] + carried_in == booked
-        carried_in = line["sampler/surplus_tokens"]
+        assert line["perf/generated_tokens"] + carried_in == booked + carried_out
+        carried_in = line["sampler/surplus_tokens"] + carried_out
+    assert sum(line["sampler/aborted_groups"] + line["sampler/stale_groups"] for line in lines) == 0
     assert sum(line["sampler/all_wrong_groups"] + line["sampler/all_right_groups"] for line in lines) > 0
     assert sum(line["sampler/surplus_groups"] for line in lines) > 0

@@ -125,9 +125,6 @@ def test_a_worker_that_hangs_is_not_waited_for_without_end(actors: list[Any]) ->
         def poll(self, max_seconds: float) -> None:
             threading.Event().wait()
 
-        def abort(self) -> None:
-            pass
-
         def suspend(self) -> None:
             pass
 
@@ -136,7 +133,7 @@ def test_a_worker_that_hangs_is_not_waited_for_without_end(actors: list[Any]) ->
     group = RolloutGroup([worker], 2.0, Actors())
     group.submit(REQUESTS[:1])
     assert group.finished() == []  # the poll begins, and says nothing for a second
-    questions: list[Callable[[], Any]] = [lambda: group.submit(REQUESTS[1:]), group.abort, group.suspend]
+    questions: list[Callable[[], Any]] = [lambda: group.submit(REQUESTS[1:]), group.suspend]
     try:
         for ask in questions:
             with pytest.raises(
@@ -210,7 +207,7 @@ def test_what_died_is_named_and_started_again(ray_address: str, world: World, tm
         groups: list[Any] = []
         while not groups:
             groups += cluster.rollouts.finished()
-        assert {rollout.score for _, group in groups for rollout in group.rollouts} == {1.0}
+        assert {rollout.score for group in groups for rollout in group.rollouts} == {1.0}
         assert cluster.rollouts.num_in_flight > 0
         with killed_within(ray.get(cluster.rollouts.workers[0].place.remote())):
             take_groups(cluster.rollouts)

@@ -27,7 +27,7 @@ from tests.trainings import NUM_PROBLEMS, World, config_of, settings
 UNINTERRUPTED_STEPS = 4
 TOTAL_STEPS = 8
 OPTIMIZER_STEPS = 2  # per training step: train_prompts / mini_prompts
-# What every step that trains writes, of the metrics that the field knows and of ours. Not among them are KL's and
+# What every step that trains writes. Not among them are KL's and
 # the reference model's (test_training_options.py), perf/mfu/actor, which needs a device whose peak is known,
 # the memory of accelerators, and timing_s/testing, as no evaluation takes place between steps.
 METRIC_NAMES = expand("""
@@ -38,7 +38,8 @@ response_length/{mean,max,min,clip_ratio} prompt_length/{mean,max,min,clip_ratio
 response_length_non_aborted/{mean,max,min} global_seqlen/{min,max,minmax_diff,balanced_min,balanced_max,mean}
 rollout/{probs_diff_mean,probs_diff_max,kl,k3_kl,ppl_ratio,ess,chi2_token,chi2_seq}
 sampler/{kept,all_right,all_wrong,surplus,stale,aborted,carried_out}_{groups,tokens}
-sampler/{waste_ratio,accuracy} reward/{right,wrong,no_answer,error,timeout,overlong}_ratio
+sampler/{waste_ratio,accuracy} sampler/{finished,kept,surplus}_{response_length,clip_ratio}
+sampler/staleness/{mean,max} reward/{right,wrong,no_answer,error,timeout,overlong}_ratio
 timing_s/{gen,reward,old_log_prob,adv,update_actor,weight_sync,save_checkpoint,step}
 timing_per_token_ms/{gen,old_log_prob,adv,update_actor} perf/{total_num_tokens,generated_tokens}
 perf/{trained_response_tokens,time_per_step,throughput,max_rss_gb,cpu_memory_used_gb} weight_sync/probe_difference
@@ -64,7 +65,7 @@ class Run:
     first_state: TrainerState
     checkpoints: list[list[str]]  # after each of the first steps
     last: TrainResult
-    told: list[int]  # steps that the callback of the continued run got
+    called: list[int]  # steps for which the callback of the continued run was called
 
 
 def checkpoint_names(folder: Path) -> list[str]:
@@ -87,18 +88,18 @@ def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory
         lambda step, metrics: checkpoints.append(checkpoint_names(folder)),
     )
     first_metrics, first_state = read_json_lines(folder / METRICS_FILE), read_state(first.checkpoint)
-    told: list[int] = []
+    called: list[int] = []
     last = train(
         config_of(train={"total_steps": TOTAL_STEPS, "ray_address": ray_address}),
         world.data,
         world.model,
         folder,
-        lambda step, metrics: told.append(step),
+        lambda step, metrics: called.append(step),
     )
-    return Run(folder, first, first_metrics, first_state, checkpoints, last, told)
+    return Run(folder, first, first_metrics, first_state, checkpoints, last, called)
 
 
-def test_every_metric_is_written_and_none_that_nobody_knows(run: Run) -> None:
+def test_every_metric_is_written_and_no_unknown_one(run: Run) -> None:
     for line in run.first_metrics:
         assert set(line) == METRIC_NAMES
         assert None not in line.values()
@@ -157,7 +158,7 @@ def test_the_last_checkpoints_are_kept(run: Run) -> None:
 
 
 def test_a_second_call_continues_at_the_next_step(run: Run) -> None:
-    assert run.told == [5, 6, 7, 8]
+    assert run.called == [5, 6, 7, 8]
     assert (run.last.steps, run.last.policy_version) == (TOTAL_STEPS, TOTAL_STEPS * OPTIMIZER_STEPS)
     lines = read_json_lines(run.folder / METRICS_FILE)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -34,7 +34,7 @@ from tests.trainings import World, config_of
 
 FAR = 120.0
 # Any other answer has another accuracy, so that validations of other weights differ. `hold` names a metrics.jsonl
-# and a step: the draw after it takes until somebody removes the file. Surplus fills step 3 without one.
+# and a step: the draw after it takes until the file is removed.
 SCORER = """
 import json, pathlib, time
 HOLD = pathlib.Path(__file__).with_name("hold")
@@ -98,7 +98,7 @@ def begun(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFacto
     return begun
 
 
-def test_validation_is_told_and_decides_which_checkpoint_is_kept(begun: Begun) -> None:
+def test_validation_is_reported_and_decides_which_checkpoint_is_kept(begun: Begun) -> None:
     lines = read_json_lines(begun.output / METRICS_FILE)
     for line in lines:
         assert (
@@ -118,7 +118,7 @@ def test_validation_is_told_and_decides_which_checkpoint_is_kept(begun: Begun) -
 def test_a_training_that_had_ended_starts_nothing(
     begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that ended unseen, or was killed in its end, with the last step untold and a checkpoint too many."""
+    """As one killed at its end, with the last step unreported and a checkpoint too many."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     output = tmp_path / "ended"
     shutil.copytree(begun.output, output)
@@ -158,7 +158,7 @@ def test_another_begins_from_its_checkpoint_with_what_is_allowed(
     go(["train.learning_rate"])
     assert "continuing from step_000004 with train.learning_rate 0.02 -> 0.01" in caplog.text
     lines = read_json_lines(tmp_path / "other" / METRICS_FILE)
-    assert [line["step"] for line in lines] == [4, 5]  # where it begins is told, too
+    assert [line["step"] for line in lines] == [4, 5]  # the step it begins with is reported, too
     assert lines[0]["actor/lr"] == pytest.approx(2e-2)
     assert lines[1]["actor/lr"] == pytest.approx(1e-2)  # 10 optimizer steps are past the warm-up of 6
     before = read_state(begun.output / "checkpoints" / "step_000004")
@@ -227,7 +227,7 @@ def stopped_by_ctrl_c(begun: Begun, world: World, config: Config, output: Path) 
 def test_a_training_that_is_stopped_ends_with_the_bits_of_one_that_was_not(
     begun: Begun, world: World, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the last step is due to be saved: each stop leaves the checkpoint that the next one goes on from."""
+    """Only the last step is due to be saved: each stop leaves the checkpoint that the next one continues from."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     seldom = {"save_every": 100, "keep_best": 0}
     output, handler = tmp_path / "stopped", signal.getsignal(signal.SIGTERM)

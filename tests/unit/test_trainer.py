@@ -24,8 +24,9 @@ from dapo_core.data import Prompt, PromptStream
 from dapo_core.errors import CheckpointError, ConfigError, WorkerDied
 from dapo_core.identity import training_identity
 from dapo_core.metrics import METRICS_FILE, MetricsLog
-from dapo_core.sampler import Draw, NotEnoughSignal, TokenAccount
+from dapo_core.sampler import Draw, NotEnoughSignal
 from dapo_core.stopping import StopRequest, StopRequested
+from dapo_core.token_account import TokenAccount
 from dapo_core.trainer import Trainer, is_due
 from durable import read_json_lines
 from tests.checkpoints import FileShards, make_state, write_state
@@ -123,17 +124,17 @@ def test_a_checkpoint_without_a_step_to_follow_is_refused(
     trainer = _trainer(model_path, tmp_path, train={"total_steps": 4})
     folder = tmp_path / ("checkpoints" if is_own else "other")
     start = write_state(folder, replace(make_state(step), identity=trainer.identity))
-    told = []
+    refusals = []
     try:
         require_same_training(trainer.config, start, tmp_path / "checkpoints", trainer.identity)
     except ConfigError as error:
-        told.append(str(error))
-    assert bool(told) == is_refused
+        refusals.append(str(error))
+    assert bool(refusals) == is_refused
     if is_refused:
-        assert told[0].startswith(
+        assert refusals[0].startswith(
             f"{start} is of training step {step}, so that train.total_steps=4 leaves no step"
         )
-        assert f"raise it above {step}" in told[0]
+        assert f"raise it above {step}" in refusals[0]
 
 
 @pytest.mark.parametrize("reason", [StopRequested(), NotEnoughSignal("few groups")])
@@ -202,8 +203,7 @@ def _stopped_in_its_draw(
 ) -> tuple[Path | None, TrainerState]:
     """The latest checkpoint of a training stopped in the draw after step 3, which took groups and prompts."""
     stop = StopRequest()
-    sampler = {"in_flight": "carry_over", "max_staleness": 9}
-    trainer = _trainer(model_path, output, sampler=sampler, train={"train_prompts": 4, "mini_prompts": 1})
+    trainer = _trainer(model_path, output, train={"train_prompts": 4, "mini_prompts": 1})
     state = replace(make_state(3), identity=trainer.identity)
     trainer.num_steps, trainer.policy_version, trainer.stream.position = (
         3,
