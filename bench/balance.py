@@ -32,8 +32,8 @@ def main() -> None:
         evenness, seconds = _measure(balance_over_ranks, costs, arguments.ranks, arguments.rounds)
         peer_evenness, peer_seconds = _measure(karmarkar_karp, costs, arguments.ranks, 1)
         print(
-            f"{name:<26}{evenness:>12.6f}{seconds * 1e3:>9.1f} ms{peer_evenness:>14.6f}{peer_seconds * 1e3:>9.0f} ms"
-            f"{peer_seconds / seconds:>15.0f}"
+            f"{name:<26}{evenness:>12.6f}{seconds * 1e3:>9.1f} ms"
+            f"{peer_evenness:>14.6f}{peer_seconds * 1e3:>9.0f} ms{peer_seconds / seconds:>15.0f}"
         )
 
 

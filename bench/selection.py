@@ -5,8 +5,8 @@
 The sampler is the real one; engines and clock are simulated, and no model runs. Lengths are log-normal with the
 published mean and share of responses at the limit (7,385 tokens, 3.9 % at 20,480). Half of the variance of their
 logs is between prompts, and a prompt with longer responses is harder; a response that is cut is wrong. In a tick
-an engine decodes one token in each of its slots. Shown are the mean length of the responses trained on beside that of
-all drawn groups with signal, and the share of slots that hold no response while a step is drawn.
+an engine decodes one token in each of its slots. Shown are the mean length of the responses trained on beside that
+of all drawn groups with signal, and the share of slots that hold no response while a step is drawn.
 """
 
 from __future__ import annotations

@@ -80,6 +80,7 @@ class Sampler:
         self.compat = compat
         self.is_deterministic = is_deterministic
         self.is_in_prompt_order = settings.order == "stream" or is_deterministic
+        self.carries_over = settings.order == "stream" or settings.in_flight == "carry_over"
         self.clock = clock
         self.while_waiting: Callable[[], None] = lambda: None
         self.surplus: list[tuple[int, Group]] = []  # (step that sampled its oldest token, group with signal)
@@ -113,6 +114,11 @@ class Sampler:
         self._stop(filling)
         self._refuse_no_scores(filling.account)
         return self._finish(filling)
+
+    def redraw(self, step: int, waiting: Sequence[Group | GroupRequest]) -> None:
+        """Begin the next draw, that of step `step`, with the prompts of these groups, without their responses."""
+        requests = (GroupRequest(item.group_id, item.prompt, step) for item in waiting)
+        self.unfinished = [(step, request) for request in sorted(requests, key=lambda request: request.group_id)]
 
     def _chosen(self, filling: _Filling) -> list[int]:
         """Ids of the groups that the step trains on, as far as that is decided: at most P."""
@@ -211,7 +217,7 @@ class Sampler:
         for request in requests:
             oldest_step, num_tokens = self._submitted.pop(request.group_id)
             account.generated_tokens += request.num_response_tokens - num_tokens
-            if self.settings.carries_over:
+            if self.carries_over:
                 self.unfinished.append((oldest_step, request))
             else:
                 account.add("aborted", request.responses)

@@ -103,8 +103,12 @@ class Trainer:
         self.stream.position = state.prompt_position
         if state.identity == self.identity:
             self.sampler.surplus, self.sampler.unfinished = state.surplus, state.unfinished
-        elif num_groups := len(state.surplus) + len(state.unfinished):
-            logger.warning("checkpoint.allow_changed: %d groups sampled before the change are dropped", num_groups)
+        elif waiting := [item for _, item in [*state.surplus, *state.unfinished]]:
+            if state.identity.get("prompts") == self.identity["prompts"]:
+                self.sampler.redraw(state.step + 1, waiting)
+            logger.warning(
+                "checkpoint.allow_changed: %d groups sampled before the change are not trained on", len(waiting)
+            )
         if state.identity.get(KL_COEFFICIENT) == self.identity[KL_COEFFICIENT]:
             self.kl.coefficient = state.kl_coefficient
         self.cluster.policy.load(str(checkpoint))

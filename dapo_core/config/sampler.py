@@ -43,13 +43,8 @@ class SamplerConfig(Section):
         le=64,
     )
     max_seconds_without_kept: float = volatile(
-        7200.0, "Training stops with a report after this time without a newly kept group.", gt=0
+        7200.0, "Training stops with a report after this time without a group with signal.", gt=0
     )
-
-    @property
-    def carries_over(self) -> bool:
-        """Whether unfinished groups of a full step are continued in the next one."""
-        return self.order == "stream" or self.in_flight == "carry_over"
 
     @model_validator(mode="after")
     def _stream_order_drops_nothing(self) -> SamplerConfig:

@@ -86,7 +86,7 @@ def test_all_of_a_state_is_taken_over(model_path: Path, tmp_path: Path) -> None:
         ({"algorithm": {"kl": {"coefficient": 0.5}}}, 0.5),  # what a person set counts
     ],
 )
-def test_a_training_changed_on_its_way_drops_groups_and_takes_a_new_kl_coefficient(
+def test_a_training_changed_on_its_way_samples_waiting_prompts_again_and_takes_a_new_kl_coefficient(
     model_path: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -97,8 +97,12 @@ def test_a_training_changed_on_its_way_drops_groups_and_takes_a_new_kl_coefficie
     state = replace(make_state(20), identity=identity, kl_coefficient=0.25)
     trainer = _trainer(model_path, tmp_path / "new", **sections)
     trainer.resume(write_state(tmp_path / "old" / "checkpoints", state))
-    assert (trainer.sampler.surplus, trainer.sampler.unfinished) == ([], [])
-    assert "4 groups sampled before the change are dropped" in caplog.text
+    requests = [request for _, request in trainer.sampler.unfinished]
+    assert [(request.group_id, request.prompt.index, request.responses) for request in requests] == [
+        (4, 4, []), (9, 9, []), (12, 7, []), (13, 8, []),
+    ]  # fmt: skip
+    assert trainer.sampler.surplus == []
+    assert "4 groups sampled before the change are not trained on" in caplog.text
     assert trainer.kl.coefficient == coefficient
 
 
