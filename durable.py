@@ -78,7 +78,7 @@ def is_locked(path: Path) -> bool:
     """Whether a process holds the lock exclusively. A missing file is unlocked."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

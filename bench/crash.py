@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import random
-import shlex
 import signal
 import sys
 import tempfile
@@ -92,15 +91,6 @@ class Moment:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Kill:
-    """A kill that was done."""
-
-    moment: Moment
-    pids: tuple[int, ...]
-    step: int  # of metrics.jsonl when it was done
-
-
 def main() -> None:
     """Train undisturbed, train through the kills, compare."""
     arguments = _parser().parse_args()
@@ -115,11 +105,11 @@ def main() -> None:
         run_command(alone.command, log_path=alone.log_path, label="train", on_line=lambda line: None)
         print(f"undisturbed: {arguments.steps} steps in {time.monotonic() - began:.0f} s", flush=True)
         began = time.monotonic()
-        kills = [_reported(kill) for kill in train_through_kills(killed, moments)]
-        print(f"{len(kills)} of {len(moments)} kills, {arguments.steps} steps in {time.monotonic() - began:.0f} s")
+        num_kills = train_through_kills(killed, moments)
+        print(f"{num_kills} of {len(moments)} kills, {arguments.steps} steps in {time.monotonic() - began:.0f} s")
         found = differences(alone.output, killed.output)
     print("\n".join(found) if found else "parameters, optimizer and metrics are equal in every bit")
-    sys.exit(1 if found or len(kills) < len(moments) else 0)
+    sys.exit(1 if found or num_kills < len(moments) else 0)
 
 
 def random_moments(
@@ -133,10 +123,10 @@ def random_moments(
     ]
 
 
-def train_through_kills(training: Training, moments: Sequence[Moment]) -> Iterator[Kill]:
+def train_through_kills(training: Training, moments: Sequence[Moment]) -> int:
     """Train to the end with kills on the way, and start the command again whenever it was killed.
 
-    Yields each kill. Raises ChildProcessFailed when the command ends by itself with an error.
+    Returns the number of kills. Raises ChildProcessFailed when the command ends by itself with an error.
     """
     waiting = list(moments)
     is_done = False
@@ -144,14 +134,13 @@ def train_through_kills(training: Training, moments: Sequence[Moment]) -> Iterat
         with background_command(training.command, log_path=training.log_path, label="train") as process:
             is_command_killed = False
             while waiting and not is_command_killed and _wait_for(waiting[0], training, process):
-                kill = _strike(waiting[0], training, process)
-                if kill is not None:
+                if _strike(waiting[0], training, process):
                     is_command_killed = waiting.pop(0).role in ("driver", "group")
-                    yield kill
             exit_code = _exit_code(process)
             if exit_code and exit_code != -signal.SIGKILL:
                 raise process.failure()
             is_done = exit_code == 0
+    return len(moments) - len(waiting)
 
 
 def differences(expected: Path, found: Path) -> list[str]:
@@ -225,12 +214,12 @@ def _wait_for(moment: Moment, training: Training, process: SupervisedProcess) ->
     return came and process.poll() is None
 
 
-def _strike(moment: Moment, training: Training, process: SupervisedProcess) -> Kill | None:
-    """Kill now and wait until they are gone; None when the role has no process."""
+def _strike(moment: Moment, training: Training, process: SupervisedProcess) -> bool:
+    """Kill now, wait until they are gone, and print what was killed; False when the role has no process."""
     step, pids = training.num_steps(), victims(moment.role, process)
     started = {pid: at for pid, at in supervisor.descendants(process.pid).items() if pid in pids}
     if not started:
-        return None
+        return False
     for pid in started:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -240,7 +229,9 @@ def _strike(moment: Moment, training: Training, process: SupervisedProcess) -> K
         return not any(below.get(pid) == start for pid, start in started.items())
 
     _wait(are_gone, process)
-    return Kill(moment, tuple(started), step)
+    shown = " ".join(map(str, [*started][:3])) + (" ..." if len(started) > 3 else "")
+    print(f"step {step:3d} + {moment.seconds:5.2f} s: killed {moment.role:6} {shown}", flush=True)
+    return True
 
 
 def _wait(condition: Callable[[], bool], process: SupervisedProcess) -> bool:
@@ -281,12 +272,6 @@ def _prepare(folder: Path, num_steps: int) -> tuple[Training, Training]:
         Training(Path(RECIPE), data / "train.parquet", model, folder / "alone", more),
         Training(Path(RECIPE), data / "train.parquet", model, folder / "killed", more),
     )
-
-
-def _reported(kill: Kill) -> Kill:
-    moment, pids = kill.moment, shlex.join(map(str, kill.pids[:3])) + (" ..." if len(kill.pids) > 3 else "")
-    print(f"step {kill.step:3d} + {moment.seconds:5.2f} s: killed {moment.role:6} {pids}", flush=True)
-    return kill
 
 
 def _parser() -> argparse.ArgumentParser:

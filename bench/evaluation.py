@@ -204,37 +204,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=500)
     count = parser.parse_args().items
-    lines: list[tuple[str, str, str, bool]] = []
+    missed: list[str] = []
+
+    def report(situation: str, measured: str, required: str, is_met: bool) -> None:
+        print(f"{situation:28} {measured:64} {required}")
+        missed.extend([] if is_met else [situation])
+
     seconds, summary, _ = measure_client(Behaviour(), count)
-    lines.append(("no latency, client", f"{seconds:.2f} s", "<= 3 s", seconds <= 3 and summary.n == count))
+    report("no latency, client", f"{seconds:.2f} s", "<= 3 s", seconds <= 3 and summary.n == count)
     seconds = measure_command(count)
-    lines.append(("no latency, dapo eval", f"{seconds:.2f} s", "<= 10 s", seconds <= 10))
+    report("no latency, dapo eval", f"{seconds:.2f} s", "<= 10 s", seconds <= 10)
     seconds, summary, _ = measure_client(Behaviour(latency_seconds=1.0), count)
-    lines.append(
-        ("1 s latency, 48 in flight", f"{seconds:.2f} s", "<= 11.5 s", seconds <= 11.5 and summary.n == count)
-    )
+    is_met = seconds <= 11.5 and summary.n == count
+    report("1 s latency, 48 in flight", f"{seconds:.2f} s", "<= 11.5 s", is_met)
     seconds, summary, requests = measure_client(Behaviour(refuse_one_in=10), count)
     found = f"{summary.n} answered, {requests} requests, {seconds:.2f} s"
-    lines.append(
-        ("one in ten HTTP 503", found, f"{count} answered", summary.n == count == summary.accuracy * count)
-    )
+    report("one in ten HTTP 503", found, f"{count} answered", summary.n == count == summary.accuracy * count)
     seconds, status, failed, reason = measure_silence(count)
     found = f"status {status}, {failed} failed ({reason}), {seconds:.2f} s"
     bound = TIMEOUT_SECONDS + 10
-    lines.append(
-        (
-            "a request never answered",
-            found,
-            f"status not 0, <= {bound:g} s",
-            bool(status) and failed == 1 and seconds <= bound,
-        )
-    )
+    is_met = bool(status) and failed == 1 and seconds <= bound
+    report("a request never answered", found, f"status not 0, <= {bound:g} s", is_met)
     finished, again, twice = measure_kill(count)
     found = f"{finished} rows kept, {again} of them asked again, {twice} in flight asked again"
-    lines.append(("SIGKILL at half", found, "0 asked again", again == 0 and finished >= count // 2))
-    for situation, measured, required, _ in lines:
-        print(f"{situation:28} {measured:64} {required}")
-    if missed := [situation for situation, *_, is_met in lines if not is_met]:
+    report("SIGKILL at half", found, "0 asked again", again == 0 and finished >= count // 2)
+    if missed:
         raise EvaluationError(f"not met: {', '.join(missed)}")
 
 

@@ -66,14 +66,14 @@ def run_job(job: Job) -> Outcome:
     from eval.training import read_training_metrics, series, training_totals
     from flows.config import load_config
     from tasks.artifacts.store import ArtifactStore
-    from tasks.stages import FETCH_MODEL, PREPARE_DATA, TRAIN_FILE, fetch_model_inputs, prepare_data_inputs
+    from tasks.stages import LINKS, TRAIN_FILE
 
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     config, store = load_config(RECIPE, job.overrides), ArtifactStore(job.store)
-    key = PREPARE_DATA.key(config, prepare_data_inputs(config))
+    key = LINKS["prepare_data"].key(config)
     data = _produce(store, key, job, lambda folder: ["prepare-data", RECIPE, "--output", folder])
     rows = Path(data.path) / TRAIN_FILE
-    key = FETCH_MODEL.key(config, fetch_model_inputs(config, data))
+    key = LINKS["fetch_model"].key(config, data)
     model = _produce(store, key, job, lambda folder: ["fetch-model", RECIPE, "--data", rows, "--output", folder])
     if job.variant is None:
         return Outcome(job, *_answer(config, store, data, model), curves={}, generated_tokens=0, num_items=0)
@@ -106,20 +106,14 @@ def _train(
     config: Config, store: ArtifactStore, data: Artifact, model: Artifact, job: Job
 ) -> tuple[Artifact, Artifact]:
     """The training and its policy as a model folder."""
-    from tasks.stages import (
-        MERGE_CHECKPOINT,
-        TRAIN_FILE,
-        TRAIN_POLICY,
-        merge_checkpoint_inputs,
-        train_policy_inputs,
-    )
+    from tasks.stages import LINKS, TRAIN_FILE
 
-    key = TRAIN_POLICY.key(config, train_policy_inputs(config, data, model))
+    key = LINKS["train_policy"].key(config, data, model)
     paths = ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path]
     training = _produce(
         store, key, job, lambda folder: ["train", RECIPE, *paths, "--output", folder], resumable=True
     )
-    key = MERGE_CHECKPOINT.key(config, merge_checkpoint_inputs(config, training))
+    key = LINKS["merge_checkpoint"].key(config, training)
     return training, _produce(store, key, job, lambda folder: ["merge", training.path, folder])
 
 

@@ -1,16 +1,13 @@
 """Measures `dapo merge` against `cp` of the same bytes, on a warm cache, and prints one table.
 
-verl's merger joins the table where verl is installed. The ways take turns, so that a slow minute of a shared
-machine slows them all, and each measurement has a process of its own, in which the way runs twice. The first run
-gives the peak memory beyond mapped files. The second is timed: nothing watches it, its imports are done, and a
-virtual machine has the memory back that its host took.
+The ways take turns, so that a slow minute of a shared machine slows them all, and each measurement has a process
+of its own, in which the way runs twice. The first run gives the peak memory. The second is timed: nothing watches
+it, its imports are done, and a virtual machine has the memory back that its host took.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import importlib.util
 import json
 import mmap
 import multiprocessing
@@ -18,7 +15,6 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -29,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 EXAMPLE = """example, a checkpoint of 0.5 GB on the disk that matters:
-  .venv/bin/python bench/merge.py --layers 4 --folder /data/scratch
+  .venv/bin/python bench/merge.py --layers 1 --folder /data/scratch
 """
 MIB = 1024**2
 
@@ -40,37 +36,35 @@ class Measurement:
 
     seconds: float
     cpu_seconds: float  # of the process and what it started, in user and kernel mode
-    peak_bytes: int  # anonymous memory, beyond what the imports took
+    peak_bytes: int  # memory beyond what the imports took
     file_bytes: int  # largest file written
 
 
 def main() -> None:
-    """Write the checkpoints, measure each way of merging, print the table."""
+    """Write the checkpoints, measure each way, print a table for an untied and one for a tied model."""
     arguments = _parser().parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        model = write_model_files(Path(folder) / "model", arguments.layers, arguments.hidden)
-        verl, ours = write_checkpoints(Path(folder), model, arguments.shards)
-        num_bytes = sum(path.stat().st_size for path in verl.glob("*.pt"))
-        ways: list[tuple[str, Callable[[Path], None]]] = [
-            ("cp", _Copy(verl)),
-            ("cp, then fsync", _Copy(verl, is_synced=True)),
-            ("sha256 twice", _Digests(verl)),
-            ("dapo merge, verl's", _Merge(verl, arguments.max_shard_bytes)),
-            ("dapo merge, dapo's", _Merge(ours, arguments.max_shard_bytes)),
-        ]
-        if importlib.util.find_spec("verl") is not None:
-            ways.append(("verl's merger", _VerlMerge(verl)))
-        rounds: dict[str, list[Measurement]] = {name: [] for name, _ in ways}
-        for _ in range(arguments.rounds):
-            for name, way in ways:
-                rounds[name].append(measure(way, Path(folder) / "target"))
-    print(
-        f"{num_bytes / 1e9:.2f} GB in {arguments.shards} shards, float32, warm cache, "
-        f"{len(os.sched_getaffinity(0))} cores; medians of {arguments.rounds} rounds"
-    )
-    print(table(rounds))
-    if len(ways) == 5:
-        print("verl is not installed here, so its merger was not measured")
+    for is_tied in (False, True):
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            model = write_model_files(Path(folder) / "model", arguments.layers, arguments.hidden, is_tied)
+            verl, ours = write_checkpoints(Path(folder), model, arguments.shards)
+            ways: list[tuple[str, Callable[[Path], None]]] = [
+                ("cp", _Copy(verl)),
+                ("cp, then fsync", _Copy(verl, is_synced=True)),
+                ("blake3 alone", _Digests(verl)),
+                ("dapo merge, verl's", _Merge(verl, arguments.max_shard_bytes)),
+                ("dapo merge, dapo's", _Merge(ours, arguments.max_shard_bytes)),
+            ]
+            rounds: dict[str, list[Measurement]] = {name: [] for name, _ in ways}
+            for _ in range(arguments.rounds):
+                for name, way in ways:
+                    rounds[name].append(measure(way, Path(folder) / "target"))
+            num_bytes = sum(path.stat().st_size for path in verl.glob("*.pt"))
+        print(
+            f"{'tied' if is_tied else 'untied'}, {num_bytes / 1e9:.2f} GB in {arguments.shards} shards, float32, "
+            f"warm cache, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}; medians of "
+            f"{arguments.rounds} rounds"
+        )
+        print(table(rounds), flush=True)
 
 
 def table(rounds: dict[str, list[Measurement]]) -> str:
@@ -97,7 +91,7 @@ def table(rounds: dict[str, list[Measurement]]) -> str:
     return "\n".join(lines)
 
 
-def write_model_files(folder: Path, num_layers: int, hidden_size: int) -> Path:
+def write_model_files(folder: Path, num_layers: int, hidden_size: int, is_tied: bool) -> Path:
     """Configuration of a Qwen3 without its weights."""
     from transformers import Qwen3Config
 
@@ -109,7 +103,7 @@ def write_model_files(folder: Path, num_layers: int, hidden_size: int) -> Path:
         num_attention_heads=hidden_size // 128,
         num_key_value_heads=hidden_size // 256,
         head_dim=128,
-        tie_word_embeddings=False,
+        tie_word_embeddings=is_tied,
         architectures=["Qwen3ForCausalLM"],
         dtype="float32",
     )
@@ -125,19 +119,24 @@ def write_checkpoints(folder: Path, model_files: Path, num_shards: int) -> tuple
     from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from dapo_core.checkpoint.manifest import write_manifest
+    from dapo_core.checkpoint.shards import _Writer
     from dapo_core.merge.verification import empty_model
+    from dapo_core.parameter_names import tied_names
 
-    names = {name: parameter.shape for name, parameter in empty_model(model_files).named_parameters()}
+    model = empty_model(model_files)
     generator = torch.Generator().manual_seed(0)
-    whole = {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+    whole = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in model.state_dict().items()}
+    whole |= {name: whole[kept] for name, kept in tied_names(model).items()}
     verl, ours = folder / "global_step_1" / "actor", folder / "step_000001"
     for place in (verl, ours):
         shutil.copytree(model_files, place / "huggingface")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
-        dcp.save({"model": whole}, checkpoint_id=ours, no_dist=True)
-    (ours / "tensor_names.json").write_text(json.dumps(list(names)))
+        dcp.save({"model": whole}, storage_writer=_Writer(str(ours)), no_dist=True)
+    (ours / "tensor_names.json").write_text(json.dumps(list(whole)))
     (ours / "trainer_state.json").write_text(json.dumps({"step": 1, "metrics": {}}))
+    write_manifest(ours, "bench", 1, {})
     for rank in range(num_shards):
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_shards)
         mesh = DeviceMesh("cpu", list(range(num_shards)), mesh_dim_names=("fsdp",))
@@ -152,6 +151,7 @@ def write_checkpoints(folder: Path, model_files: Path, num_shards: int) -> tuple
             )
             for name, tensor in whole.items()
         }
+        state |= {name: state[kept] for name, kept in tied_names(model).items()}
         torch.save(state, verl / f"model_world_size_{num_shards}_rank_{rank}.pt")
         torch.distributed.destroy_process_group()
     return verl, ours
@@ -174,12 +174,12 @@ def _peak_bytes(way: Callable[[Path], None], target: Path) -> int:
 
     import dapo_core.merge.run  # noqa: F401
 
-    before, peak, is_done = anonymous_bytes(), 0, threading.Event()
+    before, peak, is_done = resident_bytes(), 0, threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not is_done.wait(0.002):
-            peak = max(peak, anonymous_bytes())
+            peak = max(peak, resident_bytes())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -199,10 +199,9 @@ def _cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+def resident_bytes() -> int:
+    """Memory of this process, mapped files included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
@@ -220,20 +219,17 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Digests:
-    """The least that a merge costs: two digests of every byte, on every core."""
+    """The least that digests cost: blake3 of every byte, on every core."""
 
     source: Path
 
     def __call__(self, target: Path) -> None:
+        from dapo_core.digests import file_digest
+
         target.mkdir()
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            digests = list(pool.map(_digest, 2 * sorted(self.source.glob("*.pt"))))
+            digests = list(pool.map(file_digest, sorted(self.source.glob("*.pt"))))
         (target / "digests").write_text("\n".join(digests))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb", buffering=0) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return hashlib.sha256(content).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -247,28 +243,15 @@ class _Merge:
         merge_checkpoint([self.source], target, max_shard_bytes=self.max_shard_bytes)
 
 
-@dataclass(frozen=True)
-class _VerlMerge:
-    source: Path
-
-    def __call__(self, target: Path) -> None:
-        command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-        subprocess.run(
-            [*command, "--local_dir", str(self.source), "--target_dir", str(target)],
-            check=True,
-            capture_output=True,
-        )
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=12, help="of the model (default: %(default)s, 0.87 GB)")
-    parser.add_argument("--hidden", type=int, default=1024, help="its width (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=9, help="of the model (default: %(default)s, 2.3 GB)")
+    parser.add_argument("--hidden", type=int, default=2048, help="its width (default: %(default)s)")
     parser.add_argument("--shards", type=int, default=4, help="ranks that wrote it (default: %(default)s)")
     parser.add_argument(
-        "--max-shard-bytes", type=int, default=256 * MIB, help="size of an output file (default: %(default)s)"
+        "--max-shard-bytes", type=int, default=5_000_000_000, help="size of an output file (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=5, help="of each way (default: %(default)s)")
     parser.add_argument(

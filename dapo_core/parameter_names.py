@@ -32,11 +32,12 @@ class FilePiece:
     expert: int | None = None  # index along the parameter's first dimension; None: the whole parameter
     first_row: int = 0  # of the expert's matrix
     num_rows: int = 0
+    is_turned: bool = False  # in the files its last two dimensions are swapped
 
     def view(self, whole: torch.Tensor, first_expert: int = 0) -> torch.Tensor:
         """The piece's part of the parameter, or of its slice that begins with `first_expert`; shares memory."""
         if self.expert is None:
-            return whole
+            return whole.transpose(-1, -2) if self.is_turned else whole
         return whole[self.expert - first_expert, self.first_row : self.first_row + self.num_rows]
 
 

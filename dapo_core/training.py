@@ -74,7 +74,7 @@ def train(
         identity = training_identity(config, stream, model_path)  # now: a scorer may be edited while training runs
         folder.mkdir(parents=True, exist_ok=True)
         with lock_checkpoints(folder):
-            start = find_start(folder, config.checkpoint.resume)
+            start = find_start(folder, config.checkpoint.resume, config.checkpoint.on_damage)
             if start is not None:
                 require_same_training(config, start, folder, identity)
                 if (end := finish_if_done(config, start, output_dir)) is not None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from eval.answers.grading import VERDICTS
 from eval.results import Row, Samples, group_by, num_right
-from eval.statistics import adjusted_interval, bootstrap_mean, holm, paired_bootstrap, test_changes
+from eval.statistics import PairedChange, change_interval, holm, measure_change, share_interval
 from eval.summary import IsSame, count_agreement, item_metrics, list_disagreements
 
 Pair = tuple[Samples, Samples]  # one item before and after, every request answered
@@ -23,11 +23,11 @@ NUM_BINS = 30
 
 @dataclass(frozen=True)
 class GroupChange:
-    """A level's or subject's change, with an interval that holds for few items and p-values for many groups."""
+    """A level's or subject's change, with p-values for one group and for many."""
 
     n: int
     difference: float
-    interval: tuple[float, float]  # 95 %, adjusted Wald
+    interval: tuple[float, float]  # 95 %
     gained: int
     lost: int
     p: float
@@ -36,7 +36,7 @@ class GroupChange:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the difference, with its 95 % bootstrap interval."""
+    """A part of the difference, with its 95 % interval."""
 
     difference: float
     ci95: tuple[float, float]
@@ -68,7 +68,7 @@ class Graders:
 
 @dataclass(frozen=True)
 class MetricChange:
-    """avg@k, pass@k or maj@k of both sides, with 95 % bootstrap intervals over items."""
+    """avg@k, pass@k or maj@k of both sides, with 95 % intervals over items."""
 
     before: float
     before_interval: tuple[float, float]
@@ -92,15 +92,15 @@ def group_changes(pairs: Sequence[Pair], fields: Sequence[str]) -> dict[str, dic
         }
         for field in fields
     }
-    p_values = {
-        (field, key): test_changes(changes_of(group), len(group[0][0])).p
+    changes = {
+        (field, key): measure_change(changes_of(group), len(group[0][0]))
         for field in fields
         for key, group in groups[field].items()
     }
-    adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
+    adjusted = dict(zip(changes, holm([change.p for change in changes.values()]), strict=True))
     return {
         field: {
-            key: _group_change(group, p_values[field, key], adjusted[field, key])
+            key: _group_change(group, changes[field, key], adjusted[field, key])
             for key, group in groups[field].items()
         }
         for field in fields
@@ -126,10 +126,8 @@ def gain_parts(pairs: Sequence[Pair]) -> dict[str, Part]:
     parts = {verdict: [_net(pair, (verdict,)) for pair in pairs] for verdict in UNFINISHED}
     parts = {"format": [_net(pair, UNFINISHED) for pair in pairs], **parts}
     parts["content"] = [_net(pair, ("wrong",)) for pair in pairs]
-    zeros = [0.0] * len(pairs)
-    return {
-        name: Part(sum(values) / len(values), paired_bootstrap(zeros, values)) for name, values in parts.items()
-    }
+    k = len(pairs[0][0])
+    return {name: Part(_mean(values), change_interval(values, k)) for name, values in parts.items()}
 
 
 def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
@@ -162,15 +160,15 @@ def compare_graders(pairs: Sequence[Pair]) -> Graders:
     """AISBench's accuracies, and where its verdicts differ from the exact ones."""
     k = len(pairs[0][0])
     counts = [[sum(row.aisbench_right for row in samples) for samples in pair] for pair in pairs]
-    changes = [y - x for x, y in counts]
+    change = measure_change([y - x for x, y in counts], k)
     before, after = (sum(pair[side] for pair in counts) / (k * len(pairs)) for side in (0, 1))
     rows = {name: [row for pair in pairs for row in pair[side]] for side, name in enumerate(("before", "after"))}
     return Graders(
         before=before,
         after=after,
-        difference=sum(changes) / (k * len(pairs)),
-        ci95=paired_bootstrap([x / k for x, _ in counts], [y / k for _, y in counts]),
-        p=test_changes(changes, k).p,
+        difference=change.difference,
+        ci95=change.ci95,
+        p=change.p,
         raises={name: sum(row.aisbench_raises for row in side) for name, side in rows.items()},
         agreement={name: count_agreement(side) for name, side in rows.items()},
         disagreements=[{"side": name, **row} for name, side in rows.items() for row in list_disagreements(side)],
@@ -181,30 +179,29 @@ def compare_metrics(
     before: Sequence[Samples], after: Sequence[Samples], is_same: IsSame
 ) -> dict[str, MetricChange]:
     """avg@k, pass@k and maj@k of both sides over the same items."""
-    right = item_metrics(after, is_same)
+    right, k = item_metrics(after, is_same), len(before[0])
     return {
         name: MetricChange(
             before=_mean(x),
-            before_interval=bootstrap_mean(x),
+            before_interval=share_interval(x, k),
             after=_mean(right[name]),
-            after_interval=bootstrap_mean(right[name]),
+            after_interval=share_interval(right[name], k),
             difference=_mean(right[name]) - _mean(x),
-            ci95=paired_bootstrap(x, right[name]),
+            ci95=change_interval([b - a for a, b in zip(x, right[name], strict=True)], k),
         )
         for name, x in item_metrics(before, is_same).items()
     }
 
 
-def _group_change(pairs: Sequence[Pair], p: float, p_holm: float) -> GroupChange:
-    k = len(pairs[0][0])
+def _group_change(pairs: Sequence[Pair], change: PairedChange, p_holm: float) -> GroupChange:
     changes = changes_of(pairs)
     return GroupChange(
-        n=len(pairs),
-        difference=sum(changes) / (k * len(pairs)),
-        interval=adjusted_interval([change / k for change in changes]),
-        gained=sum(change > 0 for change in changes),
-        lost=sum(change < 0 for change in changes),
-        p=p,
+        n=change.n,
+        difference=change.difference,
+        interval=change.ci95,
+        gained=sum(count > 0 for count in changes),
+        lost=sum(count < 0 for count in changes),
+        p=change.p,
         p_holm=p_holm,
     )
 

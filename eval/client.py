@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from eval.problems.prompts import Prompt
+from redaction import add_secret, redact
 
-_RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_RETRIED_STATUS = frozenset({408, 409, 425, 429})  # beside every 5xx
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _MAX_REASON_CHARS = 300
 _MAX_RETRY_AFTER_SECONDS = 300.0
@@ -83,7 +84,7 @@ class RequestError(Exception):
         is_unreachable: bool = False,
         retry_after_seconds: float = 0.0,
     ) -> None:
-        super().__init__(_utf8(reason[:_MAX_REASON_CHARS]))
+        super().__init__(_clean(reason)[:_MAX_REASON_CHARS])
         self.is_final = is_final  # another attempt would fail too, at any server
         self.is_timeout = is_timeout  # another attempt at this server would only wait again
         self.is_unreachable = is_unreachable  # no connection, so nothing was sent
@@ -94,6 +95,7 @@ class Connection:
     """A kept-open connection for one request at a time. Use as an async context manager."""
 
     def __init__(self, endpoint: Endpoint, sampling: Sampling, timeout_seconds: float) -> None:
+        add_secret(endpoint.api_key)
         self._endpoint = endpoint
         self._sampling = sampling
         self._timeout_seconds = timeout_seconds
@@ -139,7 +141,7 @@ class Connection:
         if response.status != 200:
             raise RequestError(
                 f"HTTP {response.status}: {content.decode('utf-8', 'replace')}",
-                is_final=response.status not in _RETRIED_STATUS,
+                is_final=response.status < 500 and response.status not in _RETRIED_STATUS,
                 retry_after_seconds=_retry_after(response.headers.get("Retry-After", "")),
             )
         return _read_answer(content, is_chat)
@@ -157,19 +159,17 @@ class Connection:
 
 
 def _read_answer(content: bytes, is_chat: bool) -> Answer:
-    beginning = content[:_MAX_REASON_CHARS].decode("utf-8", "replace")
     try:
         payload = json.loads(content)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(
-            f"invalid JSON in a body of {len(content)} bytes ({error}): {beginning[:100]!r}"
-        ) from error
+        size = f"a body of {len(content)} bytes"
+        raise RequestError(f"invalid JSON in {size} ({error}): {_beginning(content)[:100]!r}") from error
     try:
         choice = payload["choices"][0]
         text = choice["message"]["content"] if is_chat else choice["text"]
         finish_reason = choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise RequestError(f"not a {'chat ' if is_chat else ''}completion: {beginning!r}") from error
+        raise RequestError(f"not a {'chat ' if is_chat else ''}completion: {_beginning(content)!r}") from error
     if text is None:
         text = ""
     if not isinstance(text, str):
@@ -177,13 +177,17 @@ def _read_answer(content: bytes, is_chat: bool) -> Answer:
     usage = payload.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     is_count = isinstance(tokens, int) and not isinstance(tokens, bool)
-    reason = _utf8(finish_reason) if isinstance(finish_reason, str) else None
-    return Answer(_utf8(text), reason, tokens if is_count else None)
+    reason = _clean(finish_reason) if isinstance(finish_reason, str) else None
+    return Answer(_clean(text), reason, tokens if is_count else None)
 
 
-def _utf8(text: str) -> str:
-    """The text with lone surrogates, which UTF-8 cannot encode, replaced."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+def _beginning(content: bytes) -> str:
+    return redact(content.decode("utf-8", "replace"))[:_MAX_REASON_CHARS]
+
+
+def _clean(text: str) -> str:
+    """The text without known secrets, and without lone surrogates, which UTF-8 cannot encode."""
+    return redact(text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _retry_after(value: str) -> float:

@@ -24,12 +24,10 @@ from eval.results import (
 )
 from eval.statistics import (
     SIGNIFICANCE,
-    IntervalMethod,
-    accuracy_interval,
-    change_interval,
+    measure_change,
     minimal_detectable_difference,
     minimal_detectable_mean,
-    test_changes,
+    share_interval,
 )
 from eval.summary import same_answer_by
 
@@ -109,7 +107,6 @@ class Comparison:
     unpaired: Unpaired
     difference: float
     ci95: tuple[float, float]
-    interval_method: IntervalMethod
     test: Literal["exact McNemar", "exact sign-flip"]
     p: float
     mid_p: float
@@ -159,10 +156,9 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
     k, n = before.num_samples, len(paired)
     sides = [x for x, _ in paired], [y for _, y in paired]
     changes = breakdown.changes_of(paired)
-    test = test_changes(changes, k)
-    lost = [pair for pair, change in zip(paired, changes, strict=True) if change < 0]
-    gained = [pair for pair, change in zip(paired, changes, strict=True) if change > 0]
-    ci95, method = change_interval(changes, k)
+    change = measure_change(changes, k)
+    lost = [pair for pair, count in zip(paired, changes, strict=True) if count < 0]
+    gained = [pair for pair, count in zip(paired, changes, strict=True) if count > 0]
     right_after = after.right
     return Comparison(
         before=_side(before, sides[0]),
@@ -170,12 +166,11 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         n=n,
         num_samples=k,
         unpaired=_unpaired(pairs),
-        difference=sum(changes) / (k * n),
-        ci95=ci95,
-        interval_method=method,
+        difference=change.difference,
+        ci95=change.ci95,
         test="exact McNemar" if k == 1 else "exact sign-flip",
-        p=test.p,
-        mid_p=test.mid_p,
+        p=change.p,
+        mid_p=change.mid_p,
         b=len(lost),
         c=len(gained),
         minimal_detectable_difference=_detectable(changes, k),
@@ -270,7 +265,8 @@ def _grouped(items: Sequence[Samples], field: str) -> dict[str, GroupResult]:
 def _group(items: Sequence[Samples]) -> GroupResult:
     right = [num_right(samples) for samples in items]
     k = len(items[0])
-    return GroupResult(len(items), sum(right), sum(right) / (k * len(items)), accuracy_interval(right, k))
+    interval = share_interval([count / k for count in right], k)
+    return GroupResult(len(items), sum(right), sum(right) / (k * len(items)), interval)
 
 
 def _rows(items: Sequence[Samples]) -> list[Row]:

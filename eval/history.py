@@ -23,11 +23,11 @@ from eval.results import (
 )
 from eval.statistics import (
     SIGNIFICANCE,
-    accuracy_interval,
-    bootstrap_mean,
+    PairedChange,
     change_interval,
     holm,
-    test_changes,
+    measure_change,
+    share_interval,
 )
 
 logger = logging.getLogger(__name__)
@@ -61,17 +61,13 @@ class Point:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % interval of the accuracy."""
-        return accuracy_interval(self.answered, self.num_samples)
+        return share_interval([count / self.num_samples for count in self.answered], self.num_samples)
 
 
 @dataclass(frozen=True)
-class Change:
+class Change(PairedChange):
     """A point against an earlier one, over the items that both answered."""
 
-    n: int
-    difference: float
-    ci95: tuple[float, float]
-    p: float
     is_significant: bool  # after Holm's adjustment over every change of the series
 
 
@@ -260,17 +256,10 @@ def _compare_all(pairs: Sequence[tuple[Point, Point]]) -> list[Change]:
     for point, earlier in pairs:
         right = [(earlier.right[identity], count) for identity, count in point.right.items()]
         changes = [y - x for x, y in right if x is not None and y is not None]
-        found.append((changes, point.num_samples, test_changes(changes, point.num_samples).p))
-    adjusted = holm([p for *_, p in found])
+        found.append(measure_change(changes, point.num_samples))
+    adjusted = holm([change.p for change in found])
     return [
-        Change(
-            n=len(changes),
-            difference=sum(changes) / (k * len(changes)),
-            ci95=change_interval(changes, k)[0],
-            p=p,
-            is_significant=q < SIGNIFICANCE,
-        )
-        for (changes, k, p), q in zip(found, adjusted, strict=True)
+        Change(**vars(change), is_significant=q < SIGNIFICANCE) for change, q in zip(found, adjusted, strict=True)
     ]
 
 
@@ -286,6 +275,8 @@ def _trend(points: Sequence[Point]) -> Trend | None:
     middle = (len(points) - 1) / 2
     spread = sum((place - middle) ** 2 for place in range(len(points)))
     slopes = [sum((place - middle) * y for place, y in enumerate(row)) / spread for row in rows]
+    steepest = sum(abs(place - middle) for place in range(len(points))) / 2 / spread  # of one item
     slope = sum(slopes) / len(slopes)
     mean = sum(map(sum, rows)) / (len(rows) * len(points))
-    return Trend(len(rows), slope, bootstrap_mean(slopes), mean - slope * middle, mean + slope * middle)
+    interval = change_interval(slopes, points[0].num_samples, steepest)
+    return Trend(len(rows), slope, interval, mean - slope * middle, mean + slope * middle)

@@ -139,20 +139,9 @@ def notes(comparison: Comparison) -> list[str]:
     """Caveats that a careful reader needs, as sentences."""
     if comparison.is_one_evaluation:
         return []
-    low, high = comparison.ci95
     found = []
     if comparison.before.model == comparison.after.model:
         found.append("Both sides are the same model: any change is noise of serving and sampling, not training.")
-    if (low > 0 or high < 0) != comparison.is_significant:
-        found.append(
-            f"Borderline: the interval {'excludes' if low > 0 or high < 0 else 'contains'} zero, but the exact "
-            f'test {"rejects" if comparison.is_significant else "does not reject"} "no change". More items or '
-            f"samples will settle it; choosing another test will not."
-        )
-    if comparison.interval_method == "adjusted Wald":
-        found.append(
-            "All items changed alike, so a bootstrap interval has no width; the adjusted Wald interval is given."
-        )
     aisbench = comparison.graders
     if aisbench.before == aisbench.after == 0 < max(comparison.before.accuracy, comparison.after.accuracy):
         found.append(

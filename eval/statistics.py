@@ -1,4 +1,4 @@
-"""Statistics for two evaluations of the same items. Standard library and numpy only."""
+"""Exact tests and score intervals over items. Standard library and numpy only."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Literal
 
 import numpy as np
 
 SIGNIFICANCE = 0.05
-IntervalMethod = Literal["paired bootstrap", "adjusted Wald"]
+Interval = tuple[float, float]
+
+_Z = NormalDist().inv_cdf(1 - SIGNIFICANCE / 2)
+# How far unseen values may lie, as a multiple of those seen, from 30 items on; by simulation (bench/intervals.py).
+_SHARE_REACH = 4.0
+_CHANGE_REACH = 1.5
+_REACH_ITEMS = 30  # fewer say less about what was not seen
+_UNSEEN = 1e-12  # weight of a possible value that did not occur
+_MOST_TILT = 80.0
+_ABOVE_ZERO = 1e-9
 
 
 @dataclass(frozen=True)
@@ -67,30 +75,96 @@ def sign_flip_test(changes: Sequence[int]) -> PValues:
     return PValues(min(1.0, beyond + same), min(1.0, beyond + same / 2))
 
 
-def test_changes(changes: Sequence[int], num_samples: int) -> PValues:
-    """The exact test of "no change" on each item's change in right responses: McNemar's, or the sign-flip test."""
-    if num_samples == 1:
-        return mcnemar(changes.count(-1), changes.count(1))
-    return sign_flip_test(changes)
+@dataclass(frozen=True)
+class PairedChange:
+    """The mean change of an accuracy over `n` items; the interval contains zero exactly if p is at least 0.05."""
+
+    n: int
+    difference: float
+    ci95: Interval
+    p: float
+    mid_p: float
 
 
-def change_interval(changes: Sequence[int], num_samples: int) -> tuple[tuple[float, float], IntervalMethod]:
-    """95 % interval of the mean change in accuracy: bootstrap, or adjusted Wald where all items changed alike."""
-    shares = [change / num_samples for change in changes]
-    if len(set(changes)) == 1:  # a bootstrap would have no width
-        return adjusted_interval(shares), "adjusted Wald"
-    return bootstrap_mean(shares), "paired bootstrap"
+def measure_change(changes: Sequence[int], num_samples: int) -> PairedChange:
+    """The mean change from each item's change in right responses, with its exact test and 95 % interval.
 
-
-def accuracy_interval(right: Sequence[int], num_samples: int) -> tuple[float, float]:
-    """95 % interval of an accuracy from each item's right responses.
-
-    One sample per item: Wilson's. Several: bootstrap over items, or Wilson's over as many items where the items do
-    not differ and a bootstrap would have no width.
+    The test is McNemar's, or for several samples the sign-flip test. The interval holds the changes that are not
+    rejected: zero by that test, the others by the score test of `change_interval`.
     """
-    if num_samples == 1 or len(set(right)) == 1:
-        return wilson_interval(round(sum(right) / num_samples), len(right))
-    return bootstrap_mean([count / num_samples for count in right])
+    test = mcnemar(changes.count(-1), changes.count(1)) if num_samples == 1 else sign_flip_test(changes)
+    difference = sum(changes) / (num_samples * len(changes))
+    low, high = change_interval([change / num_samples for change in changes], num_samples)
+    if test.p >= SIGNIFICANCE:
+        low, high = min(low, 0.0), max(high, 0.0)
+    elif difference > 0:
+        low = max(low, _ABOVE_ZERO)
+    else:
+        high = min(high, -_ABOVE_ZERO)
+    return PairedChange(len(changes), difference, (low, high), test.p, test.mid_p)
+
+
+def share_interval(values: Sequence[float], num_samples: int = 1) -> Interval:
+    """95 % score interval of the mean of values in [0, 1], one per item, such as shares of right responses.
+
+    Of single responses it is Wilson's with a continuity correction. An item's samples stay together in its value,
+    whose spread over items contains the noise of sampling.
+    """
+    least, mean, most = min(values), sum(values) / len(values), max(values)
+    if least == most:
+        low, high = 0.0, 1.0
+    else:
+        reach = _SHARE_REACH * max(1.0, _REACH_ITEMS / len(values))
+        low, high = max(0.0, mean - reach * (mean - least)), min(1.0, mean + reach * (most - mean))
+    return _score_interval(values, low, high, num_samples)
+
+
+def change_interval(values: Sequence[float], num_samples: int = 1, largest: float = 1.0) -> Interval:
+    """95 % score interval of the mean of changes in [-largest, largest], one per item.
+
+    Of single responses it is Tango's (Stat Med 17, 1998) with a continuity correction.
+    """
+    reach = _CHANGE_REACH * max(1.0, _REACH_ITEMS / len(values)) * max(map(abs, values))
+    reach = min(largest, reach) or largest
+    return _score_interval(values, -reach, reach, num_samples)
+
+
+def _score_interval(values: Sequence[float], low: float, high: float, num_samples: int) -> Interval:
+    """The means that a score test does not reject, for any distribution over the values seen and `low` and `high`.
+
+    A mean is rejected if it is further from that of the values, less half a response, than 1.96 standard errors
+    under the likeliest distribution with this mean. That distribution weights each value seen by
+    1 / (1 + tilt * (value - low)) (empirical likelihood, Owen 1988), so one bisection over the tilt finds a bound.
+    """
+    distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)
+    correction = 1 / (2 * num_samples)
+    return (
+        low + _least_mean(distinct - low, counts, correction),
+        high - _least_mean(high - distinct, counts, correction),
+    )
+
+
+def _least_mean(values: np.ndarray, counts: np.ndarray, correction: float) -> float:
+    """The smallest mean that is not rejected, of values from 0 up; `correction` is in items."""
+    n = int(counts.sum())
+    values, weights = np.append(values, 0.0), np.append(counts / n, _UNSEEN)
+    mean = float(weights @ values)
+
+    def tilted(tilt: float) -> tuple[float, float]:
+        chances = weights / (1 + math.expm1(tilt) * values)
+        chances /= chances.sum()
+        centre = float(chances @ values)
+        return centre, float(chances @ (values - centre) ** 2)
+
+    kept, rejected = 0.0, _MOST_TILT
+    for _ in range(40):
+        tilt = (kept + rejected) / 2
+        centre, variance = tilted(tilt)
+        if n * max(0.0, mean - centre - correction / n) ** 2 <= _Z**2 * variance:
+            kept = tilt
+        else:
+            rejected = tilt
+    return tilted(kept)[0]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -101,38 +175,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[place]))
         adjusted[place] = highest
     return adjusted
-
-
-def bootstrap_mean(
-    values: Sequence[float], confidence: float = 0.95, num_resamples: int = 20_000, seed: int = 0
-) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean of one value per item.
-
-    An item's samples stay together in its value: the spread between items already contains the sampling noise, and
-    resampling inside the items would count it twice. Resampling items amounts to drawing how often each distinct
-    value occurs, so one multinomial draw replaces num_resamples * items numbers.
-    """
-    distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)
-    draws = np.random.default_rng(seed).multinomial(len(values), counts / len(values), size=num_resamples)
-    low, high = np.quantile(draws @ distinct / len(values), [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
-
-
-def paired_bootstrap(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of mean(after) - mean(before) over items."""
-    return bootstrap_mean((np.asarray(after, dtype=float) - np.asarray(before, dtype=float)).tolist())
-
-
-def adjusted_interval(changes: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Interval of the mean change that is valid for few items, and when all items changed alike.
-
-    Wald's interval after adding one item that got better and one that got worse (Bonett and Price, J Educ Behav
-    Stat 37, 2012). A bootstrap over seven unchanged items has no width; this interval does.
-    """
-    padded = np.array([1.0, -1.0, *changes])
-    half = NormalDist().inv_cdf((1 + confidence) / 2) * float(padded.std()) / math.sqrt(len(padded))
-    centre = float(padded.mean())
-    return max(-1.0, centre - half), min(1.0, centre + half)
 
 
 def minimal_detectable_difference(n: int, num_discordant: int, alpha: float = 0.05, power: float = 0.8) -> float:
@@ -161,23 +203,12 @@ def minimal_detectable_difference(n: int, num_discordant: int, alpha: float = 0.
 def minimal_detectable_mean(changes: Sequence[float], alpha: float = 0.05, power: float = 0.8) -> float:
     """Smallest true mean change that is found with the given power, for several samples per item.
 
-    (z1 + z2) times the standard error of these changes, padded as in `adjusted_interval`: items without any change
-    would otherwise give zero.
+    (z1 + z2) times the standard error of these changes after adding one item that got better and one that got
+    worse (Bonett and Price, J Educ Behav Stat 37, 2012): items without any change would otherwise give zero.
     """
     z1, z2 = NormalDist().inv_cdf(1 - alpha / 2), NormalDist().inv_cdf(power)
     padded = np.array([1.0, -1.0, *changes])
     return min(1.0, (z1 + z2) * float(padded.std()) / math.sqrt(len(padded)))
-
-
-def wilson_interval(num_right: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of an accuracy; (0, 1) without items."""
-    if n == 0:
-        return 0.0, 1.0
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    share = num_right / n
-    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _fair_binomial(n: int) -> np.ndarray:

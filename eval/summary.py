@@ -20,7 +20,7 @@ from eval.results import (
     num_right,
     rate,
 )
-from eval.statistics import bootstrap_mean
+from eval.statistics import share_interval
 
 IsSame = Callable[[str, str], bool]  # of two answers
 
@@ -158,11 +158,11 @@ def _accuracy_by(rows: Sequence[Row], field: str) -> dict[str, dict[str, float]]
 
 
 def _sample_metrics(evaluation: Evaluation, is_same: IsSame) -> dict[str, dict[str, Any]]:
-    """Over the items with every sample answered, with bootstrap intervals over items."""
+    """Over the items with every sample answered, with 95 % intervals."""
     items = [samples for samples in evaluation.items.values() if is_answered(samples)]
     metrics = item_metrics(items, is_same) if items else {}
     return {
-        name: {"value": sum(values) / len(values), "ci95": bootstrap_mean(values)}
+        name: {"value": sum(values) / len(values), "ci95": share_interval(values, evaluation.num_samples)}
         for name, values in metrics.items()
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from pydantic import Field, field_validator
 
 from dapo_core.config import loading
 from dapo_core.config.fields import Section, volatile
+from redaction import add_secret_url
 from tasks import config as tasks_config
 from tasks.config import ChainConfig
 
@@ -29,6 +31,8 @@ class WebhookConfig(Section):
     def _url_can_be_posted_to(cls, url: str | None) -> str | None:
         if url is not None and not re.fullmatch(r"\$[A-Za-z_]\w*", url) and not is_http_address(url):
             raise ValueError("flow.webhook.url is no http or https address, nor $NAME of an environment variable")
+        if url is not None:  # whoever knows the address may write there
+            add_secret_url(os.environ.get(url[1:], "") if url.startswith("$") else url)
         return url
 
 
@@ -66,7 +70,7 @@ def resolve_config(tree: dict[str, Any]) -> Config:
 
 
 def is_http_address(text: str) -> bool:
-    """Whether the text is an http or https address with a host."""
+    """True if the text is an http or https address with a host."""
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0

@@ -17,15 +17,15 @@ def dapo_full(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) ->
         return run_chain(run, settings.flow.webhook)
 
 
-def run_chain(run: Run, webhook: WebhookConfig, gives_way: bool = False) -> dict[str, Any]:
-    """Every stage of a run, then its report; with `gives_way`, RunSkipped where another training would be awaited.
+def run_chain(run: Run, webhook: WebhookConfig, skips_if_locked: bool = False) -> dict[str, Any]:
+    """Every stage of a run, then its report; `skips_if_locked`: RunSkipped while another training holds the lock.
 
     A plain function, for two flows: Prefect takes 1.2 s for a flow within a flow.
     """
     data = prepare_data(run)
     model = fetch_model(run, data)
     before = evaluate_model(run, data, model, "evaluate_before")
-    training = train_policy(run, data, model, gives_way)
+    training = train_policy(run, data, model, skips_if_locked)
     merged = merge_checkpoint(run, training)
     after = evaluate_model(run, data, merged, "evaluate_after")
     report = write_report(run, before, after, training)

@@ -33,9 +33,9 @@ def dapo_nightly(
         with Run.start(settings, flow="dapo-nightly") as run:
             if flow_run.run_count == 1:  # a run that started in time may be tried again at any time
                 check_in_time(scheduled, datetime.datetime.now(datetime.timezone.utc), max_late_hours)
-            with hold(nightly_lock_path(settings), run.folder.name, gives_way=True):
+            with hold(nightly_lock_path(settings), run.folder.name, skips_if_locked=True):
                 check_free(training_lock_path(settings), settings)
-                return run_chain(run, settings.flow.webhook, gives_way=True)
+                return run_chain(run, settings.flow.webhook, skips_if_locked=True)
     except RunSkipped as reason:
         logger.warning("%s", reason)
         return Completed(name="Skipped", message=str(reason))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import psutil
 from packaging.requirements import Requirement
@@ -22,12 +23,20 @@ from packaging.requirements import Requirement
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
 from durable import locked
+from flows.prefect_access import (
+    AUTH_VARIABLES,
+    ServicesError,
+    connected,
+    is_healthy,
+    is_loopback,
+    lets_anyone_in,
+    own_addresses,
+)
 from flows.prefect_server import named_api
 from flows.services import (
     CRASH_AUTOMATION,
     PREFECT_FILE,
     WORK_POOL,
-    is_healthy,
     online_workers,
     read_deployments,
     wait_until,
@@ -86,14 +95,16 @@ def examine_server(store: Path, project: Path, wait_seconds: float) -> Iterator[
         advice = "`dapo up`, or correct PREFECT_API_URL or the profile that names it"
         yield Finding("Prefect server", FAIL, f"{url} does not answer", advice)
         return
-    from prefect.client.orchestration import SyncPrefectClient
-
-    with SyncPrefectClient(url) as client:
-        for check in (check_version, check_worker, check_crash_automation):
-            yield check(client)
-        if (project / PREFECT_FILE).is_file():
-            yield check_deployments(client, project)
-            yield check_schedules(client, wait_seconds)
+    yield check_access(url)
+    try:
+        with connected(url) as client:
+            for check in (check_version, check_worker, check_crash_automation):
+                yield check(client)
+            if (project / PREFECT_FILE).is_file():
+                yield check_deployments(client, project)
+                yield check_schedules(client, wait_seconds)
+    except ServicesError as error:
+        yield Finding("Prefect server", FAIL, str(error))  # which says what to do
 
 
 def check_packages() -> Finding:
@@ -127,7 +138,7 @@ def check_torch() -> Finding:
 
 
 def check_supervision() -> Finding:
-    """Whether child processes can be supervised: starts one."""
+    """Child processes: starts one under supervision."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             run_command([sys.executable, "-c", ""], log_path=Path(folder) / "log", label="dapo doctor")
@@ -152,7 +163,7 @@ def check_hardware() -> Finding:
 
 
 def check_store(store: Path) -> Finding:
-    """Whether files can be written to the store."""
+    """The store: files can be written to it."""
     try:
         ArtifactStore(store).check_writable()
     except StoreError as error:
@@ -170,7 +181,7 @@ def check_space(store: Path) -> Finding:
 
 
 def check_locks(store: Path) -> Finding:
-    """Whether a lock on the store's file system excludes other processes."""
+    """Kernel locks: one on the store's file system excludes other processes."""
     path = store / f".lock-probe-{os.getpid()}"
     try:
         with locked(path):
@@ -186,6 +197,19 @@ def check_locks(store: Path) -> Finding:
     return Finding("kernel locks", FAIL, found, "mount the store with locks (NFS: without nolock, local_lock)")
 
 
+def check_access(url: str) -> Finding:
+    """The server's password: without one, whoever reaches the server runs code as the worker's user."""
+    parts = urlsplit(url)
+    is_here = is_loopback(parts.hostname or "")
+    hosts = own_addresses() if is_here else [str(parts.hostname)]
+    open_at = [host for host in hosts if lets_anyone_in(parts._replace(netloc=f"{host}:{parts.port}").geturl())]
+    if open_at:
+        found = f"without a password at {', '.join(open_at)}: whoever reaches it runs code as the worker's user"
+        advice = f"export {AUTH_VARIABLES[0]}=USER:PASSWORD for the server, {AUTH_VARIABLES[1]} for the others"
+        return Finding("Prefect access", WARN, found, advice)
+    return Finding("Prefect access", OK, "this machine only" if lets_anyone_in(url) else "with a password")
+
+
 def check_version(client: SyncPrefectClient) -> Finding:
     """The server's version against the one installed here."""
     here, there = importlib.metadata.version("prefect"), client.api_version()
@@ -196,7 +220,7 @@ def check_version(client: SyncPrefectClient) -> Finding:
 
 
 def check_worker(client: SyncPrefectClient) -> Finding:
-    """Whether a worker is online and may start flow runs."""
+    """Workers: one is online and may start flow runs."""
     from prefect.exceptions import ObjectNotFound
 
     advice = f"`dapo up`, or `prefect worker start --pool {WORK_POOL} --type process`"
@@ -224,7 +248,7 @@ def check_crash_automation(client: SyncPrefectClient) -> Finding:
 
 
 def check_deployments(client: SyncPrefectClient, project: Path) -> Finding:
-    """Whether every deployment in prefect.yaml is registered in our work pool."""
+    """Deployments: every one in prefect.yaml is registered in our work pool."""
     wanted = {deployment["name"] for deployment in read_deployments(project)}
     if missing := sorted(wanted - {deployment.name for deployment in _registered(client)}):
         advice = "`dapo up`, or `prefect --no-prompt deploy --all`"
@@ -233,7 +257,7 @@ def check_deployments(client: SyncPrefectClient, project: Path) -> Finding:
 
 
 def check_schedules(client: SyncPrefectClient, wait_seconds: float) -> Finding:
-    """Whether each deployment with an active schedule has a scheduled run; waits for Prefect's scheduler."""
+    """Schedules: each active one has a run to come; waits for Prefect's scheduler."""
     scheduled = [
         deployment
         for deployment in _registered(client)

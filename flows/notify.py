@@ -23,6 +23,7 @@ from eval.client import LOOPBACK
 from eval.pages import points
 from eval.report import REPORT_PAGE
 from flows.config import WebhookConfig, is_http_address, load_config
+from redaction import redacted
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.run import Run
 
@@ -87,10 +88,10 @@ def send(webhook: WebhookConfig, payload: Mapping[str, Any]) -> bool:
             return False
     host = urlsplit(url).hostname
     try:
-        # A proxy from the environment must not stand between us and this machine.
+        # Requests to this machine go past any proxy in the environment.
         with (
             httpx.Client(timeout=webhook.timeout_seconds, trust_env=host not in LOOPBACK) as client,
-            client.stream("POST", url, json=payload) as answer,
+            client.stream("POST", url, json=redacted(payload)) as answer,
         ):
             status = answer.status_code
     except (httpx.TransportError, httpx.InvalidURL) as error:

@@ -10,11 +10,14 @@ import atexit
 import contextlib
 import logging
 import os
-import time
+import secrets
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from flows.services import PREFECT, ServicesError, api_url, indented, is_healthy
+from flows.prefect_access import AUTH_VARIABLES, ServicesError, connected, is_healthy, is_listening
+from flows.services import NUM_LOG_LINES, PREFECT, api_url, indented, wait_until
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.serve_model.command import free_ports
 
@@ -22,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 STARTUP_SECONDS = 180.0
-POLL_SECONDS = 0.1
-NUM_LOG_LINES = 20
 # A server for one run needs no page, scheduler or automations; nor heartbeats, whose thread takes 1 s to join.
 OPTIONS = ("--host", HOST, "--log-level", "ERROR", "--no-ui", "--no-services")
 SETTINGS = {"flows.heartbeat_frequency": None, "server.ui.enabled": False}
@@ -43,46 +44,59 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
 
     Call this before importing flows: the server starts meanwhile. It ends with this process, however that ends.
     """
-    url, server = named_api(store), None
+    url = named_api(store)
     stack = contextlib.ExitStack()
     atexit.register(stack.close)  # before Prefect's own exit functions are, so after their last messages
-    if url is None:
+    settings: dict[str, Any] = {}
+    if url is not None:
+        wait = partial(require_server, url)
+    else:
         logger.info("starting a Prefect server for this run")
-        port = free_ports(HOST)[0]
-        url = f"http://{HOST}:{port}/api"
-        server = stack.enter_context(_private_server(url, port))
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+        port, auth = free_ports(HOST)[0], f"dapo:{secrets.token_urlsafe()}"
+        url, settings = f"http://{HOST}:{port}/api", {**SETTINGS, "api.auth_string": auth}
+        os.environ |= dict.fromkeys(AUTH_VARIABLES, auth)  # for the server and other child processes
+        wait = partial(wait_for_private_server, stack.enter_context(_private_server(url, port)), url, port)
+    from prefect.settings import temporary_settings
 
     os.environ["PREFECT_API_URL"] = url  # for child processes
-    stack.enter_context(temporary_settings({PREFECT_API_URL: url, **(SETTINGS if server else {})}))
-    return lambda: wait_until_healthy(url, server)
+    stack.enter_context(temporary_settings({"api.url": url, **settings}))
+    return wait
 
 
-def wait_until_healthy(url: str, server: SupervisedProcess | None) -> None:
-    """Return once the server answers; raises ServicesError if it does not."""
-    deadline = time.monotonic() + STARTUP_SECONDS
-    while not is_healthy(url):
-        if server is None:
-            raise ServicesError(
-                f"the Prefect server at {url} does not answer; start it, or correct PREFECT_API_URL or the "
-                "profile that names it; where none is named, a run has its own server"
-            )
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise ServicesError(
-                f"Prefect's server for this run does not answer at {url}; {server.log_path} ends:\n"
-                + indented(server.tail(NUM_LOG_LINES))
-            )
-        time.sleep(POLL_SECONDS)
+def require_server(url: str) -> None:
+    """Raise ServicesError unless the named server answers and lets us in."""
+    if not is_healthy(url):
+        raise ServicesError(
+            f"the Prefect server at {url} does not answer; start it, or correct PREFECT_API_URL or the profile "
+            "that names it; where none is named, a run has its own server"
+        )
+    with connected(url):
+        pass
+
+
+def wait_for_private_server(server: SupervisedProcess, url: str, port: int) -> None:
+    """Return once this server answers; raises ServicesError if it does not, or if another one has its port."""
+
+    def answers() -> bool:
+        return is_healthy(url) and is_listening(server.pid, port)
+
+    wait_until(lambda: server.poll() is not None or answers(), STARTUP_SECONDS)
+    if not answers():
+        raise ServicesError(
+            f"Prefect's server for this run does not answer at {url}; {server.log_path} ends:\n"
+            + indented(server.tail(NUM_LOG_LINES))
+        )
 
 
 @contextlib.contextmanager
 def _private_server(url: str, port: int) -> Iterator[SupervisedProcess]:
     log_path = Path(os.environ["PREFECT_HOME"]).expanduser() / "servers" / f"{os.getpid()}.log"
     command = [*PREFECT, "server", "start", "--port", str(port), *OPTIONS]
+    # Other children do not get Prefect's secrets.
+    env = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_")}
+    env["PREFECT_API_URL"] = url
     try:
-        with background_command(
-            command, log_path=log_path, label="Prefect", env={"PREFECT_API_URL": url}
-        ) as server:
+        with background_command(command, log_path=log_path, label="Prefect", env=env) as server:
             yield server
     finally:
         log_path.unlink(missing_ok=True)

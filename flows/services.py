@@ -23,15 +23,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-import psutil
 import yaml
 
-from dapo_core.errors import ConfigError, DapoError
+from dapo_core.errors import ConfigError
 from durable import LockHeld, is_locked, locked, tail, write_atomically
+from flows.prefect_access import (
+    AUTH_VARIABLES,
+    ServicesError,
+    auth_string,
+    connected,
+    is_healthy,
+    is_listening,
+    is_loopback,
+)
 from flows.prefect_settings import apply_prefect_settings
 
 if TYPE_CHECKING:
@@ -58,10 +67,6 @@ STOP_SECONDS = 20.0
 CANCEL_SECONDS = 180.0  # training writes a last checkpoint within flow.stop_seconds
 POLL_SECONDS = 0.25
 NUM_LOG_LINES = 20
-
-
-class ServicesError(DapoError, RuntimeError):
-    """A Prefect server or worker cannot be started, reached or stopped."""
 
 
 class Service:
@@ -123,7 +128,7 @@ class Service:
         if not wait_until(lambda: not self.is_running or check(), START_SECONDS) or not self.is_running:
             why = f"not within {START_SECONDS:.0f} s" if self.is_running else "its process ended"
             raise ServicesError(
-                f"the {self.name} {problem}: {why}. {self.log} ends:\n{indented(tail(self.log, 20))}"
+                f"the {self.name} {problem}: {why}. {self.log} ends:\n{indented(tail(self.log, NUM_LOG_LINES))}"
             )
 
 
@@ -159,15 +164,14 @@ class Services:
         """The environment of the services' processes: the user's own, without another server's settings."""
         inherited = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
         environment = {**inherited, "PREFECT_HOME": str(self.home), "PYTHONUNBUFFERED": "1", **more}
+        environment |= dict.fromkeys(AUTH_VARIABLES, auth) if (auth := auth_string()) else {}
         apply_prefect_settings(environment)
         return environment
 
-    def client(self) -> SyncPrefectClient:
-        """A client of the server; use it as a context."""
+    def client(self) -> AbstractContextManager[SyncPrefectClient]:
+        """A client of the server for the length of a block."""
         os.environ["PREFECT_HOME"] = str(self.home)  # read when Prefect is imported
-        from prefect.client.orchestration import SyncPrefectClient
-
-        return SyncPrefectClient(self.api_url)
+        return connected(self.api_url)
 
     def answers(self) -> bool:
         """True if the store's own server answers, not another one that took the port first."""
@@ -194,15 +198,7 @@ def bring_up(
             _start_server(services, host, port, database)
         elif not {host, port} <= {None, last["host"], last["port"]}:
             raise ServicesError(f"the server runs at {services.api_url}; type `dapo down` before you move it")
-        try:
-            services.server.wait_until(services.answers, "does not answer")
-        except ServicesError:
-            if is_healthy(services.api_url):
-                raise ServicesError(
-                    f"another Prefect server took {services.api_url} first: type `dapo up` again, which chooses "
-                    "another port, or give --port"
-                ) from None
-            raise
+        services.server.wait_until(services.answers, "does not answer")
         logger.info("server: answers at %s", services.api_url)
         with services.client() as client:
             create_pool_and_automation(client)
@@ -229,26 +225,6 @@ def take_down(store: Path, cancel: bool) -> list[str]:
                 "`dapo down --cancel` ends the worker with whatever it runs"
             )
         return services.worker.stop() + services.server.stop()
-
-
-def is_healthy(api_url: str) -> bool:
-    """True if a Prefect server answers at the address."""
-    import httpx  # late: it takes a tenth of a second
-
-    with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{api_url}/health", timeout=5.0, trust_env=False).is_success
-    return False
-
-
-def is_listening(pid: int, port: int) -> bool:
-    """True if the process or a child of it listens on the port."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        sockets = [
-            each for one in (process, *process.children(recursive=True)) for each in one.net_connections("tcp")
-        ]
-        return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
-    return False
 
 
 def wait_until(check: Callable[[], object], seconds: float) -> bool:
@@ -325,6 +301,11 @@ def _start_server(services: Services, host: str | None, port: int | None, databa
             f"{DATABASE_VARIABLES[0]}, or --database sqlite for a file in the store"
         )
     host = host or last.get("host", LOOPBACK)
+    if not is_loopback(host) and not auth_string():
+        raise ConfigError(
+            f"--host {host} lets other machines in, and whoever reaches Prefect's server without a password runs "
+            f"code as you: export {AUTH_VARIABLES[1]}=USER:PASSWORD first, also where the server is used from"
+        )
     port = port or _choose_port(host, last.get("port", DEFAULT_PORT))
     api_url = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}/api"
     page_url = f"http://{platform.node() if host == '0.0.0.0' else host}:{port}"

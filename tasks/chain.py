@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -12,10 +13,10 @@ from typing import Any
 from prefect.runtime import task_run
 
 from dapo_core.metrics import METRICS_FILE
-from dapo_core.model_folder import require_model_folder
+from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
 from durable import read_json_lines
 from eval.problems.benchmarks import load_set
-from tasks.artifacts.artifact import MANIFEST_NAME, Artifact
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output
 from tasks.config import ChainConfig
 from tasks.dataset import build_dataset
 from tasks.evaluation_settings import evaluate_servers
@@ -25,6 +26,7 @@ from tasks.processes.detached import DetachOptions
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import report_run
 from tasks.runs.run import Run
+from tasks.serve_model.command import served_name
 from tasks.serve_model.servers import serve_model
 from tasks.stage_command import link_log, run_dapo
 from tasks.stage_task import retried_task, stage_task
@@ -58,14 +60,17 @@ def fetch_model(run: Run, data: Artifact) -> Artifact:
 
 
 def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
-    """Bring the files of model.path into the folder, as hard links where the file system allows, else copies."""
+    """Bring the files of model.path into the folder, as hard links where the file system allows, else copies.
+
+    Links within a Hugging Face cache become files. Raises ModelError for links that lead elsewhere.
+    """
     source = Path(str(config.model.path))
     require_model_folder(source)
     num_bytes = 0
     for path in sorted(source.rglob("*")):
         target = folder / path.relative_to(source)
         if path.is_dir():
-            target.mkdir(exist_ok=True)
+            target.mkdir()
         elif path.name != MANIFEST_NAME:  # which the folder has if it is an artifact of a store
             num_bytes += path.stat().st_size
             try:
@@ -88,7 +93,8 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
         log_path = run.store.log_path(key.stage, key.key)
         link_log(run, log_path)
         evaluation_set = load_set(eval_file(data), settings.benchmark, settings.prompt, settings.api)
-        with serve_model(model.path, run.config.serve, log_path=log_path) as servers:
+        name = served_name(model.digest)
+        with serve_model(model.path, run.config.serve, log_path=log_path, name=name) as servers:
             urls = ", ".join(server.base_url for server in servers)
             logger.info("%s serves on %s; asking %d items", servers[0].model, urls, len(evaluation_set.items))
             on_progress = StageProgress(run, label).on_progress
@@ -100,12 +106,12 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
 
 
 @stage_task("train-policy", afterwards="run it again: it continues from its last checkpoint")
-def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = False) -> Artifact:
+def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: bool = False) -> Artifact:
     """The training output: checkpoints/step_NNNNNN and metrics.jsonl.
 
     The next attempt with the same key continues a failed or killed one from its last checkpoint, and attaches to a
-    training that still runs. Waits while another training holds the cluster's lock; with `gives_way` the first
-    attempt raises RunSkipped instead (a later one would lose hours of work).
+    training that still runs. Waits while another training holds the cluster's lock; with `skips_if_locked` the
+    first attempt raises RunSkipped instead (a later one would lose hours of work).
     """
     attempt = task_run.run_count or 1
     key = LINKS["train_policy"].key(run.config, data, model)
@@ -121,7 +127,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, gives_way: bool = Fa
             stop_seconds=run.config.flow.stop_seconds,
             goes_on_after=is_worker_restart,
             lock=lambda: hold(
-                training_lock_path(run.config), run.folder.name, key.key, gives_way and attempt == 1
+                training_lock_path(run.config), run.folder.name, key.key, skips_if_locked and attempt == 1
             ),
         )
         run_dapo(words, run, key, detach=detach, on_line=StageProgress(run, "train_policy", folder).on_line)
@@ -150,12 +156,14 @@ def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
     """The trained model as a Hugging Face folder that transformers and vLLM load."""
     key = LINKS["merge_checkpoint"].key(run.config, training)
 
-    def build(folder: Path) -> Mapping[str, Any]:
+    def build(folder: Path) -> Output:
         merge = run.config.merge
         options = ["--checkpoint", merge.checkpoint, "--dtype", merge.dtype]
         options += ["--max-shard-bytes", str(merge.max_shard_bytes)]
         run_dapo(["merge", training.path, folder, *options], run, key)
-        return {"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}
+        files = json.loads((folder / MERGE_MANIFEST).read_text(encoding="utf-8"))["files"]
+        digests = {name: f"blake3:{row['blake3']}" for name, row in files.items()}
+        return Output({"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}, digests)
 
     return run.produce("merge_checkpoint", key, build)
 

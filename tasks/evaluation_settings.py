@@ -13,6 +13,7 @@ from eval.dispatch import Limits
 from eval.problems.items import EvaluationSet
 from eval.run import OnProgress, evaluate
 from eval.summary import Summary
+from redaction import redact
 from tasks.config import EvaluateConfig
 from tasks.serve_model.failure import ServeError
 
@@ -104,6 +105,6 @@ def _served_models(url: str, api_key: str) -> dict[str, str]:
         return {model["id"]: str(model.get("root") or model["id"]) for model in models}
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
         raise ServeError(
-            f"{url} does not list models: HTTP {answer.status_code}, {answer.text[:100]!r}; --base-url must be an "
-            "OpenAI-compatible server"
+            f"{url} does not list models: HTTP {answer.status_code}, {redact(answer.text)[:100]!r}; --base-url "
+            "must be an OpenAI-compatible server"
         ) from None

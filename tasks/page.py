@@ -28,6 +28,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from dapo_core.metrics import METRICS_FILE
 from durable import read_json_lines
 from eval.report import REPORT_MARKDOWN, REPORT_PAGE
+from redaction import redacted
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 from tasks.runs.run import Run
@@ -141,6 +142,7 @@ class PageArtifact:
         """Send the content to the API of this flow run; returns at once. Outside a flow run there is no page."""
         if self._request.flow_run_id is None:
             return  # a client without a server's address would start one, which outlives this process
+        data = redacted(data)
         sender.submit(contextvars.copy_context().run, self._send, data)
 
     def _send(self, data: Any) -> None:

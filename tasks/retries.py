@@ -1,4 +1,4 @@
-"""Which errors a second attempt can mend, when it begins, and what a command that ends with an error says."""
+"""Which errors are worth another attempt, when it begins, and what a failed command reports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from dapo_core.stopping import TrainingStopped
+from redaction import redact
 from tasks.processes.child import ChildProcessFailed
 from tasks.serve_model.failure import ServeError
 
@@ -14,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_DELAYS_SECONDS = [10.0, 20.0, 40.0]
 MAX_REASON_CHARS = 500
-# The next attempt would find the same file or our own mistake. Our own classes have an attribute `is_lasting`.
+# The next attempt would find the same file or bug. Classes of this project have an attribute `is_lasting`.
 LASTING_ERRORS = (
     FileNotFoundError,
     IsADirectoryError,
@@ -46,9 +47,9 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """The error's class and message, without the last lines of a child, which were shown as it wrote them."""
+    """The error's class and message without secrets, and without a child's last lines, which were shown before."""
     summary = error.summary if isinstance(error, ChildProcessFailed) else ""
-    return f"{type(error).__name__}: {summary or error}"
+    return redact(f"{type(error).__name__}: {summary or error}")
 
 
 def shortened(error: ChildProcessFailed | ServeError) -> ChildProcessFailed | ServeError:
@@ -69,12 +70,11 @@ def may_succeed_next_time(task: Any, task_run: Any, state: Any) -> bool:
     if is_lasting(error):
         return False
     logger.warning(
-        "%s: attempt %d of %d failed, the next one begins in %.1f s: %s: %s",
+        "%s: attempt %d of %d failed, the next one begins in %.1f s: %s",
         task_run.name,
         attempt,
         task.retries + 1,
         task.retry_delay_seconds[attempt - 1],
-        type(error).__name__,
-        error,
+        redact(f"{type(error).__name__}: {error}"),
     )
     return True

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from redaction import redact
 from tasks.artifacts.stage_key import StageKey
 from tasks.processes.child import run_command
 from tasks.processes.detached import DetachOptions, attach_or_start
@@ -46,6 +47,7 @@ def run_dapo(
     page = PageLines(run.config.flow.log_lines_per_minute, log_path)
 
     def pass_on(line: str) -> None:
+        line = redact(line)
         if line.strip() and not line.startswith(METRICS_LINE):
             logger.info("%s", line.rstrip(), extra={"send_to_api": page.admits(line)})
         if on_line is not None:

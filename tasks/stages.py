@@ -15,7 +15,7 @@ from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.reward.routing import require_scorers
 from eval.problems.prompts import DEFAULT, TEMPLATES
-from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, hash_file
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, sha256_of
 from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 
@@ -28,6 +28,7 @@ NOT_COUNTED = (
     "dapo_core/config",
     "dapo_core/errors.py",
     "durable.py",
+    "redaction.py",
     "dapo_core/merge",  # comes after training; its own stage names it
     "eval/__init__.py",
     "eval/breakdown.py",
@@ -119,7 +120,7 @@ MERGE_CHECKPOINT = Stage(
 )
 
 
-def prepare_data_inputs(config: ChainConfig) -> dict[str, str]:
+def data_files(config: ChainConfig) -> dict[str, str]:
     """Digests of the files that data.train_path and data.eval_path name; nothing for generated data."""
     if config.data.source == "arithmetic":
         return {}
@@ -127,16 +128,16 @@ def prepare_data_inputs(config: ChainConfig) -> dict[str, str]:
 
 
 def fetch_model_inputs(config: ChainConfig, data: Artifact) -> dict[str, str]:
-    """The training rows that a recipe's warm start learns from, or the identity of the local folder.
-
-    A folder is known by names, sizes and modification times, since hashing it would read all weights at every
-    plan; the artifact made from it is hashed.
-    """
-    return model_files(config) or {"train_data": file_digest(data, TRAIN_FILE)}
+    """The training rows that a recipe's warm start learns from."""
+    return {"train_data": file_digest(data, TRAIN_FILE)} if config.model.source == "recipe" else {}
 
 
 def model_files(config: ChainConfig) -> dict[str, str]:
-    """The identity of the folder that model.path names; nothing for a recipe."""
+    """The identity of the folder that model.path names; nothing for a recipe.
+
+    It is made of names, sizes and modification times, since hashing would read all weights at every plan; the
+    artifact made from the folder is hashed.
+    """
     if config.model.source == "recipe":
         return {}
     folder = Path(str(config.model.path))
@@ -150,13 +151,13 @@ def model_files(config: ChainConfig) -> dict[str, str]:
 
 
 def train_policy_inputs(config: ChainConfig, data: Artifact, model: Artifact) -> dict[str, str]:
-    """The training rows and the model; where they are used, held-out rows, and `training_files`."""
+    """The training rows and the model, and the held-out rows of a training that validates."""
     inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
     if config.validation.every:
         inputs["held_out"] = file_digest(data, eval_file(data).name)
         if config.evaluate.benchmark is not None:
             inputs["held_out_benchmark"] = config.evaluate.benchmark
-    return {**inputs, **training_files(config)}
+    return inputs
 
 
 def training_files(config: ChainConfig) -> dict[str, str]:
@@ -173,18 +174,9 @@ def training_files(config: ChainConfig) -> dict[str, str]:
     return inputs
 
 
-def merge_checkpoint_inputs(config: ChainConfig, training: Artifact) -> dict[str, str]:
-    """The training output."""
-    return {"training": training.digest}
-
-
 def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact) -> dict[str, str]:
-    """The held-out rows, the model, and the file of the prompt if it is one.
-
-    Training rows do not count: changing them leaves the verdict alone.
-    """
-    rows = file_digest(data, eval_file(data).name)
-    return {"eval_data": rows, "model": model.digest, **evaluation_files(config)}
+    """The held-out rows and the model. Changed training rows leave the result as it is."""
+    return {"eval_data": file_digest(data, eval_file(data).name), "model": model.digest}
 
 
 def evaluation_files(config: ChainConfig) -> dict[str, str]:
@@ -201,8 +193,8 @@ class Link:
     label: str
     stage: Stage
     needs: tuple[str, ...]  # labels of the artifacts that `inputs` takes after the configuration
-    inputs: Callable[..., dict[str, str]]
-    files: Callable[[ChainConfig], dict[str, str]] = lambda _: {}  # inputs that keys name, known beforehand
+    inputs: Callable[..., dict[str, str]]  # digests from the configuration and these artifacts
+    files: Callable[[ChainConfig], dict[str, str]]  # of files that the configuration names
 
     @property
     def command(self) -> str:
@@ -212,24 +204,28 @@ class Link:
 
     def key(self, config: ChainConfig, *artifacts: Artifact) -> StageKey:
         """The key of its output, given those of the links it needs, in their order."""
-        return self.stage.key(config, self.inputs(config, *artifacts))
+        return self.stage.key(config, {**self.inputs(config, *artifacts), **self.files(config)})
+
+
+def _evaluation(side: str, model: str) -> Link:
+    return Link(
+        f"evaluate_{side}", EVALUATE_MODEL, ("prepare_data", model), evaluate_model_inputs, evaluation_files
+    )
 
 
 CHAIN = (
-    Link("prepare_data", PREPARE_DATA, (), prepare_data_inputs),
+    Link("prepare_data", PREPARE_DATA, (), lambda _: {}, data_files),
     Link("fetch_model", FETCH_MODEL, ("prepare_data",), fetch_model_inputs, model_files),
-    Link(
-        "evaluate_before", EVALUATE_MODEL, ("prepare_data", "fetch_model"), evaluate_model_inputs, evaluation_files
-    ),
+    _evaluation("before", "fetch_model"),
     Link("train_policy", TRAIN_POLICY, ("prepare_data", "fetch_model"), train_policy_inputs, training_files),
-    Link("merge_checkpoint", MERGE_CHECKPOINT, ("train_policy",), merge_checkpoint_inputs),
     Link(
-        "evaluate_after",
-        EVALUATE_MODEL,
-        ("prepare_data", "merge_checkpoint"),
-        evaluate_model_inputs,
-        evaluation_files,
+        "merge_checkpoint",
+        MERGE_CHECKPOINT,
+        ("train_policy",),
+        lambda _, training: {"training": training.digest},
+        lambda _: {},
     ),
+    _evaluation("after", "merge_checkpoint"),
 )
 LINKS = {link.label: link for link in CHAIN}
 
@@ -246,6 +242,6 @@ def file_digest(artifact: Artifact, name: str) -> str:
 
 def _file_digest(key: str, path: str) -> str:
     try:
-        return hash_file(Path(path))
+        return sha256_of(Path(path))
     except OSError as error:
         raise ConfigError(f"{key}={path} cannot be read: {error.strerror}; set it to an existing file") from None

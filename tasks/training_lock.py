@@ -37,7 +37,7 @@ def nightly_lock_path(config: ChainConfig) -> Path:
 
 
 @contextlib.contextmanager
-def hold(path: Path, run: str, key: str = "", gives_way: bool = False) -> Iterator[int]:
+def hold(path: Path, run: str, key: str = "", skips_if_locked: bool = False) -> Iterator[int]:
     """Hold the lock for the block and yield its descriptor, for a child that is to hold it too.
 
     While another process has it: waits, naming the holder at once and every ten minutes; or raises RunSkipped.
@@ -47,9 +47,9 @@ def hold(path: Path, run: str, key: str = "", gives_way: bool = False) -> Iterat
 
     def on_wait(process: str, seconds: float) -> None:
         nonlocal remind_at
-        if gives_way and seconds > PATIENCE_SECONDS:
+        if skips_if_locked and seconds > PATIENCE_SECONDS:
             raise RunSkipped(f"The run was skipped because {_describe_holder(path)} holds the lock {path}")
-        if not gives_way and seconds >= remind_at:
+        if not skips_if_locked and seconds >= remind_at:
             remind_at = seconds + REMIND_SECONDS
             logger.info(
                 "waiting for the lock %s, held by %s (%.0f s so far)", path, _describe_holder(path), seconds

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER, NAMES_FILE
+from dapo_core.checkpoint.manifest import require_files, write_shards
+from dapo_core.checkpoint.metadata import METADATA_FILE
 from dapo_core.checkpoint.state import TrainerState, read_state, state_files
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.data import Prompt
+from dapo_core.digests import content_part
 from dapo_core.engines.base import Response
 from dapo_core.rollout import GroupRequest
 from tests.batches import make_group
 from tests.configs import make_config
 
+NO_TENSORS = pickle.dumps(Metadata({}, storage_data={}))
 MODEL_FILES = ("additional_chat_templates/tool.jinja", "config.json", "tokenizer.json")
 
 
@@ -68,7 +75,12 @@ class FileShards:
 
     def is_saved(self) -> bool:
         if len(self.late) == 1:
-            self.late[0].write_text(_shard_text(self.late[0].parent), encoding="utf-8")
+            folder = self.late[0].parent
+            self.late[0].write_text(_shard_text(folder), encoding="utf-8")
+            (folder / METADATA_FILE).write_bytes(NO_TENSORS)
+            part = content_part(_shard_text(folder).encode())
+            parts = {f"__{rank}_0.distcp": [part] for rank in range(2)}
+            write_shards(folder, {**parts, METADATA_FILE: [content_part(NO_TENSORS)]})
         self.late = self.late[1:]
         return not self.late
 
@@ -140,6 +152,7 @@ def assert_complete(checkpoint: Path, state: TrainerState) -> None:
     """Every part of the checkpoint is there, and belongs to that state."""
     assert checkpoint.name == f"step_{state.step:06d}"
     assert read_state(checkpoint) == state
+    assert require_files(checkpoint, with_shards=True) is not None
     shards = [path.read_text(encoding="utf-8") for path in checkpoint.glob("*.distcp")]
     assert shards == [f"shard of {checkpoint.name}\n"] * 2
     assert json.loads((checkpoint / NAMES_FILE).read_text()) == ["lm_head.weight", "model.norm.weight"]

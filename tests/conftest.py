@@ -23,7 +23,6 @@ LONGEST_FILES = (
     "test_kill_matrix.py",
     "test_training.py",
     "test_cancelling.py",
-    "test_learning.py",
     "test_training_resumed.py",
     "test_readme_commands.py",
     "test_services.py",

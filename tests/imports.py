@@ -1,4 +1,4 @@
-"""Which of the project's files a source file imports, read from its syntax tree."""
+"""What a source file imports, read from its syntax tree."""
 
 from __future__ import annotations
 
@@ -12,18 +12,30 @@ PACKAGES = ("flows", "tasks", "dapo_core", "eval", "durable")
 
 
 @cache
-def imports_of(name: str, with_strings: bool = False) -> frozenset[str]:
-    """Files that the file imports anywhere but under TYPE_CHECKING; paths relative to the project's root.
+def modules_of(name: str, with_types: bool = True, with_strings: bool = False) -> frozenset[str]:
+    """Names of modules that the file imports anywhere; relative imports are made absolute.
 
-    `with_strings` adds modules that a string names, as in a table of plug-ins.
+    `with_types` adds imports under TYPE_CHECKING, `with_strings` modules that a string names, as in a table of
+    plug-ins.
     """
     package = name.removesuffix(".py").split("/")[:-1]
-    tree = ast.parse((PROJECT_ROOT / name).read_text(encoding="utf-8"))
-    modules = list(_modules(tree, package, with_strings))
+    trees: list[ast.AST] = [ast.parse((PROJECT_ROOT / name).read_text(encoding="utf-8"), filename=name)]
+    found: set[str] = set()
+    while trees:
+        node = trees.pop()
+        found.update(_named_by(node, package, with_strings))
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        trees += node.orelse if is_for_types and not with_types else ast.iter_child_nodes(node)
+    return frozenset(found)
+
+
+def files_imported(name: str, with_strings: bool = False) -> frozenset[str]:
+    """The project's files that the file imports when it runs; paths relative to the project's root."""
+    modules = modules_of(name, with_types=False, with_strings=with_strings)
     return frozenset(path for module in modules if (path := _file_of(module)) is not None and path != name)
 
 
-def _modules(node: ast.AST, package: list[str], with_strings: bool) -> Iterator[str]:
+def _named_by(node: ast.AST, package: list[str], with_strings: bool) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -34,11 +46,10 @@ def _modules(node: ast.AST, package: list[str], with_strings: bool) -> Iterator[
         yield from found
         if len(found) < len(submodules):
             yield source
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        yield from (str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant))
     elif with_strings and isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value.partition(":")[0]
-    is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    for child in node.orelse if is_for_types else ast.iter_child_nodes(node):
-        yield from _modules(child, package, with_strings)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A store with its services as `dapo up` starts them, and every process that comes from there."""
+"""A project folder with its store and the services of `dapo up`, and every process that comes from there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,9 +24,9 @@ import pytest
 from bench.small_chain import CONFIG, SMALL
 from flows.services import Services
 from tasks.serve_model.command import SOCKETS_VARIABLE
-from tests.prefect_servers import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
+PROJECT_FILES = ("pyproject.toml", "prefect.yaml", "flows", "tasks", "dapo_core", "eval", "configs", "deploy")
 MARK = "DAPO_TEST_SITE"  # each child inherits it, daemons in sessions of their own too
 API_SECONDS = 120.0  # SQLite on a busy machine: a writer may wait for another for 60
 GONE_SECONDS = 60.0
@@ -34,26 +35,45 @@ FINAL = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 
 @dataclass(frozen=True)
 class Site:
-    """One store under a folder of a test; `overrides` are in each run of it."""
+    """A project folder, in which commands are typed; `overrides` are in each run of its chain."""
 
     folder: Path
     overrides: tuple[str, ...] = SMALL
-    database: str | None = None  # of the server; SQLite in the store where none is named
+    database: str | None = None  # of the server; None: SQLite in the store
+    password: str | None = None  # of the server, whose user is dapo
+
+    def __post_init__(self) -> None:
+        self.project.mkdir(parents=True)
+        for name in PROJECT_FILES:
+            (self.project / name).symlink_to(ROOT / name)
+
+    @property
+    def project(self) -> Path:
+        """The folder in which commands are typed."""
+        return self.folder / "project"
 
     @property
     def store(self) -> Path:
-        """The artifact store."""
-        return self.folder / "store"
+        """The artifact store: where the commands look by default."""
+        return self.project / ".dapo"
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process of this site has beside ours; nothing that leads to another server."""
-        return {
-            MARK: str(self.folder),
-            "SPT_NOENV": "1",  # vLLM's and Ray's processes change their titles, but not over the environment
-            "PREFECT_HOME": str(self.folder / "prefect"),
-            "COLUMNS": "200",
-        }
+        """The environment of a process of this site: nothing in it leads to another server."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        auth = {"PREFECT_API_AUTH_STRING": f"dapo:{self.password}"} if self.password else {}
+        return (
+            inherited
+            | auth
+            | {
+                MARK: str(self.folder),
+                "SPT_NOENV": "1",  # vLLM's and Ray's processes change their titles, but not over the environment
+                "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+                "PYTHONPATH": str(ROOT),
+                "PREFECT_HOME": str(self.folder / "prefect"),
+                "COLUMNS": "200",
+            }
+        )
 
     @property
     def services(self) -> Services:
@@ -64,37 +84,57 @@ class Site:
         """The overrides of a run."""
         return [f"store.path={self.store}", *self.overrides, *more]
 
-    def dapo(self, *words: str, seconds: float = 400) -> subprocess.CompletedProcess[str]:
-        """`dapo WORDS`, run to its end in the project's folder."""
-        return self._run([sys.executable, "-m", "flows.cli", *words], seconds)
+    def run(self, *command: str, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        """The command, run to its end, which must have this exit status."""
+        done = subprocess.run(
+            command,
+            cwd=self.project,
+            env={**self.environment, **env},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert done.returncode == status, done.stdout[-5000:] + done.stderr[-5000:]
+        return done
 
-    def dapo_chain(self, *words: str, changes: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        """`dapo WORDS` of the small recipe."""
-        overrides = [word for change in self.changes(*changes) for word in ("--set", change)]
-        return self.dapo(*words, CONFIG, *overrides)
+    def dapo(self, *words: str, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        """`dapo WORDS`, run to its end, which must have this exit status."""
+        return self.run(sys.executable, "-m", "flows.cli", *words, status=status, **env)
 
-    def up(self) -> None:
-        """`dapo up`, at a free port the first time: the default one is another test's, too."""
-        words = [sys.executable, "-m", "flows.cli", "up", "--store", str(self.store)]
-        if not self.services.server.read():
-            words += ["--port", str(free_port())]
+    def chain(self, *words: str, changes: tuple[str, ...] = ()) -> list[str]:
+        """WORDS of a `dapo` command, with the small recipe behind them."""
+        return [*words, CONFIG, *(word for change in self.changes(*changes) for word in ("--set", change))]
+
+    def start(self, log: Path, *words: str, **env: str) -> subprocess.Popen[bytes]:
+        """`dapo WORDS` in the background, in a session of its own; its output goes to the log."""
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "flows.cli", *words],
+                cwd=self.project,
+                env={**self.environment, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def up(self, *words: str) -> str:
+        """What `dapo up` prints. The port is a free one the first time: other tests use the default one, too."""
+        port = [] if self.services.server.read() else ["--port", str(free_port())]
         database = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": self.database} if self.database else {}
-        done = self._run(words, 400, **database)
-        assert done.returncode == 0, done.stdout + done.stderr
+        return self.dapo("up", *words, *port, **database).stdout
 
     def down(self) -> None:
         """`dapo down --cancel`, after which nothing of the site runs."""
-        done = self.dapo("down", "--cancel", "--store", str(self.store))
-        left = self.end_everything()
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert left == []
+        self.dapo("down", "--cancel")
+        assert self.end_everything() == []
 
     def run_deployment(self, name: str, *changes: str, **parameters: Any) -> str:
-        """`prefect deployment run NAME`; returns the flow run's id."""
+        """`prefect deployment run NAME`, which finds the server by itself; returns the flow run's id."""
         parameters = {"config": CONFIG, "overrides": self.changes(*changes), **parameters}
         words = [word for key, value in parameters.items() for word in ("--param", f"{key}={json.dumps(value)}")]
-        prefect = [sys.executable, "-m", "prefect", "deployment", "run", name]
-        done = self._run([*prefect, *words], 120, PREFECT_API_URL=self.services.api_url)
+        done = self.run("prefect", "deployment", "run", name, *words)
         found = re.search(r"UUID: ([0-9a-f-]{36})", done.stdout)
         assert found, done.stdout + done.stderr
         return found[1]
@@ -110,10 +150,19 @@ class Site:
         self.ask("POST", f"/flow_runs/{flow_run}/set_state", state={"type": "CANCELLING"})
 
     def ask(self, method: str, path: str, **json: Any) -> Any:
-        """The answer of Prefect's REST interface, None when it has no content."""
-        with httpx.Client(base_url=self.services.api_url, timeout=API_SECONDS, trust_env=False) as client:
-            answer = client.request(method, path, json=json or None).raise_for_status()
+        """The answer of Prefect's REST interface, None when it has no content; the status must be a good one."""
+        answer = self.request(method, path, **json).raise_for_status()
         return answer.json() if answer.content else None
+
+    def request(self, method: str, path: str, **json: Any) -> httpx.Response:
+        """The response of Prefect's REST interface, asked again where the server's SQLite was locked (503)."""
+        url, auth = f"{self.services.api_url}{path}", ("dapo", self.password) if self.password else None
+
+        def ask() -> httpx.Response | None:
+            answer = httpx.request(method, url, json=json or None, auth=auth, timeout=API_SECONDS, trust_env=False)
+            return None if answer.status_code == 503 else answer
+
+        return self.wait_for(f"{method} {path}", ask, API_SECONDS)
 
     def run_state(self, flow_run: str) -> dict[str, Any]:
         """The state of a flow run: type, name, message."""
@@ -200,18 +249,6 @@ class Site:
             shutil.rmtree(folder, ignore_errors=True)
         return ended
 
-    def _run(self, command: list[str], seconds: float, **env: str) -> subprocess.CompletedProcess[str]:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-        return subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**inherited, **self.environment, **env},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-
 
 def describe(processes: list[psutil.Process]) -> list[str]:
     """Pids with the beginnings of their command lines."""
@@ -241,3 +278,10 @@ def assert_all_gone(processes: list[psutil.Process]) -> None:
     """They end within a minute."""
     _, alive = psutil.wait_procs(processes, timeout=GONE_SECONDS)
     assert describe(alive) == []  # which leaves zombies out
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

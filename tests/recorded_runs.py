@@ -30,7 +30,7 @@ STEP = {"perf/trained_response_tokens": 900, "perf/generated_tokens": 1200, "tim
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the stages of a run bring forth."""
+    """What the stages of a run produce."""
 
     weights: str = "trained"  # what training writes
     before: str = "rwww"  # verdicts

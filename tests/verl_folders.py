@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run_ranks
@@ -45,6 +46,11 @@ def write_folders(cases: list[Case], folder: Path) -> dict[Case, tuple[Path, Pat
         alike = {case: place for case, place in places.items() if case.num_ranks == num_ranks}
         run_ranks(num_ranks, _save_all, alike, num_ranks)
     return places
+
+
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model folder."""
+    return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
 
 
 def _save_all(rank: int, places: dict[Case, tuple[Path, Path]], num_ranks: int) -> None:

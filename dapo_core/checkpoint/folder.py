@@ -3,6 +3,7 @@
     checkpoints/
         step_000020/                a checkpoint
             .metadata, *.distcp     parameters and optimizer (torch.distributed.checkpoint)
+            checkpoint_manifest.json  digests of all files, the training and the step
             trainer_state.json      step, position in the data, metrics, identity
             carried_groups.json     groups carried to the next step
             config.yaml             the resolved configuration, for people
@@ -10,6 +11,7 @@
             tensor_names.json       names of the tensors in the model's files
         latest                      the name of the newest checkpoint, such as step_000020
         *.partial                   being written, or being removed
+        *.damaged                   set aside when a training continued from an older one
         lock                        while a training runs
 
 A checkpoint is complete once `latest` names it or a later one. A folder beyond `latest` was left by a kill between
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"  # in a training's output
 PARTIAL = ".partial"
+DAMAGED = ".damaged"
 LATEST_FILE = "latest"
 CONFIG_FILE = "config.yaml"
 HUGGINGFACE_FOLDER = "huggingface"
@@ -83,6 +86,13 @@ def accuracy_of(metrics: Mapping[str, float]) -> float | None:
     """The validation accuracy in a step's metrics, None when it was not measured."""
     accuracy = metrics.get(ACCURACY)
     return accuracy if accuracy is not None and math.isfinite(accuracy) else None
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise CheckpointError for a symbolic link below the folder: the file that it names may lie outside."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a symbolic link, which is not followed; copy the file itself")
 
 
 def partial_path(path: Path) -> Path:

@@ -5,17 +5,28 @@ from __future__ import annotations
 import datetime
 import hashlib
 import logging
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from dapo_core.checkpoint.folder import CHECKPOINTS, LATEST_FILE, PARTIAL, latest_checkpoint, step_folders, tidy
+from dapo_core.checkpoint.folder import (
+    CHECKPOINTS,
+    DAMAGED,
+    LATEST_FILE,
+    PARTIAL,
+    checkpoint_folders,
+    latest_checkpoint,
+    step_folders,
+    tidy,
+)
+from dapo_core.checkpoint.manifest import verify_checkpoint
 from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.identity import refuse_other_training
 from dapo_core.metrics import METRICS_FILE, MetricsLog
-from durable import LockHeld, locked, read_holder, read_json_lines
+from durable import LockHeld, locked, read_holder, read_json_lines, write_atomically
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -24,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = "lock"
 MODES = ("auto", "never")  # of checkpoint.resume, beside a path
+OnDamage = Literal["previous", "stop"]
 
 
 @contextmanager
@@ -73,23 +85,63 @@ def resume_digest(resume: str) -> str | None:
     return digest.hexdigest()
 
 
-def find_start(folder: Path, resume: str) -> Path | None:
+def find_start(folder: Path, resume: str, on_damage: OnDamage = "previous") -> Path | None:
     """The checkpoint that a training with its checkpoints in `folder` continues from; None: from the beginning.
 
     `resume` is checkpoint.resume: auto; never, which moves the output's checkpoints and metrics aside; or a
-    checkpoint or training output to begin from, unless the output has a checkpoint already.
-    Raises CheckpointError when that path holds no complete checkpoint.
+    checkpoint or training output to begin from, unless the output has a checkpoint already. Every byte is compared
+    with its digest. `on_damage` is checkpoint.on_damage: continue from the newest older checkpoint that is sound,
+    or stop. Raises CheckpointError for damage, and when that path holds no complete checkpoint.
     """
     if resume == "never":
         _supersede(folder)
         return None
-    own = latest_checkpoint(folder)
+    own = _newest_sound(folder, on_damage)
+    if own is not None:
+        _set_aside_after(own)
     if resume == "auto":
         return own
     if own is not None:
         logger.info("continuing from %s of this output, not from checkpoint.resume=%s", own.name, resume)
         return own
-    return _checkpoint_at(Path(resume))
+    start = _checkpoint_at(Path(resume))
+    if start != Path(resume):
+        return _newest_sound(start.parent, on_damage)
+    verify_checkpoint(start)
+    return start
+
+
+def _set_aside_after(checkpoint: Path) -> None:
+    """Take newer checkpoints, which are damaged, out of the count; they stay until the training ends."""
+    folders = checkpoint_folders(checkpoint.parent)
+    damaged = folders[folders.index(checkpoint) + 1 :]
+    for path in damaged:
+        path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{DAMAGED}"))
+    if damaged:
+        write_atomically(checkpoint.parent / LATEST_FILE, f"{checkpoint.name}\n")
+        logger.warning("continuing from %s; %d damaged checkpoints are set aside", checkpoint.name, len(damaged))
+
+
+def _newest_sound(folder: Path, on_damage: OnDamage) -> Path | None:
+    """The newest complete checkpoint without damage, None when there is no checkpoint."""
+    damage = ""
+    for checkpoint in reversed(checkpoint_folders(folder)):
+        try:
+            verify_checkpoint(checkpoint)
+        except CheckpointError as error:
+            damage = damage or str(error)
+            if on_damage == "stop":
+                break
+            logger.error("%s; looking for an older checkpoint (checkpoint.on_damage=previous)", error)
+        else:
+            return checkpoint
+    if damage:
+        way_on = "set checkpoint.on_damage=previous" if on_damage == "stop" else "no older checkpoint is sound"
+        raise CheckpointError(
+            f"{damage}; copy the file from where it was written, {way_on}, or begin again with "
+            "checkpoint.resume=never"
+        )
+    return None
 
 
 def require_same_training(config: TrainingConfig, start: Path, folder: Path, identity: Mapping[str, Any]) -> None:

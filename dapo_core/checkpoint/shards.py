@@ -9,27 +9,40 @@ All are tensors. Hyperparameters come from the configuration.
 
 from __future__ import annotations
 
+import io
+import os
 import random
-from concurrent.futures import Future, wait
-from typing import Any
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from blake3 import blake3
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from dapo_core.checkpoint.manifest import write_shards
+from dapo_core.checkpoint.metadata import METADATA_FILE, read_metadata
 from dapo_core.device import Device
+from dapo_core.digests import Part, content_part
 from dapo_core.errors import CheckpointError
 
 _RNG = "rng"
+_HASHED_ASIDE_BYTES = 1024**2
+_HASHING = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
 _NO_STEPS = torch.tensor(0.0, dtype=torch.float32)
 
 
@@ -105,7 +118,7 @@ class Shards:
         state = self._state(num_optimizer_steps=0)
         planner = _LoadPlanner()
         try:
-            dcp.load(state, storage_reader=FileSystemReader(folder), planner=planner, process_group=self._group)
+            dcp.load(state, storage_reader=_Reader(folder), planner=planner, process_group=self._group)
         except CheckpointException as failure:
             raise CheckpointError(f"the shards in {folder} cannot be loaded: {_summary(failure)}") from failure
         num_optimizer_steps = int(state["num_optimizer_steps"])
@@ -153,25 +166,114 @@ class Shards:
 
 
 class _Writer(FileSystemWriter):
-    """Writes files and raises errors of the operating system as they are."""
+    """Writes files, takes their digests meanwhile, and raises errors of the operating system as they are."""
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self.fs = self._files = _DigestingFiles()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy in host memory; torch's own copies from the device twice."""
         return _copied(state_dict)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Write this rank's file.
+        """Write this rank's file; the results have the digests of its tensors.
 
         torch.save wraps an OSError of its file in a RuntimeError, whose context, with the cause, is lost on the
         way to the other ranks.
         """
         try:
-            return super().write_data(plan, planner)
+            results = super().write_data(plan, planner).wait()
         except RuntimeError as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__
             raise cause or error from None
+        digests = self._files.digests
+        written: list[WriteResult] = [
+            _Written(**vars(result), digest=digests[result.storage_data.relative_path][result.storage_data.offset])
+            for result in results
+        ]
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result(written)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write .metadata, and the list of all ranks' files for the checkpoint's manifest."""
+        super().finish(metadata, results)
+        places = sorted(
+            (it.storage_data.relative_path, it.storage_data.offset, it.storage_data.length, it.digest)
+            for it in chain.from_iterable(results)
+            if isinstance(it, _Written)
+        )
+        parts: dict[str, list[Part]] = {}
+        for name, _, length, digest in places:
+            parts.setdefault(name, []).append((length, digest))
+        parts[METADATA_FILE] = [content_part((Path(self.path) / METADATA_FILE).read_bytes())]
+        write_shards(Path(self.path), parts)
+
+
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    digest: str = ""
+
+
+class _DigestingFiles(FileSystem):
+    """torch's way to the disk, which takes the blake3 of each tensor on its way into a file."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, dict[int, str]] = {}  # by file and by the tensor's offset
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """A file to write to whose digests are kept, or one to read."""
+        with super().create_stream(path, mode) as file:
+            stream = _DigestingStream(file)
+            yield cast("io.IOBase", stream)
+            self.digests[Path(path).name] = stream.digests
+
+
+class _DigestingStream:
+    """A file being written. Bytes between two calls of `tell` are one part: torch calls it around each tensor."""
+
+    def __init__(self, file: io.IOBase) -> None:
+        self._file: Any = file
+        self._digest, self._start = blake3(), 0
+        self.digests: dict[int, str] = {}  # by the part's offset
+
+    def write(self, content: Any) -> int:
+        """Write bytes, and hash large ones on another core meanwhile."""
+        view = memoryview(content).cast("B")
+        if len(view) < _HASHED_ASIDE_BYTES:
+            self._digest.update(view)
+            return self._file.write(view)
+        hashing = _HASHING.submit(self._digest.update, view)
+        try:
+            return self._file.write(view)
+        finally:
+            hashing.result()
+
+    def tell(self) -> int:
+        """The position, at which a part ends."""
+        position = self._file.tell()
+        if position > self._start:
+            self.digests[self._start] = self._digest.hexdigest()
+            self._digest, self._start = blake3(), position
+        return position
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _Reader(FileSystemReader):
+    """Reads .metadata without running what a planted one holds, unlike torch's own."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """torch's Metadata of the checkpoint."""
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 class _LoadPlanner(DefaultLoadPlanner):

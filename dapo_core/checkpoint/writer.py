@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from dapo_core.checkpoint.folder import (
     CONFIG_FILE,
+    DAMAGED,
     HUGGINGFACE_FOLDER,
     LATEST_FILE,
     NAMES_FILE,
@@ -27,8 +28,10 @@ from dapo_core.checkpoint.folder import (
     step_folder,
     tidy,
 )
+from dapo_core.checkpoint.manifest import training_id, write_manifest
 from dapo_core.checkpoint.state import TrainerState, read_step_metrics, state_files
 from dapo_core.config.loading import dump_config
+from dapo_core.digests import Part, content_part
 from dapo_core.errors import CheckpointError, DapoError, WorkerDied
 from dapo_core.model_folder import copy_model_files, model_files, weight_names
 from dapo_core.stopping import StopRequested
@@ -52,6 +55,8 @@ class _Write:
     target: Path
     partial: Path
     accuracy: float | None
+    step: int
+    files: dict[str, Part] = field(default_factory=dict)  # those that no rank writes
     num_bytes: int = 0  # needed on disk
     begun_at: float = field(default_factory=time.perf_counter)
     waited_seconds: float = 0.0  # during which training stood still
@@ -70,6 +75,7 @@ class CheckpointWriter:
         self.model_path = model_path
         self.shards = shards
         self.config = config
+        self._training_id = training_id(folder)
         self._texts = {  # of files that are the same in every checkpoint
             CONFIG_FILE: dump_config(config),
             NAMES_FILE: json.dumps(sorted(weight_names(model_path))),
@@ -116,6 +122,8 @@ class CheckpointWriter:
             yield
             self.finish()
             tidy(self.folder, 1, self.config.checkpoint.keep_best)  # a killed attempt may have left more
+            for damaged in self.folder.glob(f"*{DAMAGED}"):
+                remove(damaged)
         except WorkerDied:
             raise
         except (DapoError, StopRequested) as reason:
@@ -135,7 +143,7 @@ class CheckpointWriter:
         """
         self.finish()
         target = step_folder(self.folder, state.step)
-        write = _Write(target, partial_path(target), accuracy_of(state.metrics))
+        write = _Write(target, partial_path(target), accuracy_of(state.metrics), state.step)
         with self._writing(write):
             self._write_files(write, state)
             self.shards.save(str(write.partial), self.config.checkpoint.asynchronous)
@@ -178,8 +186,11 @@ class CheckpointWriter:
             raise OSError(errno.ENOSPC, "nothing was written")
         write.partial.mkdir()
         for name, text in texts.items():
-            (write.partial / name).write_text(text, encoding="utf-8")
+            write.files[name] = content_part(text.encode())
+            (write.partial / name).write_bytes(text.encode())
         copy_model_files(self.model_path, write.partial / HUGGINGFACE_FOLDER)
+        for path in model_files(write.partial / HUGGINGFACE_FOLDER):
+            write.files[path.relative_to(write.partial).as_posix()] = content_part(path.read_bytes())
 
     def _complete(self, wait: bool) -> None:
         write = self._in_flight
@@ -191,6 +202,7 @@ class CheckpointWriter:
                     return
                 time.sleep(WAIT_SECONDS)
             self._in_flight = None  # if interrupted below, the next attempt writes this step again
+            write_manifest(write.partial, self._training_id, write.step, write.files)
             publish(write.partial, write.target)
             write_atomically(self.folder / LATEST_FILE, f"{write.target.name}\n")
         logger.info(

@@ -245,6 +245,10 @@ class CheckpointConfig(Section):
     resume: str = volatile(
         "auto", "auto: continue from the output's latest checkpoint; never: start over; or a checkpoint's path."
     )
+    on_damage: Literal["previous", "stop"] = volatile(
+        "previous",
+        "When the latest checkpoint is damaged: continue from the newest older one that is sound, or stop.",
+    )
     allow_changed: tuple[str, ...] = volatile(
         (), "Keys that may differ from the checkpoint's, such as train.learning_rate."
     )

@@ -1,22 +1,16 @@
-"""Checkpoints of dapo train: the model's part of what torch.distributed.checkpoint wrote.
-
-Values stay in the shards, memory-mapped. torch's own dcp.load copies each tensor twice, which for 0.56 GB took 1.7
-times as long and 300 MiB instead of 4, and reads .metadata with a pickle that may run code.
-"""
+"""Checkpoints of dapo train: the model's part of what torch.distributed.checkpoint wrote."""
 
 from __future__ import annotations
 
-import io
 import json
-import mmap
 import pickle
-import struct
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
-from zipfile import ZIP_STORED, BadZipFile, ZipFile
+from typing import Any, Literal
 
+from dapo_core.checkpoint.archive import Section, read_records
 from dapo_core.checkpoint.folder import (
     CHECKPOINTS,
     HUGGINGFACE_FOLDER,
@@ -26,28 +20,16 @@ from dapo_core.checkpoint.folder import (
     best_checkpoints,
     latest_checkpoint,
 )
+from dapo_core.checkpoint.manifest import MANIFEST_FILE, Manifest, require_files
+from dapo_core.checkpoint.metadata import METADATA_FILE, read_metadata
 from dapo_core.checkpoint.state import STATE_FILE, read_step, read_step_metrics
+from dapo_core.digests import Part
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import StoredTensor
+from dapo_core.merge.sources import Block, StoredTensor
 from dapo_core.parameter_names import FilePiece, file_pieces
 
-if TYPE_CHECKING:
-    import torch
-
 CheckpointChoice = Literal["latest", "best"]  # of a training output
-METADATA_FILE = ".metadata"
 MODEL_PREFIX = "model."
-_METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"Path", "PosixPath"},
-}
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: skips to the lengths of its name and of its extra field
 
 
 class DcpSource:
@@ -63,7 +45,9 @@ class DcpSource:
         self._folders = [checkpoint]
         for folder in other_folders:
             self._folders += [folder, folder / checkpoint.name, folder / "checkpoints" / checkpoint.name]
-        self._metadata = _read_metadata(checkpoint)
+        manifest = require_files(checkpoint, with_shards=False)
+        self._parts = None if manifest is None else _parts_by_place(manifest)
+        self._metadata = read_metadata(checkpoint)
         self._shards = self._require_shards()
         self._chunks: dict[str, list[Any]] = {}
         self.tensors: dict[str, StoredTensor] = {}
@@ -72,7 +56,7 @@ class DcpSource:
                 name = key.removeprefix(MODEL_PREFIX)
                 self._chunks[name] = _in_row_order(name, stored, self.label)
                 self.tensors[name] = StoredTensor(tuple(stored.size), stored.properties.dtype)
-        self._file_names = set(json.loads((checkpoint / NAMES_FILE).read_text(encoding="utf-8")))
+        self._file_names = _file_names(checkpoint)
 
     def pieces(self, name: str) -> list[FilePiece]:
         """Named as in the files of the model from which training began."""
@@ -84,22 +68,15 @@ class DcpSource:
             )
         return pieces
 
-    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+    def blocks(self, name: str) -> list[Block]:
         """The rows that each rank saved."""
         from torch.distributed.checkpoint.metadata import MetadataIndex
 
+        blocks = []
         for chunk in self._chunks[name]:
             place = self._metadata.storage_data[MetadataIndex(MODEL_PREFIX + name, chunk.offsets)]
-            try:
-                with self._shards[place.relative_path].open("rb") as file:
-                    block = _read(_Section(file, place.offset, place.length))
-            except (RuntimeError, OSError, ValueError, struct.error, BadZipFile, pickle.UnpicklingError) as error:
-                raise CheckpointError(_damaged(place.relative_path, name, self.label, error)) from error
-            if block.shape != chunk.sizes or block.dtype != self.tensors[name].dtype:
-                raise CheckpointError(
-                    _damaged(place.relative_path, name, self.label, f"other than {[*chunk.sizes]}")
-                )
-            yield block
+            blocks.append(self._block(name, chunk, place))
+        return [block for block in blocks if block.num_bytes]
 
     def describe(self) -> dict[str, Any]:
         """With the training step and the validation accuracy, None when it was not measured."""
@@ -111,6 +88,38 @@ class DcpSource:
             "step": read_step(checkpoint),
             "validation_accuracy": accuracy_of(read_step_metrics(checkpoint)),
         }
+
+    def _block(self, name: str, chunk: Any, place: Any) -> Block:
+        """Where the values lie in the archive that torch.save wrote for them into the shard."""
+        import torch
+
+        path, stored = self._shards[place.relative_path], self.tensors[name]
+        label = f"shard {place.relative_path} in {self.label} is damaged: its part of {name}"
+        with path.open("rb") as file:
+            records = read_records(file, label, place.offset, place.length)
+            section: Any = Section(file, place.offset, place.length)
+            try:
+                empty = torch.load(section, map_location="meta", weights_only=True)
+            except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+                raise CheckpointError(f"{label} cannot be read ({error})") from error
+        values = [record for record_name, record in records.items() if record_name.startswith("data/")]
+        num_bytes = prod(chunk.sizes) * stored.dtype.itemsize
+        if (
+            not isinstance(empty, torch.Tensor)
+            or (empty.shape, empty.dtype) != (chunk.sizes, stored.dtype)
+            or not empty.is_contiguous()
+            or len(values) != 1
+            or values[0].num_bytes < (first := int(empty.storage_offset()) * empty.itemsize) + num_bytes
+        ):
+            raise CheckpointError(f"{label} is other than {[*chunk.sizes]} {stored.dtype}")
+        record = values[0]
+        offset = record.offset + first
+        if self._parts is None:
+            return Block(path, offset, num_bytes, record.offset, record.offset + record.num_bytes, record.crc32)
+        length, digest = self._parts.get((place.relative_path, place.offset), (0, ""))
+        if length != place.length:
+            raise CheckpointError(f"{label} is not in {MANIFEST_FILE}, so the two are of different checkpoints")
+        return Block(path, offset, num_bytes, place.offset, place.offset + length, digest)
 
     def _require_shards(self) -> dict[str, Path]:
         """Each shard file in the metadata; raises CheckpointError for one that is missing or too short."""
@@ -167,27 +176,25 @@ def _require_complete(checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint} lacks {' and '.join(missing)}; it is not a checkpoint of dapo train")
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the classes of .metadata and nothing else: it runs no code, unlike torch's reader."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        import torch
-
-        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if name in _METADATA_CLASSES.get(module, ()) or is_dtype:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+def _parts_by_place(manifest: Manifest) -> dict[tuple[str, int], Part]:
+    """The parts of all files by file and offset."""
+    return {
+        (name, offset): part
+        for name, parts in manifest.files.items()
+        for offset, part in zip(accumulate((size for size, _ in parts), initial=0), parts, strict=False)
+    }
 
 
-def _read_metadata(checkpoint: Path) -> Any:
+def _file_names(checkpoint: Path) -> set[str]:
     try:
-        with (checkpoint / METADATA_FILE).open("rb") as file:
-            return _MetadataUnpickler(file).load()
-    except (OSError, EOFError, ValueError, TypeError, pickle.UnpicklingError) as error:
+        names = json.loads((checkpoint / NAMES_FILE).read_text(encoding="utf-8"))
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("it is no list of names")
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{METADATA_FILE} in {checkpoint} cannot be read ({error}), so no shard can be found; copy it from "
-            "the node that wrote it, or merge another checkpoint"
+            f"{checkpoint / NAMES_FILE} cannot be read ({error}); copy it from another checkpoint of the training"
         ) from error
+    return set(names)
 
 
 def _in_row_order(name: str, stored: Any, label: str) -> list[Any]:
@@ -207,80 +214,3 @@ def _in_row_order(name: str, stored: Any, label: str) -> list[Any]:
             "merge another checkpoint"
         )
     return chunks
-
-
-def _damaged(shard: str, name: str, label: str, what: object) -> str:
-    return (
-        f"shard {shard} in {label} is damaged: its part of {name} is {what}; copy the shard from the node that "
-        "wrote it, or merge another checkpoint"
-    )
-
-
-def _read(section: _Section) -> torch.Tensor:
-    """The tensor that torch.save wrote into the section, mapped at any byte, or copied if it must be."""
-    import torch
-
-    empty = torch.load(section, map_location="meta", weights_only=True)  # type: ignore[arg-type]
-    place = _plain_values(section)
-    if not isinstance(empty, torch.Tensor) or not empty.is_contiguous() or place is None:
-        section.seek(0)
-        return torch.load(section, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-    start, num_bytes = place
-    first = int(empty.storage_offset()) * empty.itemsize
-    if first + empty.nbytes > num_bytes:
-        raise ValueError(f"{num_bytes} bytes, too few for {list(empty.shape)}")
-    if not empty.nbytes:
-        return torch.empty(empty.shape, dtype=empty.dtype)
-    before = (start + first) % mmap.ALLOCATIONGRANULARITY
-    # A private mapping, as torch.load makes it: torch warns of buffers that cannot be written to.
-    mapped = mmap.mmap(
-        section.fileno(), before + empty.nbytes, access=mmap.ACCESS_COPY, offset=start + first - before
-    )
-    values = torch.frombuffer(mapped, dtype=empty.dtype, count=empty.numel(), offset=before)
-    return values.reshape(empty.shape)
-
-
-def _plain_values(section: _Section) -> tuple[int, int] | None:
-    """Offset in the file, and size, of the section's only storage; None unless its bytes are those of memory."""
-    with ZipFile(section) as archive:
-        records = archive.infolist()
-        storages = [record for record in records if Path(record.filename).parent.name == "data"]
-        orders = [archive.read(record) for record in records if Path(record.filename).name == "byteorder"]
-        if len(storages) != 1 or storages[0].compress_type != ZIP_STORED or orders != [sys.byteorder.encode()]:
-            return None
-    section.seek(storages[0].header_offset)
-    header = section.read(_LOCAL_HEADER.size)
-    *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header or b"")
-    return section.start + section.tell() + name_bytes + extra_bytes, storages[0].file_size
-
-
-class _Section(io.RawIOBase):
-    """A read-only file that shows one part of an open file."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self.start = start
-        self._file, self._length, self._position = file, length, 0
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = origin + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self.start + self._position)
-        view = memoryview(buffer).cast("B")
-        count = self._file.readinto(view[: max(self._length - self._position, 0)])  # type: ignore[attr-defined]
-        self._position += count
-        return count

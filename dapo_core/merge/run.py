@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dapo_core.checkpoint.folder import PARTIAL
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.dcp import CheckpointChoice, DcpSource, find_checkpoint
 from dapo_core.merge.sources import Source
@@ -20,24 +18,26 @@ from dapo_core.merge.verification import (
     empty_model,
     require_architecture,
     require_equal,
+    require_on_disk,
 )
 from dapo_core.merge.verl import VerlSource, find_shards
 from dapo_core.merge.writer import (
-    FileDigests,
+    ModelWriter,
+    OnBytes,
     OutputFile,
     OutputTensor,
     output_tensors,
     plan_files,
-    write_file,
+    require_opens,
     write_index,
     write_manifest,
 )
 from dapo_core.model_folder import copy_model_files
 from dapo_core.parameter_names import COMPUTED_BUFFERS, tied_names
-from durable import publish
+from durable import LockHeld, locked, publish, read_holder
 
-_MAX_FILES_AT_ONCE = 4
-OnFile = Callable[[int, int], None]  # bytes done, bytes in all
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def merge_checkpoint(
@@ -45,36 +45,43 @@ def merge_checkpoint(
     target: Path,
     dtype: str = "keep",
     max_shard_bytes: int = 5 * 1000**3,
-    on_file: OnFile | None = None,
+    on_bytes: OnBytes | None = None,
     verify_logits: bool = False,
     checkpoint: CheckpointChoice = "latest",
 ) -> dict[str, int]:
-    """Write the sources' model to `target` as a folder that transformers and vLLM load, and verify it.
+    """Write the sources' model to `target` as a folder that transformers and vLLM load.
 
     `sources` are a checkpoint of dapo train or its output, of which `checkpoint` is taken, or an FSDP checkpoint
     of verl; several folders hold the shards of several nodes. `dtype` "keep" leaves each tensor as it was
-    trained. Tied weights are stored once. Everything written is read back and compared; merge_manifest.json keeps
-    the digests. `verify_logits` also runs both models. Returns {"tensors", "parameters", "bytes", "shards"}.
+    trained. Tied weights are stored once. What is read is compared with the checksums of the checkpoint, and
+    merge_manifest.json gets digests of what is written. `verify_logits` also reads the files back from the disk
+    and runs both models. Returns {"tensors", "parameters", "bytes", "shards"}.
 
-    Raises CheckpointError for a source that is incomplete or of another model and for a target that holds files,
-    before anything is written. The target appears in one step, when all of it is verified.
+    Raises CheckpointError for a source that is incomplete or of another model, for a target that holds files and
+    for one that another merge writes. The target appears in one step, when all of it is written.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} is not empty; merge into a new folder")
+    _require_empty(target)
     source = open_source(sources, checkpoint)
-    files = _plan(source, dtype, max_shard_bytes)
+    model = empty_model(source.model_files)
+    tied = {name: kept for name, kept in tied_names(model).items() if name in source.tensors}
+    files = _plan(source, model, tied, dtype, max_shard_bytes)
     outputs = [tensor for file in files for tensor in file.tensors]
     total = sum(file.num_bytes for file in files)
     with _published(target, total) as folder:
-        written = _write(folder, files, source, on_file)
-        write_index(folder, files)
+        with ModelWriter(folder, files, source) as writer:
+            digests = writer.write(_dropped(source, tied, outputs), on_bytes)
+            parts = writer.parts(digests)
+        require_equal(tied, digests, source.label)
+        for file in files:
+            require_opens(folder / file.name, file)
+        num_parameters = model.num_parameters()  # type: ignore[operator]
+        write_index(folder, files, num_parameters)
         _copy_model_files(source.model_files, folder, outputs)
         description = {"source": source.describe(), "dtype": dtype}
         if verify_logits:
+            require_on_disk(folder, parts)
             description["logits"] = compare_logits(folder, source, outputs)
-        write_manifest(folder, written, description)
-    stored = {tensor.stored_name: source.tensors[tensor.stored_name].shape for tensor in outputs}
-    num_parameters = sum(prod(shape) for shape in stored.values())
+        write_manifest(folder, files, parts, digests, description)
     return {"tensors": len(outputs), "parameters": num_parameters, "bytes": total, "shards": len(files)}
 
 
@@ -95,12 +102,22 @@ def open_source(folders: Sequence[Path], checkpoint: CheckpointChoice = "latest"
     return VerlSource(shards)
 
 
-def _plan(source: Source, dtype: str, max_shard_bytes: int) -> list[OutputFile]:
+def _require_empty(target: Path) -> None:
+    try:
+        if target.is_dir() and not any(target.iterdir()):
+            return
+        is_taken = target.exists() or target.is_symlink()
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be read ({error}); merge into a new folder") from error
+    if is_taken:
+        what = "is not empty" if target.is_dir() else "is no folder"
+        raise CheckpointError(f"{target} {what}; merge into a new folder")
+
+
+def _plan(
+    source: Source, model: nn.Module, tied: Collection[str], dtype: str, max_shard_bytes: int
+) -> list[OutputFile]:
     """The files to write; raises CheckpointError unless they hold what the model's configuration asks for."""
-    model = empty_model(source.model_files)
-    tied = {name: kept for name, kept in tied_names(model).items() if name in source.tensors}
-    for name, kept in tied.items():
-        require_equal(source, name, kept)
     computed = {name for name in source.tensors if COMPUTED_BUFFERS.search(name)}
     outputs = output_tensors(source, dtype, leave_out={*tied, *computed})
     require_architecture(model, {tensor.name: tensor for tensor in outputs}, source.label)
@@ -110,58 +127,60 @@ def _plan(source: Source, dtype: str, max_shard_bytes: int) -> list[OutputFile]:
     return files
 
 
-def _write(
-    folder: Path, files: Sequence[OutputFile], source: Source, on_file: OnFile | None
-) -> list[tuple[OutputFile, FileDigests]]:
-    """Write the files, several at once, since a file's digest takes longest and cannot be shared among cores."""
-    total = sum(file.num_bytes for file in files)
-    done = 0
-    files_at_once = min(_MAX_FILES_AT_ONCE, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(files_at_once, thread_name_prefix="merge-file") as pool:
-        running = {pool.submit(write_file, folder / file.name, file, source): file for file in files}
-        try:
-            for finished in as_completed(running):
-                finished.result()
-                done += running[finished].num_bytes
-                if on_file is not None:
-                    on_file(done, total)
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return [(file, future.result()) for future, file in running.items()]
+def _dropped(source: Source, tied: Mapping[str, str], outputs: Sequence[OutputTensor]) -> list[OutputTensor]:
+    """Tied tensors to compare with what is kept, in its dtype; one at the same place in the source is equal."""
+    kept = {tensor.name: tensor for tensor in outputs}
+    return [
+        dataclasses.replace(kept[other], name=name, stored_name=name)
+        for name, other in tied.items()
+        if source.blocks(name) != source.blocks(other)
+    ]
 
 
 @contextmanager
 def _published(target: Path, num_bytes: int) -> Iterator[Path]:
-    """A folder beside `target` that takes its name when the block ends, and is removed when the block fails.
+    """A folder that becomes `target` when the block ends, and is removed when the block fails.
 
-    Raises CheckpointError when the disk lacks the room.
+    It lies in `.TARGET.merging`, which only one merge at a time may use. Raises CheckpointError when another one
+    does, and when the disk lacks the room.
     """
-    partial = target.with_name(target.name + PARTIAL)
-    if partial.exists():
-        shutil.rmtree(partial)  # of a merge that was killed
-    partial.mkdir(parents=True)
+    working = target.with_name(f".{target.name}.merging")
+    lock, folder = working / "lock", working / "model"
     try:
-        free = shutil.disk_usage(partial).free
-        if free < num_bytes:
-            raise CheckpointError(
-                f"the merged model needs {num_bytes:,} bytes, and {free:,} are free at {target}; make room, or "
-                "name a target on another disk"
-            )
-        yield partial
-        publish(partial, target)
+        if working.is_dir() and not lock.exists() and any(working.iterdir()):
+            raise CheckpointError(f"{working} holds other files, and the merge needs that name; move it away")
+        working.mkdir(parents=True, exist_ok=True)
+        with locked(lock):
+            try:
+                if folder.exists():
+                    shutil.rmtree(folder)  # of a merge that was killed
+                free = shutil.disk_usage(working).free
+                if free < num_bytes:
+                    raise CheckpointError(
+                        f"the merged model needs {num_bytes:,} bytes, and {free:,} are free at {target}; make "
+                        "room, or name a target on another disk"
+                    )
+                folder.mkdir()
+                yield folder
+                publish(folder, target)
+            finally:
+                shutil.rmtree(working, ignore_errors=True)
+    except LockHeld:
+        raise CheckpointError(
+            f"{target} is being written by another merge, {read_holder(lock)}; wait for it, or name another target"
+        ) from None
     except OSError as error:
         raise CheckpointError(
             f"{target} could not be written: {error}; {num_bytes:,} bytes were needed"
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already when all went well
 
 
 def _copy_model_files(model_files: Path, folder: Path, outputs: Sequence[OutputTensor]) -> None:
-    """Everything but weights; config.json names the dtype of the largest tensor."""
+    """Everything but weights; config.json names the dtype of the first parameter, as transformers does."""
     copy_model_files(model_files, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
-    config[key] = str(max(outputs, key=lambda tensor: tensor.num_bytes).dtype).removeprefix("torch.")
+    dtypes = [tensor.dtype for tensor in outputs if tensor.dtype.is_floating_point]
+    config[key] = str(dtypes[0]).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")

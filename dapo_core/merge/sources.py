@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import mmap
+import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from blake3 import blake3
+
+from dapo_core.digests import CHUNK_BYTES
+from dapo_core.errors import CheckpointError
 from dapo_core.parameter_names import FilePiece
 
 if TYPE_CHECKING:
     import torch
-
-CHUNK_BYTES = 1024**2  # of a tensor at once: read, hashed and written while it is in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,80 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive values of a tensor in a file, inside the bytes that one checksum covers."""
+
+    path: Path
+    offset: int  # of the first value in the file
+    num_bytes: int  # of the values
+    start: int  # of the bytes under the checksum
+    end: int
+    checksum: int | str | None  # CRC32 or blake3 of them; None: checked when the source was opened
+
+    def read(self) -> Iterator[memoryview]:
+        """The values, in parts of at most CHUNK_BYTES, each valid until the next one is asked for.
+
+        Raises CheckpointError, which names the file, when it is too short or its bytes do not have the checksum.
+        """
+        checksum = _Checksum(self.checksum)
+        end = self.offset + self.num_bytes
+        buffer = memoryview(bytearray(min(max(self.end - self.start, 1), CHUNK_BYTES)))
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            if self.checksum is not None:
+                for part in self._range(descriptor, buffer, self.start, self.offset):
+                    checksum.update(part)
+            for part in self._range(descriptor, buffer, self.offset, end):
+                checksum.update(part)
+                yield part
+            if self.checksum is not None:
+                for part in self._range(descriptor, buffer, end, self.end):
+                    checksum.update(part)
+        finally:
+            os.close(descriptor)
+        if not checksum.is_right():
+            raise CheckpointError(
+                f"{self.path} is damaged or of another checkpoint: bytes {self.start:,} to {self.end:,} do not "
+                "have the checksum that was taken when they were written; copy the file again from the node that "
+                "wrote it, or merge another checkpoint"
+            )
+
+    def _range(self, descriptor: int, buffer: memoryview, start: int, end: int) -> Iterator[memoryview]:
+        while start < end:
+            part = buffer[: min(len(buffer), end - start)]
+            done = 0
+            while done < len(part):
+                count = os.preadv(descriptor, [part[done:]], start + done)
+                if not count:
+                    raise CheckpointError(
+                        f"{self.path} ends at {start + done:,} bytes; copy it again from the node that wrote it"
+                    )
+                done += count
+            yield part
+            start += len(part)
+
+
+class _Checksum:
+    """CRC32, blake3 or nothing of the bytes that pass."""
+
+    def __init__(self, expected: int | str | None) -> None:
+        self._expected = expected
+        self._crc32, self._blake3 = 0, blake3()
+
+    def update(self, part: memoryview) -> None:
+        if isinstance(self._expected, int):
+            self._crc32 = zlib.crc32(part, self._crc32)
+        elif self._expected is not None:
+            self._blake3.update(part)
+
+    def is_right(self) -> bool:
+        return self._expected in (
+            None,
+            self._crc32 if isinstance(self._expected, int) else self._blake3.hexdigest(),
+        )
 
 
 class Source(Protocol):
@@ -42,39 +119,8 @@ class Source(Protocol):
     def pieces(self, name: str) -> list[FilePiece]:
         """The tensors of the model's files that the tensor becomes, in the order of its rows."""
 
-    def blocks(self, name: str) -> Iterator[torch.Tensor]:
-        """Consecutive rows of the tensor, together all of it; a tensor without dimensions is one block.
-
-        A block may be a view of a mapped file at any byte: use values_in_order before computing with it.
-        """
+    def blocks(self, name: str) -> list[Block]:
+        """Where the values of the whole tensor lie, in row-major order."""
 
     def describe(self) -> dict[str, Any]:
         """The manifest's entry about the source, without paths: the same model has the same manifest."""
-
-
-def values_in_order(rows: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """All values in `dtype`, flat, in parts of at most CHUNK_BYTES; no part is empty.
-
-    A part shares the memory of `rows` if it has its dtype, else it is an aligned copy.
-    """
-    import torch
-
-    for part in rows.contiguous().reshape(-1).split(CHUNK_BYTES // rows.dtype.itemsize):
-        if not part.numel():
-            continue
-        if part.dtype == dtype:
-            yield part
-            continue
-        if part.data_ptr() % part.itemsize:
-            aligned = _new_memory(part.numel(), part.dtype)
-            aligned.view(torch.uint8).copy_(part.view(torch.uint8))
-            part = aligned
-        yield _new_memory(part.numel(), dtype).copy_(part)
-
-
-def _new_memory(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that returns to the system with its last reader; malloc would keep what other threads free."""
-    import torch
-
-    memory = mmap.mmap(-1, count * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype)

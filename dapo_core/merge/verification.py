@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dapo_core.digests import Part, file_parts
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import Source, values_in_order
+from dapo_core.merge.sources import Source
 from dapo_core.merge.writer import OutputTensor
 from dapo_core.model_folder import MERGE_MANIFEST
-from dapo_core.parameter_names import file_pieces, sample_of, tied_names
+from dapo_core.parameter_names import expert_pieces, file_pieces, sample_of, tied_names
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +53,7 @@ def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], 
             f"{sample_of(missing)} are missing, {sample_of(unexpected)} are not the architecture's; adapters must "
             "be merged into the model before, and another version of transformers may have named them"
         )
-    wrong = [name for name, shape in expected.items() if outputs[name].shape != shape]
+    wrong = [name for name, shape in expected.items() if not _fits(outputs[name], shape)]
     if wrong:
         name = wrong[0]
         raise CheckpointError(
@@ -59,22 +62,35 @@ def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], 
         )
 
 
-def require_equal(source: Source, name: str, other: str) -> None:
-    """Raise CheckpointError when tied tensors differ: only one of them is kept."""
-    import torch
+def _fits(output: OutputTensor, shape: tuple[int, ...]) -> bool:
+    """Whether transformers takes the tensor for a parameter; it turns fused experts where it must."""
+    is_turnable = bool(expert_pieces(output.name, shape)) and output.shape == (shape[0], shape[2], shape[1])
+    return output.shape == shape or is_turnable
 
-    def values(stored_name: str) -> Iterator[torch.Tensor]:
-        for block in source.blocks(stored_name):
-            for part in values_in_order(block, source.tensors[name].dtype):
-                yield part.view(torch.uint8)
 
-    pairs = zip(values(name), values(other), strict=True)
-    if source.tensors[name] == source.tensors[other] and all(torch.equal(*pair) for pair in pairs):
-        return
-    raise CheckpointError(
-        f"{name} and {other} of {source.label} differ, although config.json declares them tied; set "
-        "tie_word_embeddings to false in the checkpoint's config.json to keep both"
-    )
+def require_equal(tied: Mapping[str, str], digests: Mapping[str, str], label: str) -> None:
+    """Raise CheckpointError when tied tensors have other digests than those kept: only one of them is stored.
+
+    Those without a digest share their place in the source.
+    """
+    for name, kept in tied.items():
+        if name in digests and digests[name] != digests[kept]:
+            raise CheckpointError(
+                f"{name} and {kept} of {label} differ, although config.json declares them tied; set "
+                "tie_word_embeddings to false in the checkpoint's config.json to keep both"
+            )
+
+
+def require_on_disk(folder: Path, parts: Mapping[str, Sequence[Part]]) -> None:
+    """Raise CheckpointError unless the files hold what was written, read from the disk and not from memory."""
+    for name, written in parts.items():
+        path = folder / name
+        with path.open("rb") as file:
+            os.posix_fadvise(
+                file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
+            )  # of a file that is synced: drops its pages
+        if file_parts(path, [size for size, _ in written]) != list(written):
+            raise CheckpointError(f"{name} on the disk differs from what was written; is the disk sound?")
 
 
 def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]) -> dict[str, Any]:
@@ -86,7 +102,7 @@ def compare_logits(folder: Path, source: Source, outputs: Sequence[OutputTensor]
     import torch
 
     merged, report = type(empty_model(folder)).from_pretrained(  # type: ignore[attr-defined]
-        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True, trust_remote_code=False
     )
     wrong = {what: names for what, names in report.items() if names}
     if wrong:
@@ -113,29 +129,44 @@ def _build(model_files: Path) -> nn.Module:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(str(model_files), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        config = transformers.AutoConfig.from_pretrained(
+            str(model_files), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the text may hold anything
         raise CheckpointError(f"config.json in {model_files} cannot be read by transformers: {error}") from error
-    name = (config.architectures or ["none"])[0]
-    model_class = getattr(transformers, name, None)
-    if model_class is None:
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names else names
+    model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise CheckpointError(
-            f"config.json in {model_files} names the architecture {name}, which transformers "
+            f"config.json in {model_files} names the architecture {name!r}, which transformers "
             f"{transformers.__version__} does not have; merge where the version that trained is installed"
         )
-    return model_class(config)
+    try:
+        return model_class(config)
+    except Exception as error:  # likewise
+        raise CheckpointError(
+            f"config.json in {model_files} does not describe a {name} that transformers can build: {error}"
+        ) from error
 
 
 def _fill(model: nn.Module, source: Source, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
     """The model with the source's values, rounded to their merged dtype, copied tensor by tensor."""
+
+    import torch
+
     tied = tied_names(model)
     for name, tensor in model.state_dict().items():
         if name in tied:
             continue
         for piece in file_pieces(name, tensor.shape, source.tensors):
-            target, first = piece.view(tensor).view(-1), 0
+            target, first, stored = piece.view(tensor), 0, source.tensors[piece.file_name]
+            values = torch.empty(prod(stored.shape), dtype=target.dtype)
             for block in source.blocks(piece.file_name):
-                for values in values_in_order(block, dtypes[piece.file_name]):
-                    target[first : first + values.numel()] = values.clone()
-                    first += values.numel()
+                for part in block.read():
+                    read = torch.frombuffer(part, dtype=stored.dtype).to(dtypes[piece.file_name])
+                    values[first : first + read.numel()] = read
+                    first += read.numel()
+            whole = values.view(stored.shape)
+            target.copy_(whole if whole.shape == target.shape else whole.transpose(-1, -2))
     return model

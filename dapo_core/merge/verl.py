@@ -13,19 +13,22 @@ import json
 import logging
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER
+from dapo_core.checkpoint.archive import read_records
+from dapo_core.checkpoint.folder import HUGGINGFACE_FOLDER, refuse_links
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import StoredTensor
+from dapo_core.merge.sources import Block, StoredTensor
 from dapo_core.parameter_names import FilePiece, expert_pieces
 
 if TYPE_CHECKING:
     import torch
 
 _SHARD = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
+FUSED_NAME = "experts.gate_up_proj"
+_STEP = re.compile(r"global_step_\d+")
 _MESHES = (("fsdp",), ("ddp", "fsdp"))
 FSDP_CONFIG_FILE = "fsdp_config.json"
 
@@ -61,42 +64,52 @@ class VerlSource:
         self.label = str(paths[0].parent)
         self._num_ranks, _ = _world_size_and_rank(paths[0])
         self._folders = sorted({path.parent for path in paths})
+        for folder in self._folders:
+            refuse_links(folder)
+        self._step = _step(self._folders)
         self._fsdp_version = _fsdp_version(self._folders, self._num_ranks)
         self.model_files = _model_files(self._folders)
         rank, path = min(self._paths.items())
-        first = _load(path)
-        self._ranks = self._complete_replica(_mesh_rows(first, self._num_ranks, path))
-        self._shards = [first if other == rank else _load(self._paths[other]) for other in self._ranks]
-        self.tensors = {name: _stored(tensor) for name, tensor in self._shards[0].items()}
+        first = _Shard(path)
+        rows = first.mesh_rows(self._num_ranks)
+        self._ranks = self._complete_replica(rows)
+        self._shards = [first if other == rank else _Shard(self._paths[other]) for other in self._ranks]
+        self.tensors = {name: _stored(tensor) for name, tensor in self._shards[0].state.items()}
         for position, shard in enumerate(self._shards):
-            if problem := self._misfit(shard, position):
+            if problem := self._misfit(shard, rows, position):
                 raise CheckpointError(
                     f"{self._paths[self._ranks[position]]} does not belong to the other shards: {problem}; copy "
                     "it again from the node that wrote it"
                 )
-        self._takes_experts_apart = any(expert_pieces(name, it.shape) for name, it in self.tensors.items()) and (
-            _files_hold_single_experts(self.model_files)
-        )
+        has_experts = any(expert_pieces(name, it.shape) for name, it in self.tensors.items())
+        self._experts = _experts_in_files(self.model_files) if has_experts else None
 
     def pieces(self, name: str) -> list[FilePiece]:
         """The tensor itself, or each expert's matrices where published files of the architecture hold those."""
-        pieces = expert_pieces(name, self.tensors[name].shape) if self._takes_experts_apart else []
-        return pieces or [FilePiece(name)]
+        shape = self.tensors[name].shape
+        experts = expert_pieces(name, shape)
+        if not experts or self._experts is None:
+            return [FilePiece(name)]
+        if self._experts == "single":
+            return experts
+        # Files have [E, H, 2I] and [E, I, H], as transformers 4 does in memory. Transformers 5 has the reverse.
+        hidden_dimension = 1 if name.endswith(FUSED_NAME) else 2
+        return [FilePiece(name, is_turned=shape[hidden_dimension] != self._experts)]
 
-    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+    def blocks(self, name: str) -> list[Block]:
         """Each rank's rows; a tensor that every rank holds whole is read once."""
-        for shard in self._shards:
-            tensor = shard[name]
-            if _placement(tensor) is None:
-                yield _local(tensor)
-                return
-            if _local(tensor).numel():
-                yield _local(tensor)
+        shards = self._shards[:1] if _placement(self._shards[0].state[name]) is None else self._shards
+        blocks = [shard.block(name) for shard in shards]
+        return [block for block in blocks if block.num_bytes]
 
     def describe(self) -> dict[str, Any]:
         """The training step is taken from the folder's name."""
-        step = next((part for part in reversed(self._folders[0].parts) if part.startswith("global_step_")), None)
-        return {"format": "verl", "name": step, "shards": len(self._ranks), "fsdp_version": self._fsdp_version}
+        return {
+            "format": "verl",
+            "name": self._step,
+            "shards": len(self._ranks),
+            "fsdp_version": self._fsdp_version,
+        }
 
     def _complete_replica(self, rows: list[list[int]]) -> list[int]:
         """The ranks of the first replica with all its files."""
@@ -112,12 +125,14 @@ class VerlSource:
             + "; copy it from the node that wrote it, or name that node's folder as a further source"
         )
 
-    def _misfit(self, shard: Mapping[str, Any], position: int) -> str | None:
+    def _misfit(self, shard: _Shard, rows: list[list[int]], position: int) -> str | None:
         """Why the shard is not the part of the model at `position` of its replica; None if it is."""
-        if shard.keys() != self.tensors.keys():
-            other = sorted(shard.keys() ^ self.tensors.keys())
+        if (other_rows := shard.mesh_rows(self._num_ranks)) != rows:
+            return f"its ranks were {other_rows}, those of the first {rows}"
+        if shard.state.keys() != self.tensors.keys():
+            other = sorted(shard.state.keys() ^ self.tensors.keys())
             return f"it and the first differ in {len(other)} names, such as {other[0]}"
-        for name, tensor in shard.items():
+        for name, tensor in shard.state.items():
             found, expected = _stored(tensor), self.tensors[name]
             if found != expected:
                 return f"its {name} is part of {found.shape} {found.dtype}, not {expected.shape} {expected.dtype}"
@@ -128,6 +143,68 @@ class VerlSource:
             if coordinate not in (None, position):
                 return f"the rank that wrote it had part {coordinate}, not {position}"
         return None
+
+
+class _Shard:
+    """The file of one rank: its state dict on the meta device, and where the values lie."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError when the file is torn, unsafe to load or no state dict of tensors."""
+        self.path = path
+        with path.open("rb") as file:
+            records = read_records(file, str(path)).values()
+        self._records = {record.offset: record for record in records}
+        self.state = _load(path)
+        places: dict[int, set[tuple[int, int]]] = {}
+        for name in self.state:
+            start, *place = self._place(name)
+            places.setdefault(start, set()).add((place[0], place[1]))
+        # A record with one place is checked while that is read.
+        self._is_checked = {start: len(places.get(start, ())) != 1 for start in self._records}
+        for start, record in self._records.items():
+            if self._is_checked[start]:
+                end = start + record.num_bytes
+                for _ in Block(path, start, record.num_bytes, start, end, record.crc32).read():
+                    pass
+
+    def block(self, name: str) -> Block:
+        """The rank's part of a tensor."""
+        start, offset, num_bytes = self._place(name)
+        record = self._records[start]
+        checksum = None if self._is_checked[start] else record.crc32
+        return Block(self.path, offset, num_bytes, start, start + record.num_bytes, checksum)
+
+    def mesh_rows(self, num_ranks: int) -> list[list[int]]:
+        """The ranks of each replica, in the order of their rows."""
+        mesh = next((tensor.device_mesh for tensor in self.state.values() if hasattr(tensor, "device_mesh")), None)
+        if mesh is None:
+            raise CheckpointError(
+                f"{self.path} holds no DTensor, so it is unknown how its {len(self.state)} tensors were sharded; "
+                "write it again with verl 0.3 or later, which gives FSDP a device mesh"
+            )
+        names, ranks, num_shards = _mesh_state(mesh)
+        if names not in _MESHES or len(ranks) != num_ranks:
+            raise CheckpointError(
+                f"{self.path} was written on a mesh {names} of {len(ranks)} ranks, and can be merged from "
+                f"{' or '.join(map(str, _MESHES))} with all {num_ranks} ranks; tensor parallelism is not supported"
+            )
+        return [list(ranks[first : first + num_shards]) for first in range(0, num_ranks, num_shards)]
+
+    def _place(self, name: str) -> tuple[int, int, int]:
+        """Where in the file the record and the values of a tensor begin, and the bytes of the values."""
+        local = _local(self.state[name])
+        # torch has no public way to ask where a tensor of a file is. None before torch 2.7.
+        start = getattr(local.untyped_storage(), "_checkpoint_offset", None)
+        offset = int(local.storage_offset()) * local.itemsize
+        if not local.numel():
+            return min(self._records), min(self._records), 0
+        if start not in self._records or not local.is_contiguous():
+            raise CheckpointError(f"{self.path}: {name} is not stored row by row; merge with torch 2.7 or later")
+        if offset + local.nbytes > self._records[start].num_bytes:
+            raise CheckpointError(
+                f"{self.path} holds too few bytes for {name} {tuple(local.shape)}; copy it again"
+            )
+        return start, start + offset, local.nbytes
 
 
 def _by_rank(paths: Sequence[Path]) -> dict[int, Path]:
@@ -149,6 +226,20 @@ def _by_rank(paths: Sequence[Path]) -> dict[int, Path]:
 def _world_size_and_rank(path: Path) -> tuple[int, int]:
     world_size, rank = re.findall(r"\d+", path.name)
     return int(world_size), int(rank)
+
+
+def _step(folders: Sequence[Path]) -> str | None:
+    """The name global_step_N in the folders' paths; raises CheckpointError when they are of several steps."""
+    found = {
+        folder: next((part for part in reversed(folder.resolve().parts) if _STEP.fullmatch(part)), None)
+        for folder in folders
+    }
+    steps = sorted({step for step in found.values() if step is not None})
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"{' and '.join(map(str, folders))} are of {' and '.join(steps)}; name the folders of one step"
+        )
+    return steps[0] if steps else None
 
 
 def _fsdp_version(folders: Sequence[Path], num_ranks: int) -> int | None:
@@ -180,22 +271,22 @@ def _model_files(folders: Sequence[Path]) -> Path:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The rank's state dict; values are mapped, and read when they are used."""
+    """The rank's state dict without its values."""
     import torch
     import torch.distributed.tensor  # registers the parts of a DTensor as safe to load
 
     # It warns of every mesh that is loaded without process groups; only the mesh's shape is needed.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        state = torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is refused: it holds more than tensors, and loading that could run code ({_reason(error)}); "
             "write it again with verl's FSDP workers on torch 2.6 or later"
         ) from error
-    except (RuntimeError, ValueError, OSError, EOFError, KeyError, AttributeError) as error:
+    except (RuntimeError, ValueError, OSError, EOFError, KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({_reason(error)}): it is truncated, or of another version of torch than "
+            f"{path} cannot be read ({_reason(error)}): it is damaged, or of another version of torch than "
             f"{torch.__version__}; copy it again from the node that wrote it"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
@@ -214,28 +305,16 @@ def _reason(error: BaseException) -> str:
     return (telling or lines or [type(error).__name__])[0][:200]
 
 
-def _mesh_rows(state: Mapping[str, Any], num_ranks: int, path: Path) -> list[list[int]]:
-    """The ranks of each replica, in the order of their rows."""
-    mesh = next((tensor.device_mesh for tensor in state.values() if hasattr(tensor, "device_mesh")), None)
-    if mesh is None:
-        raise CheckpointError(
-            f"{path} holds no DTensor, so it is unknown how its {len(state)} tensors were sharded; write it again "
-            "with verl 0.3 or later, which gives FSDP a device mesh"
-        )
-    names, ranks = _mesh_state(mesh)
-    if names not in _MESHES or ranks.numel() != num_ranks:
-        raise CheckpointError(
-            f"{path} was written on a mesh {names} of {ranks.numel()} ranks, and can be merged from "
-            f"{' or '.join(map(str, _MESHES))} with all {num_ranks} ranks; tensor parallelism is not supported"
-        )
-    return ranks.reshape(-1, ranks.shape[-1]).tolist()
+def _mesh_state(mesh: Any) -> tuple[tuple[str, ...] | None, tuple[int, ...], int]:
+    """Dimension names, all ranks, and size of the last dimension of a mesh that was loaded without values.
 
-
-def _mesh_state(mesh: Any) -> tuple[tuple[str, ...] | None, torch.Tensor]:
-    """Dimension names and ranks of a mesh; an earlier torch than 2.9 pickled both as attributes."""
+    Its pickled state is all there is, which torch 2.9 renamed; test_merge_verl.py has both forms.
+    """
     state = vars(mesh)
-    names, ranks = (state[name] if name in state else getattr(mesh, name) for name in ("mesh_dim_names", "mesh"))
-    return tuple(names) if names else None, ranks
+    if "mesh_dim_names" in state:
+        return tuple(state["mesh_dim_names"]), state["_flatten_mesh_list"], state["mesh"].shape[-1]
+    names = mesh.mesh_dim_names
+    return tuple(names) if names else None, state["_flatten_rank_map"], mesh.shape[-1]
 
 
 def _placement(tensor: Any) -> Any:
@@ -277,27 +356,35 @@ def _coordinate(tensor: Any) -> int | None:
     return coordinate[-1] if coordinate else None
 
 
-def _files_hold_single_experts(model_files: Path) -> bool:
-    """Whether published files of the architecture hold each expert's matrices, which transformers fuses."""
+def _experts_in_files(model_files: Path) -> Literal["single"] | int | None:
+    """How published files of the architecture hold experts, which transformers fuses.
+
+    "single": each expert's matrices; the hidden size: fused, with rows and columns swapped; None: as transformers.
+    """
     import transformers
 
     try:
+        # transformers has no public way to ask for this; test_merge_verl.py fails when it moves.
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     except ImportError as error:
         raise CheckpointError(
             f"the shards hold fused experts, as transformers 5 has them, and {transformers.__version__} is "
             "installed; merge with the version that trained"
         ) from error
-    model_type = json.loads((model_files / "config.json").read_text(encoding="utf-8")).get("model_type")
-    fused = [
-        rule
-        for rule in get_checkpoint_conversion_mapping(model_type) or ()
-        if any(target.endswith("experts.gate_up_proj") for target in rule.target_patterns)
-    ]
+    try:
+        config = json.loads((model_files / "config.json").read_text(encoding="utf-8"))
+        hidden_size = config.get("text_config", config).get("hidden_size")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"config.json in {model_files} cannot be read ({error!r})") from error
+    rules = get_checkpoint_conversion_mapping(config.get("model_type")) or ()
+    fused = [rule for rule in rules if any(target.endswith(FUSED_NAME) for target in rule.target_patterns)]
     sources = [pattern for rule in fused for pattern in rule.source_patterns]
-    if sources and not all(pattern.endswith((".gate_proj.weight", ".up_proj.weight")) for pattern in sources):
-        raise CheckpointError(
-            f"files of {model_type} name experts {' and '.join(sources)}, which cannot be written yet; "
-            "merge an architecture such as Qwen3-MoE"
-        )
-    return bool(sources)
+    if all(pattern.endswith(FUSED_NAME) for pattern in sources):  # as in the files of Qwen3-VL-MoE
+        is_turned = any(type(operation).__name__ == "Transpose" for rule in fused for operation in rule.operations)
+        return hidden_size if is_turned else None
+    if all(pattern.endswith((".gate_proj.weight", ".up_proj.weight")) for pattern in sources):
+        return "single"
+    raise CheckpointError(
+        f"files of {config.get('model_type')} name experts {' and '.join(sources)}, which cannot be written yet; "
+        "merge an architecture such as Qwen3-MoE or Qwen3-VL-MoE"
+    )

@@ -1,19 +1,21 @@
-"""The files of a merged model: planned first, then hashed, written and read back while the tensors are read."""
+"""The files of a merged model: planned first, then written and hashed in one pass over the source."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blake3 import blake3
+
+from dapo_core.digests import Part, content_part, digest_of, file_digest, num_threads
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import Source, values_in_order
+from dapo_core.merge.sources import Block, Source
 from dapo_core.model_folder import INDEX_FILE, MERGE_MANIFEST
 from dapo_core.parameter_names import FilePiece
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 # more may go back to the host, which is slow to return them.
 WRITE_BYTES = 64 * 1024
 FLUSH_BYTES = 16 * 1024**2  # handed to the disk at once, so that little is left for the final fsync
+OnBytes = Callable[[int, int], None]  # bytes written, bytes in all
 _DTYPES = {  # as safetensors calls them
     "float64": "F64",
     "float32": "F32",
@@ -94,14 +97,6 @@ class OutputFile:
         return len(text).to_bytes(8, "little") + text
 
 
-@dataclass(frozen=True)
-class FileDigests:
-    """sha256 of a written file, and of each tensor in it by name."""
-
-    file: str
-    tensors: dict[str, str]
-
-
 def output_tensors(source: Source, dtype: str, leave_out: set[str]) -> list[OutputTensor]:
     """What the source's tensors become; `dtype` is "keep" or applies to floating point."""
     import torch
@@ -140,24 +135,85 @@ def plan_files(tensors: Iterable[OutputTensor], max_shard_bytes: int) -> list[Ou
     return [OutputFile(shard_name(number, len(groups)), group) for number, group in enumerate(groups, start=1)]
 
 
-def write_file(path: Path, file: OutputFile, source: Source) -> FileDigests:
-    """Write a planned file; returns its digests once it is read back, on the disk, and opened by safetensors.
+class ModelWriter:
+    """Writes the planned files in one pass over the source, several tensors at once, and takes their digests."""
 
-    Raises CheckpointError when the file does not hold what was written to it.
-    """
-    of_file, of_tensors = hashlib.sha256(), {tensor.name: hashlib.sha256() for tensor in file.tensors}
-    with _CheckedFile(path) as output, ThreadPoolExecutor(2, thread_name_prefix="merge-digest") as pool:
-        header = memoryview(file.header())
-        of_file.update(header)
-        output.append(header, "the header")
-        for name, values in _parts(file.tensors, source):
-            hashing = [pool.submit(digest.update, values) for digest in (of_file, of_tensors[name])]
-            output.append(values, name)
-            for digest in hashing:
-                digest.result()
-        output.sync()
-    require_opens(path, file)
-    return FileDigests(of_file.hexdigest(), {name: digest.hexdigest() for name, digest in of_tensors.items()})
+    def __init__(self, folder: Path, files: Sequence[OutputFile], source: Source) -> None:
+        """Creates the files in the folder, with their headers."""
+        self._source = source
+        self._files = {file.name: file for file in files}
+        self._places: dict[str, tuple[int, int]] = {}  # descriptor and offset of each tensor
+        self._outputs: dict[str, list[OutputTensor]] = {}  # of each tensor of the source
+        self._headers: dict[str, bytes] = {}
+        self._descriptors: dict[str, int] = {}
+        for file in files:
+            header = self._headers[file.name] = file.header()
+            descriptor = os.open(folder / file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            self._descriptors[file.name] = descriptor
+            os.truncate(descriptor, len(header) + file.num_bytes)
+            _write(descriptor, memoryview(header), 0)
+            offset = len(header)
+            for tensor in file.tensors:
+                self._places[tensor.name] = descriptor, offset
+                self._outputs.setdefault(tensor.stored_name, []).append(tensor)
+                offset += tensor.num_bytes
+
+    def __enter__(self) -> ModelWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def write(self, dropped: Sequence[OutputTensor], on_bytes: OnBytes | None) -> dict[str, str]:
+        """Write all tensors and wait for the disk; returns the digest of each, and of each one in `dropped`.
+
+        Those are read like the others, but not written. Raises CheckpointError when the source is damaged.
+        """
+        jobs = [*self._outputs.values(), *([tensor] for tensor in dropped)]
+        jobs.sort(key=lambda outputs: -sum(tensor.num_bytes for tensor in outputs))
+        digests: dict[str, str] = {}
+        done, total = 0, sum(file.num_bytes for file in self._files.values())
+        with ThreadPoolExecutor(num_threads(), thread_name_prefix="merge") as pool:
+            running = {pool.submit(self._copy, outputs): outputs for outputs in jobs}
+            try:
+                for finished in as_completed(running):
+                    digests |= finished.result()
+                    done += sum(tensor.num_bytes for tensor in running[finished] if tensor.name in self._places)
+                    if on_bytes is not None:
+                        on_bytes(done, total)
+                list(pool.map(os.fsync, self._descriptors.values()))
+            finally:
+                pool.shutdown(cancel_futures=True)
+        return digests
+
+    def parts(self, digests: Mapping[str, str]) -> dict[str, list[Part]]:
+        """The parts of each file: its header and its tensors that have bytes."""
+        return {
+            name: [
+                content_part(self._headers[name]),
+                *((tensor.num_bytes, digests[tensor.name]) for tensor in file.tensors if tensor.num_bytes),
+            ]
+            for name, file in self._files.items()
+        }
+
+    def _copy(self, outputs: Sequence[OutputTensor]) -> dict[str, str]:
+        """Copy a tensor of the source into the consecutive tensors that it becomes."""
+        digests = {}
+        values = _Values(self._source, outputs[0])
+        for output in outputs:
+            digest = blake3()
+            descriptor, offset = self._places.get(output.name, (None, 0))
+            begun = offset
+            for part in values.take(output.num_bytes):
+                digest.update(part)
+                if descriptor is not None:
+                    _write(descriptor, part, offset)
+                    offset += len(part)
+                    if offset - begun >= FLUSH_BYTES:
+                        begun = _start_writeback(descriptor, begun, offset)
+            digests[output.name] = digest.hexdigest()
+        return digests
 
 
 def require_opens(path: Path, file: OutputFile) -> None:
@@ -175,107 +231,106 @@ def require_opens(path: Path, file: OutputFile) -> None:
         raise CheckpointError(f"{path.name} has other tensors than were written to it; is the disk sound?")
 
 
-def write_index(folder: Path, files: Sequence[OutputFile]) -> None:
-    """Write the index that says which file holds which tensor; a single file needs none."""
+def write_index(folder: Path, files: Sequence[OutputFile], num_parameters: int) -> None:
+    """Write the index that says which file holds which tensor, as transformers does; a single file needs none."""
     if len(files) > 1:
         places = {tensor.name: file.name for file in files for tensor in file.tensors}
-        index = {"metadata": {"total_size": sum(file.num_bytes for file in files)}, "weight_map": places}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
+        sizes = {"total_parameters": num_parameters, "total_size": sum(file.num_bytes for file in files)}
+        text = json.dumps({"metadata": sizes, "weight_map": places}, indent=2, sort_keys=True)
+        (folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def write_manifest(
-    folder: Path, written: Sequence[tuple[OutputFile, FileDigests]], description: Mapping[str, Any]
+    folder: Path,
+    files: Sequence[OutputFile],
+    parts: Mapping[str, Sequence[Part]],
+    tensor_digests: Mapping[str, str],
+    description: Mapping[str, Any],
 ) -> None:
-    """Write merge_manifest.json: the description, size and sha256 of every file, sha256 of every tensor."""
-    files = {file.name: digests.file for file, digests in written}
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in files:
-            files[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    """Write merge_manifest.json: the description, size and digest of every file, and those of every tensor."""
+    digests = {name: digest_of(its_parts) for name, its_parts in parts.items()}
+    rows = {
+        (name := path.relative_to(folder).as_posix()): {
+            "bytes": path.stat().st_size,
+            "blake3": digests.get(name) or file_digest(path),
+        }
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     tensors = {
         tensor.name: {
             "file": file.name,
             "shape": list(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
-            "sha256": digests.tensors[tensor.name],
+            "blake3": tensor_digests[tensor.name],
         }
-        for file, digests in written
+        for file in files
         for tensor in file.tensors
     }
-    sizes = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in sorted(files.items())
-    }
-    text = json.dumps({**description, "files": sizes, "tensors": tensors}, indent=1)
+    text = json.dumps({**description, "files": rows, "tensors": tensors}, indent=1)
     (folder / MERGE_MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-class _CheckedFile:
-    """A new file that is read back as it is written."""
+class _Values:
+    """All values of a tensor of the source, in row-major order and in the dtype of what it becomes."""
 
-    def __init__(self, path: Path) -> None:
-        self._name = path.name
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        self._num_bytes = self._num_flushed = 0
-        self._read_back = bytearray(WRITE_BYTES)
+    def __init__(self, source: Source, output: OutputTensor) -> None:
+        stored_dtype = source.tensors[output.stored_name].dtype
+        self._dtypes = None if stored_dtype == output.dtype else (stored_dtype, output.dtype)
+        self._parts = self._read(source.blocks(output.stored_name))
+        if output.piece.is_turned:
+            self._parts = _turned(self._parts, source.tensors[output.stored_name].shape, output.dtype)
+        self._rest = memoryview(b"")
 
-    def __enter__(self) -> _CheckedFile:
-        return self
+    def take(self, num_bytes: int) -> Iterator[memoryview]:
+        """The next bytes, in parts that are valid until the next one is asked for."""
+        while num_bytes:
+            if not self._rest:
+                self._rest = next(self._parts)
+            part, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
+            num_bytes -= len(part)
+            yield part
+        if not self._rest:
+            self._rest = next(self._parts, self._rest)  # the end of the last block: its checksum is compared
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+    def _read(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
+        import torch
 
-    def append(self, values: memoryview, what: str) -> None:
-        """Write bytes and read them back; raises CheckpointError, which names `what`, when they differ."""
-        for start in range(0, len(values), WRITE_BYTES):
-            part = values[start : start + WRITE_BYTES]
-            written = 0
-            while written < len(part):
-                written += os.pwrite(self._descriptor, part[written:], self._num_bytes + written)
-            if self._read(len(part)) != part:
-                raise CheckpointError(
-                    f"{self._name}: {what} read back differs from the checkpoint; is the disk sound?"
-                )
-            self._num_bytes += len(part)
-        if self._num_bytes - self._num_flushed >= FLUSH_BYTES:
-            # The kernel begins to write these pages, and forgets those that are on the disk already.
-            start, count = self._num_flushed, self._num_bytes - self._num_flushed
-            os.posix_fadvise(self._descriptor, start, count, os.POSIX_FADV_DONTNEED)
-            self._num_flushed = self._num_bytes
-
-    def sync(self) -> None:
-        """Wait until all of it is on the disk."""
-        os.fsync(self._descriptor)
-
-    def _read(self, count: int) -> memoryview:
-        """The file's next `count` bytes, fewer at its end."""
-        read, view = 0, memoryview(self._read_back)[:count]
-        while more := os.preadv(self._descriptor, [view[read:]], self._num_bytes + read):
-            read += more
-        return view[:read]
+        for block in blocks:
+            for part in block.read():
+                if self._dtypes is not None:
+                    stored, dtype = self._dtypes
+                    yield torch.frombuffer(part, dtype=stored).to(dtype).view(torch.uint8).numpy().data
+                else:
+                    yield part
 
 
-def _parts(tensors: Sequence[OutputTensor], source: Source) -> Iterator[tuple[str, memoryview]]:
-    """All bytes of the tensors in order, with the tensor's name; in a mapped file unless they were converted.
-
-    What one stored tensor becomes is consecutive, in the order of its rows.
-    """
+def _turned(parts: Iterator[memoryview], shape: Sequence[int], dtype: torch.dtype) -> Iterator[memoryview]:
+    """The values of matrices [..., rows, columns] with rows and columns swapped; takes the memory of two."""
     import torch
 
-    by_stored_name: dict[str, list[OutputTensor]] = {}
-    for tensor in tensors:
-        by_stored_name.setdefault(tensor.stored_name, []).append(tensor)
-    for stored_name, outputs in by_stored_name.items():
-        first_row = 0
-        for block in source.blocks(stored_name):
-            for output, rows in _in_block(outputs, block, first_row):
-                for values in values_in_order(rows, output.dtype):
-                    yield output.name, values.view(torch.uint8).numpy().data
-            first_row += block.shape[0] if block.ndim else 1
+    num_bytes = shape[-2] * shape[-1] * dtype.itemsize
+    matrix = bytearray()
+    for part in parts:
+        while part:
+            count = min(num_bytes - len(matrix), len(part))
+            matrix += part[:count]
+            part = part[count:]
+            if len(matrix) == num_bytes:
+                turned = torch.frombuffer(matrix, dtype=dtype).view(*shape[-2:]).t().contiguous()
+                yield turned.view(-1).view(torch.uint8).numpy().data
+                matrix = bytearray()
 
 
-def _in_block(
-    outputs: Sequence[OutputTensor], block: torch.Tensor, first_row: int
-) -> Iterator[tuple[OutputTensor, torch.Tensor]]:
-    for output in outputs:
-        if output.piece.expert is None or first_row <= output.piece.expert < first_row + block.shape[0]:
-            yield output, output.piece.view(block, first_row)
+def _write(descriptor: int, content: memoryview, offset: int) -> None:
+    for start in range(0, len(content), WRITE_BYTES):
+        part = content[start : start + WRITE_BYTES]
+        while part:
+            count = os.pwrite(descriptor, part, offset)
+            part, offset = part[count:], offset + count
+
+
+def _start_writeback(descriptor: int, start: int, end: int) -> int:
+    """Have the kernel begin to write these bytes to the disk; returns their end."""
+    os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
+    return end

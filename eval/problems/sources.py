@@ -26,7 +26,7 @@ _REMOTE = re.compile(r"(hf|modelscope|https?):")
 _ATTEMPTS = 4
 _BACKOFF_SECONDS = 0.5
 _TIMEOUT_SECONDS = 60.0
-_RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+_RETRIED_STATUS = frozenset({408, 425, 429})  # beside every 5xx
 
 
 def fetch(source: str | Path, cache: Path | None = None) -> Path:
@@ -92,33 +92,21 @@ def _require_digest(part: Path, address: str, digest: str) -> None:
 
 
 def _from_url(url: str, part: Path) -> None:
-    """Write the body of a URL to `part`, resuming an interrupted download."""
+    """Write the body of a URL to `part`; server errors and broken connections are retried."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            _download(url, part)
+            response = httpx.get(url, timeout=_TIMEOUT_SECONDS, follow_redirects=True)
+            response.raise_for_status()
+            part.write_bytes(response.content)
             return
         except httpx.HTTPStatusError as error:
-            reason, is_final = (
-                f"HTTP {error.response.status_code}",
-                error.response.status_code not in _RETRIED_STATUS,
-            )
+            status = error.response.status_code
+            reason, is_final = f"HTTP {status}", status < 500 and status not in _RETRIED_STATUS
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason, is_final = f"{type(error).__name__}: {error}", isinstance(error, httpx.InvalidURL)
         if is_final or attempt == _ATTEMPTS:
             raise ProblemsError(f"{url} cannot be downloaded: {reason}, at attempt {attempt} of {_ATTEMPTS}")
         time.sleep(_BACKOFF_SECONDS * 2 ** (attempt - 1))
-
-
-def _download(url: str, part: Path) -> None:
-    have = part.stat().st_size if part.exists() else 0
-    headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
-    with httpx.stream("GET", url, headers=headers, timeout=_TIMEOUT_SECONDS, follow_redirects=True) as response:
-        if response.status_code == 416:  # the part is already as long as the file, or longer
-            return
-        response.raise_for_status()
-        with part.open("ab" if response.status_code == 206 else "wb") as file:
-            for chunk in response.iter_bytes():
-                file.write(chunk)
 
 
 def _from_hub(scheme: str, rest: str, part: Path) -> None:

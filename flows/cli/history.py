@@ -127,4 +127,4 @@ def export(
     found = find_run(store, run, "report")
     with bytes_progress("export") as on_progress:
         num_bytes = export_run(found, destination, on_progress)
-    typer.echo(f"{destination}: the model of run {found.id}, {num_bytes:,} bytes, each file checked by its sha256")
+    typer.echo(f"{destination}: the model of run {found.id}, {num_bytes:,} bytes, each file checked by its digest")

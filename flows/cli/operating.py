@@ -36,7 +36,9 @@ def up(
     ] = None,
     host: Annotated[
         str | None,
-        typer.Option(help="Address it listens on; default: 127.0.0.1. Prefect has no password."),
+        typer.Option(
+            help="Address it listens on; default: 127.0.0.1. Others need a password in PREFECT_API_AUTH_STRING."
+        ),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:

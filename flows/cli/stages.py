@@ -40,7 +40,7 @@ def prepare_data(
 def fetch_model(
     config: ConfigArgument,
     data: Annotated[Path, typer.Option(help="Training parquet that the warm start learns from.")],
-    output: Annotated[Path, typer.Option(help="Model folder to write.")],
+    output: Annotated[Path, typer.Option(help="Model folder to write; must not hold files.")],
     overrides: SetOption = None,
 ) -> None:
     """Build and warm up the model of a recipe."""
@@ -56,7 +56,7 @@ def fetch_model(
         raise ConfigError(
             f"model.source={settings.model.source} has nothing to build; model.path is used as it is"
         )
-    metrics = build_model(read_file(data), output, settings.model.recipe, settings.run.seed)
+    metrics = build_model(read_file(data), _new_folder(output), settings.model.recipe, settings.run.seed)
     typer.echo(f"{output}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}")
 
 
@@ -81,7 +81,7 @@ def train(
 
     settings = load_config(config, overrides or ())
     on_step = TrainingLog(settings.train.total_steps).on_step
-    result = train_model(settings, data, model, output, on_step, held_out, settings.evaluate.benchmark)
+    result = train_model(settings, data, model, _folder(output), on_step, held_out, settings.evaluate.benchmark)
     typer.echo(f"{result.checkpoint}: {result.steps} training steps, {result.policy_version} optimizer steps")
 
 
@@ -115,12 +115,12 @@ def merge(
     from dapo_core.merge.run import merge_checkpoint
     from flows.progress import bytes_progress
 
-    with bytes_progress("merge") as on_file:
-        sizes = merge_checkpoint(sources, target, dtype, max_shard_bytes, on_file, verify_logits, checkpoint)
+    with bytes_progress("merge") as on_bytes:
+        sizes = merge_checkpoint(sources, target, dtype, max_shard_bytes, on_bytes, verify_logits, checkpoint)
     typer.echo(
         f"{target}: {sizes['tensors']} tensors, {sizes['parameters']:,} parameters, {sizes['bytes']:,} bytes "
-        f"in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}, read back and verified"
-        + (", logits equal" if verify_logits else "")
+        f"in {sizes['shards']} file{'s' if sizes['shards'] > 1 else ''}"
+        + (", read back from the disk, logits equal" if verify_logits else "")
     )
 
 
@@ -147,10 +147,19 @@ def serve(
     serve_until_interrupted(model, settings.serve, log_path, dict(os.environ))
 
 
+def _folder(path: Path) -> Path:
+    from dapo_core.errors import ConfigError
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be made: {error.strerror}; name another folder") from None
+    return path
+
+
 def _new_folder(path: Path) -> Path:
     from dapo_core.errors import ConfigError
 
-    if path.exists() and any(path.iterdir()):
+    if any(_folder(path).iterdir()):
         raise ConfigError(f"--output {path} already holds files; name a new folder")
-    path.mkdir(parents=True, exist_ok=True)
     return path

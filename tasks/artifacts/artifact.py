@@ -8,11 +8,13 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from dapo_core.digests import file_digest
 from dapo_core.errors import DapoError
 from durable import write_atomically
 
@@ -43,6 +45,26 @@ class Artifact:
         """Returns manifest.json: files, inputs, config, code_digest, versions, host, times, metrics."""
         return read_manifest(Path(self.path))
 
+    def entries(self) -> list[FileEntry]:
+        """Returns the files that the manifest lists.
+
+        Raises DamagedArtifact unless they are the files that are there, and the ones that `digest` is of.
+        """
+        with _as_damage():
+            entries = [FileEntry.from_row(row) for row in self.manifest()["files"]]
+            if content_digest(entries) != self.digest:
+                raise DamagedArtifact(f"{MANIFEST_NAME} is of another artifact, or was edited")
+            _require_same_names({entry.path for entry in entries}, set(content_files(Path(self.path))))
+        return entries
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a stage returns that hashed files while it wrote them, so that the store does not read them again."""
+
+    metrics: Mapping[str, Any]
+    digests: Mapping[str, str]  # relative path -> "ALGORITHM:HEX"
+
 
 @dataclass(frozen=True, order=True)
 class FileEntry:
@@ -50,7 +72,21 @@ class FileEntry:
 
     path: str  # relative, with forward slashes
     size: int
-    sha256: str
+    digest: str  # "ALGORITHM:HEX", one of ALGORITHMS
+
+    @property
+    def algorithm(self) -> str:
+        return self.digest.partition(":")[0]
+
+    def row(self) -> dict[str, Any]:
+        """The entry in manifest.json: {"path": ..., "size": ..., ALGORITHM: HEX}."""
+        return {"path": self.path, "size": self.size, self.algorithm: self.digest.partition(":")[2]}
+
+    @staticmethod
+    def from_row(row: Mapping[str, Any]) -> FileEntry:
+        """The entry that `row` stands for; raises ValueError without exactly one known algorithm."""
+        [algorithm] = row.keys() & ALGORITHMS.keys()
+        return FileEntry(row["path"], row["size"], f"{algorithm}:{row[algorithm]}")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -72,13 +108,16 @@ def artifact_at(directory: Path) -> Artifact | None:
 
 
 def content_digest(entries: Sequence[FileEntry]) -> str:
-    """Returns sha256 over the sorted (path, size, sha256) of the files."""
-    rows = [[entry.path, entry.size, entry.sha256] for entry in sorted(entries)]
+    """Returns sha256 over the sorted (path, size, digest) of the files."""
+    rows = [[entry.path, entry.size, entry.digest.removeprefix("sha256:")] for entry in sorted(entries)]
     return hashlib.sha256(canonical_json(rows)).hexdigest()
 
 
 def content_files(directory: Path) -> Iterator[str]:
-    """Yields the relative path of every file but the manifest; raises StoreError on links and devices."""
+    """Yields the relative path of every file but the manifest.
+
+    Raises StoreError on links, devices, and names with control characters.
+    """
     for folder, folder_names, file_names in os.walk(directory, onerror=_raise):
         folder_names.sort()
         for name in sorted([*file_names, *folder_names]):
@@ -93,59 +132,80 @@ def content_files(directory: Path) -> Iterator[str]:
                     f"{path} is neither a file nor a folder: a link's target could change or vanish unseen, "
                     "so an artifact holds copies (or hard links) only"
                 )
+            if not name.isprintable():
+                raise StoreError(f"{str(path)!r} has a line break or another control character in its name")
 
 
 def verify_directory(directory: Path, stage: str, key: str) -> Artifact:
-    """Returns the artifact in `directory` when each file has the size and sha256 its manifest lists.
+    """Returns the artifact in `directory` when each file has the size and digest its manifest lists.
 
     Raises DamagedArtifact.
     """
-    try:
+    with _as_damage():
         manifest = read_manifest(directory)
-        listed = [FileEntry(row["path"], row["size"], row["sha256"]) for row in manifest["files"]]
-        if (manifest["stage"], manifest["key"], manifest["digest"]) != (stage, key, content_digest(listed)):
+        artifact = Artifact(stage, key, str(directory), manifest["digest"])
+        if (manifest["stage"], manifest["key"]) != (stage, key):
             raise DamagedArtifact(f"{MANIFEST_NAME} is of another artifact, or was edited")
-        _compare(listed, list_files(directory))
-    except FileNotFoundError as error:
-        raise DamagedArtifact(f"{Path(error.filename).name} is missing") from error
-    except StoreError as error:
-        raise DamagedArtifact(str(error)) from error
-    except OSError as error:
-        raise DamagedArtifact(f"cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedArtifact(f"{MANIFEST_NAME} is not a manifest: {error!r}") from error
-    return Artifact(stage, key, str(directory), manifest["digest"])
+        listed = artifact.entries()
+        for entry, found in zip(sorted(listed), list_files(directory, listed), strict=True):
+            if found.size != entry.size:
+                raise DamagedArtifact(f"{entry.path} has {found.size} bytes, the manifest says {entry.size}")
+            if found.digest != entry.digest:
+                said, is_now = (each.digest.partition(":")[2] for each in (entry, found))
+                raise DamagedArtifact(f"{entry.path} has {entry.algorithm} {is_now}, the manifest says {said}")
+    return artifact
 
 
-def list_files(directory: Path) -> list[FileEntry]:
-    """Returns size and sha256 of each content file as they are on disk.
+def list_files(
+    directory: Path, listed: Iterable[FileEntry] = (), digests: Mapping[str, str] = MappingProxyType({})
+) -> list[FileEntry]:
+    """Returns size and digest of each content file, sorted by path.
 
-    A file whose size, times and inode are those of an earlier call is not read again.
+    A file is hashed with the algorithm of its entry in `listed`, else with `algorithm_for` its name. It is not
+    read if it is in `digests`, or if its size, times and inode are those of an earlier call.
     """
     stamp_path = directory.with_suffix(STAMP_SUFFIX)
     known = _read_stamp(stamp_path)
     stamp: dict[str, dict[str, Any]] = {}
+    algorithms = {entry.path: entry.algorithm for entry in listed}
     entries = []
     for relative in sorted(content_files(directory)):
         path = directory / relative
         status = path.stat()
-        identity = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        if relative in digests:
+            entries.append(FileEntry(relative, status.st_size, digests[relative]))
+            continue
+        algorithm = algorithms.get(relative) or algorithm_for(relative)
+        identity = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, algorithm]
         is_racy = max(status.st_mtime_ns, status.st_ctime_ns) >= time.time_ns() - RACY_NANOSECONDS
         row = known.get(relative, {})
-        sha256 = row["sha256"] if row.get("identity") == identity else hash_file(path)
+        digest = row["digest"] if row.get("identity") == identity else hash_file(path, algorithm)
         if not is_racy:
-            stamp[relative] = {"identity": identity, "sha256": sha256}
-        entries.append(FileEntry(relative, status.st_size, sha256))
+            stamp[relative] = {"identity": identity, "digest": digest}
+        entries.append(FileEntry(relative, status.st_size, digest))
     if stamp != known:
         with contextlib.suppress(OSError):  # a stamp only saves time: a store that cannot be written is still read
             write_atomically(stamp_path, json.dumps(stamp))
     return entries
 
 
-def hash_file(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     """Returns the sha256 of a file, read block by block."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+ALGORITHMS: Mapping[str, Callable[[Path], str]] = {"sha256": sha256_of, "blake3": file_digest}
+
+
+def algorithm_for(name: str) -> str:
+    """Returns the algorithm for a file of this name: weights are large, and blake3 takes them on all cores."""
+    return "blake3" if name.endswith(".safetensors") else "sha256"
+
+
+def hash_file(path: Path, algorithm: str) -> str:
+    """Returns the digest of a file as "ALGORITHM:HEX"."""
+    return f"{algorithm}:{ALGORITHMS[algorithm](path)}"
 
 
 def canonical_json(value: Any) -> bytes:
@@ -153,18 +213,26 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def _compare(listed: list[FileEntry], found: list[FileEntry]) -> None:
-    expected = {entry.path: entry for entry in listed}
-    present = {entry.path: entry for entry in found}
-    if missing := sorted(expected.keys() - present.keys()):
+def _require_same_names(expected: set[str], present: set[str]) -> None:
+    if missing := sorted(expected - present):
         raise DamagedArtifact(f"{missing[0]} is missing ({len(missing)} of {len(expected)} files are)")
-    if extra := sorted(present.keys() - expected.keys()):
+    if extra := sorted(present - expected):
         raise DamagedArtifact(f"{extra[0]} is not in the manifest ({len(extra)} such files)")
-    for path, entry in expected.items():
-        if present[path].size != entry.size:
-            raise DamagedArtifact(f"{path} has {present[path].size} bytes, the manifest says {entry.size}")
-        if present[path].sha256 != entry.sha256:
-            raise DamagedArtifact(f"{path} has sha256 {present[path].sha256}, the manifest says {entry.sha256}")
+
+
+@contextlib.contextmanager
+def _as_damage() -> Iterator[None]:
+    """Turns what an artifact that is not whole raises into DamagedArtifact."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DamagedArtifact(f"{Path(error.filename).name} is missing") from error
+    except StoreError as error:
+        raise DamagedArtifact(str(error)) from error
+    except OSError as error:
+        raise DamagedArtifact(f"cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedArtifact(f"{MANIFEST_NAME} is not a manifest: {error!r}") from error
 
 
 def _read_stamp(stamp_path: Path) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.artifacts.artifact import StoreError, canonical_json, hash_file
+from tasks.artifacts.artifact import StoreError, canonical_json, sha256_of
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 SHORT_KEY_LENGTH = 16
@@ -49,7 +49,7 @@ def code_digest(paths: tuple[str, ...], without: tuple[str, ...] = (), root: Pat
     """Returns sha256 over the names and contents of `code_files`."""
     digest = hashlib.sha256()
     for file in code_files(paths, without, root):
-        digest.update(f"{file.relative_to(root).as_posix()}\0{hash_file(file)}\n".encode())
+        digest.update(f"{file.relative_to(root).as_posix()}\0{sha256_of(file)}\n".encode())
     return digest.hexdigest()
 
 

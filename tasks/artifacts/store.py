@@ -5,7 +5,7 @@ ROOT/STAGE/KEY16/3.partial  being built; the next attempt of a resumable stage c
 ROOT/STAGE/KEY16/3.damaged  found to be other than its manifest says, or without one; never used, never continued
 ROOT/STAGE/KEY16/3.removed  being deleted by a garbage collection
 ROOT/STAGE/KEY16/3.verified which of its files were found right, and when
-ROOT/.locks  ROOT/.logs     who builds what, and who uses the store; what the commands of a stage wrote
+ROOT/.locks  ROOT/.logs     locks of builders and users of the store; output of the stages' commands
 
 The newest finished attempt is the artifact of the key. Earlier ones stay for the runs that link to them.
 """
@@ -29,11 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from durable import LockHeld, OnWait, is_locked, locked, publish, read_holder, sync
+from redaction import redacted
 from tasks.artifacts.artifact import (
+    ALGORITHMS,
     MANIFEST_NAME,
     STAMP_SUFFIX,
     Artifact,
     DamagedArtifact,
+    Output,
     StoreError,
     content_digest,
     list_files,
@@ -43,10 +46,10 @@ from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[Path], Mapping[str, Any]]
+Build = Callable[[Path], Mapping[str, Any] | Output]
 
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+UNWRITABLE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 NO_FOLDER_ERRORS = (errno.EEXIST, errno.ENOENT)  # from mkdir: a file of that name, or a file system like /proc
 PROBE_BYTES = 64 * 1024
 REMIND_SECONDS = 60.0
@@ -83,7 +86,7 @@ class ArtifactStore:
         return self.root / stage / key[:SHORT_KEY_LENGTH]
 
     def log_path(self, stage: str, key: str) -> Path:
-        """Returns where the commands of a stage log: outside the content, whose digest a log would change.
+        """Returns where the commands of a stage log: outside the content, since a log would change its digest.
 
         It is the same for each attempt at a key, so that run_command there waits for what a killed one left.
         """
@@ -95,7 +98,7 @@ class ArtifactStore:
 
     def check_writable(self) -> None:
         """Writes and removes a small file in the store; raises StoreError when that cannot be done."""
-        with self._disk_errors(NO_FOLDER_ERRORS):
+        with self.disk_errors(NO_FOLDER_ERRORS):
             locks = self.root / ".locks"
             locks.mkdir(parents=True, exist_ok=True)
             probe = locks / f".probe-{platform.node()}-{os.getpid()}"
@@ -158,7 +161,8 @@ class ArtifactStore:
     ) -> tuple[Artifact, bool]:
         """Returns the artifact of this key and whether it was there already; else has `build` make it.
 
-        `build` writes its files into the directory it is given and returns the metrics to keep in the manifest.
+        `build` writes its files into the directory it is given and returns the metrics to keep in the manifest, or
+        these with the digests of files that it hashed while writing; the next use compares them with the bytes.
         It runs in one process at a time: others wait, inside `waiting`, and find its result. With `force` it runs
         although there is an artifact, which stays as an earlier attempt. A `resumable` build gets the directory
         that the newest attempt left unfinished, any other one an empty directory.
@@ -168,7 +172,7 @@ class ArtifactStore:
         if not force and (artifact := self.lookup(stage, key)) is not None:
             return artifact, True
         self.check_writable()
-        with self._disk_errors(), contextlib.ExitStack() as lock:
+        with self.disk_errors(), contextlib.ExitStack() as lock:
             with waiting or contextlib.nullcontext():
                 on_wait = _log_each_minute(f"which builds {stage} {key[:SHORT_KEY_LENGTH]}")
                 lock.enter_context(locked(self.lock_path(stage, key), on_wait=on_wait))
@@ -176,9 +180,10 @@ class ArtifactStore:
                 return artifact, True
             partial = self._open_attempt(stage, key, resumable)
             started_at, start = _utc_now(), time.monotonic()
-            metrics = dict(build(partial))
+            built = build(partial)
+            output = built if isinstance(built, Output) else Output(built, {})
             times = {"started_at": started_at, "ended_at": _utc_now(), "seconds": time.monotonic() - start}
-            return self._publish(parts, partial, {**times, "metrics": metrics}), False
+            return self._publish(parts, partial, output, times), False
 
     def in_use(self) -> AbstractContextManager[None]:
         """Keeps garbage collection out for the block, so that what is found can be recorded or copied."""
@@ -195,7 +200,7 @@ class ArtifactStore:
         Returns False when it stays because its key is being built, be it by a command that outlived its run.
         """
         stage, key = attempt.stage, attempt.short_key
-        with self._disk_errors():
+        with self.disk_errors():
             try:
                 with locked(self.lock_path(stage, key)):
                     if is_locked(self.log_path(stage, key)):
@@ -209,6 +214,22 @@ class ArtifactStore:
             except LockHeld:
                 return False
         return True
+
+    @contextlib.contextmanager
+    def disk_errors(self, further_errors: tuple[int, ...] = ()) -> Iterator[None]:
+        """Turns errors of the block that say that the store is full or cannot be written into StoreError."""
+        try:
+            yield
+        except OSError as error:
+            codes = (*FULL_DISK_ERRORS, *UNWRITABLE_ERRORS, *further_errors)
+            if isinstance(error, StoreError) or error.errno not in codes or not self._is_about_store(error):
+                raise
+            what = "has no room left" if error.errno in FULL_DISK_ERRORS else "cannot be written"
+            raise StoreError(
+                f"the artifact store {self.root} {what}: {error}. {_describe_space(self.root)}. "
+                "Finished artifacts are untouched. Make room (dapo gc removes what no run needs), correct the "
+                "permissions, or set store.path to another directory"
+            ) from error
 
     def _forget(self, stage: str, key: str) -> None:
         """Deletes folder, logs and lock of a locked key without attempts."""
@@ -252,23 +273,30 @@ class ArtifactStore:
         partial.mkdir(parents=True)
         return partial
 
-    def _publish(self, parts: StageKey, partial: Path, outcome: Mapping[str, Any]) -> Artifact:
+    def _publish(self, parts: StageKey, partial: Path, output: Output, times: Mapping[str, Any]) -> Artifact:
         """Gives the directory its final name, durably and in one step, with a manifest of its files."""
         if (partial / MANIFEST_NAME).exists():
             raise StoreError(f"stage {parts.stage} wrote {partial / MANIFEST_NAME}, a name the store needs itself")
-        entries = list_files(partial)
+        entries = list_files(partial, digests=output.digests)
+        unwritten = output.digests.keys() - {entry.path for entry in entries}
+        if unwritten or any(entry.algorithm not in ALGORITHMS for entry in entries):
+            raise StoreError(
+                f"stage {parts.stage} has digests of files that it did not write, or of an unknown algorithm: "
+                f"{dict(output.digests)}"
+            )
         digest = content_digest(entries)
         manifest = {
             "stage": parts.stage,
             "key": parts.key,
             "digest": digest,
-            "files": [vars(entry) for entry in entries],
+            "files": [entry.row() for entry in entries],
             "inputs": dict(parts.inputs),
-            "config": dict(parts.config),
+            "config": redacted(parts.config),
             "code_digest": parts.code_digest,
             "versions": dict(parts.versions),
             "host": platform.node(),
-            **outcome,
+            **times,
+            "metrics": redacted(output.metrics),
         }
         (partial / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, default=_number) + "\n")
         final = partial.with_suffix(FINISHED)
@@ -281,26 +309,10 @@ class ArtifactStore:
     def _store_locked(self, shared: bool, on_wait: OnWait) -> Iterator[None]:
         path = self.root / ".locks" / "store.lock"
         with contextlib.ExitStack() as lock:
-            with self._disk_errors():
+            with self.disk_errors():
                 path.parent.mkdir(exist_ok=True)
                 lock.enter_context(locked(path, shared=shared, on_wait=on_wait))
             yield
-
-    @contextlib.contextmanager
-    def _disk_errors(self, further_errors: tuple[int, ...] = ()) -> Iterator[None]:
-        """Turns what the operating system says about a full or unwritable store into a StoreError."""
-        try:
-            yield
-        except OSError as error:
-            codes = (*FULL_DISK_ERRORS, *UNWRITABLE_ERRORS, *further_errors)
-            if isinstance(error, StoreError) or error.errno not in codes or not self._is_about_store(error):
-                raise
-            what = "has no room left" if error.errno in FULL_DISK_ERRORS else "cannot be written"
-            raise StoreError(
-                f"the artifact store {self.root} {what}: {error}. {_describe_space(self.root)}. "
-                "Finished artifacts are untouched. Make room (dapo gc removes what no run needs), mend the "
-                "permissions, or set store.path to another directory"
-            ) from error
 
     def _is_about_store(self, error: OSError) -> bool:
         if error.filename is None:

@@ -3,8 +3,8 @@
 (A command that may outlive us is in detached.py.)
 
     our process -> supervisor.py (own session, subreaper) -> command -> whatever the command starts
-                        |
-                        +-- log file, which we follow: no child holds a pipe or a terminal of ours
+                        |   ^------ a pipe with the output ------+
+                        +-- log file without secrets, which we follow: no child holds a pipe or a terminal of ours
 
 Only Linux has the parent-death signal and subreapers this rests on; elsewhere starting a command is refused.
 """
@@ -30,6 +30,7 @@ from typing import Any
 import durable
 from dapo_core.errors import DapoError
 from dapo_core.stopping import ECHO_SECONDS
+from redaction import is_secret_name, redact
 from tasks.processes import supervisor
 from tasks.processes.supervisor import KILL, STOP
 
@@ -79,7 +80,7 @@ class RunningCommand(ABC):
         assert exit_code is not None
         lines = self.tail(NUM_ERROR_LINES) or ["(it wrote nothing)"]
         status = f"{self.label} {describe_exit(exit_code)}"
-        shown = "\n".join(f"  | {line}" for line in lines)
+        shown = redact("\n".join(f"  | {line}" for line in lines))
         error = ChildProcessFailed(f"{status}. Its last lines, from {self.log_path}:\n{shown}")
         error.exit_code, error.is_lasting = exit_code, exit_code in LASTING_EXIT_CODES
         error.summary = f"{status}; its log is {self.log_path}"
@@ -180,16 +181,16 @@ def background_command(
     *,
     log_path: str | os.PathLike[str],
     label: str,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str | None] | None = None,
     grace_seconds: float = GRACE_SECONDS,
     folder_variable: str | None = None,
 ) -> Iterator[SupervisedProcess]:
     """Yield a running command that is ended, with everything below it, when the block is left in any way.
 
-    Our own death, SIGKILL included, ends it as well. `env` is added to our own environment; output is appended to
-    `log_path`, without a pipe. The environment variable `folder_variable` gets the path of a new folder for
-    sockets, which is removed afterwards. Raises ChildProcessFailed when a command of an earlier attempt still
-    writes to the same log.
+    Our own death, SIGKILL included, ends it as well. `env` is added to our own environment, or taken from it where
+    a value is None; output is appended to `log_path`. The environment variable `folder_variable` gets the path of
+    a new folder for sockets, which is removed afterwards. Raises ChildProcessFailed when a command of an earlier
+    attempt still writes to the same log.
     """
     path = prepare_log(log_path, label)
     with contextlib.ExitStack() as stack:
@@ -209,11 +210,20 @@ def background_command(
 
 
 def prepare_log(log_path: str | os.PathLike[str], label: str) -> Path:
-    """The absolute path of a log, in a folder that exists; raises ChildProcessFailed elsewhere than on Linux."""
+    """The absolute path of a log that can be appended to.
+
+    Raises ChildProcessFailed where it cannot, and elsewhere than on Linux.
+    """
     if sys.platform != "linux":
         raise ChildProcessFailed(f"{label}: child processes are only supervised on Linux, not on {sys.platform}")
     path = Path(log_path).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+        failure = ChildProcessFailed(f"{label}: its log {path} cannot be opened: {error}; move away what is there")
+        failure.is_lasting = True
+        raise failure from None
     return path
 
 
@@ -244,9 +254,14 @@ def start_supervisor(
     log_path: Path,
     locks: Sequence[int],
     settings: Mapping[str, Any],
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str | None] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the command under a supervisor, which inherits the locks; `env` is added to our own environment."""
+    """Start the command under a supervisor, which inherits the locks, with `env` as for `background_command`.
+
+    Prefect's credentials stay with us: no stage talks to its server.
+    """
+    own = {name: value for name, value in os.environ.items() if not _is_prefect_secret(name)}
+    environment = {"PYTHONUNBUFFERED": "1", **own, **(env or {})}  # else Python keeps the last lines in a buffer
     words = json.dumps({"parent_pid": os.getpid(), **settings})
     with log_path.open("ab") as log:
         return subprocess.Popen(
@@ -254,11 +269,14 @@ def start_supervisor(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            # Python children would otherwise keep their last lines in a buffer.
-            env={"PYTHONUNBUFFERED": "1", **os.environ, **(env or {})},
+            env={name: value for name, value in environment.items() if value is not None},
             start_new_session=True,
             pass_fds=locks,
         )
+
+
+def _is_prefect_secret(name: str) -> bool:
+    return name.startswith("PREFECT_") and (is_secret_name(name) or name.endswith("_CONNECTION_URL"))
 
 
 def describe_exit(exit_code: int) -> str:

@@ -8,7 +8,7 @@ and when its parent dies; then it ends as the command did (same exit code or sig
 
 A detached command may outlive the parent. Its files lie beside its log, on a file system that hosts may share:
 
-    STEM.log     its output; locked while the supervisor lives
+    STEM.log     its output without secrets; locked while the supervisor lives
     STEM.json    its record: who supervises it, why it is being stopped, how it ended. Watchers touch it; the
                  command is stopped when they have not for `unwatched_seconds`
     STEM.stop    an empty file that requests a stop; STEM.kill: one without a grace period
@@ -24,6 +24,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # which isolated mode (-I) leaves out
 import durable
+from redaction import redact
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -46,6 +48,7 @@ SCAN_SECONDS = 0.05
 LINGER_SECONDS = 0.5  # helpers such as multiprocessing's resource tracker end by themselves just after the command
 KILL_SECONDS = 10.0  # a process in uninterruptible sleep outlasts SIGKILL; waiting longer does not help
 CANNOT_START_EXIT_CODE = 127  # as a shell has it
+CHUNK_BYTES = 64 * 1024
 
 
 def descendants(ancestor_pid: int) -> dict[int, str]:
@@ -92,13 +95,14 @@ class Supervisor:
         self.unwatched_seconds = self.record.get("unwatched_seconds", 0.0)
         self.touched_at, self.touched = time.monotonic(), 0
         self.command_pid = 0
+        self.output = threading.Thread()  # copies the command's output
         self.wait_status: int | None = None
         self.stopping = ""
         self.is_hurried = False
         self.libc = ctypes.CDLL(None, use_errno=True)
 
     def run(self) -> NoReturn:
-        """Run the command to its end, or to ours, and exit the way the command did."""
+        """Run the command until it ends or must end, and exit the way it did."""
         signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED_SIGNALS)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited "ignore" would hide how the command ended
         self._prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -106,18 +110,25 @@ class Supervisor:
         self._write_record(pid=os.getpid(), host=os.uname().nodename, started_at=time.time())
         self._look_for_parent()
         if not self.stopping:
+            reader, writer = os.pipe()
             self.command_pid = os.fork()
             if self.command_pid == 0:
-                self._exec_command()
+                self._exec_command(writer)
+            os.close(writer)
+            self.output = threading.Thread(target=_copy_without_secrets, args=(reader,), daemon=True)
+            self.output.start()
             while self.wait_status is None and not self.stopping:
                 self._pause(POLL_SECONDS)
             self._end_everything()
+            self.output.join(LINGER_SECONDS)  # it ends with the last process that has the pipe
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._exit_as_command()
 
-    def _exec_command(self) -> NoReturn:
+    def _exec_command(self, output: int) -> NoReturn:
         try:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
             os.setsid()
             # Should the supervisor itself be killed, the command at least goes with it.
             self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -244,6 +255,24 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             os.kill(os.getpid(), -exit_code)
         os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
+
+
+def _copy_without_secrets(reader: int) -> None:
+    """Copy lines from the pipe to our own output, the log, until every process has closed its end."""
+    held = b""
+    while chunk := os.read(reader, CHUNK_BYTES):
+        held += chunk
+        end = max(held.rfind(b"\n"), held.rfind(b"\r")) + 1 or (len(held) if len(held) > CHUNK_BYTES else 0)
+        _write(held[:end])
+        held = held[end:]
+    _write(held)
+
+
+def _write(output: bytes) -> None:
+    left = redact(output.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+    with contextlib.suppress(OSError):  # a full disk must not stop the command
+        while left:
+            left = left[os.write(1, left) :]
 
 
 def _signal(processes: dict[int, str], number: int) -> None:

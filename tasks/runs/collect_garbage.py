@@ -96,7 +96,7 @@ def _is_garbage(store: ArtifactStore, attempt: Attempt, is_kept: bool) -> bool:
     if attempt.state == FINISHED:
         artifact = artifact_at(attempt.path)
         is_in_place = artifact and store.key_folder(artifact.stage, artifact.key) == attempt.path.parent
-        return not is_kept and bool(is_in_place)  # one that is not where it belongs is not ours
+        return not is_kept and bool(is_in_place)  # elsewhere it is a user's copy
     if attempt.state == PARTIAL:
         places = (store.lock_path, store.log_path)
         is_built = any(is_locked(place(attempt.stage, attempt.short_key)) for place in places)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -18,7 +17,8 @@ from dapo_core.config.loading import dump_config, read_tree, resolve
 from durable import publish
 from eval.pages import render
 from eval.problems.prompts import DEFAULT, TEMPLATES
-from tasks.artifacts.artifact import Artifact, StoreError
+from redaction import redact
+from tasks.artifacts.artifact import Artifact, DamagedArtifact, StoreError, hash_file
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
@@ -63,21 +63,33 @@ def export_run(run: RecordedRun, destination: Path, on_progress: OnProgress) -> 
 
 def _write_beside(folder: Path, run: RecordedRun, config: ChainConfig, report: Mapping[str, Any]) -> None:
     """Write report, configuration, manifests and card beside the model."""
-    portable = _Portable(run)
+    portable = _portable_text(run)
     found = {label: artifact_of(run, label) for label in run.stages}
     manifests = {label: artifact.manifest() for label, artifact in found.items() if artifact is not None}
-    _write_report(run.folder / REPORT_FOLDER, folder / REPORT_FOLDER, portable)
-    recipe = ChainConfig.model_validate(portable.value(config.model_dump(mode="json")))
-    (folder / CONFIG_FILE).write_text(dump_config(recipe), encoding="utf-8")
-    (folder / MANIFESTS_FOLDER).mkdir()
+    for name in (REPORT_FOLDER, MANIFESTS_FOLDER):
+        (folder / name).mkdir()
+    for path in (run.folder / REPORT_FOLDER).glob("report.*"):
+        (folder / REPORT_FOLDER / path.name).write_text(portable(_read_report(run, path)), "utf-8")
     for label, manifest in manifests.items():
         shown = {name: value for name, value in manifest.items() if name != "host"}
-        text = json.dumps(portable.value(shown), indent=2) + "\n"
-        (folder / MANIFESTS_FOLDER / f"{label}.json").write_text(text, encoding="utf-8")
+        text = portable(json.dumps(shown, indent=2)) + "\n"
+        (folder / MANIFESTS_FOLDER / f"{label}.json").write_text(text, "utf-8")
+    recipe = ChainConfig.model_validate_json(portable(config.model_dump_json()))
+    (folder / CONFIG_FILE).write_text(dump_config(recipe), "utf-8")
     if (folder / CARD_FILE).exists():
         (folder / CARD_FILE).rename(folder / BASE_CARD_FILE)
-    card = portable.text(model_card(run, config, report, manifests))
-    (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    (folder / CARD_FILE).write_text(portable(model_card(run, config, report, manifests)), "utf-8")
+
+
+def _read_report(run: RecordedRun, path: Path) -> str:
+    """The text of a file of the report. Raises StoreError if it is none, or a link, which may lead anywhere."""
+    try:
+        if not path.is_symlink():
+            return path.read_text("utf-8")
+        problem = "is a link"
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"cannot be read: {error}"
+    raise StoreError(f"{path} {problem}; dapo stage compare {run.folder / CONFIG_FILE} makes the report again")
 
 
 def model_card(
@@ -114,41 +126,20 @@ def base_model_of(config: ChainConfig) -> str | None:
     return name if isinstance(name, str) and _HUB_NAME.fullmatch(name) else None
 
 
-class _Portable:
-    """Text of a run without paths of this machine: ${STORE} for its store, ${HOME} for the home folder.
+def _portable_text(run: RecordedRun) -> Callable[[str], str]:
+    """A function that replaces secrets, the run's store by ${STORE}, and the home folder by ${HOME}.
 
-    `dapo run` refuses a configuration that holds them, naming the key.
+    It finds paths in plain text, HTML and JSON. `dapo run` refuses a configuration with such a name in it.
     """
-
-    def __init__(self, run: RecordedRun) -> None:
-        store = run.store
-        # The store may have been recorded under another mount.
-        recorded = (Path(stage.artifact).parents[2] for stage in run.stages.values())
-        names = {str(folder): "${HOME}" for folder in (Path.home(), Path.home().resolve()) if folder != Path("/")}
-        names |= {str(folder): "${STORE}" for folder in (store, store.resolve(), *recorded)}
-        self._names = names | {str(escape(path)): name for path, name in names.items()}
-        paths = "|".join(map(re.escape, sorted(self._names, key=len, reverse=True)))
-        self._pattern = re.compile(rf"(?<![\w.-])(?:{paths})(?![\w-]|\.\w)")  # whole names of folders
-
-    def text(self, text: str) -> str:
-        return self._pattern.sub(lambda match: self._names[match[0]], text)
-
-    def value(self, value: Any) -> Any:
-        """A tree of JSON values."""
-        if isinstance(value, dict):
-            return {self.text(key): self.value(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.value(item) for item in value]
-        return self.text(value) if isinstance(value, str) else value
-
-
-def _write_report(source: Path, target: Path, portable: _Portable) -> None:
-    target.mkdir()
-    for path in sorted(source.iterdir()):
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            text = json.dumps(portable.value(json.loads(text)), indent=2, ensure_ascii=False) + "\n"
-        (target / path.name).write_text(portable.text(text), encoding="utf-8")
+    homes, stores = {Path.home(), Path.home().resolve()}, {run.store, run.store.resolve()}
+    stores |= {Path(stage.artifact).parents[2] for stage in run.stages.values()}  # perhaps under another mount
+    named = [(path, "${HOME}") for path in homes if path != Path("/")] + [(path, "${STORE}") for path in stores]
+    names = {
+        form: name for path, name in named for form in (str(path), str(escape(path)), json.dumps(str(path))[1:-1])
+    }
+    paths = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<![\w.-])(?:{paths})(?![\w-]|\.\w)")  # whole names of folders
+    return lambda text: redact(pattern.sub(lambda match: names[match[0]], text))
 
 
 def _own_paths(config: ChainConfig) -> list[str]:
@@ -219,23 +210,23 @@ def _published(destination: Path) -> Iterator[Path]:
 
 
 def _copy_model(model: Artifact, folder: Path, on_progress: OnProgress) -> int:
-    """Copy the artifact's files, each checked against its manifest; returns their bytes."""
-    entries = model.manifest()["files"]
-    total = sum(entry["size"] for entry in entries)
-    done = 0
+    """Copy the artifact's files and compare the copies with its manifest; returns their bytes."""
+    try:
+        entries = model.entries()
+    except DamagedArtifact as damage:
+        raise StoreError(f"the artifact {model.path} is damaged: {damage}; dapo run makes it again") from None
+    total, done = sum(entry.size for entry in entries), 0
     for entry in entries:
-        target = folder / entry["path"]
+        target = folder / entry.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256()
-        with open(Path(model.path, entry["path"]), "rb") as source, target.open("wb") as copy:
+        with open(Path(model.path, entry.path), "rb") as source, target.open("wb") as copy:
             while block := source.read(BLOCK_BYTES):
-                digest.update(block)
                 copy.write(block)
                 done += len(block)
                 on_progress(done, total)
-        if digest.hexdigest() != entry["sha256"]:
+        if (found := hash_file(target, entry.algorithm)) != entry.digest:
             raise StoreError(
-                f"{Path(model.path, entry['path'])} has sha256 {digest.hexdigest()}, its manifest says "
-                f"{entry['sha256']}: the artifact is damaged, dapo run makes it again"
+                f"{Path(model.path, entry.path)} has {found}, its manifest says {entry.digest}: the artifact is "
+                "damaged, dapo run makes it again"
             )
     return done

@@ -29,6 +29,7 @@ MIN_SHORT_ID = 4
 MAX_VALUE_CHARS = 40
 NUM_SHARED_CHARS = 15  # of these before the place where two long values begin to differ
 SECRET_KEYS = ("flow.webhook.url",)  # whoever knows the address may write to the chat
+_PLACE = re.compile(r"\w+/\w+/\d+")
 _LATEST = re.compile(r"latest(?:~(\d+))?")
 
 
@@ -41,6 +42,10 @@ class StageRecord:
     artifact: str  # its path when it was recorded; the store may have moved since
     key: str
     digest: str
+
+    def __post_init__(self) -> None:
+        if not _PLACE.fullmatch(self.place.as_posix()):
+            raise ValueError(f"{self.artifact!r} is no place of an artifact")
 
     @property
     def place(self) -> Path:
@@ -63,6 +68,10 @@ class RecordedRun:
     stages: Mapping[str, StageRecord]
     error: str | None
     report: Mapping[str, Any] | None  # the headline: before, after, difference, p, n
+
+    def __post_init__(self) -> None:
+        if not all(map(str.isidentifier, self.stages)):  # they also name files of an export
+            raise ValueError(f"{[*self.stages]} are not labels of stages")
 
     @property
     def id(self) -> str:
@@ -128,16 +137,17 @@ def read_run(folder: Path) -> RecordedRun:
         state = "interrupted" if record["state"] == "running" and not is_going_on else record["state"]
         return RecordedRun(
             folder=folder,
-            **{name: record[name] for name in ("name", "flow", "host", "pid", "started_at")},
+            **{name: record[name] for name in ("name", "flow", "host", "pid")},
             state=state,
-            seconds=time.time() - record["started_at"] if state == "running" else record["seconds"],
+            started_at=float(record["started_at"]),
+            seconds=float(time.time() - record["started_at"] if state == "running" else record["seconds"]),
             stages={label: StageRecord(**values) for label, values in record["stages"].items()},
             error=record.get("error"),
             report=record.get("report"),
         )
     except OSError as error:
         raise StoreError(
-            f"{path} cannot be read: {error.strerror}; mend that, or move the run's folder away"
+            f"{path} cannot be read: {error.strerror}; correct that, or move the run's folder away"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
@@ -176,7 +186,7 @@ def require_artifact(run: RecordedRun, label: str) -> Artifact:
 
 
 def find_run(store: Path, text: str, needs: str | None = None) -> RecordedRun:
-    """The run whose id begins or ends with `text`; `latest` is the newest, `latest~2` the second before it.
+    """The run whose id begins or ends with `text`; `latest` is the newest, `latest~2` the one two before it.
 
     With `needs`, the label of a stage or "report", these two count only the runs that have it.
     Raises StoreError, naming the runs there are, when none matches or more than one.
@@ -262,10 +272,10 @@ def read_report(run: RecordedRun) -> dict[str, Any] | None:
     if run.report is None or not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
         raise StoreError(
-            f"{path} is not JSON ({error}); dapo stage compare {run.folder / CONFIG_FILE} makes the report again"
+            f"{path} is no report ({error}); dapo stage compare {run.folder / CONFIG_FILE} makes it again"
         ) from None
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +24,14 @@ from durable import locked, write_atomically
 from eval.problems.benchmarks import TRAINING
 from eval.problems.files import require_columns
 from eval.problems.prompts import find_template
+from redaction import redacted
 from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
-from tasks.artifacts.store import ArtifactStore
+from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
 from tasks.config import ChainConfig
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
-from tasks.stages import LINKS, prepare_data_inputs
+from tasks.stages import LINKS, data_files
 from tasks.time_limit import clock_stopped
 
 logger = logging.getLogger(__name__)
@@ -67,12 +68,13 @@ class Run:
         store = ArtifactStore(config.store.path)
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%f")[:-3]
         folder = store.root / "runs" / f"{now}Z-{os.getpid()}"
-        folder.mkdir(parents=True)
-        (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
-        logger.info("run %s of %s in %s", folder.name, config.run.name, folder)
         run = Run(config, store, folder, flow, frozenset(forced))
-        run.lock.enter_context(locked(run_lock_path(folder)))
-        run.record()
+        with store.disk_errors(NO_FOLDER_ERRORS):
+            folder.mkdir(parents=True)
+            run.config_path.write_text(dump_config(config), encoding="utf-8")
+            run.lock.enter_context(locked(run_lock_path(folder)))
+            run.record()
+        logger.info("run %s of %s in %s", folder.name, config.run.name, folder)
         return run
 
     def __enter__(self) -> Run:
@@ -97,7 +99,7 @@ class Run:
         self,
         label: str,
         key: StageKey,
-        build: Callable[[Path], Mapping[str, Any]],
+        build: Build,
     ) -> Artifact:
         """The artifact of the key, from the store or built now, recorded and linked under `label`.
 
@@ -142,7 +144,7 @@ class Run:
 
     def record(self, **outcome: Any) -> None:
         """Bring run.json up to date; `outcome` adds to it."""
-        self.outcome |= outcome
+        self.outcome |= redacted(outcome)
         record = {
             "name": self.config.run.name,
             "flow": self.flow,
@@ -214,7 +216,7 @@ def check_inputs(config: ChainConfig) -> None:
 
     ConfigError, DataError or ModelError; ProblemsError for a prompt.
     """
-    prepare_data_inputs(config)
+    data_files(config)
     require_scorers((), config.reward, config.custom_reward)
     require_resume(config.checkpoint.resume)
     find_template(config.evaluate.prompt, default="given")

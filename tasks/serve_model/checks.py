@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,14 @@ from dapo_core.errors import ModelError
 from dapo_core.model_folder import INDEX_FILE, require_model_folder, weight_files
 from tasks.serve_model.config import ServeConfig
 
-# vLLM 0.32, transformers_utils/model_arch_config_convertor.py: the smallest of these that is set counts.
-_LENGTH_KEYS = (
-    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions",
-    "max_sequence_length", "max_seq_length", "seq_len",
-)  # fmt: skip
-# Rope types whose max_position_embeddings is already scaled; the others are scaled by their factor.
-_SCALED_TYPES = frozenset({"su", "longrope", "llama3", "deepseek_llama_scaling"})
-_YARN_TYPES = frozenset({"yarn", "deepseek_yarn"})
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 _ALLOW_LONGER_VARIABLE = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 
 def require_servable(model_path: str | Path, settings: ServeConfig, environment: Mapping[str, str]) -> None:
     """Raise ModelError for an incomplete or truncated folder, or for a length that the model has no positions for.
 
-    A length beyond the model's is left to vLLM where serve.extra_args or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 change
-    the model's own.
+    Where serve.extra_args or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 change the model's length, vLLM checks it.
     """
     require_model_folder(model_path)
     _require_whole_files(Path(model_path))
@@ -59,36 +51,17 @@ def require_positions(model_path: str | Path, data: PromptsConfig, rollout: Roll
 
 
 def longest_sequence(config: Mapping[str, Any]) -> int | None:
-    """Number of positions of a model with this config.json; None when it does not say.
+    """An upper bound on the positions of a model with this config.json; None when it does not say.
 
-    vLLM's rule (`_get_and_verify_max_len`), lenient where its versions differ: YaRN may come with the original or
-    the scaled max_position_embeddings, and the larger reading counts.
+    The longest length times the largest rope factor: some configs state the length before scaling, some after.
+    Lengths that pass here and are too long all the same are refused by vLLM.
     """
     text = config.get("text_config") or config
-    lengths = [text[name] for name in _LENGTH_KEYS if text.get(name) is not None]
-    # Command-R's key replaces the others; any model may set it above them.
-    longest = text.get("model_max_length") or min(lengths, default=None)
-    if longest is None:
-        return None
-    if "gemma3" in str(config.get("model_type")):  # its length is already scaled
-        return int(longest)
-    scaled = [_scaled(longest, rope) for rope in _ropes(text)]
-    return int(max(scaled, default=longest))
-
-
-def _ropes(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Rope parameters under their new or old name; nested ones have a set per layer type."""
+    lengths = [text[name] for name in _LENGTH_KEYS if text.get(name)]
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    nested = [part for part in rope.values() if isinstance(part, dict)]
-    yield from nested or [rope]
-
-
-def _scaled(length: float, rope: Mapping[str, Any]) -> float:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    factor = rope.get("factor") or 1.0
-    if kind in _YARN_TYPES:
-        return max(length, factor * (rope.get("original_max_position_embeddings") or length))
-    return length if kind in _SCALED_TYPES else length * factor
+    sets = [rope, *rope.values()]  # one, or one for each type of layer
+    factor = max([part.get("factor") or 1.0 for part in sets if isinstance(part, dict)])
+    return int(max(lengths) * max(factor, 1.0)) if lengths else None
 
 
 def _require_whole_files(folder: Path) -> None:

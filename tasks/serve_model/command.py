@@ -13,20 +13,22 @@ from importlib import metadata
 from pathlib import Path
 
 from dapo_core.device import Device, device_for
+from redaction import is_secret_name, redact
 from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError
 
-SERVED_NAME = "policy"
+SERVED_NAME = "policy"  # of `dapo serve`, which `dapo eval` asks for by default
+SHORT_DIGEST_LENGTH = 12
 API_KEY_VARIABLE = "VLLM_API_KEY"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 CPU_BINDING_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 
 
-def serve_command(model_path: str | Path, settings: ServeConfig, port: int) -> list[str]:
+def serve_command(model_path: str | Path, settings: ServeConfig, port: int, name: str = SERVED_NAME) -> list[str]:
     """The `vllm serve` command line; the API key travels in the environment, where `ps` does not show it."""
     num_bytes = settings.memory_gigabytes and int(settings.memory_gigabytes * 1024**3)
     options = {
-        "--served-model-name": SERVED_NAME,
+        "--served-model-name": name,
         "--host": settings.host,
         "--port": port,
         "--dtype": settings.dtype,
@@ -46,10 +48,15 @@ def serve_command(model_path: str | Path, settings: ServeConfig, port: int) -> l
     ]
 
 
+def served_name(digest: str) -> str:
+    """The name under which a run serves the model of this digest: no other model answers to it."""
+    return f"{SERVED_NAME}-{digest[:SHORT_DIGEST_LENGTH]}"
+
+
 def shell_line(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The command as typed in a shell, after its environment; the API key is left out."""
-    shown = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if name != API_KEY_VARIABLE]
-    return " ".join([*shown, shlex.join(command)])
+    """The command as typed in a shell, after its environment, without secrets."""
+    shown = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if not is_secret_name(name)]
+    return redact(" ".join([*shown, shlex.join(command)]))
 
 
 def serve_environments(settings: ServeConfig, environment: Mapping[str, str]) -> list[dict[str, str]]:

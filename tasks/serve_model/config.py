@@ -24,6 +24,7 @@ _SERVE_KEYS = {
     "--host": "serve.host",
     "--port": "serve.port",
     "--served-model-name": "nothing: the evaluation asks for its own name",
+    "--hf-token": "nothing: a server loads a local folder",
     "--api-key": "the environment variable VLLM_API_KEY, which `ps` does not show",
 }
 

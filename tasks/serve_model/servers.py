@@ -16,6 +16,7 @@ import httpx
 
 from eval import EvaluationError
 from eval.client import Endpoint
+from redaction import add_secret, is_secret_name
 from tasks.processes.child import SupervisedProcess, background_command
 from tasks.processes.supervisor import STOP
 from tasks.serve_model.checks import require_servable
@@ -49,9 +50,9 @@ class Server(Endpoint):
 
 @contextlib.contextmanager
 def serve_model(
-    model_path: str | Path, settings: ServeConfig, log_path: Path, api_key: str | None = None
+    model_path: str | Path, settings: ServeConfig, log_path: Path, name: str = SERVED_NAME
 ) -> Iterator[tuple[Server, ...]]:
-    """Yield serve.num_servers healthy servers of the model; all are gone when the block ends in any way.
+    """Yield serve.num_servers healthy servers of the model, which they call `name`; all end with the block.
 
     Healthy means: its model list names our model and one token was completed. The first server logs to `log_path`,
     the others beside it with their number. Raises ModelError for a folder that cannot be served before anything
@@ -60,7 +61,7 @@ def serve_model(
     block failed because one ended.
     """
     require_servable(model_path, settings, os.environ)
-    with _run_servers(model_path, settings, log_path, api_key) as running:
+    with _run_servers(model_path, settings, log_path, name, secrets.token_urlsafe(24)) as running:
         try:
             yield tuple(one.server for one in running)
         except EvaluationError as error:
@@ -88,7 +89,7 @@ def serve_until_interrupted(
         [own] = serve_environments(settings, environment)
         logger.info("%s", shell_line(command, own))
         os.execvpe(command[0], command, {**environment, **own, API_KEY_VARIABLE: api_key})
-    with _run_servers(model_path, settings, log_path, api_key) as running:
+    with _run_servers(model_path, settings, log_path, SERVED_NAME, api_key) as running:
         logger.info("%d servers answer: %s", len(running), " ".join(one.server.base_url for one in running))
         while all(one.process.poll() is None for one in running):
             time.sleep(POLL_SECONDS)
@@ -111,12 +112,14 @@ class _Running:
 
 @contextlib.contextmanager
 def _run_servers(
-    model_path: str | Path, settings: ServeConfig, log_path: Path, api_key: str | None
+    model_path: str | Path, settings: ServeConfig, log_path: Path, name: str, api_key: str
 ) -> Iterator[list[_Running]]:
     """Yield the servers once all are healthy. Raises ServeError when one ends first, or at the deadline."""
     deadline = time.monotonic() + settings.startup_seconds
-    own = {API_KEY_VARIABLE: api_key or secrets.token_urlsafe(24)}
-    environments = [{**place, **own} for place in serve_environments(settings, os.environ)]
+    add_secret(api_key)
+    own = dict.fromkeys(filter(is_secret_name, os.environ))  # a server needs no other secret than its key
+    own[API_KEY_VARIABLE] = api_key
+    places = serve_environments(settings, os.environ)
     running: list[_Running] = []
     is_over = threading.Event()
     with contextlib.ExitStack() as stack:
@@ -127,17 +130,17 @@ def _run_servers(
                     label += f" {number} of {settings.num_servers}"
                 if number > 1:
                     log = log_path.with_name(f"{log_path.stem}-{number}{log_path.suffix}")
-                environment = environments[number - 1]
-                command = serve_command(model_path, settings, port)
-                logger.info("%s: %s", label, shell_line(command, environment))
+                place = places[number - 1]
+                command = serve_command(model_path, settings, port, name)
+                logger.info("%s: %s", label, shell_line(command, place))
                 process = stack.enter_context(
                     background_command(
-                        command, log_path=log, label=label, env=environment, folder_variable=SOCKETS_VARIABLE
+                        command, log_path=log, label=label, env=place | own, folder_variable=SOCKETS_VARIABLE
                     )
                 )
                 portable = ["python", *("MODEL" if word == str(model_path) else word for word in command[1:])]
-                line = shell_line(portable, environment)
-                server = Server(base_url(settings.host, port), SERVED_NAME, own[API_KEY_VARIABLE], line)
+                line = shell_line(portable, place)
+                server = Server(base_url(settings.host, port), name, api_key, line)
                 running.append(_Running(server, process, _watch_health(server, is_over)))
             while pending := [one for one in running if not one.is_healthy.is_set()]:
                 _refuse_ended(pending)

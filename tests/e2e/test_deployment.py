@@ -1,6 +1,6 @@
 """Operating the chain: deployments through server and worker, a power cut in the middle, Prefect's page, reruns.
 
-One scenario, whose steps are fixtures; the chain is real and small: training, merge, two servers.
+One scenario, whose steps are fixtures. The chain is real and small: a training, a merge, two servers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from bench.small_chain import SMALL
 from tests.integration.browser import Browser
 from tests.operated import ROOT, Site, describe
 
@@ -28,17 +29,17 @@ STAGES = [
     "evaluate_after",
 ]
 SLOW_EVALUATION = "evaluate.requests_per_second=1"  # changes no result, so no key
-LONGER_TRAINING = ("train.total_steps=6", "checkpoint.save_every=1")
+OVERRIDES = (*SMALL, "train.total_steps=8", "checkpoint.save_every=1")
+NUM_STEPS, NUM_ITEMS = 8, 24
 CHAIN_SECONDS = 500.0
 pytestmark = pytest.mark.timeout(1500)  # on two busy cores
-NUM_ITEMS = 24
 
 
 @dataclass(frozen=True)
 class PowerCut:
     """What was there when every process ended at once."""
 
-    flow_runs: tuple[str, str]  # the chain, asking its first model; a longer training
+    flow_runs: tuple[str, str]  # the chain, evaluating its first model; its training, by the stage's deployment
     answers: list[str]  # lines of results.jsonl
     steps: list[str]  # lines of metrics.jsonl
 
@@ -62,7 +63,7 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    site = Site(tmp_path_factory.mktemp("site"))
+    site = Site(tmp_path_factory.mktemp("site"), OVERRIDES)
     try:
         site.up()
         yield site
@@ -76,7 +77,7 @@ def power_cut(site: Site) -> PowerCut:
     """An evaluation with answers and a training with a checkpoint, and then SIGKILL of everything."""
     chain = site.run_deployment("dapo-full", SLOW_EVALUATION)
     site.wait_for("the model is built", lambda: [*site.store.glob("fetch_model/*/1")], CHAIN_SECONDS)
-    training = site.run_deployment("train-policy", *LONGER_TRAINING)
+    training = site.create_run("train-policy")
 
     def pause(flow_run: str, is_far_enough: bool) -> bool:
         """Stop the processes of a run that is far enough, so that it cannot finish before the other one is."""
@@ -109,15 +110,9 @@ def power_cut(site: Site) -> PowerCut:
 
 
 @pytest.fixture(scope="module")
-def training(site: Site, power_cut: PowerCut) -> Finished:
-    """The longer training again, by its stage's deployment."""
-    return completed(site, site.run_deployment("train-policy", *LONGER_TRAINING))
-
-
-@pytest.fixture(scope="module")
-def chain(site: Site, power_cut: PowerCut, training: Finished) -> Finished:
-    """The whole chain again, by its deployment."""
-    return completed(site, site.run_deployment("dapo-full"))
+def chain(site: Site, power_cut: PowerCut) -> Finished:
+    """The whole chain again."""
+    return completed(site, site.create_run("dapo-full"))
 
 
 def completed(site: Site, flow_run: str) -> Finished:
@@ -131,25 +126,15 @@ def lines_in(store: Path, pattern: str) -> list[str]:
     return [line for path in store.glob(pattern) for line in path.read_text().splitlines(keepends=True)]
 
 
-def steps_of(lines: list[str]) -> list[int]:
-    return [json.loads(line)["step"] for line in lines]
+def test_after_a_power_cut_training_goes_on_from_its_checkpoint(power_cut: PowerCut, chain: Finished) -> None:
+    steps = lines_in(chain.folder, "train_policy/metrics.jsonl")
+    assert [json.loads(line)["step"] for line in steps] == [*range(1, NUM_STEPS + 1)]
+    kept = [line for line in power_cut.steps if json.loads(line)["step"] <= 2]
+    assert len(kept) == 2
+    assert steps[:2] == kept  # byte for byte: they were not done again
 
 
-def test_after_a_power_cut_training_goes_on_from_its_checkpoint(power_cut: PowerCut, training: Finished) -> None:
-    steps = lines_in(training.folder, "train_policy/metrics.jsonl")
-    assert steps_of(steps) == [1, 2, 3, 4, 5, 6]
-    kept = [step for step in power_cut.steps if json.loads(step)["step"] <= 2]
-    assert steps[: len(kept)] == kept  # byte for byte: they were not done again
-    assert training.record["state"] == "completed"
-
-
-def test_the_stage_alone_takes_what_it_needs_from_the_store(training: Finished) -> None:
-    assert training.cached == {"prepare_data": True, "fetch_model": True, "train_policy": False}
-
-
-def test_after_a_power_cut_no_answered_item_is_asked_again(
-    site: Site, power_cut: PowerCut, chain: Finished
-) -> None:
+def test_after_a_power_cut_no_answered_item_is_asked_again(power_cut: PowerCut, chain: Finished) -> None:
     answers = lines_in(chain.folder, "evaluate_before/results.jsonl")
     assert len(answers) == NUM_ITEMS
     assert set(power_cut.answers) <= set(answers)  # time stamps and all
@@ -178,8 +163,8 @@ def test_the_report_has_what_machines_read(chain: Finished) -> None:
     assert 0 < report["mcnemar"]["p"] <= 1
     # without dynamic sampling every generated token is trained on
     train = report["train"]
-    assert (train["steps"], train["tokens_trained"]) == (2, train["tokens_generated"])
-    assert train["tokens_trained"] >= 2 * 4 * 4  # steps x prompts x responses, each at least one token
+    assert (train["steps"], train["tokens_trained"]) == (NUM_STEPS, train["tokens_generated"])
+    assert train["tokens_trained"] >= 8 * 4 * 4  # steps x prompts x responses, each at least one token
     assert list(report["stages"]) == STAGES == list(report["artifacts"])
     assert {label: stage["cached"] for label, stage in report["stages"].items()} == chain.cached
     assert all(Path(path).is_dir() for path in report["artifacts"].values())
@@ -221,7 +206,7 @@ def test_the_page_of_the_flow_run_shows_what_happened(site: Site, chain: Finishe
 
 
 def test_a_second_run_is_all_cached(site: Site, chain: Finished) -> None:
-    again = completed(site, site.run_deployment("dapo-full"))
+    again = completed(site, site.create_run("dapo-full"))
     assert again.cached == dict.fromkeys(STAGES, True)
     states = site.task_states(again.flow_run)
     assert sorted(states.values()) == ["Cached"] * len(STAGES) + ["Completed"]  # the report is written each time
@@ -230,15 +215,14 @@ def test_a_second_run_is_all_cached(site: Site, chain: Finished) -> None:
 
 
 def test_plan_finds_everything_cached(site: Site, chain: Finished) -> None:
-    done = site.dapo_chain("plan")
+    done = site.dapo(*site.chain("plan"))
     rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
     assert [(row[1].strip(), row[2].strip()) for row in rows] == [(label, "cached") for label in STAGES]
     assert [row[4].strip() for row in rows] == [stage["key"][:16] for stage in chain.record["stages"].values()]
 
 
 def test_the_report_alone_is_written_again_from_the_store(site: Site, chain: Finished) -> None:
-    done = site.dapo_chain("stage", "compare")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = site.dapo(*site.chain("stage", "compare"))
     run = max((site.store / "runs").iterdir())
     record = json.loads((run / "run.json").read_text())
     assert (record["flow"], record["state"]) == ("compare", "completed")
@@ -248,8 +232,7 @@ def test_the_report_alone_is_written_again_from_the_store(site: Site, chain: Fin
 
 
 def test_an_export_names_no_place_of_this_machine(site: Site, chain: Finished, tmp_path: Path) -> None:
-    done = site.dapo("export", chain.folder.name, str(tmp_path / "model"), "--store", str(site.store))
-    assert done.returncode == 0, done.stdout + done.stderr
+    site.dapo("export", chain.folder.name, str(tmp_path / "model"))
     places = [f"{place}/".encode() for place in (site.store, ROOT, sys.prefix, Path.home())]
     files = [path for path in (tmp_path / "model").rglob("*") if path.is_file()]
     assert [path.name for path in files if any(place in path.read_bytes() for place in places)] == []
@@ -258,10 +241,9 @@ def test_an_export_names_no_place_of_this_machine(site: Site, chain: Finished, t
     assert " python -m dapo_core.engines.vllm_command serve MODEL --served-model-name " in command
 
 
-def test_an_error_that_a_retry_cannot_mend_is_told_once(site: Site, chain: Finished) -> None:
-    done = site.dapo_chain("run", changes=("data.max_prompt_tokens=1",))
+def test_an_error_that_no_retry_helps_is_shown_once(site: Site, chain: Finished) -> None:
+    done = site.dapo(*site.chain("run", changes=("data.max_prompt_tokens=1",)), status=2)
     said = done.stdout + done.stderr
-    assert done.returncode == 2, said
     assert said.count("prompts are longer than data.max_prompt_tokens=1") == 1
     assert done.stderr.startswith("ChildProcessFailed: train_policy ended with exit code 2; its log is ")
     assert "the next one begins" not in said
@@ -274,8 +256,7 @@ def test_without_services_only_a_damaged_model_is_made_again(site: Site, chain: 
     weights = (chain.folder / "merge_checkpoint" / "model.safetensors").resolve()
     good = weights.read_bytes()
     weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    done = site.dapo_chain("run")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = site.dapo(*site.chain("run"))
     newest = max((site.store / "runs").iterdir())
     stages = json.loads((newest / "run.json").read_text())["stages"]
     # The same shards give the same bytes, so what depends on the model is still valid.

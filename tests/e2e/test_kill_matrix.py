@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,16 +32,13 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
-from bench.small_chain import CONFIG, SMALL
-from flows.services import CRASH_AUTOMATION_FILE
+from bench.small_chain import SMALL
 from tasks.processes.detached import read_record
 from tasks.processes.supervisor import REQUESTED, UNWATCHED
 from tasks.training_lock import TRAINING_LOCK, find_holder
-from tests.operated import GONE_SECONDS, ROOT, Site, assert_all_gone, find_command
+from tests.operated import GONE_SECONDS, Site, assert_all_gone, find_command
 from tests.postgres_servers import started_postgres
-from tests.webhooks import started_receiver
 
 pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 AWAY_SECONDS = 40.0
@@ -230,32 +225,6 @@ def finished(site: Site, away: Away) -> Path:
     return folder
 
 
-def test_a_webhook_hears_of_a_run_that_crashed_unseen(site: Site, tmp_path: Path) -> None:
-    """By the automation of docs/notifications.md, made as it says there."""
-    words = (ROOT / "docs/notifications.md").read_text().split("## Runs that end unseen")[1].split("\n## ")[0]
-    code, automation = re.findall(r"```(?:python|yaml)\n(.*?)```", words, re.DOTALL)
-    environment = {**os.environ, **site.environment, "PREFECT_API_URL": site.services.api_url}
-
-    def run(*command: str) -> str:
-        return subprocess.run(
-            [sys.executable, *command], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout
-
-    [action] = yaml.safe_load(CRASH_AUTOMATION_FILE.read_text())["actions"]
-    reason = action["message"]
-    with started_receiver() as receiver:
-        block = run("-c", code.replace("https://hooks.example.org/...", receiver.url()))
-        (tmp_path / "unseen-crashes.yaml").write_text(automation.replace("BLOCK_ID", block.strip()))
-        run("-m", "prefect", "automation", "create", "--from-file", "unseen-crashes.yaml")
-        flow_run = site.create_run("prepare-data")
-        crashed = {"type": "CRASHED", "name": "Crashed", "message": reason}
-        site.ask("POST", f"/flow_runs/{flow_run}/set_state", state=crashed, force=True)
-        site.wait_for("the webhook", lambda: receiver.received, PATIENCE_SECONDS)
-        [(_, event)] = receiver.received
-    assert (event["event"], event["reason"]) == ("crashed", reason)
-    assert event["flow_run"]["url"].endswith(flow_run)
-
-
 def test_a_model_is_built_after_its_builders_were_stopped(site: Site, builds: Builds) -> None:
     state = assert_state(site, builds.killed, "CRASHED")
     assert "No heartbeat" not in state["message"]
@@ -306,7 +275,12 @@ def test_runs_that_lost_their_process_and_worker_become_crashed(
 def stop_dapo_runs(place: Path) -> None:
     """Two at once, of which one builds the model that the other one waits for."""
     site = Site(place, (*SMALL, HOURS))
-    runs = {started_run(site, place / name): place / name for name in ("one", "other")}
+    runs: dict[subprocess.Popen[bytes], Path] = {}
+    for name in ("one", "other"):  # each with Prefect's files and a server of its own
+        home = place / name
+        home.mkdir()
+        run = site.start(home / "run.log", *site.chain("run"), PREFECT_HOME=str(home))
+        runs[run] = home
 
     def find_builder() -> subprocess.Popen[bytes] | None:
         assert [run.returncode for run in runs if run.poll() is not None] == []
@@ -316,31 +290,16 @@ def stop_dapo_runs(place: Path) -> None:
     try:
         for stop_signal in (signal.SIGKILL, signal.SIGINT):
             run = site.wait_for("one builds the model", find_builder, PATIENCE_SECONDS)
-            folder = runs.pop(run)
+            home = runs.pop(run)
             processes = psutil.Process(run.pid).children(recursive=True)
-            assert "Traceback" not in (folder / "prefect" / "servers" / f"{run.pid}.log").read_text()
+            assert "Traceback" not in (home / "servers" / f"{run.pid}.log").read_text()
             run.send_signal(stop_signal)
             assert run.wait(GONE_SECONDS) != 0
             assert_all_gone(processes)
-            assert "Traceback" not in (folder / "run.log").read_text()
+            assert "Traceback" not in (home / "run.log").read_text()
         assert_all_gone(site.processes())
     finally:
         site.end_everything()
-
-
-def started_run(site: Site, folder: Path) -> subprocess.Popen[bytes]:
-    """`dapo run` with Prefect's files and a server of its own."""
-    folder.mkdir(parents=True)
-    overrides = [word for change in site.changes() for word in ("--set", change)]
-    with open(folder / "run.log", "wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "run", CONFIG, *overrides],
-            cwd=ROOT,
-            env={**os.environ, **site.environment, "PREFECT_HOME": str(folder / "prefect")},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
 
 
 def paused(site: Site, flow_run: str, num_steps: int) -> Paused:

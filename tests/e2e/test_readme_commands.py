@@ -1,4 +1,4 @@
-"""The README's stage commands on a recipe cut short; what is served in the end is the policy that was trained."""
+"""The README's stage commands on the demo's recipe, cut short: the policy learns, and is what is served."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -17,23 +17,22 @@ import pytest
 import torch
 
 from dapo_core.batch import Batch, split_batch
+from dapo_core.metrics import METRICS_FILE
 from dapo_core.policy.rank import Policy
+from durable import read_json_lines
 from tests.batches import random_batch
 from tests.configs import make_config
+from tests.operated import free_port
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 BLOCK_BEGINS = "Each stage is also a command on plain paths"
-SHORT = {
-    "data.arithmetic.num_train": 256,
-    "data.arithmetic.num_eval": 12,
-    "model.recipe.num_steps": 20,
-    "sampler.dynamic": "false",
-    "train.total_steps": 2,
-}
+NUM_STEPS, NUM_RANKS = 24, 2
+SHORT = {"data.arithmetic.num_eval": 12, "train.total_steps": NUM_STEPS, "validation.every": 0}
 START_SECONDS = 180.0
-NUM_RANKS = 2
 SIDES = ("before", "after")
+OUTCOMES = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
+pytestmark = pytest.mark.timeout(1500)  # on two busy cores
 
 
 def readme_commands() -> list[str]:
@@ -107,10 +106,11 @@ def stop(server: subprocess.Popen[bytes]) -> None:
         server.wait()
 
 
-def test_the_stage_commands_make_a_report_out_of_a_recipe(recipe: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+@pytest.fixture(scope="module")
+def folder(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the commands were typed; the last server still runs, and its address is in the file `url`."""
+    folder, port = tmp_path_factory.mktemp("typed"), free_port()
+    (folder / "url").write_text(f"http://127.0.0.1:{port}")
     commands = readme_commands()
     assert [line.split("dapo ")[1].split()[0] for line in commands] == [
         *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "serve", "eval", "report")
@@ -122,31 +122,58 @@ def test_the_stage_commands_make_a_report_out_of_a_recipe(recipe: Path, tmp_path
             if " serve " in line:
                 if server is not None:
                     stop(server)
-                with (tmp_path / "server.log").open("wb") as log:
-                    server = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+                with (folder / "server.log").open("wb") as log:
+                    server = subprocess.Popen(words, cwd=folder, env=environment, stdout=log, stderr=log)
                 wait_for_server(server, port, environment["VLLM_API_KEY"])
                 continue
-            done = subprocess.run(
-                words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-            )
+            done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
             said = done.stdout + done.stderr
             assert done.returncode == 0, said
             assert "nanobind: leaked" not in said  # as where Python's last collection is left out
-        batch = random_batch(num_groups=2, group_size=2)
-        served = served_log_probs(f"http://127.0.0.1:{port}/v1/completions", batch)
+        yield folder
     finally:
         if server is not None:
             stop(server)
-    report = json.loads((tmp_path / "report" / "report.json").read_text())
+
+
+def test_the_stage_commands_end_with_a_report(folder: Path) -> None:
+    report = json.loads((folder / "report" / "report.json").read_text())
     assert report["n"] == 12
-    accuracy = {side: json.loads((tmp_path / side / "summary.json").read_text())["accuracy"] for side in SIDES}
+    accuracy = {side: json.loads((folder / side / "summary.json").read_text())["accuracy"] for side in SIDES}
     assert {side: report[side]["accuracy"] for side in SIDES} == accuracy
-    assert report["train"]["steps"] == 2
-    checkpoint = tmp_path / "training" / "checkpoints" / "step_000002"
-    ranks = run_ranks(NUM_RANKS, trained_log_probs, tmp_path / "model", str(checkpoint), batch)
+    assert report["train"]["steps"] == NUM_STEPS
+
+
+def test_the_served_model_is_the_policy_that_was_trained(folder: Path) -> None:
+    batch = random_batch(num_groups=2, group_size=2)
+    served = served_log_probs(f"{(folder / 'url').read_text()}/v1/completions", batch)
+    checkpoint = folder / "training" / "checkpoints" / f"step_{NUM_STEPS:06d}"
+    ranks = run_ranks(NUM_RANKS, trained_log_probs, folder / "model", str(checkpoint), batch)
     compared = 0
     for rows, log_probs in ranks:
         for row, expected in zip(rows, log_probs.tolist(), strict=True):
             assert served[row] == pytest.approx(expected[: len(served[row])], abs=1e-3)
             compared += len(served[row])
     assert compared == int(batch.response_lengths.sum())
+
+
+def test_the_demo_learns(folder: Path) -> None:
+    """Over three seeds sampled accuracy rose from 0.32-0.40 in the first steps to 0.55-0.65 around step 24."""
+    accuracy = [line["sampler/accuracy"] for line in read_json_lines(folder / "training" / METRICS_FILE)]
+    assert len(accuracy) == NUM_STEPS
+    assert sum(accuracy[-6:]) / 6 > sum(accuracy[:6]) / 6 + 0.08
+
+
+def test_only_groups_with_signal_are_trained_on_and_every_token_is_counted(folder: Path) -> None:
+    lines = read_json_lines(folder / "training" / METRICS_FILE)
+    carried_in = 0.0
+    for line in lines:
+        assert line["sampler/kept_groups"] == 16
+        assert 0 < line["reward/right_ratio"] < 1
+        counted = sum(line[f"sampler/{outcome}_tokens"] for outcome in OUTCOMES)
+        carried_out = line["sampler/carried_out_tokens"]
+        assert line["perf/generated_tokens"] + carried_in == counted + carried_out
+        carried_in = line["sampler/surplus_tokens"] + carried_out
+        assert line["sampler/aborted_groups"] == line["sampler/stale_groups"] == 0
+    assert sum(line["sampler/all_wrong_groups"] + line["sampler/all_right_groups"] for line in lines) > 0
+    assert sum(line["sampler/surplus_groups"] for line in lines) > 0

@@ -6,6 +6,7 @@ python -m tests.integration.page_flow FOLDER WEBHOOK_URL
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tasks.page import StageProgress
 from tasks.processes.child import run_command
 from tasks.runs.run import Run
 from tasks.stage_task import RETRIED, stage_task
-from tasks.stages import TRAIN_POLICY, train_policy_inputs
+from tasks.stages import LINKS
 from tests.evaluations import write_results
 from tests.tiny_models import build_tiny_qwen3
 
@@ -43,7 +44,8 @@ STUCK = "import time; print('at it'); time.sleep(60)"
 
 @stage_task("train-policy")
 def train_policy(run: Run, data: Artifact, model: Artifact, code: str) -> Artifact:
-    key = TRAIN_POLICY.key(run.config, {**train_policy_inputs(run.config, data, model), "code": code})
+    key = LINKS["train_policy"].key(run.config, data, model)
+    key = replace(key, inputs={**key.inputs, "code": code})
 
     def build(folder: Path) -> dict[str, Any]:
         progress = StageProgress(run, "train_policy", folder)

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from eval.dispatch import Limits
 from eval.results import Row, RowKey, read_rows
 from eval.run import evaluate
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
-from tests.operated import ROOT, Site, describe
+from tests.operated import Site, describe
 
 FAR = 20.0
 SAMPLING = Sampling(max_tokens=64)
@@ -34,6 +33,7 @@ GONE_SECONDS = 40.0
 # Only the last step is due to be saved.
 CHANGES = (f"train.total_steps={NUM_STEPS}", "checkpoint.save_every=100", "validation.every=0")
 
+# Data and model in the store, without a Prefect server for each.
 BUILD_MODEL = """
 import sys
 from flows.config import load_config
@@ -106,35 +106,11 @@ def metrics_lines(folder: Path) -> list[bytes]:
     return [line for path in folder.glob("metrics.jsonl") for line in path.read_bytes().splitlines()]
 
 
-def build_model(site: Site) -> None:
-    """Data and model in the store, without a Prefect server for each."""
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD_MODEL, CONFIG, *site.changes()],
-        cwd=ROOT,
-        env={**os.environ, **site.environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_a_training_that_ctrl_c_cancels_is_to_continue_from_its_last_step(tmp_path: Path) -> None:
     site = Site(tmp_path, (*SMALL, *CHANGES))
-    build_model(site)
-    command = [sys.executable, "-m", "flows.cli", "stage", "train-policy", CONFIG]
-    command += [word for change in site.changes() for word in ("--set", change)]
+    site.run(sys.executable, "-c", BUILD_MODEL, CONFIG, *site.changes())
     log = tmp_path / "run.log"
-    with log.open("wb") as output:
-        run = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **site.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    run = site.start(log, *site.chain("stage", "train-policy"))
     try:
         site.wait_for(
             "two steps",
@@ -161,5 +137,5 @@ def test_a_training_that_ctrl_c_cancels_is_to_continue_from_its_last_step(tmp_pa
     before = metrics_lines(folder)
     assert 2 <= len(before) < NUM_STEPS
     assert (folder / "checkpoints/latest").read_text().strip() == f"step_{len(before):06d}"
-    plan = site.dapo_chain("plan").stdout
+    plan = site.dapo(*site.chain("plan")).stdout
     assert re.search(r"train_policy\W+resumes", plan), plan

@@ -5,21 +5,22 @@ from __future__ import annotations
 import configparser
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import prefect.settings
 import pytest
 import yaml
 
 from flows.config import load_config
-from flows.services import CRASH_AUTOMATION
+from flows.prefect_settings import apply_prefect_settings
+from flows.services import CRASH_AUTOMATION, CRASH_AUTOMATION_FILE
 from tasks.training_lock import hold, nightly_lock_path
-from tests.prefect_servers import ROOT, PrefectServer, started_server, wait_for
+from tests.operated import ROOT, Site, free_port
 from tests.webhooks import started_receiver
 
 NAMES = [
@@ -33,7 +34,6 @@ NAMES = [
     "train-policy",
 ]
 SCHEDULE_SECONDS = 90.0
-ANSWER_SECONDS = 60.0
 WRONG = [
     ("config", "configs/arith_cpu.json"),
     ("overrides", "run.seed=2"),
@@ -73,42 +73,43 @@ print(json.dumps(states))
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
-    folder = tmp_path_factory.mktemp("deployments")
-    with started_server(folder) as server:
-        yield server
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A project with a server that plain Prefect starts there."""
+    site, port = Site(tmp_path_factory.mktemp("deployments")), free_port()
+    server, api_url = site.services.server, f"http://127.0.0.1:{port}/api"
+    site.services.folder.mkdir(parents=True)
+    start = (sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port))
+    try:
+        environment = {**site.environment, "PREFECT_API_URL": api_url}  # from which it knows its page
+        server.start(start, environment, api_url=api_url, port=port)
+        server.wait_until(site.services.answers, "does not answer")
+        yield site
+    finally:
+        site.end_everything()
 
 
 @pytest.fixture(scope="module")
-def deployed(server: PrefectServer) -> list[dict[str, Any]]:
+def deployed(site: Site) -> list[dict[str, Any]]:
     """The deployments as deploy/setup.sh makes them; deploying again must change nothing."""
     found = []
     for command in (["deploy/setup.sh"], ["prefect", "--no-prompt", "deploy", "--all"]):
-        done = server.run(*command)
-        assert done.returncode == 0, done.stdout + done.stderr
-        found.append(ask(server, "/deployments/filter", sort="NAME_ASC").raise_for_status().json())
-    first, second = (
-        [(each["id"], each["name"], len(each["schedules"])) for each in each_time] for each_time in found
-    )
+        site.run(*command)
+        found.append(site.ask("POST", "/deployments/filter", sort="NAME_ASC"))
+    first, second = ([(one["id"], one["name"], len(one["schedules"])) for one in once] for once in found)
     assert first == second
     return found[1]
 
 
-def ask(server: PrefectServer, path: str, **content: Any) -> httpx.Response:
-    """The answer to a POST, asked again where the server's SQLite was locked (503)."""
-    with server.client() as client:
-        return wait_for(
-            path,
-            lambda: answer if (answer := client.post(path, json=content)).status_code != 503 else None,
-            ANSWER_SECONDS,
-            server.folder / "server.log",
-        )
-
-
-def flow_runs(server: PrefectServer, deployment: str) -> list[dict[str, Any]]:
+def flow_runs(site: Site, deployment: str) -> list[dict[str, Any]]:
     """The flow runs of the deployment of this name."""
-    chosen = {"name": {"any_": [deployment]}}
-    return ask(server, "/flow_runs/filter", deployments=chosen).raise_for_status().json()
+    return site.ask("POST", "/flow_runs/filter", deployments={"name": {"any_": [deployment]}})
+
+
+def run_flows(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
+    """`python WORDS`, whose flows report to the server."""
+    environment = {"PREFECT_HOME": str(site.folder / "prefect"), "PREFECT_API_URL": site.services.api_url}
+    apply_prefect_settings(environment)
+    return site.run(sys.executable, *words, **environment)
 
 
 def test_every_flow_is_deployed_with_a_form_that_explains_itself(deployed: list[dict[str, Any]]) -> None:
@@ -123,20 +124,40 @@ def test_every_flow_is_deployed_with_a_form_that_explains_itself(deployed: list[
 
 
 def test_plain_prefect_makes_the_automation_that_dapo_up_looks_for(
-    server: PrefectServer, deployed: list[dict[str, Any]]
+    site: Site, deployed: list[dict[str, Any]]
 ) -> None:
-    [automation] = ask(server, "/automations/filter").raise_for_status().json()
+    [automation] = site.ask("POST", "/automations/filter")
     assert (automation["name"], automation["enabled"]) == (CRASH_AUTOMATION, True)
 
 
-def test_the_unit_files_use_commands_and_settings_that_prefect_has(server: PrefectServer) -> None:
+def test_the_automation_of_the_guide_posts_a_run_that_ended_unseen(
+    site: Site, deployed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    guide = (ROOT / "docs/notifications.md").read_text().split("## Runs that end unseen")[1].split("\n## ")[0]
+    code, automation = re.findall(r"```(?:python|yaml)\n(.*?)```", guide, re.DOTALL)
+    [action] = yaml.safe_load(CRASH_AUTOMATION_FILE.read_text())["actions"]
+    with started_receiver() as receiver:
+        block = run_flows(site, "-c", code.replace("https://hooks.example.org/...", receiver.url())).stdout
+        path = tmp_path / "unseen-crashes.yaml"
+        path.write_text(automation.replace("BLOCK_ID", block.strip()))
+        site.run("prefect", "automation", "create", "--from-file", str(path))
+        flow_run = site.create_run("prepare-data")
+        crashed = {"type": "CRASHED", "name": "Crashed", "message": action["message"]}
+        site.ask("POST", f"/flow_runs/{flow_run}/set_state", state=crashed, force=True)
+        site.wait_for("the webhook", lambda: receiver.received, SCHEDULE_SECONDS)
+        [(_, event)] = receiver.received
+    assert (event["event"], event["reason"]) == ("crashed", action["message"])
+    assert event["flow_run"]["url"].endswith(flow_run)
+
+
+def test_the_unit_files_use_commands_and_settings_that_prefect_has(site: Site) -> None:
     units = {path.name: path.read_text() for path in (ROOT / "deploy").iterdir()}
     assert set(units) == {"setup.sh", "compose.yaml", "dapo-server.service", "dapo-worker.service"}
     start = re.compile(r"prefect ((?:server|worker) start.*?)[\n\"]")
     commands = {command for text in units.values() for command in start.findall(text)}
     assert len(commands) == 3
     for kind in ("server", "worker"):
-        page = server.run("prefect", kind, "start", "--help").stdout
+        page = site.run("prefect", kind, "start", "--help").stdout
         words = [word for command in commands if command.startswith(kind) for word in command.split()]
         assert [word for word in words if word.startswith("--") and word not in page] == []
     variables = {name for text in units.values() for name in re.findall(r"PREFECT_\w+", text)}
@@ -150,43 +171,39 @@ def test_the_unit_files_use_commands_and_settings_that_prefect_has(server: Prefe
         assert unit["Service"]["ExecStart"].startswith("%h/dapo-pipeline/.venv/bin/prefect ")
 
 
-def test_a_deployment_runs_by_its_name_alone(server: PrefectServer, deployed: list[dict[str, Any]]) -> None:
-    done = server.run("prefect", "deployment", "run", "dapo-full", "--param", 'overrides=["run.seed=2"]')
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_deployment_runs_by_its_name_alone(site: Site, deployed: list[dict[str, Any]]) -> None:
+    done = site.run("prefect", "deployment", "run", "dapo-full", "--param", 'overrides=["run.seed=2"]')
     assert done.stderr == ""
-    [run] = flow_runs(server, "dapo-full")
+    [run] = flow_runs(site, "dapo-full")
     assert run["parameters"] == {"config": "configs/arith_cpu.yaml", "overrides": ["run.seed=2"]}
     assert run["state_type"] == "SCHEDULED"
 
 
-def test_wrong_parameters_are_refused_before_a_run_exists(
-    server: PrefectServer, deployed: list[dict[str, Any]]
-) -> None:
+def test_wrong_parameters_are_refused_before_a_run_exists(site: Site, deployed: list[dict[str, Any]]) -> None:
     [evaluation] = [each for each in deployed if each["name"] == "evaluate-model"]
     for name, value in WRONG:
-        answer = ask(server, f"/deployments/{evaluation['id']}/create_flow_run", parameters={name: value})
+        path = f"/deployments/{evaluation['id']}/create_flow_run"
+        answer = site.request("POST", path, parameters={name: value})
         assert answer.status_code == 409, (name, value)
         assert name in answer.json()["detail"]
-    assert flow_runs(server, "evaluate-model") == []
+    assert flow_runs(site, "evaluate-model") == []
 
 
-def test_the_nightly_schedule_creates_runs(server: PrefectServer, deployed: list[dict[str, Any]]) -> None:
+def test_the_nightly_schedule_creates_runs(site: Site, deployed: list[dict[str, Any]]) -> None:
     """With SQLAlchemy 2.1 Prefect's scheduler fails at each pass and no night ever comes."""
     [nightly] = [each for each in deployed if each["name"] == "dapo-nightly"]
     [schedule] = nightly["schedules"]
     assert schedule["active"]
     assert not nightly["paused"]
-    log = server.folder / "server.log"
-    runs = wait_for("a scheduled run", lambda: flow_runs(server, "dapo-nightly"), SCHEDULE_SECONDS, log)
+    runs = site.wait_for("a scheduled run", lambda: flow_runs(site, "dapo-nightly"), SCHEDULE_SECONDS)
     assert {run["state_type"] for run in runs} == {"SCHEDULED"}
     assert all(run["auto_scheduled"] and "T02:00:00" in run["expected_start_time"] for run in runs)
 
 
-def test_states_say_why_a_run_ended(server: PrefectServer, deployed: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_states_say_why_a_run_ended(site: Site, deployed: list[dict[str, Any]], tmp_path: Path) -> None:
     config = load_config(ROOT / "configs/arith_cpu.yaml", [f"store.path={tmp_path / 'store'}"])
     with hold(nightly_lock_path(config), "the-other-night"):
-        done = server.run(sys.executable, "-c", STATES, str(tmp_path / "store"))
-    assert done.returncode == 0, done.stdout + done.stderr
+        done = run_flows(site, "-c", STATES, str(tmp_path / "store"))
     states = json.loads(done.stdout.splitlines()[-1])
     for night, reason in (
         ("night", "because run the-other-night ("),
@@ -202,19 +219,16 @@ def test_states_say_why_a_run_ended(server: PrefectServer, deployed: list[dict[s
     assert states["misspelt"][0] == states["out of bounds"][0] == "FAILED"
     assert "did you mean train.total_steps?" in states["misspelt"][2]
     assert "train.total_steps = -1 is refused" in states["out of bounds"][2]
-    lines = [line["message"] for line in ask(server, "/logs/filter").raise_for_status().json()]
+    lines = [line["message"] for line in site.ask("POST", "/logs/filter")]
     assert any("skipped because it started 5.0 hours late" in line for line in lines)  # on the page
     assert f"arith_cpu store.path={tmp_path / 'store'} train.total_steps=-1" in states["names"]
 
 
-def test_dapo_stage_runs_one_stage_and_says_where_its_output_is(server: PrefectServer, tmp_path: Path) -> None:
-    changes = (f"store.path={tmp_path / 'store'}", "data.arithmetic.num_train=64", "data.arithmetic.num_eval=8")
-    words = [word for change in changes for word in ("--set", change)]
-    done = server.run(sys.executable, "-m", "flows.cli", "stage", "prepare-data", "configs/arith_cpu.yaml", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_dapo_stage_runs_one_stage_and_says_where_its_output_is(site: Site) -> None:
+    done = site.dapo(*site.chain("stage", "prepare-data"))
     output = Path(done.stdout.splitlines()[-1])
     assert (output / "train.parquet").is_file()
-    [record] = (tmp_path / "store" / "runs").glob("*/run.json")
+    [record] = (site.store / "runs").glob("*/run.json")
     run = json.loads(record.read_text())
     assert (run["flow"], run["state"]) == ("prepare-data", "completed")
     assert {label: stage["artifact"] for label, stage in run["stages"].items()} == {"prepare_data": str(output)}
@@ -236,25 +250,21 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(server: PrefectServer, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("page")
-    with started_receiver() as webhook, server.client() as client:
-        done = server.run(sys.executable, "-m", "tests.integration.page_flow", str(folder), webhook.url())
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-
-        def read(what: str, **query: Any) -> list[dict[str, Any]]:
-            return client.post(f"/{what}/filter", json=query).raise_for_status().json()
-
-        flow_runs = read("flow_runs", sort="START_TIME_ASC", flows={"name": {"any_": ["seen"]}})
-        task_runs = read("task_runs", flows={"name": {"any_": ["seen"]}})
-        for task_run in task_runs:
-            task_run["states"] = client.get("/task_run_states/", params={"task_run_id": task_run["id"]}).json()
-        tasks = [
-            {run["name"].rpartition("-")[0]: run for run in task_runs if run["flow_run_id"] == flow_run["id"]}
-            for flow_run in flow_runs
-        ]
-        logs = read("logs", sort="TIMESTAMP_ASC")
-        artifacts = read("artifacts", sort="CREATED_DESC")[::-1]
+    with started_receiver() as webhook:
+        run_flows(site, "-m", "tests.integration.page_flow", str(folder), webhook.url())
+    flows = {"name": {"any_": ["seen"]}}
+    flow_runs = site.ask("POST", "/flow_runs/filter", sort="START_TIME_ASC", flows=flows)
+    task_runs = site.ask("POST", "/task_runs/filter", flows=flows)
+    for task_run in task_runs:
+        task_run["states"] = site.ask("GET", f"/task_run_states/?task_run_id={task_run['id']}")
+    tasks = [
+        {run["name"].rpartition("-")[0]: run for run in task_runs if run["flow_run_id"] == flow_run["id"]}
+        for flow_run in flow_runs
+    ]
+    logs = site.ask("POST", "/logs/filter", sort="TIMESTAMP_ASC")
+    artifacts = site.ask("POST", "/artifacts/filter", sort="CREATED_DESC")[::-1]
     return Seen(folder, flow_runs, tasks, logs, artifacts, [payload for _, payload in webhook.received])
 
 

@@ -1,4 +1,4 @@
-"""A detached command outlives those who started it, is found again, and ends in order when it is not wanted."""
+"""A detached command outlives its parent, is found again, and ends in order when it is stopped."""
 
 from __future__ import annotations
 
@@ -240,15 +240,6 @@ def test_a_second_interrupt_kills_it(stem: Path) -> None:
     wait_until(lambda: time.monotonic() > later, "a second interrupt to be one")
     assert "KeyboardInterrupt" in end(parent, signal.SIGINT)
     assert outcome_of(stem)[1] == -signal.SIGKILL
-
-
-def test_an_interrupt_that_comes_twice_at_once_is_one(stem: Path) -> None:
-    parent = start_parent(stem, python(SAVER))
-    parent.send_signal(signal.SIGINT)
-    wait_until(stem.with_suffix(".stop").exists, "the request")
-    assert "KeyboardInterrupt" in end(parent, signal.SIGINT)
-    assert outcome_of(stem)[1] == 143
-    assert "helper there" in log_of(stem)
 
 
 def test_what_takes_long_to_stop_is_left_to_its_supervisor_and_waited_for(

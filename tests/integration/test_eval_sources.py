@@ -29,7 +29,7 @@ class FileServer(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.requests: list[tuple[str, str, str | None]] = []
+        self.requests: list[str] = []
         self.behave: Callable[[_Handler], bool] = lambda handler: False
 
     @property
@@ -48,15 +48,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        wanted = self.headers.get("Range")
-        self.server.requests.append((self.command, self.path, wanted))
+        self.server.requests.append(self.path)
         if self.server.behave(self):
             return
         if "/api/" in self.path and "FilePath" not in self.path:
             self.send_error(404)
             return
-        start = int(wanted.removeprefix("bytes=").rstrip("-").split("-")[0]) if wanted else 0
-        self.reply(206 if start else 200, BODY[start:], len(BODY) - start)
+        self.reply(200, BODY, len(BODY))
 
     def reply(self, status: int, body: bytes, declared_bytes: int) -> bool:
         self.send_response(status)
@@ -118,32 +116,28 @@ def test_another_content_is_refused_with_both_digests_and_not_kept(server: FileS
     assert files(tmp_path) == []
 
 
-def test_a_download_that_breaks_off_goes_on_where_it_stopped(server: FileServer, tmp_path: Path) -> None:
-    def break_off(handler: _Handler) -> bool:
-        if len(server.requests) == 1:
-            handler.send_error(503)
-            return True
-        if len(server.requests) == 2:
+def test_server_errors_and_broken_downloads_are_retried_and_a_404_is_not(
+    server: FileServer, tmp_path: Path
+) -> None:
+    def fail(handler: _Handler) -> bool:
+        if "gone" in handler.path:
+            handler.send_error(404)
+        elif len(server.requests) == 1:
+            handler.send_error(520)
+        elif len(server.requests) == 2:
             handler.reply(200, BODY[:700], len(BODY))
             handler.wfile.flush()
             handler.close_connection = True
-            return True
-        return False
-
-    server.behave = break_off
-    assert fetch(f"{server.url}/math.jsonl#sha256={DIGEST}", tmp_path).read_bytes() == BODY
-    assert [wanted for _, _, wanted in server.requests] == [None, None, "bytes=700-"]
-
-
-def test_what_is_not_there_is_told_with_its_status(server: FileServer, tmp_path: Path) -> None:
-    def gone(handler: _Handler) -> bool:
-        handler.send_error(404)
+        else:
+            return False
         return True
 
-    server.behave = gone
-    with pytest.raises(ProblemsError, match=r"math.jsonl cannot be downloaded: HTTP 404, at attempt 1 of 4"):
-        fetch(f"{server.url}/math.jsonl#sha256={DIGEST}", tmp_path)
-    assert files(tmp_path) == []
+    server.behave = fail
+    assert fetch(f"{server.url}/math.jsonl#sha256={DIGEST}", tmp_path).read_bytes() == BODY
+    assert len(server.requests) == 3
+    with pytest.raises(ProblemsError, match=r"gone.jsonl cannot be downloaded: HTTP 404, at attempt 1 of 4"):
+        fetch(f"{server.url}/gone.jsonl#sha256={'0' * 64}", tmp_path)
+    assert files(tmp_path) == ["math.jsonl"]
 
 
 def test_a_path_stands_for_itself(tmp_path: Path) -> None:
@@ -209,5 +203,5 @@ def test_a_dataset_of_a_hub_comes_from_the_endpoint_of_the_environment(
     assert f"{hub}:org/name/data/other.jsonl is not the file that was named: its sha256 is {DIGEST}" in done.stdout
     assert f"{hub}:org/name/gone.jsonl cannot be downloaded" in done.stdout
     assert f"{hub}:name is not of the form {hub}:ORG/NAME/FILE" in done.stdout
-    assert any("v1" in path for _, path, _ in server.requests)
+    assert any("v1" in path for path in server.requests)
     assert files(tmp_path / "cache") == ["test.jsonl"]

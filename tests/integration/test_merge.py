@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dapo_core.batch import split_batch
+from dapo_core.checkpoint.manifest import MANIFEST_FILE
 from dapo_core.checkpoint.writer import CheckpointWriter
 from dapo_core.engines.base import build_engine
 from dapo_core.errors import CheckpointError
@@ -183,10 +184,11 @@ def test_several_bfloat16_files_hold_each_tensor_rounded_under_an_index(trained:
     )
     total = 2 * sizes["parameters"]
     assert sizes["bytes"] == total == sum(weight.nbytes for weight in trained.weights.values()) // 2
-    assert sizes["shards"] == len(seen) >= 4
+    assert sizes["shards"] >= 4
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (total, total)
     index = json.loads((tmp_path / INDEX_FILE).read_text())
-    assert index["metadata"]["total_size"] == total
+    assert index["metadata"] == {"total_parameters": sizes["parameters"], "total_size": total}
     assert set(index["weight_map"]) == set(trained.weights)
     for number in range(1, sizes["shards"] + 1):
         name = f"model-{number:05d}-of-{sizes['shards']:05d}.safetensors"
@@ -203,9 +205,28 @@ def _truncate_shard(checkpoint: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:1000])
 
 
-def _empty_shard(checkpoint: Path) -> None:
-    shard = checkpoint / "__1_0.distcp"
-    shard.write_bytes(bytes(shard.stat().st_size))
+def _flip(name: str, place: int) -> Callable[[Path], object]:
+    def damage(checkpoint: Path) -> None:
+        content = bytearray((checkpoint / name).read_bytes())
+        content[place] ^= 1
+        (checkpoint / name).write_bytes(content)
+
+    return damage
+
+
+def _plant(name: str, content: bytes) -> Callable[[Path], object]:
+    """Into a checkpoint without digests."""
+
+    def damage(checkpoint: Path) -> None:
+        (checkpoint / MANIFEST_FILE).unlink()
+        (checkpoint / name).write_bytes(content)
+
+    return damage
+
+
+def _link_outside(checkpoint: Path) -> None:
+    config = (checkpoint / "huggingface" / "config.json").rename(checkpoint.parent / "config.json")
+    (checkpoint / "huggingface" / "config.json").symlink_to(config)
 
 
 @pytest.mark.parametrize(
@@ -216,21 +237,25 @@ def _empty_shard(checkpoint: Path) -> None:
             r"shard __1_0\.distcp of 3 in .*/step_000007 is missing; copy it from the node",
         ),
         (_truncate_shard, r"shard __1_0\.distcp of 3 in .* is 1000 bytes long instead of \d{5,7}; copy it"),
-        (_empty_shard, r"shard __1_0\.distcp in \S+ is damaged: its part of \S+ is"),
+        (_flip("__1_0.distcp", 40_000), r"__1_0\.distcp( in \S+)? is damaged"),
         (
             lambda checkpoint: (checkpoint / "trainer_state.json").unlink(),
             r"step_000007 lacks trainer_state\.json; it is not a checkpoint of dapo train",
         ),
+        (_flip("tensor_names.json", 9), r"tensor_names\.json is damaged"),
         (
-            lambda checkpoint: (checkpoint / "tensor_names.json").write_text('["model.norm.weight"]'),
+            _plant("tensor_names.json", b'["model.norm.weight"]'),
             r"model\.\S+ of .*/step_000007 has no counterpart among the 1 names in tensor_names\.json",
         ),
+        (_plant("tensor_names.json", b'["model.norm'), r"tensor_names\.json cannot be read \(Unterminated string"),
+        (_plant("tensor_names.json", b"3"), r"tensor_names\.json cannot be read \(it is no list of names"),
         (lambda checkpoint: (checkpoint / ".metadata").unlink(), r"step_000007 holds no complete checkpoint"),
-        (lambda checkpoint: (checkpoint / ".metadata").write_bytes(b"\x80"), r"\.metadata .* cannot be read"),
+        (_plant(".metadata", b"\x80"), r"\.metadata .* cannot be read"),
         (
-            lambda checkpoint: (checkpoint / ".metadata").write_bytes(pickle.dumps(Harmful())),
+            _plant(".metadata", pickle.dumps(Harmful())),
             r"cannot be read \(it asks for io\.open, which no checkpoint needs\)",
         ),
+        (_link_outside, r"huggingface/config\.json is a symbolic link, which is not followed"),
     ],
 )
 def test_a_damaged_checkpoint_leaves_no_model_behind(
@@ -242,7 +267,7 @@ def test_a_damaged_checkpoint_leaves_no_model_behind(
     damage(checkpoint)
     with pytest.raises(CheckpointError, match=message):
         merge_checkpoint([checkpoint], tmp_path / "target", "keep", MANY_BYTES)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000007"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"step_000007", "config.json"}
 
 
 def test_an_unfinished_checkpoint_is_passed_over_and_refused_by_name(trained: Trained, tmp_path: Path) -> None:

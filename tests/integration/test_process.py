@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ import psutil
 import pytest
 
 from dapo_core.stopping import ECHO_SECONDS
+from flows import prefect_server
 from tasks.processes import supervisor
 from tasks.processes.child import ChildProcessFailed, background_command, run_command
 from tests.processes import DEADLINE_SECONDS, folder_of, python, start_time_of, wait_until
@@ -249,15 +249,41 @@ def test_lines_go_to_our_log_by_default_and_the_file_is_appended_to(
 
 
 def test_environment_folder_and_input_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INHERITED", "yes")
-    code = (
-        "import os, sys; print(os.environ['INHERITED'], os.environ['ADDED'], os.getcwd(), repr(sys.stdin.read()))"
-    )
-    with background_command(
-        python(code), log_path=tmp_path / "log", label="asker", env={"ADDED": "too"}
-    ) as process:
+    names = ("INHERITED", "ADDED", "TAKEN", "PREFECT_API_KEY", "PREFECT_SERVER_DATABASE_CONNECTION_URL")
+    for name in names:
+        monkeypatch.setenv(name, f"value of {name}")
+    code = f"import os, sys; print(*map(os.environ.get, {names}), os.getcwd(), repr(sys.stdin.read()), sep=', ')"
+    env = {"ADDED": "too", "TAKEN": None}
+    with background_command(python(code), log_path=tmp_path / "log", label="asker", env=env) as process:
         wait_until(lambda: process.poll() is not None, "the end")
-        assert process.tail(2) == [f"yes too {os.getcwd()} ''"]
+        assert process.tail(2) == [f"value of INHERITED, too, None, None, None, {os.getcwd()}, ''"]
+
+
+def test_a_secret_that_a_command_prints_is_in_no_log_line_or_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
+    code = """
+        import os, sys, time
+        os.write(1, b"using hf_very-")
+        time.sleep(0.2)
+        os.write(1, b"secret\\n")
+        sys.exit("401 for " + os.environ["HF_TOKEN"])
+    """
+    lines: list[str] = []
+    with pytest.raises(ChildProcessFailed) as caught:
+        run_command(python(code), log_path=tmp_path / "log", label="fetch", on_line=lines.append)
+    assert lines == ["using [redacted]", "401 for [redacted]"]
+    assert "401 for [redacted]" in str(caught.value)
+    assert "secret" not in (tmp_path / "log").read_text()
+
+
+def test_a_place_that_is_no_log_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "log"):
+        with pytest.raises(ChildProcessFailed, match=rf"fetch: its log {path} cannot be opened: ") as caught:
+            run_command(SLEEP, log_path=path, label="fetch")
+        assert caught.value.is_lasting
 
 
 def test_the_command_ignores_no_signal_but_what_we_were_started_to_ignore(tmp_path: Path) -> None:
@@ -270,26 +296,6 @@ def test_the_command_ignores_no_signal_but_what_we_were_started_to_ignore(tmp_pa
     hangup = 1 << (signal.SIGHUP - 1)
     ignored = hangup if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 0
     assert {name: mask & settable for name, mask in masks.items()} == {"SigBlk:": 0, "SigIgn:": ignored}
-
-
-def test_a_server_lives_for_the_block_and_a_cancel_exception_ends_its_tree(tmp_path: Path) -> None:
-    class Cancelled(BaseException):
-        pass
-
-    before = set(supervisor.descendants(os.getpid()))  # such as the fork server of other tests
-    command = [sys.executable, "-S", "-c", TREE, str(tmp_path / "members")]
-    with contextlib.suppress(Cancelled), contextlib.ExitStack() as block:
-        server = block.enter_context(
-            background_command(command, log_path=tmp_path / "log", label="server", grace_seconds=0.5)
-        )
-        wait_until(lambda: set(read_members(tmp_path)) == TREE_NAMES, "the tree to start")
-        assert server.poll() is None
-        assert server.tail(5) == ["tree is up"]
-        assert living(read_members(tmp_path)) == TREE_NAMES
-        raise Cancelled
-    assert server.poll() == -signal.SIGTERM  # which a sleeping command does not handle
-    assert living(read_members(tmp_path)) == set()
-    assert supervisor.descendants(os.getpid()).keys() <= before
 
 
 def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
@@ -325,3 +331,14 @@ def test_a_supervisor_that_is_killed_takes_the_command_with_it(
         wait_until(lambda: start_time_of(command_pid) is None, "the command to end")
         assert server.poll() == -signal.SIGKILL
     assert not folder.exists()
+
+
+def test_the_private_prefect_server_of_a_run_gets_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "dapo:very-secret")
+    code = "import os, time; print(os.environ['PREFECT_SERVER_API_AUTH_STRING'][:5], flush=True); time.sleep(60)"
+    monkeypatch.setattr(prefect_server, "PREFECT", python(code))
+    with prefect_server._private_server("http://127.0.0.1:1/api", 1) as server:
+        wait_until(lambda: server.tail(1) == ["dapo:"], "its password")

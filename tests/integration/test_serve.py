@@ -14,12 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dapo_core.errors import ModelError
 from eval.problems.items import EvaluationSet, Item
 from tasks.config import EvaluateConfig
 from tasks.evaluation_settings import evaluate_servers
 from tasks.processes import supervisor
-from tasks.serve_model.command import SOCKETS_VARIABLE
+from tasks.serve_model.command import SOCKETS_VARIABLE, served_name
 from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError
 from tasks.serve_model.servers import Server, serve_model
@@ -67,7 +66,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     model_path = build_tiny_qwen3(folder / "model", seed=9)
     before = supervisor.descendants(os.getpid())
     settings = SETTINGS.model_copy(update={"num_servers": NUM_SERVERS})
-    with serve_model(model_path, settings, folder / "serve.log") as servers:
+    with serve_model(model_path, settings, folder / "serve.log", name=served_name("0123456789abcdef")) as servers:
         processes = new_descendants(before)
         folders = set(filter(None, map(socket_folder, processes)))
         yield Serving(servers, model_path, folder / "serve.log", processes, folders)
@@ -88,7 +87,7 @@ def test_each_is_healthy_under_our_name_with_sockets_in_a_folder_of_its_own(serv
     with client_of(serving) as client:
         assert client.get("/health").status_code == 200
         models = client.get("/v1/models").json()["data"]
-    assert [model["id"] for model in models] == [serving.server.model] == ["policy"]
+    assert [model["id"] for model in models] == [serving.server.model] == ["policy-0123456789ab"]
     assert models[0]["max_model_len"] == SETTINGS.max_model_len
     assert serving.server.base_url.startswith("http://127.0.0.1:")
     assert len(serving.folders) == NUM_SERVERS
@@ -189,7 +188,7 @@ def _misname_the_architecture(model_path: Path) -> ServeConfig:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said", "advice"),
+    ("damage", "said", "advice"),
     [
         (
             _misspell_an_argument,
@@ -205,10 +204,10 @@ def _misname_the_architecture(model_path: Path) -> ServeConfig:
     ids=["argument", "architecture"],
 )
 def test_a_server_that_dies_says_why(
-    tmp_path: Path, spoil: Callable[[Path], ServeConfig], said: str, advice: str
+    tmp_path: Path, damage: Callable[[Path], ServeConfig], said: str, advice: str
 ) -> None:
     model_path = build_tiny_qwen3(tmp_path / "model")
-    settings = spoil(model_path)
+    settings = damage(model_path)
     before = supervisor.descendants(os.getpid())
     with pytest.raises(ServeError) as caught, serve_model(model_path, settings, tmp_path / "serve.log"):
         pass
@@ -217,16 +216,5 @@ def test_a_server_that_dies_says_why(
     assert str(tmp_path / "serve.log") in message
     assert said in message.partition("vLLM says: ")[2]
     assert message.endswith(advice)
-    assert ("Traceback" in message or "  | " in message) == (spoil is _misname_the_architecture)
+    assert ("Traceback" in message or "  | " in message) == (damage is _misname_the_architecture)
     assert new_descendants(before) == {}
-
-
-def test_an_incomplete_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    model_path = build_tiny_qwen3(tmp_path / "model")
-    (model_path / "model.safetensors").unlink()
-    with (
-        pytest.raises(ModelError, match=r"lacks weights \(\*\.safetensors\)"),
-        serve_model(model_path, SETTINGS, tmp_path / "serve.log"),
-    ):
-        pass
-    assert not (tmp_path / "serve.log").exists()

@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from dapo_core.digests import file_digest
 from tasks.artifacts import artifact as artifact_module
-from tasks.artifacts.artifact import Artifact, StoreError
+from tasks.artifacts.artifact import Artifact, Output, StoreError
 from tasks.artifacts.stage_key import StageKey, package_versions
 from tasks.artifacts.store import ArtifactStore
 
@@ -92,7 +94,7 @@ def test_the_first_run_builds_and_the_second_is_a_hit(store: ArtifactStore) -> N
     assert names(store) == ["1"]
 
 
-def test_the_manifest_tells_everything(store: ArtifactStore) -> None:
+def test_the_manifest_has_files_key_parts_times_and_metrics(store: ArtifactStore) -> None:
     made, _ = store.produce(PARTS, Builder(metrics={"loss": np.float32(0.5), "steps": np.int64(3)}))
     manifest = made.manifest()
     assert manifest["files"] == [
@@ -181,9 +183,9 @@ def test_files_found_right_are_not_read_again_until_they_change(
     hashed: list[str] = []
     hash_file = artifact_module.hash_file
 
-    def counting_hash(path: Path) -> str:
+    def counting_hash(path: Path, algorithm: str) -> str:
         hashed.append(path.name)
-        return hash_file(path)
+        return hash_file(path, algorithm)
 
     monkeypatch.setattr(artifact_module, "hash_file", counting_hash)
     made, _ = store.produce(PARTS, Builder())
@@ -194,7 +196,7 @@ def test_files_found_right_are_not_read_again_until_they_change(
     hashed.clear()
     assert store.lookup("train", PARTS.key) == made
     assert hashed == []
-    # Same size, and the modification time put back: the change time still tells.
+    # Same size, and the modification time put back: the change time differs.
     weights = Path(made.path) / "weights.bin"
     before = weights.stat()
     flip_one_byte(Path(made.path))
@@ -286,6 +288,7 @@ def test_a_forced_build_that_fails_leaves_a_hit_and_is_continued_by_force(store:
     [
         (lambda work: (work / "model").symlink_to("/etc"), r"model is neither .*copies \(or hard links\) only"),
         (lambda work: (work / "manifest.json").touch(), r"stage train wrote .*a name the store needs itself"),
+        (lambda work: (work / "a\nb").touch(), r"a\\nb' has a line break or another control character"),
     ],
 )  # fmt: skip
 def test_an_output_that_would_break_the_store_is_refused(
@@ -293,6 +296,50 @@ def test_an_output_that_would_break_the_store_is_refused(
 ) -> None:
     with pytest.raises(StoreError, match=said):
         store.produce(PARTS, lambda work: {"wrote": write(work)})
+
+
+def test_a_manifest_holds_no_secret(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "sk-very-secret")
+    parts = replace(PARTS, config={"serve": {"extra_args": ("--header", "Bearer sk-very-secret")}})
+    made, _ = store.produce(parts, Builder(metrics={"commands": ["curl -H sk-very-secret"], "n": 1}))
+    manifest = made.manifest()
+    assert manifest["config"] == {"serve": {"extra_args": ["--header", "Bearer [redacted]"]}}
+    assert manifest["metrics"] == {"commands": ["curl -H [redacted]"], "n": 1}
+    assert (manifest["key"], store.lookup("train", parts.key)) == (parts.key, made)
+
+
+def hand_on(work: Path, digests: Mapping[str, str]) -> Output:
+    (work / "weights.bin").write_bytes(b"0123456789")
+    (work / "config.json").write_bytes(b"{}")
+    return Output({"loss": 0.5}, digests)
+
+
+def test_a_digest_that_a_stage_hands_on_is_kept_and_compared_with_the_bytes_at_the_next_use(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, _ = ArtifactStore(store.root / "other").produce(PARTS, lambda work: hand_on(work, {}).metrics)
+    monkeypatch.setattr(artifact_module, "hash_file", lambda path, algorithm: pytest.fail(f"{path} was read"))
+    digests = {
+        name: f"sha256:{hashlib.sha256(content).hexdigest()}"
+        for name, content in (("weights.bin", b"0123456789"), ("config.json", b"{}"))
+    }
+    made, _ = store.produce(PARTS, lambda work: hand_on(work, digests))
+    monkeypatch.undo()
+    assert made.digest == plain.digest
+    assert made.manifest()["metrics"] == {"loss": 0.5}
+    assert store.lookup("train", PARTS.key) == made
+    other = replace(PARTS, config={"steps": 4})
+    store.produce(other, lambda work: hand_on(work, {"weights.bin": f"sha256:{'0' * 64}"}))
+    assert store.lookup("train", other.key) is None
+    assert "weights.bin has sha256 84d8" in caplog.text
+
+
+@pytest.mark.parametrize("digests", [{"absent": "sha256:0"}, {"weights.bin": "md5:0"}])
+def test_a_digest_of_nothing_or_of_an_unknown_kind_is_refused(
+    store: ArtifactStore, digests: Mapping[str, str]
+) -> None:
+    with pytest.raises(StoreError, match="has digests of files that it did not write, or of an unknown algorithm"):
+        store.produce(PARTS, lambda work: hand_on(work, digests))
 
 
 def test_a_full_disk_under_a_build_names_space_and_key(store: ArtifactStore) -> None:
@@ -330,3 +377,21 @@ def test_errors_that_are_not_about_the_store_stay_as_they_are(store: ArtifactSto
     with pytest.raises(OSError, match="elsewhere") as caught:
         store.produce(PARTS, write_elsewhere)
     assert not isinstance(caught.value, StoreError)
+
+
+def test_weights_are_hashed_by_their_parts_as_a_merge_hashes_them(
+    store: ArtifactStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(work: Path) -> Mapping[str, Any]:
+        save_file({"a": np.arange(4.0), "b": np.ones(3)}, work / "model.safetensors")
+        return {}
+
+    made, _ = store.produce(PARTS, build)
+    weights = Path(made.path) / "model.safetensors"
+    [row] = made.manifest()["files"]
+    assert row == {"path": "model.safetensors", "size": weights.stat().st_size, "blake3": file_digest(weights)}
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert store.lookup("train", PARTS.key) is None
+    assert "model.safetensors has blake3 " in caplog.text

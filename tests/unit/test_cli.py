@@ -273,6 +273,16 @@ def test_prepare_data_writes_both_sets_and_keeps_what_is_there(tmp_path: Path) -
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
 
 
+def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    paths = ("--data", file, "--model", tmp_path)
+    for command in (("prepare-data", CONFIG), ("train", CONFIG, *paths)):
+        for place, problem in ((file, "File exists"), (file / "data", "Not a directory")):
+            said = f"--output {place} cannot be made: {problem}; name another folder"
+            assert said in refusal(*command, "--output", place)
+    assert "never built" in dapo("plan", CONFIG, "--set", f"store.path={file}").stdout
+
+
 def test_prepare_data_counts_the_rows_it_refuses(tmp_path: Path) -> None:
     prompts = [[{"role": "user", "content": text}] for text in ("1 + 1?", " ", "2 + 2?", "")]
     rows = [{"data_source": "math_dapo", "prompt": p, "reward_model": {"ground_truth": "2"}} for p in prompts]

@@ -8,18 +8,10 @@ import pytest
 
 from tasks.artifacts.artifact import StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, code_digest, code_files
-from tasks.stages import (
-    EVALUATE_MODEL,
-    FETCH_MODEL,
-    MERGE_CHECKPOINT,
-    NOT_COUNTED,
-    PREPARE_DATA,
-    TRAIN_POLICY,
-    Stage,
-)
-from tests.imports import imports_of
+from tasks.stages import CHAIN, EVALUATE_MODEL, NOT_COUNTED, TRAIN_POLICY, Stage
+from tests.imports import files_imported
 
-STAGES = (PREPARE_DATA, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, MERGE_CHECKPOINT)
+STAGES = tuple(dict.fromkeys(link.stage for link in CHAIN))
 CODE = ("core", "eval/answers", "durable.py")
 WITHOUT = ("core/merge", "core/config.py")
 
@@ -81,7 +73,7 @@ def test_a_stage_declares_all_that_it_imports(stage: Stage) -> None:
         f"{name} imports {other}"
         for name in declared
         if name.endswith(".py")
-        for other in imports_of(name, with_strings=True) - declared
+        for other in files_imported(name, with_strings=True) - declared
         if not any(other == path or other.startswith(f"{path}/") for path in NOT_COUNTED)
     }
     assert missing == set()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import shutil
+import threading
 from dataclasses import dataclass, field
 from datetime import datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,7 +87,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, server: Server, project: Path, wai
     """What is found about the server."""
 
     client = "prefect.client.orchestration.SyncPrefectClient"
-    monkeypatch.setattr(client, lambda _: contextlib.nullcontext(server))
+    monkeypatch.setattr(client, lambda _, **__: contextlib.nullcontext(server))
     monkeypatch.setattr(doctor, "named_api", lambda _: URL)
     monkeypatch.setattr(doctor, "is_healthy", lambda url: url == URL)
     monkeypatch.setattr("flows.services.POLL_SECONDS", 0.01)
@@ -142,6 +144,39 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PREFECT_API_URL", URL)
     (finding,) = doctor.examine_server(tmp_path, ROOT, 0)
     assert (finding.status, finding.found) == (FAIL, f"{URL} does not answer")
+
+
+class Anyone(BaseHTTPRequestHandler):
+    """Answers every request with the server's status."""
+
+    def do_GET(self) -> None:
+        self.send_response(self.server.status)  # type: ignore[attr-defined]
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("host", "answers", "status", "found"),
+    [
+        ("0.0.0.0", 200, WARN, "whoever reaches it runs code as the worker's user"),
+        ("0.0.0.0", 401, OK, "with a password"),
+        ("127.0.0.1", 200, OK, "this machine only"),
+    ],
+)
+def test_a_server_that_other_machines_reach_needs_a_password(
+    host: str, answers: int, status: str, found: str
+) -> None:
+    """Through the machine's own network address; that the URL says 127.0.0.1 protects nobody."""
+    with ThreadingHTTPServer((host, 0), Anyone) as server:
+        server.status = answers  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        finding = doctor.check_access(f"http://127.0.0.1:{server.server_address[1]}/api")
+        server.shutdown()
+    assert finding.status == status
+    assert found in finding.found
+    assert ("PREFECT_SERVER_API_AUTH_STRING" in finding.advice) == (status == WARN)
 
 
 @pytest.mark.parametrize(("free", "status"), [(20 * GIB, OK), (20 * GIB - 1, WARN), (GIB, WARN), (GIB - 1, FAIL)])

@@ -15,15 +15,14 @@ from eval.breakdown import compare_metrics
 from eval.results import Evaluation, ResultsError
 from eval.statistics import (
     PValues,
-    adjusted_interval,
-    bootstrap_mean,
+    change_interval,
     holm,
     mcnemar,
+    measure_change,
     minimal_detectable_difference,
     minimal_detectable_mean,
-    paired_bootstrap,
+    share_interval,
     sign_flip_test,
-    wilson_interval,
 )
 from eval.summary import item_metrics, majority_share, pass_at, same_answer_by
 from tests.evaluations import evaluation, make_items, make_row, make_rows, settings_of
@@ -94,37 +93,62 @@ def test_holm_by_hand() -> None:
     assert holm([]) == []
 
 
-def test_bootstrap_interval_of_the_reference_table_is_reproducible() -> None:
-    before = [1] * 10 + [0] * 28 + [1] * 462
-    after = [0] * 10 + [1] * 28 + [1] * 462
-    # The resampled difference is trinomial; its exact 2.5 % and 97.5 % quantiles (by convolution) are
-    # 6/500 and 30/500; the published interval, 1.2 to 6.2, is Wald's: 3.6 +- 1.96 * 1.22.
-    assert paired_bootstrap(before, after) == pytest.approx((0.012, 0.060))
-    assert paired_bootstrap(after, before) == pytest.approx((-0.060, -0.012))
-    values = [1.0, 0.0, 0.5, 0.25] * 20
-    assert bootstrap_mean(values, seed=3) == bootstrap_mean(values, seed=3)
-    assert bootstrap_mean([0.25] * 9) == (0.25, 0.25)
+def test_score_intervals_by_hand() -> None:
+    # None right: Wilson's with half a response as correction, (u - 1/20)^2 10 = z^2 u (1 - u), so
+    # 13.841459 u^2 - 4.841459 u + 0.025 = 0.
+    low, high = share_interval([0.0] * 10)
+    assert (low, high) == (pytest.approx(0.0, abs=1e-9), pytest.approx(0.344537, abs=1e-6))
+    assert share_interval([1.0] * 10) == pytest.approx((1 - 0.344537, 1.0), abs=1e-6)
+    # 8 of 10: lower (0.75 - u)^2 10 = z^2 u (1 - u), 13.841459 u^2 - 18.841459 u + 5.625 = 0; upper with 0.85.
+    assert share_interval([1.0] * 8 + [0.0] * 2) == pytest.approx((0.442181, 0.964573), abs=1e-6)
+    # Tango's, with half an item less: at the bounds of 28 better and 10 worse of 500.
+    low, high = change_interval([1] * 28 + [-1] * 10 + [0] * 462)
+    assert (low, high) == pytest.approx((0.0114, 0.0632), abs=1e-4)
+    for bound in (low, high):
+        excess = 18 / 500 - bound
+        # The likeliest shares of better and worse with this difference, by brute force.
+        shares = [(q, q - bound) for q in np.linspace(max(bound, 0) + 1e-6, 0.5, 200_000)]
+        plus, minus = np.array(shares).T
+        likelihood = 28 * np.log(plus) + 10 * np.log(minus) + 462 * np.log1p(-plus - minus)
+        best = int(np.nanargmax(np.where(minus > 0, likelihood, -np.inf)))
+        variance = plus[best] + minus[best] - bound**2
+        assert (abs(excess) - 0.001) * math.sqrt(500 / variance) == pytest.approx(1.959964, abs=1e-3)
+    # Eight items that did not change are no proof: each side as `share_interval` of changes that did not occur.
+    assert change_interval([0.0] * 8) == pytest.approx((-0.402297, 0.402297), abs=1e-6)
 
 
-def test_adjusted_interval_by_hand() -> None:
-    # Eight items without a change and the two added ones: variance 2 / 10, half width 1.959964 * sqrt(0.2 / 10).
-    assert adjusted_interval([0.0] * 8) == pytest.approx((-0.277181, 0.277181), abs=1e-6)
-    # 28 up, 10 down of 500: mean 18 / 502, variance 40 / 502 - (18 / 502)^2 = 0.0783955, over 502 items.
-    assert adjusted_interval([1] * 28 + [-1] * 10 + [0] * 462) == pytest.approx((0.011364, 0.060350), abs=1e-6)
-    assert adjusted_interval([1] * 3)[1] == 1.0  # a mean change cannot be larger
-    # It covers the true change of small groups.
-    draws = np.random.default_rng(0).multinomial(20, [0.05, 0.15, 0.8], size=2000)
-    intervals = [adjusted_interval([-1] * int(b) + [1] * int(c) + [0] * int(same)) for b, c, same in draws]
-    assert 0.94 < sum(low <= 0.1 <= high for low, high in intervals) / 2000 <= 1
+def test_interval_and_test_never_contradict_each_other() -> None:
+    tables = [(b, c) for b in range(12) for c in range(12)]
+    single = [[-1] * b + [1] * c + [0] * same for b, c in tables for same in (0, 20, 200) if b + c + same]
+    rng = np.random.default_rng(0)
+    several = [
+        rng.binomial(8, chance, size=12) - rng.binomial(8, 0.5, size=12) for chance in rng.uniform(0.3, 0.7, 100)
+    ]
+    seen = set()
+    for changes, k in [*((x, 1) for x in single), *((x.tolist(), 8) for x in several)]:
+        change = measure_change(changes, k)
+        low, high = change.ci95
+        assert -1 <= low <= change.difference <= high <= 1
+        assert (low > 0 or high < 0) == (change.p < 0.05)
+        seen.add((k, change.p < 0.05))
+    assert len(seen) == 4
 
 
-def test_wilson_interval_by_hand() -> None:
-    # 8 of 10, z = 1.959964: centre (0.8 + 0.192073) / 1.384146 = 0.716740,
-    # half width 1.959964 / 1.384146 * sqrt(0.016 + 0.0096036) = 0.226578.
-    assert wilson_interval(8, 10) == pytest.approx((0.490162, 0.943318), abs=1e-6)
-    assert wilson_interval(0, 0) == (0.0, 1.0)
-    low, high = wilson_interval(0, 10)  # high = z^2 / (n + z^2) = 3.841459 / 13.841459
-    assert (low, high) == (pytest.approx(0.0, abs=1e-12), pytest.approx(0.277533, abs=1e-6))
+@pytest.mark.parametrize(("n", "k"), [(30, 1), (30, 32), (100, 4)])
+def test_intervals_cover_the_truth_with_few_items(n: int, k: int) -> None:
+    """The percentile bootstrap covers 90.7 % with 30 items; bench/intervals.py has the whole table."""
+    rng = np.random.default_rng(0)
+    hits, changes = [], []
+    for _ in range(250):
+        chances = rng.beta(0.3, 0.9, size=n)  # mean 1 / 4
+        later = np.where(rng.random(n) < 0.2, rng.beta(0.3, 0.9, size=n), chances)
+        before, after = rng.binomial(k, chances), rng.binomial(k, later)
+        low, high = share_interval((before / k).tolist(), k)
+        hits.append(low <= 0.25 <= high)
+        low, high = measure_change((after - before).tolist(), k).ci95
+        changes.append(low <= 0.0 <= high)
+    assert statistics.mean(hits) > 0.93
+    assert statistics.mean(changes) > 0.93
 
 
 def test_minimal_detectable_difference_solves_its_equation() -> None:
@@ -199,30 +223,16 @@ def test_metrics_of_four_samples_by_hand() -> None:
     }
     change = compare_metrics(items, list(reversed(items)), IS_SAME)["avg@4"]
     assert (change.before, change.after, change.difference) == (0.5, 0.5, 0.0)
-    assert change.ci95 == (-0.5, 0.5)  # both items drawn from the one that rose by half, or from the other
+    assert change.ci95[0] == pytest.approx(-change.ci95[1])
 
 
 def test_copies_of_a_sample_do_not_narrow_an_interval() -> None:
     """Samples are nested in items: asking a greedy model four times adds nothing."""
-    once, fourfold = "rwrrw" * 8, " ".join(4 * letter for letter in "rwrrw" * 8)
-    intervals = []
-    for outcomes, name in ((once, "avg@1"), (fourfold, "avg@4")):
-        items = list(evaluation(make_items(40), outcomes).items.values())
-        intervals.append(compare_metrics(items, items, IS_SAME)[name].before_interval)
-    assert intervals[0] == intervals[1]
+    shares = [1.0, 0.0, 1.0, 1.0, 0.0] * 8
+    once, fourfold = share_interval(shares, 1), share_interval(shares, 4)
     spread = 1.96 * math.sqrt(0.6 * 0.4 / 40)
-    assert intervals[0] == pytest.approx((0.6 - spread, 0.6 + spread), abs=0.03)
-
-
-def test_interval_of_avg_covers_the_noise_of_sampling() -> None:
-    """200 evaluations of 30 items with 4 samples each: 95 % intervals hold the true mean nearly that often."""
-    rng = np.random.default_rng(0)
-    hits = []
-    for seed in range(200):
-        chances = rng.beta(1, 1, size=30)  # of the items drawn; the true mean over all items is 1/2
-        low, high = bootstrap_mean((rng.binomial(4, chances) / 4).tolist(), num_resamples=2000, seed=seed)
-        hits.append(low <= 0.5 <= high)
-    assert 0.89 < statistics.mean(hits) < 0.99
+    assert fourfold == pytest.approx((0.6 - spread, 0.6 + spread), abs=0.03)
+    assert once == pytest.approx(fourfold, abs=0.01)  # a quarter of the correction
 
 
 def test_items_with_missing_samples_are_refused() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import hashlib
 import html
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from eval.plots import Plots
 from eval.report import render_html
 from flows.cli import app
 from flows.config import load_config
-from tasks.artifacts.artifact import StoreError, hash_file
+from tasks.artifacts.artifact import FileEntry, StoreError, content_digest, sha256_of
 from tasks.runs.collect_garbage import collect_garbage
 from tasks.runs.export_run import base_model_of, export_run, model_card
 from tasks.runs.history import RecordedRun, find_run, read_report
@@ -26,13 +29,14 @@ from tests.configs import make_config
 from tests.recorded_runs import Outcome, record_run, small_config
 
 SECRET = "https://hooks.example.org/secret"
+KEY = "sk-very-secret"  # in the environment when the run is exported
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     """A run with a model, a difference that 4 items do not prove, and places of this machine all over."""
     folder = tmp_path_factory.mktemp("a & b") / "store"
-    files = ("--chat-template", f"{Path.home()}/t.jinja", "--config", f"{Path.home()}.yaml")
+    files = ("--chat-template", f"{Path.home()}/t.jinja", "--config", f"{Path.home()}.yaml", KEY)
     config = small_config(folder, f"flow.webhook.url={SECRET}", f"serve.extra_args={json.dumps(files)}")
     recorded = record_run(config, Outcome())
     run = find_run(recorded.store.root, recorded.folder.name)
@@ -47,21 +51,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 def exported(run: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "new" / "model"
     command = ["export", run.id, str(folder), "--store", str(run.folder.parent.parent)]
-    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    done = CliRunner().invoke(app, command, env={"VLLM_API_KEY": KEY}, catch_exceptions=False)
     assert done.exit_code == 0
-    assert re.search(rf"the model of run {run.id}, [\d,]+ bytes, each file checked by its sha256", done.stdout)
+    assert re.search(rf"the model of run {run.id}, [\d,]+ bytes, each file checked by its digest", done.stdout)
     return folder
 
 
 def ignore(done: int, total: int) -> None:
-    """Nobody watches."""
+    """No progress is shown."""
 
 
 def test_the_files_are_copies_beside_report_manifests_and_configuration(run: RecordedRun, exported: Path) -> None:
     weights = exported / "weights"  # a merge's test has transformers load what it wrote
     original = Path(run.stages["merge_checkpoint"].artifact) / "weights"
     assert not os.path.samefile(weights, original)
-    assert (weights.stat().st_nlink, hash_file(weights)) == (1, hash_file(original))
+    assert (weights.stat().st_nlink, sha256_of(weights)) == (1, sha256_of(original))
     assert not (exported / "manifest.json").exists()  # it is no artifact
     assert {path.name for path in (exported / "report").iterdir()} == {"report.json", "report.md", "report.html"}
     assert {path.stem for path in (exported / "manifests").iterdir()} == set(run.stages)
@@ -75,7 +79,7 @@ def test_the_files_are_copies_beside_report_manifests_and_configuration(run: Rec
     assert [path.name for path in exported.parent.iterdir()] == ["model"]
 
 
-def test_no_file_tells_where_it_was_made(run: RecordedRun, exported: Path) -> None:
+def test_no_file_reveals_where_it_was_made(run: RecordedRun, exported: Path) -> None:
     store = run.folder.parent.parent
     texts = {path.name: path.read_text() for path in exported.rglob("*") if path.suffix}
     assert {"config.yaml", "README.md", "report.html", "report.json", "report.md", "train_policy.json"} <= set(
@@ -88,7 +92,7 @@ def test_no_file_tells_where_it_was_made(run: RecordedRun, exported: Path) -> No
     assert json.loads(texts["report.json"])["artifacts"]["merge_checkpoint"] == place
     assert place in texts["report.md"]
     assert place in texts["report.html"]
-    words = ["--chat-template", "${HOME}/t.jinja", "--config", f"{Path.home()}.yaml"]  # a name that only begins so
+    words = ["--chat-template", "${HOME}/t.jinja", "--config", f"{Path.home()}.yaml", "[redacted]"]
     assert json.loads(texts["evaluate_after.json"])["config"]["serve"]["extra_args"] == words
     assert yaml.safe_load(texts["config.yaml"])["serve"]["extra_args"] == words
     assert "`${STORE}` and `${HOME}` stand for" in texts["README.md"]
@@ -211,7 +215,7 @@ def test_a_damaged_model_is_not_handed_on(tmp_path: Path) -> None:
     run = find_run(recorded.store.root, "latest")
     weights = Path(run.stages["merge_checkpoint"].artifact) / "weights"
     weights.write_text("trainee")  # as long as "trained"
-    with pytest.raises(StoreError, match=r"weights has sha256 \w{64}, its manifest says .* damaged"):
+    with pytest.raises(StoreError, match=r"weights has sha256:\w{64}, its manifest says .* damaged"):
         export_run(run, tmp_path / "model", ignore)
     assert not (tmp_path / "model").exists()
     weights.parent.rename(tmp_path / "elsewhere")
@@ -225,16 +229,63 @@ def test_a_run_of_one_stage_has_nothing_to_hand_on(tmp_path: Path) -> None:
         export_run(find_run(recorded.store.root, "latest"), tmp_path / "model", ignore)
 
 
+def republished(run: RecordedRun, folder: Path, files: Mapping[str, str]) -> RecordedRun:
+    """The run with these files too in its merged model, listed as the merge would have listed them."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, content in files.items():
+        with contextlib.suppress(OSError):
+            (folder / name).write_text(content)
+        entry = {"path": name, "size": len(content), "sha256": hashlib.sha256(content.encode()).hexdigest()}
+        manifest["files"].append(entry)
+    old = manifest["digest"]
+    manifest["digest"] = content_digest([FileEntry.from_row(row) for row in manifest["files"]])
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    record = run.folder / "run.json"
+    record.write_text(record.read_text().replace(old, manifest["digest"]))
+    return find_run(run.store, run.id)
+
+
+@pytest.mark.parametrize("name", ["../../../../outside", "{}/outside", "link"])
+def test_no_file_outside_the_artifact_is_read_or_written(tmp_path: Path, name: str) -> None:
+    """A planted manifest or link, in a store that somebody else may write."""
+    recorded = record_run(small_config(tmp_path / "store"))
+    run = find_run(recorded.store.root, "latest")
+    merged = Path(run.stages["merge_checkpoint"].artifact)
+    outside = tmp_path / "outside"
+    outside.write_text("private")
+    if name == "link":
+        (merged / "link").symlink_to(outside)
+    run = republished(run, merged, {name.format(tmp_path): "private"})
+    with pytest.raises(StoreError, match=r"is damaged: .*(outside is missing|link is neither a file)"):
+        export_run(run, tmp_path / "a" / "b" / "c" / "d" / "model", ignore)
+    assert not (tmp_path / "a" / "b" / "c" / "d" / "model").exists()
+    assert outside.read_text() == "private"
+
+
+def test_a_planted_record_or_report_leads_nowhere(tmp_path: Path) -> None:
+    recorded = record_run(small_config(tmp_path / "store"))
+    run = find_run(recorded.store.root, "latest")
+    page = run.folder / "report" / "report.html"
+    page.symlink_to("/etc/hostname")
+    with pytest.raises(StoreError, match=r"report\.html is a link; dapo stage compare .* makes the report again"):
+        export_run(run, tmp_path / "model", ignore)
+    page.unlink()
+    page.write_bytes(b"\xff")
+    with pytest.raises(StoreError, match=r"report\.html cannot be read: .*codec can't decode"):
+        export_run(run, tmp_path / "model", ignore)
+    record = run.folder / "run.json"
+    text = record.read_text()
+    place = run.stages["merge_checkpoint"].artifact
+    for planted in (text.replace(place, f"{tmp_path}/../../etc"), text.replace('"fetch_model"', '"../../../x"')):
+        record.write_text(planted)
+        with pytest.raises(StoreError, match=r"run\.json is not the record of a run"):
+            find_run(run.store, run.id)
+
+
 def test_the_base_models_card_is_kept_beside_ours(tmp_path: Path) -> None:
     recorded = record_run(small_config(tmp_path / "store"))
     run = find_run(recorded.store.root, "latest")
-    # As a merge brings it along: published anew under the same key, with the file listed.
-    merged = run.stages["merge_checkpoint"]
-    manifest_path = Path(merged.artifact) / "manifest.json"
-    manifest = json.loads(manifest_path.read_text())
-    (Path(merged.artifact) / "README.md").write_text("the base model's")
-    entry = {"path": "README.md", "size": 16, "sha256": hash_file(Path(merged.artifact) / "README.md")}
-    manifest_path.write_text(json.dumps({**manifest, "files": [*manifest["files"], entry]}))
+    run = republished(run, Path(run.stages["merge_checkpoint"].artifact), {"README.md": "the base model's"})
     export_run(run, tmp_path / "model", ignore)
     assert (tmp_path / "model" / "BASE_MODEL_README.md").read_text() == "the base model's"
     assert "arith_cpu" in (tmp_path / "model" / "README.md").read_text()
@@ -250,7 +301,7 @@ def test_the_base_models_card_is_kept_beside_ours(tmp_path: Path) -> None:
         ("local", "name", None),
     ],
 )
-def test_the_base_model_is_named_where_its_folder_tells(
+def test_the_base_model_is_named_if_its_folder_names_it(
     tmp_path: Path, folder: str, name: str | None, expected: str | None
 ) -> None:
     (model := tmp_path / folder).mkdir(parents=True)

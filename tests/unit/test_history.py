@@ -41,7 +41,7 @@ from tests.recorded_runs import Outcome, record_run, small_config
 def write_run(store: Path, identity: str, **values: object) -> Path:
     folder = store / "runs" / identity
     folder.mkdir(parents=True)
-    artifact = {"artifact": str(store / "probe" / "a"), "key": "k", "digest": "d"}
+    artifact = {"artifact": str(store / "probe" / "k" / "1"), "key": "k", "digest": "d"}
     stages = {label: {**artifact, "seconds": 1.0, "cached": label != "b"} for label in "abc"}
     record = {"name": "demo", "flow": "dapo-full", "host": "node1", "pid": 7, "state": "completed"}
     record |= {"stages": stages, "started_at": 1.8e9, "seconds": 3725.4, **values}
@@ -117,7 +117,7 @@ def test_a_record_that_cannot_be_read_is_named_and_left_out(three: Path, caplog:
     (three / "runs" / IDS[1] / "run.json").write_text('{"id": 1}')
     (three / "runs" / "20260105T000000.000Z-1").mkdir()  # killed before it wrote one
     (broken := three / "runs" / "20260106T000000.000Z-1").mkdir()
-    (broken / "run.json").symlink_to("/proc/self/mem")  # of which nobody can read the beginning
+    (broken / "run.json").symlink_to("/proc/self/mem")  # whose first byte is unreadable
     assert [run.id for run in read_runs(three)] == [IDS[2], IDS[0]]
     assert f"left out: {three}/runs/{IDS[1]}/run.json is not the record of a run" in caplog.text
     assert f"left out: {broken}/run.json cannot be read: Input/output error" in caplog.text
@@ -176,7 +176,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_show_tells_stages_result_and_changed_keys(store: Path) -> None:
+def test_show_lists_stages_result_and_changed_keys(store: Path) -> None:
     newest, oldest = read_runs(store)
     shown = dapo("runs", "show", "latest", "--store", store)
     assert f"Run {newest.id} of arith_cpu, dapo-full: completed" in shown
@@ -191,10 +191,10 @@ def test_show_tells_stages_result_and_changed_keys(store: Path) -> None:
     assert before is not None
     assert before.id == oldest.id
     assert run_before(oldest) is None
-    told = json.loads(dapo("runs", "show", "latest", "--store", store, "--json"))
-    assert told["run_before"] == oldest.id
-    assert {"key": "run.seed", "before": "0", "after": "1"} in told["changes"]
-    assert told["stages"]["merge_checkpoint"]["path"] == newest.stages["merge_checkpoint"].artifact
+    shown_json = json.loads(dapo("runs", "show", "latest", "--store", store, "--json"))
+    assert shown_json["run_before"] == oldest.id
+    assert {"key": "run.seed", "before": "0", "after": "1"} in shown_json["changes"]
+    assert shown_json["stages"]["merge_checkpoint"]["path"] == newest.stages["merge_checkpoint"].artifact
     assert "No earlier run of arith_cpu" in dapo("runs", "show", oldest.id, "--store", store)
 
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own(store: Path, tmp_path: Path) -> Path:
-    """A copy of that store, to be spoilt."""
+    """A copy of that store that a test may damage."""
     return Path(shutil.copytree(store, tmp_path / "own", symlinks=True))
 
 
@@ -275,7 +275,7 @@ def test_what_is_gone_is_said_of_the_store_that_is_looked_at(store: Path, own: P
         require_artifact(newest, "evaluate_after")
 
 
-def test_a_spoilt_run_is_refused_with_the_file(store: Path, own: Path) -> None:
+def test_a_damaged_run_is_refused_with_the_file(store: Path, own: Path) -> None:
     newest, oldest = read_runs(own)
     (oldest.folder / "config.yaml").unlink()
     with pytest.raises(StoreError, match=f"of the run {oldest.id} cannot be read: .*config.yaml"):
@@ -287,7 +287,7 @@ def test_a_spoilt_run_is_refused_with_the_file(store: Path, own: Path) -> None:
     assert f"Configuration against the run before it, {oldest.id}: one of the two cannot be read" in shown
     assert json.loads(dapo("runs", "show", "latest", "--store", own, "--json"))["changes"] is None
     (newest.folder / "report" / "report.json").write_text("{")
-    with pytest.raises(StoreError, match=r"report\.json is not JSON .*dapo stage compare"):
+    with pytest.raises(StoreError, match=r"report\.json is no report .*dapo stage compare"):
         read_report(newest)
     sides = ("latest~1", newest.stages["evaluate_after"].artifact)
     with pytest.raises(ResultsError, match="/proc/no/where cannot be created: "):

@@ -1,71 +1,87 @@
-"""The files that a merge writes, read by safetensors itself."""
+"""The files that a merge writes, read by safetensors itself, and damage of what it reads."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
+from dapo_core.digests import CHUNK_BYTES, digest_of, file_digest
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.sources import CHUNK_BYTES, StoredTensor, values_in_order
+from dapo_core.merge.sources import Block, StoredTensor
 from dapo_core.merge.writer import (
+    ModelWriter,
     OutputFile,
     OutputTensor,
     output_tensors,
     plan_files,
     require_opens,
-    write_file,
 )
 from dapo_core.parameter_names import FilePiece, expert_pieces
 
 REAL_PWRITE, REAL_PREADV = os.pwrite, os.preadv
 
 
-class InMemory:
-    """A source whose tensors arrive three rows at a time."""
+class OnDisk:
+    """A source with all tensors in one file, three rows in each block."""
 
-    label, model_files = "memory", Path("none")
+    label, model_files = "disk", Path("none")
 
-    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+    def __init__(self, path: Path, values: dict[str, torch.Tensor]) -> None:
         self.values = values
         self.tensors = {name: StoredTensor(tuple(value.shape), value.dtype) for name, value in values.items()}
+        self._blocks: dict[str, list[Block]] = {}
+        with path.open("wb") as file:
+            for name, value in values.items():
+                rows = value.split(3) if value.ndim else [value]
+                self._blocks[name] = [block for part in rows for block in self._write(file, part)]
+
+    def _write(self, file: Any, part: torch.Tensor) -> list[Block]:
+        """The values between bytes that are no values, as in an archive; by turns under each kind of checksum."""
+        content = part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        start = file.tell()
+        file.write(whole := b"abc" + content + b"defgh")
+        checksum = zlib.crc32(whole) if start % 2 else blake3(whole).hexdigest()
+        block = Block(Path(file.name), start + 3, len(content), start, file.tell(), checksum)
+        return [block] if content else []
 
     def pieces(self, name: str) -> list[FilePiece]:
         return expert_pieces(name, self.tensors[name].shape) or [FilePiece(name)]
 
-    def blocks(self, name: str) -> Iterator[torch.Tensor]:
-        yield from self.values[name].split(3) if self.values[name].ndim else [self.values[name]]
+    def blocks(self, name: str) -> list[Block]:
+        return self._blocks[name]
 
     def describe(self) -> dict[str, Any]:
         return {}
 
 
-def mixed() -> InMemory:
-    """Odd numbers of elements of every width, nothing, a scalar, a row-cut tensor, and experts."""
+@pytest.fixture
+def source(tmp_path: Path) -> OnDisk:
+    """Odd numbers of elements of every width, nothing, a scalar, a large tensor, and experts."""
     torch.manual_seed(0)
-    return InMemory(
-        {
-            "flag": torch.tensor([True, False, True]),
-            "half": torch.randn(5, 3).bfloat16(),
-            "eighth": torch.randn(7).to(torch.float8_e4m3fn),
-            "empty": torch.zeros(0, 4),
-            "count": torch.tensor(12),
-            "wide": torch.randn(3, 2).double(),
-            "long": torch.randn(7, CHUNK_BYTES // 8 + 1),  # a row is half a chunk, so chunks are single rows
-            "a.experts.gate_up_proj": torch.randn(5, 6, 4),
-            "a.experts.down_proj": torch.randn(5, 4, 3),
-            "transposed": torch.randn(4, 6).t(),
-        }
-    )
+    values = {
+        "flag": torch.tensor([True, False, True]),
+        "half": torch.randn(5, 3).bfloat16(),
+        "eighth": torch.randn(7).to(torch.float8_e4m3fn),
+        "empty": torch.zeros(0, 4),
+        "count": torch.tensor(12),
+        "wide": torch.randn(3, 2).double(),
+        "long": torch.randn(7, CHUNK_BYTES // 8 + 1),  # a block is one and a half chunks and a bit
+        "a.experts.gate_up_proj": torch.randn(5, 6, 4),
+        "a.experts.down_proj": torch.randn(5, 4, 3),
+    }
+    return OnDisk(tmp_path / "source", values)
 
 
-def expected_tensors(source: InMemory) -> dict[str, torch.Tensor]:
+def expected_tensors(source: OnDisk) -> dict[str, torch.Tensor]:
     whole = dict(source.values)
     gate_up, down = whole.pop("a.experts.gate_up_proj"), whole.pop("a.experts.down_proj")
     for expert in range(5):
@@ -75,15 +91,20 @@ def expected_tensors(source: InMemory) -> dict[str, torch.Tensor]:
     return whole
 
 
+def write(
+    folder: Path, source: OnDisk, dtype: str = "keep", max_shard_bytes: int = 10**9
+) -> tuple[list[OutputFile], dict[str, str], dict[str, str]]:
+    """The files, and the digests of tensors and of files."""
+    files = plan_files(output_tensors(source, dtype, set()), max_shard_bytes)
+    with ModelWriter(folder, files, source) as writer:
+        digests = writer.write([], None)
+        return files, digests, {name: digest_of(parts) for name, parts in writer.parts(digests).items()}
+
+
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 100])
-def test_safetensors_reads_what_was_written(tmp_path: Path, max_shard_bytes: int) -> None:
-    source = mixed()
-    files = plan_files(output_tensors(source, "keep", set()), max_shard_bytes)
-    digests: dict[str, str] = {}
-    for file in files:
-        written = write_file(tmp_path / file.name, file, source)
-        digests |= written.tensors
-        assert written.file == hashlib.sha256((tmp_path / file.name).read_bytes()).hexdigest()
+def test_safetensors_reads_what_was_written(tmp_path: Path, source: OnDisk, max_shard_bytes: int) -> None:
+    files, digests, file_digests = write(tmp_path, source, max_shard_bytes=max_shard_bytes)
+    assert file_digests == {file.name: file_digest(tmp_path / file.name) for file in files}
     read = {name: value for file in files for name, value in load_file(tmp_path / file.name).items()}
     expected = expected_tensors(source)
     assert read.keys() == expected.keys() == digests.keys()
@@ -91,23 +112,15 @@ def test_safetensors_reads_what_was_written(tmp_path: Path, max_shard_bytes: int
         values = value.contiguous().reshape(-1).view(torch.uint8)
         assert (read[name].dtype, read[name].shape) == (value.dtype, value.shape), name
         assert torch.equal(read[name].reshape(-1).view(torch.uint8), values), name
-        assert digests[name] == hashlib.sha256(values.numpy().tobytes()).hexdigest(), name
+        assert digests[name] == blake3(values.numpy().tobytes()).hexdigest(), name
 
 
-def test_a_dtype_applies_to_floating_point_only(tmp_path: Path) -> None:
-    source = mixed()
-    files = plan_files(output_tensors(source, "float16", {"long"}), 10**9)
-    write_file(tmp_path / files[0].name, files[0], source)
+def test_a_dtype_applies_to_floating_point_only(tmp_path: Path, source: OnDisk) -> None:
+    write(tmp_path, source, "float16")
+    expected = expected_tensors(source)
     for name, value in load_file(tmp_path / "model.safetensors").items():
-        whole = expected_tensors(source)[name]
+        whole = expected[name]
         assert torch.equal(value, whole.half() if whole.dtype.is_floating_point else whole), name
-
-
-def outputs(*sizes: int) -> list[OutputTensor]:
-    return [
-        OutputTensor(f"t{index}", (size,), torch.uint8, f"t{index}", FilePiece(f"t{index}"))
-        for index, size in enumerate(sizes)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +133,11 @@ def outputs(*sizes: int) -> list[OutputTensor]:
     ],
 )
 def test_files_are_filled_up_to_their_bound(sizes: tuple[int, ...], groups: list[list[str]]) -> None:
-    files = plan_files(outputs(*sizes), 100)
+    outputs = [
+        OutputTensor(f"t{index}", (size,), torch.uint8, f"t{index}", FilePiece(f"t{index}"))
+        for index, size in enumerate(sizes)
+    ]
+    files = plan_files(outputs, 100)
     assert [[tensor.name for tensor in file.tensors] for file in files] == groups
     assert [file.num_bytes for file in files] == [sum(sizes[int(name[1:])] for name in group) for group in groups]
 
@@ -131,44 +148,41 @@ def test_what_safetensors_cannot_hold_is_refused() -> None:
         OutputFile("f", [whole]).header()
 
 
-def _other_bytes(descriptor: int, part: memoryview, offset: int) -> int:
-    return REAL_PWRITE(descriptor, bytes([part[0] ^ 1]) + part[1:], offset)
-
-
-def _nothing(descriptor: int, part: memoryview, offset: int) -> int:
-    return len(part)
-
-
-def _elsewhere(descriptor: int, part: memoryview, offset: int) -> int:
-    return REAL_PWRITE(descriptor, part, offset + 1)
-
-
-@pytest.mark.parametrize("pwrite", [_other_bytes, _nothing, _elsewhere])
-@pytest.mark.parametrize(("since", "what"), [(0, "the header"), (300, "t2")])
-def test_what_the_disk_does_not_give_back_is_found(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    pwrite: Callable[[int, memoryview, int], int],
-    since: int,
-    what: str,
-) -> None:
-    source = InMemory({f"t{index}": torch.full((100,), index + 1, dtype=torch.uint8) for index in range(4)})
-    file = plan_files(output_tensors(source, "keep", set()), 10**9)[0]
-    since = since and len(file.header()) + 200  # where t2 begins
-    monkeypatch.setattr(os, "pwrite", lambda *write: (pwrite if write[2] >= since else REAL_PWRITE)(*write))
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {what} read back differs"):
-        write_file(tmp_path / file.name, file, source)
-
-
 def test_a_system_that_takes_and_gives_little_at_a_time_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = InMemory({"t": torch.randn(1000)})
-    file = plan_files(output_tensors(source, "keep", set()), 10**9)[0]
+    source = OnDisk(tmp_path / "source", {"t": torch.randn(1000)})
     monkeypatch.setattr(os, "pwrite", lambda to, part, offset: REAL_PWRITE(to, part[:999], offset))
     monkeypatch.setattr(os, "preadv", lambda of, parts, offset: REAL_PREADV(of, [parts[0][:777]], offset))
-    write_file(tmp_path / file.name, file, source)
-    assert torch.equal(load_file(tmp_path / file.name)["t"], source.values["t"])
+    write(tmp_path, source)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["t"], source.values["t"])
+
+
+@pytest.mark.parametrize("name", ["flag", "half", "long", "a.experts.down_proj"])
+@pytest.mark.parametrize("place", ["before", "first", "last", "after"])
+def test_a_flipped_bit_in_what_is_read_ends_the_merge(
+    tmp_path: Path, source: OnDisk, name: str, place: str
+) -> None:
+    """In the values, and in what lies around them under the same checksum."""
+    block = source.blocks(name)[-1]
+    at = {"before": block.start, "first": block.offset, "last": block.offset + block.num_bytes - 1}
+    content = bytearray(block.path.read_bytes())
+    content[at.get(place, block.end - 1)] ^= 1
+    block.path.write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=rf"source is damaged or of another checkpoint: bytes {block.start:,} "
+    ):
+        write(tmp_path, source)
+
+
+def test_a_shard_that_is_too_short_or_a_link_ends_the_merge(tmp_path: Path, source: OnDisk) -> None:
+    block = source.blocks("a.experts.down_proj")[-1]
+    os.truncate(block.path, block.end - 1)
+    with pytest.raises(CheckpointError, match=rf"source ends at {block.end - 1:,} bytes"):
+        list(block.read())
+    (tmp_path / "link").symlink_to(block.path)
+    with pytest.raises(OSError, match="symbolic link"):
+        list(replace(block, path=tmp_path / "link").read())
 
 
 @pytest.mark.parametrize(
@@ -184,20 +198,10 @@ def test_a_system_that_takes_and_gives_little_at_a_time_is_asked_again(
     ],
 )
 def test_a_file_that_safetensors_reads_otherwise_is_found(
-    tmp_path: Path, spoil: Callable[[Path], object], message: str
+    tmp_path: Path, source: OnDisk, spoil: Callable[[Path], object], message: str
 ) -> None:
-    source = mixed()
-    file = plan_files(output_tensors(source, "keep", {"long"}), 10**9)[0]
-    write_file(tmp_path / file.name, file, source)
+    (file,), *_ = write(tmp_path, source)
     require_opens(tmp_path / file.name, file)
     spoil(tmp_path / file.name)
     with pytest.raises(CheckpointError, match=message):
         require_opens(tmp_path / file.name, file)
-
-
-def test_values_at_any_byte_are_converted(tmp_path: Path) -> None:
-    whole = torch.randn(5, 3)
-    unaligned = torch.frombuffer(bytearray(b"." + whole.numpy().tobytes()), dtype=torch.float32, offset=1)
-    assert unaligned.data_ptr() % 4
-    parts = list(values_in_order(unaligned.reshape(5, 3), torch.bfloat16))
-    assert torch.equal(torch.cat(parts), whole.reshape(-1).bfloat16())

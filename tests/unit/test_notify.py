@@ -1,7 +1,8 @@
-"""The webhook: what a real HTTP server is sent, and that nothing it does fails a run or tells its address."""
+"""The webhook: what a real HTTP server is sent, and that it can neither fail a run nor reveal its address."""
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import time
@@ -14,7 +15,7 @@ import pytest
 from prefect.settings import temporary_settings
 from prefect.states import Cancelling, Crashed, Failed
 
-from dapo_core.errors import ConfigError
+from dapo_core.errors import ConfigError, DataError
 from flows.config import WebhookConfig, load_config
 from flows.dapo_full import dapo_full
 from flows.notify import report_failure, report_result, send
@@ -96,6 +97,23 @@ def test_a_run_that_did_not_end_well_is_sent_with_its_reason(
         "flow": "dapo-full",
         "flow_run": {"name": "sly-fox", "url": "http://prefect/flow-run/7bfb7b22"},
     }
+
+
+def test_no_secret_is_in_what_is_sent_or_recorded(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "sk-very-secret")
+    url = receiver.url("/services/0123456789abcdefXYZ")
+    words = f"401 for sk-very-secret, and {url} answered 404"
+    overrides = [f"flow.webhook.url={url}", f"store.path={tmp_path}"]
+    flow_run = SimpleNamespace(id="1", name="sly-fox", parameters={"config": CONFIG, "overrides": overrides})
+    report_failure(dapo_full, flow_run, Failed(message=words))
+    [(path, payload)] = receiver.received
+    clean = words.replace("sk-very-secret", "[redacted]").replace("0123456789abcdefXYZ", "[redacted]")
+    assert (path, payload["reason"]) == ("/services/0123456789abcdefXYZ", clean)
+    with pytest.raises(DataError), Run.start(load_config(CONFIG, overrides)) as run:
+        raise DataError(words)
+    assert json.loads((run.folder / "run.json").read_text())["error"] == f"DataError: {clean}"
 
 
 def test_a_server_without_a_page_gives_no_address_to_look_at(receiver: Receiver) -> None:

@@ -199,9 +199,9 @@ def test_the_command_prints_a_table_all_changes_or_json(recorded: Run) -> None:
     assert rows[3][1:3] == ["stale", "train.total_steps 60 -> 61 +1 more"]
     assert rows[4][1:4] == ["stale", "waits for train_policy", "after train_policy"]
     assert "train.total_steps 60 -> 61; train.weight_decay 0.0 -> 0.1" in plan("--all")
-    told = json.loads(plan("--json"))
-    assert [stage["label"] for stage in told] == list(LABELS)
-    assert told[3]["changes"] == ["train.total_steps 60 -> 61", "train.weight_decay 0.0 -> 0.1"]
+    shown_json = json.loads(plan("--json"))
+    assert [stage["label"] for stage in shown_json] == list(LABELS)
+    assert shown_json[3]["changes"] == ["train.total_steps 60 -> 61", "train.weight_decay 0.0 -> 0.1"]
 
 
 def test_of_long_values_the_place_is_shown_where_they_differ() -> None:

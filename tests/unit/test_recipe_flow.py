@@ -26,7 +26,7 @@ from flows.dapo_nightly import dapo_nightly
 from flows.prefect_settings import PROJECT_SETTINGS
 from flows.recipe_flow import name_run
 from flows.single_stages import STAGE_FLOWS
-from tests.prefect_servers import ROOT
+from tests.operated import ROOT
 
 CONFIG = "configs/arith_cpu.yaml"
 DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]

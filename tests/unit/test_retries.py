@@ -16,7 +16,7 @@ from eval import EvaluationError
 from tasks.artifacts.artifact import StoreError
 from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
 from tasks.processes.child import ChildProcessFailed, run_command
-from tasks.retries import exit_code_of, is_lasting, may_succeed_next_time, shortened
+from tasks.retries import describe, exit_code_of, is_lasting, may_succeed_next_time, shortened
 from tasks.serve_model.failure import ServeError, ServerDied
 from tasks.time_limit import StageTimedOut
 from tests.processes import python
@@ -78,6 +78,11 @@ def test_the_log_says_why_and_when_the_next_attempt_begins(caplog: pytest.LogCap
         f"train-policy-0: attempt 2 of 4 failed, the next one begins in {delay:.1f} s: RolloutError: engine lost"
     )
     assert said in caplog.text
+
+
+def test_what_a_command_prints_of_an_error_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
+    assert describe(ServeError("401 for hf_very-secret")) == "ServeError: 401 for [redacted]"
 
 
 def test_a_short_error_keeps_the_last_line_of_the_child_and_its_exit_code() -> None:

@@ -1,4 +1,4 @@
-"""What runs find whose artifact is built again by force, or removed at the wrong moment."""
+"""Runs whose artifact is built again by force, or removed at the wrong moment."""
 
 from __future__ import annotations
 

@@ -26,10 +26,11 @@ from durable import LockHeld
 from flows import services
 from flows.cli import app
 from flows.prefect_plugin import complete_names, setup_environment
-from flows.prefect_server import named_api, wait_until_healthy
+from flows.prefect_server import named_api, require_server, wait_for_private_server
 from flows.prefect_settings import PROJECT_SETTINGS
 from flows.services import DATABASE_VARIABLES, Service, Services, ServicesError, bring_up, take_down
-from tests.prefect_servers import ROOT
+from tasks.processes.child import background_command
+from tests.operated import ROOT
 
 SLEEP = ("sleep", "600")
 PASSWORD = "for-nobodys-eyes"
@@ -62,6 +63,26 @@ def test_the_database_of_a_server_stays_the_same_until_another_is_named(tmp_path
     services._start_server(place, None, None, "sqlite")
     assert DATABASE_VARIABLES[0] not in server.commands[-1][1]
     assert server.read()["port"] == port
+
+
+def test_a_server_for_other_machines_needs_a_password_which_is_written_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Services(tmp_path)
+    place.folder.mkdir()
+    place.server = server = Started(place.folder)
+    for host in ("0.0.0.0", "192.0.2.7", "::"):
+        with pytest.raises(ConfigError, match=f"--host {host} lets other machines in.*AUTH_STRING=USER"):
+            services._start_server(place, host, None, None)
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", f"dapo:{PASSWORD}")
+    services._start_server(place, "0.0.0.0", None, None)
+    [(command, environment)] = server.commands
+    assert environment["PREFECT_SERVER_API_AUTH_STRING"] == f"dapo:{PASSWORD}"
+    assert PASSWORD not in "".join(command) + server.record_path.read_text()
+    monkeypatch.delenv("PREFECT_API_AUTH_STRING")
+    with pytest.raises(ConfigError, match="lets other machines in"):
+        services._start_server(place, None, None, None)  # at the last host, which needs it again
+    services._start_server(place, "127.0.0.1", None, None)
 
 
 def test_a_server_gets_another_port_when_its_own_is_taken() -> None:
@@ -124,7 +145,9 @@ def test_a_server_that_another_store_started_at_the_port_is_not_taken_for_our_ow
     assert answers == [True, False]
 
 
-def test_a_store_that_is_a_file_or_in_the_hands_of_another_command_is_refused(tmp_path: Path) -> None:
+def test_up_refuses_a_folder_without_a_project_and_a_store_that_is_a_file_or_in_use(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no prefect\.yaml in .*: type this in the project directory"):
+        bring_up(tmp_path, tmp_path)
     place = Services(tmp_path / "other")
     with place.changing(), pytest.raises(ServicesError, match="is running"), place.changing():
         pass
@@ -169,7 +192,20 @@ def test_a_named_server_that_does_not_answer_is_one_message(
     monkeypatch.setenv("PREFECT_API_URL", url)
     assert named_api(tmp_path) == url
     with pytest.raises(ServicesError, match=f"the Prefect server at {url} does not answer; start it, or correct "):
-        wait_until_healthy(url, None)
+        require_server(url)
+
+
+def test_a_private_server_is_not_taken_for_another_one_at_its_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.prefect_server.is_healthy", lambda _: True)
+    command = [sys.executable, "-c", "print('port in use')"]
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        background_command(command, log_path=tmp_path / "log", label="Prefect") as server,
+        pytest.raises(ServicesError, match=r"does not answer at http://here/api; .*\n  \| port in use"),
+    ):
+        wait_for_private_server(server, "http://here/api", listener.getsockname()[1])
 
 
 def set_up(monkeypatch: pytest.MonkeyPatch, *argv: str, api_url: str | None = None) -> dict[str, str] | None:

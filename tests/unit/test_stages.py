@@ -20,32 +20,20 @@ from dapo_core.config.fields import is_volatile
 from dapo_core.errors import ConfigError, DataError, ModelError
 from eval.problems import ProblemsError
 from flows.config import Config, load_config
-from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.chain import take_model_folder
 from tasks.dataset import build_dataset
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run, current_stage
-from tasks.stages import (
-    EVALUATE_MODEL,
-    FETCH_MODEL,
-    MERGE_CHECKPOINT,
-    PREPARE_DATA,
-    TRAIN_POLICY,
-    Stage,
-    eval_file,
-    evaluate_model_inputs,
-    fetch_model_inputs,
-    prepare_data_inputs,
-    train_policy_inputs,
-)
+from tasks.stages import CHAIN, LINKS, Stage, eval_file
 from tests.configs import make_config
 from tests.recorded_runs import small_config
 from tests.tiny_models import build_tiny_qwen3
 
 CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
-STAGES = (PREPARE_DATA, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, MERGE_CHECKPOINT)
+STAGES = tuple(dict.fromkeys(link.stage for link in CHAIN))
 # The keys that each stage reads, by prefix; a change of any of them builds it again.
 READS = {
     "prepare_data": ("run.seed", "data.source", "data.arithmetic."),
@@ -121,16 +109,13 @@ def config(tmp_path: Path) -> Config:
 
 def prepared(config: Config) -> Artifact:
     """The data artifact of the configuration, built in its store when it is not there."""
-    key = PREPARE_DATA.key(config, prepare_data_inputs(config))
+    key = LINKS["prepare_data"].key(config)
     return ArtifactStore(config.store.path).produce(key, lambda folder: build_dataset(config, folder))[0]
 
 
-def artifact(config: Config, stage: Stage, inputs: Mapping[str, str], content: str) -> Artifact:
-    """An artifact of the stage's real key with a content of ours."""
-    key = stage.key(config, inputs)
-    return ArtifactStore(config.store.path).produce(
-        key, lambda folder: {"size": (folder / "content").write_text(content)}
-    )[0]
+def inputs(label: str, config: Config, *artifacts: Artifact) -> Mapping[str, str]:
+    """What the stage's key has as its inputs."""
+    return LINKS[label].key(config, *artifacts).inputs
 
 
 def files_config(folder: Path, held_out: Path, *overrides: str) -> Config:
@@ -162,15 +147,15 @@ def test_a_changed_training_row_trains_again_but_is_not_evaluated_again(tmp_path
     second = prepared(config)
     assert first.key != second.key
     model = replace(first, digest="m")
-    assert train_policy_inputs(config, first, model) != train_policy_inputs(config, second, model)
-    assert fetch_model_inputs(config, first) != fetch_model_inputs(config, second)
-    assert evaluate_model_inputs(config, first, model) == evaluate_model_inputs(config, second, model)
+    assert inputs("train_policy", config, first, model) != inputs("train_policy", config, second, model)
+    assert inputs("fetch_model", config, first) != inputs("fetch_model", config, second)
+    assert inputs("evaluate_before", config, first, model) == inputs("evaluate_before", config, second, model)
     math500_file(held_out, (2, 4, 7))
     third = prepared(config)
-    assert evaluate_model_inputs(config, second, model) != evaluate_model_inputs(config, third, model)
-    assert train_policy_inputs(config, second, model) != train_policy_inputs(config, third, model)  # it validates
+    assert inputs("evaluate_before", config, second, model) != inputs("evaluate_before", config, third, model)
+    assert inputs("train_policy", config, second, model) != inputs("train_policy", config, third, model)
     silent = config.model_copy(update={"validation": config.validation.model_copy(update={"every": 0})})
-    assert train_policy_inputs(silent, second, model) == train_policy_inputs(silent, third, model)
+    assert inputs("train_policy", silent, second, model) == inputs("train_policy", silent, third, model)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -186,7 +171,7 @@ def test_own_data_is_taken_byte_by_byte(tmp_path: Path, suffix: str) -> None:
 
 def test_own_data_that_cannot_be_used_is_refused_and_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.eval_path=.*gone\.jsonl cannot be read: No such file"):
-        prepare_data_inputs(files_config(tmp_path, tmp_path / "gone.jsonl"))
+        LINKS["prepare_data"].key(files_config(tmp_path, tmp_path / "gone.jsonl"))
     held_out = math500_file(tmp_path / "eval.jsonl")
     held_out.write_text(held_out.read_text() + '{"problem": "?", "answer": ""}\n')
     with pytest.raises(ProblemsError, match=r"of 4 rows, 1 with neither an answer nor a boxed solution"):
@@ -202,14 +187,14 @@ def test_a_changed_scorer_of_the_user_trains_again(tmp_path: Path) -> None:
     own = small_config(tmp_path / "store", f"custom_reward.path={scorer}")
     data = prepared(own)
     model = replace(data, digest="m")
-    first = train_policy_inputs(own, data, model)
-    without = train_policy_inputs(load_config(CONFIG), data, model)
+    first = inputs("train_policy", own, data, model)
+    without = inputs("train_policy", load_config(CONFIG), data, model)
     assert without.items() < first.items()
     scorer.write_text("def compute_score(**_):\n    return 2\n")
-    assert train_policy_inputs(own, data, model) != first
+    assert inputs("train_policy", own, data, model) != first
     scorer.write_text("def score(**_):\n    return 1\n")
     with pytest.raises(ConfigError, match=r"custom_reward\.name=compute_score is not .* which has score"):
-        train_policy_inputs(own, data, model)
+        inputs("train_policy", own, data, model)
 
 
 def test_data_without_a_scorer_is_refused_unless_the_configuration_names_one(tmp_path: Path) -> None:
@@ -224,11 +209,9 @@ def test_data_without_a_scorer_is_refused_unless_the_configuration_names_one(tmp
 
 def test_before_and_after_share_the_evaluation_of_an_unchanged_model(config: Config) -> None:
     data = prepared(config)
-    model = artifact(config, FETCH_MODEL, fetch_model_inputs(config, data), "weights")
-    merged = artifact(config, MERGE_CHECKPOINT, {"training": "t"}, "weights")
-    assert model.key != merged.key
-    keys = [EVALUATE_MODEL.key(config, evaluate_model_inputs(config, data, each)).key for each in (model, merged)]
-    assert keys[0] == keys[1]
+    model, merged = (Artifact("stage", key, "/nowhere", "digest") for key in ("one key", "another"))
+    before, after = LINKS["evaluate_before"], LINKS["evaluate_after"]
+    assert before.key(config, data, model).key == after.key(config, data, merged).key
 
 
 def model_config(folder: Path, model: Path) -> Config:
@@ -240,39 +223,29 @@ def test_a_local_model_is_linked_not_copied_and_changes_are_seen(tmp_path: Path)
     (source / "link.txt").symlink_to(source / "config.json")  # as in a hub's cache
     config = model_config(tmp_path, source)
     data = prepared(config)
-    inputs = fetch_model_inputs(config, data)
+    key = LINKS["fetch_model"].key(config, data)
     store = ArtifactStore(config.store.path)
-    taken, _ = store.produce(FETCH_MODEL.key(config, inputs), lambda folder: take_model_folder(config, folder))
+    taken, _ = store.produce(key, lambda folder: take_model_folder(config, folder))
     weights = Path(taken.path) / "model.safetensors"
     assert os.path.samefile(weights, source / "model.safetensors")
     assert (Path(taken.path) / "link.txt").read_bytes() == (source / "config.json").read_bytes()
     assert taken.manifest()["metrics"]["bytes"] == sum(path.stat().st_size for path in source.iterdir())
-    assert fetch_model_inputs(config, data) == inputs
+    assert LINKS["fetch_model"].key(config, data) == key
     replaced = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").unlink()
     (source / "model.safetensors").write_bytes(replaced + b" ")
-    assert fetch_model_inputs(config, data) != inputs
+    assert LINKS["fetch_model"].key(config, data) != key
     assert store.lookup(taken.stage, taken.key) == taken  # the old one is as it was
 
 
-@pytest.mark.parametrize(
-    ("missing", "said"),
-    [
-        ("config.json", "lacks config.json"),
-        ("model.safetensors", r"lacks weights \(\*\.safetensors\)"),
-        ("tokenizer", "lacks a tokenizer"),
-        ("", "does not exist"),
-    ],
-)
-def test_an_incomplete_model_is_refused_before_any_work(tmp_path: Path, missing: str, said: str) -> None:
+def test_an_incomplete_model_is_refused_before_any_work(tmp_path: Path) -> None:
     source = build_tiny_qwen3(tmp_path / "model")
-    if missing:
-        for path in source.glob(f"{missing}*"):
-            path.unlink()
-    else:
-        shutil.rmtree(source)
+    (source / "config.json").unlink()
     config = model_config(tmp_path, source)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=r"lacks config\.json"):
+        Run.start(config)
+    shutil.rmtree(source)
+    with pytest.raises(ModelError, match="does not exist"):
         Run.start(config)
     assert not Path(config.store.path).exists()
 
@@ -309,3 +282,17 @@ def test_a_failed_stage_is_not_recorded(config: Config) -> None:
     assert (run.stages, current_stage.get(), recorded.stages) == ({}, "", {})
     assert (recorded.state, str(recorded.error).partition(":")[0]) == ("failed", "ZeroDivisionError")
     assert not (run.folder / "prepare_data").exists()
+
+
+def test_a_file_or_folder_in_the_way_of_a_run_is_named(config: Config) -> None:
+    store = Path(config.store.path)
+    store.mkdir()
+    (store / "runs").touch()
+    with pytest.raises(StoreError, match=r"cannot be written: .*Not a directory: .*/runs/"):
+        Run.start(config)
+    (store / "runs").unlink()
+    run = Run.start(config)
+    key = StageKey("probe", {}, {}, "code", {})
+    run.store.lock_path("probe", key.key).mkdir()
+    with pytest.raises(StoreError, match=r"cannot be written: .*Is a directory: .*\.lock"), run:
+        run.produce("prepare_data", key, lambda folder: {})

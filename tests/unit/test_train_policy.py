@@ -42,10 +42,10 @@ def train(run: Run, monkeypatch: pytest.MonkeyPatch, attempt: int) -> State[Arti
     monkeypatch.setenv("PREFECT__RUNTIME__TASK_RUN__RUN_COUNT", str(attempt))
     inputs = produce(run, Outcome(), ("prepare_data", "fetch_model"))
     function: Any = train_policy.fn
-    return function(run, inputs["prepare_data"], inputs["fetch_model"], gives_way=True)
+    return function(run, inputs["prepare_data"], inputs["fetch_model"], skips_if_locked=True)
 
 
-def test_a_night_gives_way_at_its_first_attempt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_night_skips_if_locked_at_its_first_attempt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with hold(training_lock_path(run.config), "other"):
         state = train(run, monkeypatch, attempt=1)
     assert (state.type.value, state.name) == ("COMPLETED", "Skipped")

@@ -87,21 +87,21 @@ def test_a_look_at_the_lock_does_not_skip_the_run_that_takes_it(tmp_path: Path) 
         looking.enter_context(durable.locked(path, shared=True))  # as durable.is_locked does for an instant
         timer = threading.Timer(0.1, looking.pop_all().close)
         timer.start()
-        with hold(path, "run-8", gives_way=True):
+        with hold(path, "run-8", skips_if_locked=True):
             pass
         timer.join()
 
 
-def test_the_lock_outlasts_a_flow_that_was_killed_and_skips_a_run_that_gives_way(tmp_path: Path) -> None:
+def test_the_lock_outlasts_a_flow_that_was_killed_and_skips_a_run_that_does_not_wait(tmp_path: Path) -> None:
     path = tmp_path / "training.lock"
     with training(path) as flow:
         named = r"^The run was skipped because run run-7, stage key 0123456789abcdef \(pid .* holds the lock"
-        with pytest.raises(RunSkipped, match=named), hold(path, "run-8", gives_way=True):
+        with pytest.raises(RunSkipped, match=named), hold(path, "run-8", skips_if_locked=True):
             raise AssertionError("two trainings at once")
         flow.kill()
         flow.wait(DEADLINE_SECONDS)
         assert f"pid {flow.pid} on " in str(find_holder(path))  # its command has not ended: it ignores SIGTERM
-    with hold(path, "run-8", gives_way=True):
+    with hold(path, "run-8", skips_if_locked=True):
         pass
 
 

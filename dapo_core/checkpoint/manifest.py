@@ -1,0 +1,118 @@
+"""The manifest of a checkpoint: its training and step, and digests of its files, taken while they were written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dapo_core.checkpoint.archive import read_records
+from dapo_core.checkpoint.folder import latest_checkpoint, refuse_links, step_folder
+from dapo_core.checkpoint.metadata import read_metadata
+from dapo_core.checkpoint.state import read_state
+from dapo_core.digests import Part, file_parts
+from dapo_core.errors import CheckpointError
+from durable import write_atomically
+
+logger = logging.getLogger(__name__)
+
+MANIFEST_FILE = "checkpoint_manifest.json"
+SHARDS_FILE = "shards.json"  # from the ranks, until the manifest takes it in: the files that they wrote
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    training: str  # the same in all checkpoints that one training writes
+    step: int
+    files: dict[str, list[Part]]  # the parts of a shard are its tensors
+
+
+def training_id(folder: Path) -> str:
+    """The id in the latest checkpoint of the folder, else a new one."""
+    latest = latest_checkpoint(folder)
+    manifest = read_manifest(latest) if latest else None
+    return manifest.training if manifest else secrets.token_hex(8)
+
+
+def write_shards(folder: Path, parts: Mapping[str, Sequence[Part]]) -> None:
+    """Leave the parts of the ranks' files for `write_manifest`."""
+    write_atomically(folder / SHARDS_FILE, json.dumps(parts))
+
+
+def write_manifest(folder: Path, training: str, step: int, files: Mapping[str, Part]) -> None:
+    """Write the manifest of a complete folder; `files` are those that no rank wrote."""
+    shards = json.loads((folder / SHARDS_FILE).read_text(encoding="utf-8"))
+    manifest = Manifest(training, step, {**{name: [part] for name, part in files.items()}, **shards})
+    (folder / MANIFEST_FILE).write_text(json.dumps(asdict(manifest)), encoding="utf-8")
+    (folder / SHARDS_FILE).unlink()
+
+
+def read_manifest(checkpoint: Path) -> Manifest | None:
+    """The manifest, None in a checkpoint from before there were any; raises CheckpointError when it is torn."""
+    path = checkpoint / MANIFEST_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        files = {
+            str(name): [(int(size), str(digest)) for size, digest in parts]
+            for name, parts in values["files"].items()
+        }
+        return Manifest(str(values["training"]), int(values["step"]), files)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error!r})") from error
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Raise CheckpointError, which names the file, unless every file is as it was written and safe to load."""
+    require_files(checkpoint, with_shards=True)
+    metadata = read_metadata(checkpoint)
+    by_shard: dict[str, list[tuple[int, int]]] = {}
+    for place in metadata.storage_data.values():
+        by_shard.setdefault(place.relative_path, []).append((place.offset, place.length))
+    for name, places in sorted(by_shard.items()):
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing, one of {len(by_shard)} shards")
+        with path.open("rb") as file:
+            for offset, length in places:
+                read_records(file, str(path), offset, length)
+    read_state(checkpoint)
+
+
+def require_files(checkpoint: Path, with_shards: bool) -> Manifest | None:
+    """The manifest, if there is one, once the files have its sizes and digests; raises CheckpointError.
+
+    Shards count only `with_shards`. Links are refused, since what they name may lie outside.
+    """
+    refuse_links(checkpoint)
+    manifest = read_manifest(checkpoint)
+    if manifest is None:
+        logger.warning("%s has no %s, so damage to its files goes unnoticed", checkpoint, MANIFEST_FILE)
+        return None
+    if step_folder(checkpoint.parent, manifest.step).name != checkpoint.name:
+        raise CheckpointError(f"{checkpoint / MANIFEST_FILE} is of step {manifest.step}, not of {checkpoint.name}")
+    for name, parts in manifest.files.items():
+        if with_shards or not name.endswith(".distcp"):
+            _require_parts(checkpoint / name, parts)
+    return manifest
+
+
+def _require_parts(path: Path, parts: Sequence[Part]) -> None:
+    size = sum(part_size for part_size, _ in parts)
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    if path.stat().st_size != size:
+        raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes instead of {size:,}")
+    found = file_parts(path, [part_size for part_size, _ in parts])
+    wrong = [number for number, (part, expected) in enumerate(zip(found, parts, strict=True)) if part != expected]
+    if wrong:
+        raise CheckpointError(
+            f"{path} is damaged or of another checkpoint: {len(wrong)} of its {len(parts)} parts are not what was "
+            "written"
+        )

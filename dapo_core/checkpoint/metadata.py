@@ -1,0 +1,60 @@
+""".metadata, torch.distributed.checkpoint's list of a checkpoint's tensors, read without running what it holds."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from dapo_core.errors import CheckpointError
+
+METADATA_FILE = ".metadata"
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"Path", "PosixPath"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds the classes of .metadata and nothing else: torch's own reader runs whatever the pickle asks for."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if name in _CLASSES.get(module, ()) or is_dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+def read_metadata(checkpoint: Path) -> Any:
+    """torch's Metadata of a checkpoint; raises CheckpointError unless it is a list of tensors."""
+    try:
+        with (checkpoint / METADATA_FILE).open("rb") as file:
+            metadata = _Unpickler(file).load()
+        places = {place.relative_path for place in metadata.storage_data.values()}
+        if outside := sorted(name for name in places if Path(name).name != name):
+            raise ValueError(f"it names {outside[0]}, which is outside")
+        metadata.state_dict_metadata.items()
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        ImportError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise CheckpointError(
+            f"{METADATA_FILE} in {checkpoint} cannot be read ({error}), so no shard can be found; copy it from "
+            "the node that wrote it, or use another checkpoint"
+        ) from error
+    return metadata

@@ -1,0 +1,84 @@
+"""blake3 digests of files by parts, so that several cores take them at once and a reader can check one part.
+
+The parts of a safetensors file are its header and its tensors; every other file is one part. A file's digest is
+blake3 over its list of parts, each a line with the part's size and digest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+from blake3 import blake3
+
+Part = tuple[int, str]  # size in bytes, blake3
+
+CHUNK_BYTES = 1024**2  # read at once, and hashed while it is in the processor's cache
+_HEADER_LENGTH_BYTES = 8  # of a safetensors file: the length of its JSON header
+
+
+def num_threads() -> int:
+    """Threads that read, hash and write at once."""
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+def content_part(content: bytes) -> Part:
+    """Size and digest of bytes in memory."""
+    return len(content), blake3(content).hexdigest()
+
+
+def digest_of(parts: Iterable[Part]) -> str:
+    """The digest of the file with these parts in this order."""
+    return blake3("".join(f"{size} {digest}\n" for size, digest in parts).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """The digest of a file on the disk."""
+    return digest_of(file_parts(path, safetensors_sizes(path)))
+
+
+def file_parts(path: Path, sizes: Sequence[int]) -> list[Part]:
+    """Size and digest of the file's consecutive parts of these sizes, taken on several cores.
+
+    A part that the file does not hold in full has the size that is there.
+    """
+    starts = accumulate(sizes, initial=0)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if len(sizes) == 1:
+            return [_part(descriptor, 0, sizes[0])]
+        with ThreadPoolExecutor(num_threads(), thread_name_prefix="digest") as pool:
+            return list(pool.map(lambda start, size: _part(descriptor, start, size), starts, sizes))
+    finally:
+        os.close(descriptor)
+
+
+def safetensors_sizes(path: Path) -> list[int]:
+    """Sizes of header and tensors of a safetensors file, which cover it; of any other file its size."""
+    num_bytes = path.stat().st_size
+    if path.suffix != ".safetensors":
+        return [num_bytes]
+    with path.open("rb") as file:
+        header_end = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little") + _HEADER_LENGTH_BYTES
+        try:
+            entries = json.loads(file.read(header_end - _HEADER_LENGTH_BYTES)) if header_end <= num_bytes else {}
+            ends = {
+                header_end + entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            ends = set()
+    inner = sorted(end for end in {header_end, *ends} if 0 < end < num_bytes)
+    return [end - start for start, end in pairwise([0, *inner, num_bytes])]
+
+
+def _part(descriptor: int, start: int, size: int) -> Part:
+    digest, buffer = blake3(), memoryview(bytearray(min(size, CHUNK_BYTES)))
+    done = 0
+    while done < size and (count := os.preadv(descriptor, [buffer[: size - done]], start + done)):
+        digest.update(buffer[:count])
+        done += count
+    return done, digest.hexdigest()

@@ -1,0 +1,96 @@
+"""Prefect's servers as their clients see them: who answers at an address, and with which password."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import psutil
+
+from dapo_core.errors import DapoError
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+# USER:PASSWORD, which the server asks for and its clients send.
+AUTH_VARIABLES = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")
+UNAUTHORIZED = 401
+
+
+class ServicesError(DapoError, RuntimeError):
+    """A Prefect server or worker cannot be started, reached or stopped."""
+
+
+@contextlib.contextmanager
+def connected(api_url: str) -> Iterator[SyncPrefectClient]:
+    """A client of the server for the length of a block; raises ServicesError if its password is refused."""
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.exceptions import PrefectHTTPStatusError
+    from prefect.settings import PREFECT_API_AUTH_STRING
+
+    auth = auth_string() or PREFECT_API_AUTH_STRING.value()  # which a profile may hold
+    with SyncPrefectClient(api_url, auth_string=auth) as client:
+        try:
+            client.api_version()
+        except PrefectHTTPStatusError as error:
+            if error.response.status_code != UNAUTHORIZED:
+                raise
+            raise ServicesError(
+                f"the Prefect server at {api_url} {'refuses the' if auth else 'asks for a'} password: export "
+                f"{AUTH_VARIABLES[1]}=USER:PASSWORD as it was when the server was started"
+            ) from None
+        yield client
+
+
+def auth_string() -> str | None:
+    """USER:PASSWORD of the server, None where the environment has none."""
+    return next((value for name in AUTH_VARIABLES if (value := os.environ.get(name))), None)
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine reaches what listens on the host."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def own_addresses() -> list[str]:
+    """The addresses at which other machines may reach this one, as they stand in a URL."""
+    listed = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
+    internet = [each.address for each in listed if each.family in (socket.AF_INET, socket.AF_INET6)]
+    found = [ipaddress.ip_address(address.partition("%")[0]) for address in internet]
+    outside = [each for each in found if not (each.is_loopback or each.is_link_local)]
+    return [f"[{each}]" if each.version == 6 else str(each) for each in outside]
+
+
+def is_healthy(api_url: str) -> bool:
+    """True if a Prefect server answers at the address."""
+    return _is_success(f"{api_url}/health")
+
+
+def lets_anyone_in(api_url: str) -> bool:
+    """True if the server answers requests without a password, and not only those for its health."""
+    return _is_success(f"{api_url}/admin/version")
+
+
+def _is_success(url: str) -> bool:
+    import httpx  # late: it takes a tenth of a second
+
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=5.0, trust_env=False).is_success
+    return False
+
+
+def is_listening(pid: int, port: int) -> bool:
+    """True if the process or a child of it listens on the port."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        sockets = [
+            each for one in (process, *process.children(recursive=True)) for each in one.net_connections("tcp")
+        ]
+        return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
+    return False

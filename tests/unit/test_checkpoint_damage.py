@@ -1,0 +1,232 @@
+"""Damaged and planted checkpoints are named before a training starts, which goes on from an older one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from dapo_core.checkpoint.folder import LATEST_FILE
+from dapo_core.checkpoint.manifest import MANIFEST_FILE, require_files, verify_checkpoint
+from dapo_core.checkpoint.metadata import read_metadata
+from dapo_core.checkpoint.resume import find_start
+from dapo_core.checkpoint.shards import _Reader, _Writer
+from dapo_core.errors import CheckpointError
+from dapo_core.merge.dcp import DcpSource
+from tests.checkpoints import Harmful, ShardsOf, end, make_model_folder, make_state, make_writer, names_in
+
+SHARD = "__0_0.distcp"
+
+
+def _save(folder: str) -> None:
+    """Two tensors that differ from step to step."""
+    step = int(Path(folder).name.partition(".")[0].removeprefix("step_"))
+    state = {"model": {"a": torch.full((70, 5), float(step)), "b": torch.arange(400_000) + step}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+        dcp.save(state, storage_writer=_Writer(folder), no_dist=True)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of steps 5, 10 and 15."""
+    folder = tmp_path_factory.mktemp("written")
+    model_path = make_model_folder(folder / "model")
+    writer = make_writer(folder / "checkpoints", model_path, ShardsOf(_save), keep_last=3)  # type: ignore[arg-type]
+    for step in (5, 10, 15):
+        writer.begin(make_state(step))
+        writer.finish()
+    return folder / "checkpoints"
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "checkpoints"))
+
+
+def _flip(name: str, place: int = -1) -> Callable[[Path], None]:
+    def damage(checkpoint: Path) -> None:
+        content = bytearray((checkpoint / name).read_bytes())
+        content[place] ^= 1
+        (checkpoint / name).write_bytes(content)
+
+    return damage
+
+
+def _of_another_step(name: str) -> Callable[[Path], object]:
+    return lambda checkpoint: shutil.copy(checkpoint.with_name("step_000010") / name, checkpoint)
+
+
+def _link(checkpoint: Path) -> None:
+    outside = (checkpoint / "config.yaml").rename(checkpoint.parents[1] / "config.yaml")
+    (checkpoint / "config.yaml").symlink_to(outside)
+
+
+DAMAGE = [
+    (_flip(SHARD, 3000), rf"{SHARD} is damaged or of another checkpoint: 1 of its 2 parts are not what"),
+    (_flip(SHARD, 0), rf"{SHARD} is damaged"),
+    (_of_another_step(SHARD), rf"{SHARD} is damaged or of another checkpoint: 2 of its 2 parts"),
+    (_of_another_step("trainer_state.json"), r"trainer_state\.json is damaged or of another checkpoint"),
+    (_of_another_step(MANIFEST_FILE), r"checkpoint_manifest\.json is of step 10, not of step_000015"),
+    (lambda checkpoint: (checkpoint / SHARD).unlink(), rf"{SHARD} is missing"),
+    (
+        lambda checkpoint: os.truncate(checkpoint / SHARD, 4000),
+        rf"{SHARD} has 4,000 bytes instead of 3,2\d\d,",
+    ),
+    (
+        lambda checkpoint: os.truncate(checkpoint / "trainer_state.json", 30),
+        r"trainer_state\.json has 30 bytes",
+    ),
+    (_flip("carried_groups.json", 40), r"carried_groups\.json is damaged"),
+    (_flip("huggingface/config.json"), r"huggingface/config\.json is damaged"),
+    (_flip(".metadata", 100), r"\.metadata is damaged"),
+    (lambda checkpoint: (checkpoint / MANIFEST_FILE).write_text("{"), r"checkpoint_manifest\.json cannot be read"),
+    (_link, r"config\.yaml is a symbolic link, which is not followed"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_damage_is_named_and_training_goes_on_from_the_checkpoint_before(
+    folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], message: str
+) -> None:
+    latest = folder / "step_000015"
+    verify_checkpoint(latest)
+    damage(latest)
+    with pytest.raises(CheckpointError, match=rf"{message}.*; copy the file.*checkpoint\.on_damage=previous"):
+        find_start(folder, "auto", "stop")
+    assert find_start(folder, "auto", "previous") == folder / "step_000010"
+    assert "continuing from step_000010; 1 damaged checkpoints are set aside" in caplog.text
+    assert (folder / LATEST_FILE).read_text() == "step_000010\n"
+    assert find_start(folder, "auto", "stop") == folder / "step_000010"
+    (aside,) = folder.glob("step_000015.*.damaged")
+    writer = make_writer(folder, folder.parent / "model", ShardsOf(_save), keep_last=2)  # type: ignore[arg-type]
+    writer.begin(make_state(15))
+    writer.finish()
+    verify_checkpoint(folder / "step_000015")
+    assert aside.exists()
+    end(writer)
+    assert names_in(folder) == ["latest", "step_000015"]
+
+
+@pytest.mark.parametrize("damage", [_flip(SHARD, 10_000), _of_another_step(SHARD)])
+def test_a_merge_reads_no_byte_unchecked(folder: Path, damage: Callable[[Path], object]) -> None:
+    checkpoint = folder / "step_000015"
+    assert bytes(next(DcpSource(checkpoint).blocks("a")[0].read())) == torch.full((350,), 15.0).numpy().tobytes()
+    damage(checkpoint)
+    source = DcpSource(checkpoint)
+    blocks = [block for name in ("a", "b") for block in source.blocks(name)]
+    with pytest.raises(CheckpointError, match=rf"{SHARD} is damaged or of another checkpoint: bytes \d"):
+        _ = [list(block.read()) for block in blocks]
+
+
+@pytest.fixture(autouse=True)
+def _model(tmp_path: Path) -> None:
+    make_model_folder(tmp_path / "model")
+
+
+def test_a_checkpoint_that_is_named_is_not_replaced_by_another(folder: Path, tmp_path: Path) -> None:
+    _flip(SHARD)(folder / "step_000015")
+    new = tmp_path / "new" / "checkpoints"
+    with pytest.raises(CheckpointError, match=rf"step_000015/{SHARD} is damaged"):
+        find_start(new, str(folder / "step_000015"))
+    assert find_start(new, str(folder)) == folder / "step_000010"
+    assert find_start(new, str(folder / "step_000005")) == folder / "step_000005"
+    assert names_in(folder) == ["latest", "step_000005", "step_000010", "step_000015"]  # of another training
+
+
+def test_without_a_sound_checkpoint_nothing_starts_over(folder: Path) -> None:
+    for step in (5, 10, 15):
+        _flip(SHARD)(folder / f"step_{step:06d}")
+    with pytest.raises(CheckpointError, match=rf"step_000015/{SHARD} is damaged.* no older checkpoint is sound"):
+        find_start(folder, "auto")
+    assert find_start(folder, "never") is None
+
+
+def test_checkpoints_of_a_training_have_its_id(written: Path) -> None:
+    manifests = [require_files(written / f"step_{step:06d}", with_shards=False) for step in (5, 10, 15)]
+    assert len({manifest.training for manifest in manifests if manifest}) == 1
+    assert [manifest.step for manifest in manifests if manifest] == [5, 10, 15]
+
+
+def test_a_checkpoint_without_a_manifest_is_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """From before there were any."""
+    (folder / "step_000015" / MANIFEST_FILE).unlink()
+    assert find_start(folder, "auto") == folder / "step_000015"
+    assert "step_000015 has no checkpoint_manifest.json, so damage to its files goes unnoticed" in caplog.text
+
+
+def _plant(checkpoint: Path, content: bytes) -> None:
+    """Into .metadata, with a manifest that fits."""
+    (checkpoint / ".metadata").write_bytes(content)
+    (checkpoint / MANIFEST_FILE).unlink(missing_ok=True)
+
+
+def test_a_planted_pickle_does_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = folder / "step_000015"
+    metadata = read_metadata(checkpoint)
+    metadata.state_dict_metadata["model.a"] = BytesStorageMetadata()  # torch would unpickle these bytes
+    for content, what in (
+        (pickle.dumps(Harmful()), r"it asks for io\.open, which no checkpoint needs"),
+        (pickle.dumps(metadata), r"it asks for torch\.\S+BytesStorageMetadata"),
+        (b"\x80", r"\.metadata in \S+ cannot be read"),
+    ):
+        _plant(checkpoint, content)
+        with pytest.raises(CheckpointError, match=what):
+            verify_checkpoint(checkpoint)
+        with pytest.raises(CheckpointError, match=what):
+            _Reader(str(checkpoint)).read_metadata()
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_a_shard_outside_the_checkpoint_is_not_read(folder: Path) -> None:
+    metadata = read_metadata(folder / "step_000015")
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../step_000010/{SHARD}"
+    _plant(folder / "step_000015", pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"it names \.\./step_000010/\S+, which is outside"):
+        verify_checkpoint(folder / "step_000015")
+
+
+@pytest.mark.parametrize("is_compressed", [True, False])
+def test_an_archive_that_would_fill_the_memory_is_refused_by_its_declared_size(
+    folder: Path, is_compressed: bool
+) -> None:
+    checkpoint = folder / "step_000015"
+    tensor = io.BytesIO()
+    torch.save(torch.zeros(1_000_000), tensor)
+    bomb = io.BytesIO()
+    with zipfile.ZipFile(tensor) as before, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as after:
+        for info in before.infolist():
+            after.writestr(info.filename, before.read(info), None if is_compressed else zipfile.ZIP_STORED)
+    content = bytearray(bomb.getvalue())
+    if not is_compressed:  # claims 16 times the bytes in the central directory
+        claimed = (4_000_000).to_bytes(4, "little")
+        content = content.replace(claimed * 2, claimed + (64_000_000).to_bytes(4, "little"))
+    (checkpoint / SHARD).write_bytes(content)
+    metadata = read_metadata(checkpoint)
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, len(content)
+    _plant(checkpoint, pickle.dumps(metadata))
+    with pytest.raises(
+        CheckpointError, match=rf"{SHARD} has compressed records, \d\S+ bytes in {len(content):,},"
+    ):
+        verify_checkpoint(checkpoint)
+
+
+def test_the_manifest_lists_every_file(written: Path) -> None:
+    checkpoint = written / "step_000015"
+    files = json.loads((checkpoint / MANIFEST_FILE).read_text())["files"]
+    on_disk = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    assert on_disk - {MANIFEST_FILE} == files.keys()

@@ -1,0 +1,45 @@
+"""Secrets that must not reach a file, a log or a terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+import redaction
+from redaction import add_secret, add_secret_url, redact
+
+
+@pytest.fixture(autouse=True)
+def nothing_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_added", set())
+
+
+@pytest.mark.parametrize(
+    "name", ["VLLM_API_KEY", "OPENAI_APIKEY", "HF_TOKEN", "AWS_SECRET", "DB_PASSWORD", "PREFECT_API_AUTH_STRING"]
+)
+def test_secrets_of_the_environment_are_replaced_also_when_percent_encoded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "sk+abc/123\n")
+    assert redact("Bearer sk+abc/123 and ?key=sk%2Babc%2F123 are refused") == (
+        "Bearer [redacted] and ?key=[redacted] are refused"
+    )
+
+
+def test_settings_and_placeholders_are_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallel")
+    monkeypatch.setenv("MAX_TOKENS", "204800")
+    monkeypatch.setenv("VLLM_API_KEY", "EMPTY")
+    text = "an EMPTY set of 204800 parallel lines"
+    assert redact(text) == text
+
+
+def test_secrets_of_urls_and_added_ones_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEAM_WEBHOOK_URL", "https://hooks.example.org/services/T01/B02/abcdefghijklmnopqrstuvwx")
+    add_secret_url("https://user:secret-word@host.example.org/robot/send?access_token=0123456789abcdef0123")
+    add_secret("longer secret")
+    add_secret("secret")
+    assert redact("POST /services/T01/B02/abcdefghijklmnopqrstuvwx") == "POST /services/T01/B02/[redacted]"
+    assert redact("https://user:secret-word@host.example.org/robot/send?access_token=0123456789abcdef0123") == (
+        "https://user:[redacted]@host.example.org/robot/send?access_token=[redacted]"
+    )
+    assert redact("a longer secret") == "a [redacted]"
