@@ -115,10 +115,13 @@ class Sampler:
         self._refuse_no_scores(filling.account)
         return self._finish(filling)
 
-    def redraw(self, step: int, waiting: Sequence[Group | GroupRequest]) -> None:
-        """Begin the next draw, that of step `step`, with the prompts of these groups, without their responses."""
-        requests = (GroupRequest(item.group_id, item.prompt, step) for item in waiting)
-        self.unfinished = [(step, request) for request in sorted(requests, key=lambda request: request.group_id)]
+    def redraw(
+        self, step: int, surplus: Sequence[tuple[int, Group]], unfinished: Sequence[tuple[int, GroupRequest]]
+    ) -> None:
+        """Begin the draw of step `step` with the prompts of these groups, without their responses."""
+        prompts = {group.group_id: group.prompt for _, group in surplus}
+        prompts |= {request.group_id: request.prompt for _, request in unfinished}
+        self.unfinished = [(step, GroupRequest(number, prompts[number], step)) for number in sorted(prompts)]
 
     def _chosen(self, filling: _Filling) -> list[int]:
         """Ids of the groups that the step trains on, as far as that is decided: at most P."""

@@ -103,11 +103,11 @@ class Trainer:
         self.stream.position = state.prompt_position
         if state.identity == self.identity:
             self.sampler.surplus, self.sampler.unfinished = state.surplus, state.unfinished
-        elif waiting := [item for _, item in [*state.surplus, *state.unfinished]]:
+        elif num_groups := len(state.surplus) + len(state.unfinished):
             if state.identity.get("prompts") == self.identity["prompts"]:
-                self.sampler.redraw(state.step + 1, waiting)
+                self.sampler.redraw(state.step + 1, state.surplus, state.unfinished)
             logger.warning(
-                "checkpoint.allow_changed: %d groups sampled before the change are not trained on", len(waiting)
+                "checkpoint.allow_changed: %d groups sampled before the change are not trained on", num_groups
             )
         if state.identity.get(KL_COEFFICIENT) == self.identity[KL_COEFFICIENT]:
             self.kl.coefficient = state.kl_coefficient
