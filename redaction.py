@@ -28,13 +28,14 @@ def add_secret_url(url: str) -> None:
     _added.update(_secrets_of_url(url))
 
 
-def redact(text: str) -> str:
-    """The text with every known secret replaced, also where it is percent-encoded.
+def redact(text: str, min_chars: int = MIN_SECRET_CHARS) -> str:
+    """The text with every known secret of `min_chars` or more replaced, also where it is percent-encoded.
 
     Known are those added, the values of environment variables whose name ends in KEY, TOKEN, SECRET, PASSWORD or
     AUTH_STRING, and the secret parts of the URLs in variables whose name contains WEBHOOK.
     """
-    for secret in sorted(_known_secrets(), key=len, reverse=True):  # one may contain another
+    known = (secret for secret in _known_secrets() if len(secret) >= min_chars)
+    for secret in sorted(known, key=len, reverse=True):  # one may contain another
         text = text.replace(secret, REDACTED)
     return text
 
@@ -57,11 +58,10 @@ def _known_secrets() -> set[str]:
     known = set(_added)
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name):
-            known |= {value, value.strip()}
+            known |= {value, value.strip(), value.partition(":")[2]}  # of USER:PASSWORD
         elif _WEBHOOK_NAME.search(name):
             known |= _secrets_of_url(value)
-    known |= {quote(secret, safe="") for secret in known}
-    return {secret for secret in known if len(secret) >= MIN_SECRET_CHARS}
+    return known | {quote(secret, safe="") for secret in known}
 
 
 def _secrets_of_url(url: str) -> set[str]:

@@ -1,6 +1,6 @@
 """Coverage of the 95 % intervals by simulation: evaluations of n items with k responses each, drawn many times.
 
-    python bench/intervals.py [--repeats 1000]
+    python bench/intervals.py [--repeats 500]
 
 Each line: the share of evaluations whose interval holds the true accuracy, and the true change between two models,
 mean and lowest over several kinds of items, beside the percentile bootstrap over items. Coverage below 94 % beyond
@@ -74,7 +74,7 @@ def bootstrap(values: np.ndarray, rng: np.random.Generator) -> tuple[float, floa
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=500)
     parser.add_argument("--items", type=int, nargs="+", default=[30, 60, 100, 500])
     parser.add_argument("--samples", type=int, nargs="+", default=[1, 4, 32])
     chosen = parser.parse_args(arguments)

@@ -11,6 +11,7 @@ SMALL = (
     "sampler.gen_prompts=4",
     "rollout.engine=hf",
     "rollout.group_size=4",
+    "train.num_ranks=1",
     "train.total_steps=2",
     "train.train_prompts=4",
     "train.mini_prompts=4",

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 def held_out_prompts(
     path: Path, benchmark: str | None, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig
 ) -> list[Prompt]:
-    """The validation prompts: the first validation.num_prompts of the file, or all, as dapo eval asks.
+    """The validation prompts: the first validation.num_prompts of the file, or all, each once, as dapo eval asks.
 
     Problems that name no data source are scored by the benchmark's rule. Raises ProblemsError for a file that dapo
     eval refuses, DataError for prompts that are too long, and what require_scorers raises.
     """
     known = benchmark_of(path, benchmark)
-    template = find_template(DEFAULT, known.template)
+    distinct = known.load(path)
+    template = find_template(DEFAULT, known.template_of(distinct))
     data_source = "choice" if known.grader == "choice" else Compat.of(config.algorithm).boxed_data_source
     problems = [
         replace(
@@ -42,7 +43,7 @@ def held_out_prompts(
             messages=make_messages(template, problem.text, problem.messages),
             data_source=problem.data_source or data_source,
         )
-        for problem in known.load(path)[: config.validation.num_prompts]
+        for problem in distinct[: config.validation.num_prompts]
     ]
     prompts = tokenize_prompts(problems, tokenizer, config.data.max_prompt_tokens, "data.eval_path")
     require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)

@@ -13,12 +13,15 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from eval.identity import Weights, probe_requests, read_logprobs, read_root
 from eval.problems.prompts import Prompt
-from redaction import add_secret, redact
+from redaction import MIN_SECRET_CHARS, add_secret, redact
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429})  # beside every 5xx
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+_TEXT_PARTS = frozenset({"text", "output_text", None})
 _MAX_REASON_CHARS = 300
+_MIN_KEY_CHARS = 16  # in a response, where a password like 123456 may be the answer
 _MAX_RETRY_AFTER_SECONDS = 300.0
 _CONNECT_SECONDS = 30.0
 
@@ -30,6 +33,10 @@ class Endpoint:
     base_url: str
     model: str
     api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        add_secret(self.api_key)
+        add_secret(urlsplit(self.base_url).password)
 
     def url(self, path: str) -> str:
         """URL of a path such as "chat/completions"."""
@@ -95,16 +102,19 @@ class Connection:
     """A kept-open connection for one request at a time. Use as an async context manager."""
 
     def __init__(self, endpoint: Endpoint, sampling: Sampling, timeout_seconds: float) -> None:
-        add_secret(endpoint.api_key)
+        self.opened_at = 0.0  # when the server was last connected to, by time.monotonic
         self._endpoint = endpoint
         self._sampling = sampling
         self._timeout_seconds = timeout_seconds
         headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         connect_seconds = min(_CONNECT_SECONDS, timeout_seconds)
+        tracing = aiohttp.TraceConfig()
+        tracing.on_connection_create_end.append(self._on_connected)
         self._http = aiohttp.ClientSession(
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
             connector=aiohttp.TCPConnector(limit=1),
+            trace_configs=[tracing],
             # A server on this machine is reached without the environment's proxy.
             trust_env=urlsplit(endpoint.base_url).hostname not in LOOPBACK,
         )
@@ -117,6 +127,9 @@ class Connection:
     ) -> None:
         await self._http.close()
 
+    async def _on_connected(self, *_: object) -> None:
+        self.opened_at = time.monotonic()
+
     async def ask(self, prompt: Prompt, sample: int = 0) -> Answer:
         """The response to one prompt: messages go to chat/completions, text to completions. Raises RequestError.
 
@@ -125,9 +138,31 @@ class Connection:
         is_chat = not isinstance(prompt, str)
         fields = {"messages": list(prompt)} if is_chat else {"prompt": prompt}
         body = {"model": self._endpoint.model, **fields, **self._sampling.body(sample)}
-        url = self._endpoint.url("chat/completions" if is_chat else "completions")
+        return _read_answer(await self._request("chat/completions" if is_chat else "completions", body), is_chat)
+
+    async def identify(self) -> Weights:
+        """What the server shows of the weights that it serves. Raises RequestError when it does not answer."""
+        root = read_root(await self._ask_about("models"), self._endpoint.model)
+        for path, body in probe_requests(self._endpoint.model):
+            if (logprobs := read_logprobs(await self._ask_about(path, body))) is not None:
+                return Weights(root, logprobs)
+        return Weights(root, None)
+
+    async def _ask_about(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON of an answer; None when the server refuses the request or answers something else."""
         try:
-            async with self._http.post(url, json=body, allow_redirects=False) as response:
+            return json.loads(await self._request(path, body))
+        except RequestError as error:
+            if error.is_final:
+                return None
+            raise
+        except (ValueError, RecursionError):
+            return None
+
+    async def _request(self, path: str, body: dict[str, Any] | None) -> bytes:
+        method, url = "GET" if body is None else "POST", self._endpoint.url(path)
+        try:
+            async with self._http.request(method, url, json=body, allow_redirects=False) as response:
                 content = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise RequestError(f"{type(error).__name__}: {error}", is_unreachable=True) from error
@@ -144,7 +179,7 @@ class Connection:
                 is_final=response.status < 500 and response.status not in _RETRIED_STATUS,
                 retry_after_seconds=_retry_after(response.headers.get("Retry-After", "")),
             )
-        return _read_answer(content, is_chat)
+        return content
 
     async def is_there(self) -> bool:
         """Whether a server accepts connections, whatever it answers."""
@@ -170,24 +205,31 @@ def _read_answer(content: bytes, is_chat: bool) -> Answer:
         finish_reason = choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise RequestError(f"not a {'chat ' if is_chat else ''}completion: {_beginning(content)!r}") from error
-    if text is None:
-        text = ""
+    text = _joined(text)
     if not isinstance(text, str):
         raise RequestError(f"the response's text is a {type(text).__name__}, not text")
     usage = payload.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     is_count = isinstance(tokens, int) and not isinstance(tokens, bool)
     reason = _clean(finish_reason) if isinstance(finish_reason, str) else None
-    return Answer(_clean(text), reason, tokens if is_count else None)
+    return Answer(_clean(text, _MIN_KEY_CHARS), reason, tokens if is_count else None)
+
+
+def _joined(content: Any) -> Any:
+    """The text of a message's content: "" for null, and of a list of parts the texts, without those that think."""
+    if not isinstance(content, list):
+        return "" if content is None else content
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") in _TEXT_PARTS]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _beginning(content: bytes) -> str:
     return redact(content.decode("utf-8", "replace"))[:_MAX_REASON_CHARS]
 
 
-def _clean(text: str) -> str:
+def _clean(text: str, min_chars: int = MIN_SECRET_CHARS) -> str:
     """The text without known secrets, and without lone surrogates, which UTF-8 cannot encode."""
-    return redact(text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return redact(text, min_chars).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _retry_after(value: str) -> float:

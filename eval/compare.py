@@ -10,7 +10,9 @@ from typing import Any, Literal
 from eval import InputError, breakdown
 from eval.answers.grading import grade
 from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part
+from eval.identity import describe_weights
 from eval.results import (
+    SERVED,
     Evaluation,
     Row,
     Samples,
@@ -25,15 +27,13 @@ from eval.results import (
 from eval.statistics import (
     SIGNIFICANCE,
     measure_change,
-    minimal_detectable_difference,
-    minimal_detectable_mean,
     share_interval,
 )
 from eval.summary import same_answer_by
 
 GROUP_FIELDS = ("level", "subject")
 # Settings that may differ: the model is what is compared, the others are checked item by item.
-_NOT_COMPARED = ("model", "num_items", "prompts", "golds")
+_NOT_COMPARED = ("model", SERVED, "num_items", "prompts", "golds")
 
 
 class ComparisonError(InputError):
@@ -55,6 +55,7 @@ class Side:
     """One of the two models, over the paired items."""
 
     model: str
+    weights: str  # what identifies them, in words
     evaluation: str  # digest of the measurement: copies share it
     n: int
     right: int
@@ -173,7 +174,7 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         mid_p=change.mid_p,
         b=len(lost),
         c=len(gained),
-        minimal_detectable_difference=_detectable(changes, k),
+        minimal_detectable_difference=change.detectable,
         groups=breakdown.group_changes(paired, GROUP_FIELDS),
         gain=breakdown.gain_parts(paired),
         transitions=breakdown.transitions_of(paired),
@@ -214,12 +215,6 @@ def _refuse_different(before: Evaluation, after: Evaluation) -> None:
         )
 
 
-def _detectable(changes: Sequence[int], k: int) -> float:
-    if k == 1:
-        return minimal_detectable_difference(len(changes), sum(change != 0 for change in changes))
-    return minimal_detectable_mean([change / k for change in changes])
-
-
 def _unpaired(pairs: Sequence[Pair]) -> Unpaired:
     left_out = [(x, y) for x, y in pairs if not (is_answered(x) and is_answered(y))]
     num_failed = [[sum(not row.is_answered for row in side) for side in pair] for pair in pairs]
@@ -241,6 +236,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
     rows = _rows(items)
     return Side(
         model=str(evaluation.settings["model"]),
+        weights=describe_weights(evaluation.settings.get(SERVED)),
         evaluation=evaluation.digest,
         n=total.n,
         right=total.right,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import math
 import random
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eval.client import Answer, Connection, Endpoint, RequestError, Sampling
+from eval.identity import ModelChangedError, Weights
 from eval.problems.items import Item
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 _LONGEST_BACKOFF_SECONDS = 60.0
 _LONGEST_PROBE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
+_PROBE_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Outcome:
 
 
 Finish = Callable[[Request, Outcome], Coroutine[Any, Any, None]]
+OnWeights = Callable[[Weights], None]
 
 
 @dataclass(eq=False)
@@ -71,6 +75,9 @@ class _Server:
     is_up: bool = True
     is_given_up: bool = False
     outage: str = ""  # why it was last unreachable
+    checked_at: float = 0.0  # when its weights were last found to be the evaluation's; 0 after a failure
+    has_answered: bool = False
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Dispatcher:
@@ -79,12 +86,23 @@ class Dispatcher:
     A request that failed goes to another server first; once every server has failed it, it waits and starts over,
     except that a time-out is not repeated. A server that refuses connections costs no attempts: its requests go
     back to the queue, and it has `outage_seconds` to return.
+
+    Every answer is from the same weights: they are checked on each new connection and after each failure, before
+    the answer counts. `weights` are those to expect; None for the first ones found.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], sampling: Sampling, limits: Limits) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        sampling: Sampling,
+        limits: Limits,
+        weights: Weights | None = None,
+    ) -> None:
         self._servers = [_Server(endpoint) for endpoint in endpoints]
         self._sampling = sampling
         self._limits = limits
+        self._weights = weights
+        self._on_weights: OnWeights | None = None
         self._queue: deque[Request] = deque()
         self._num_open = 0
         # Beside cancelling: a task may lose a cancellation that arrives together with its answer.
@@ -111,11 +129,13 @@ class Dispatcher:
         for worker in self._workers:
             worker.cancel()
 
-    async def run(self, requests: Sequence[Request], finish: Finish) -> None:
+    async def run(self, requests: Sequence[Request], finish: Finish, on_weights: OnWeights | None = None) -> None:
         """Await `finish` with the outcome of each request; every call that began has ended when this returns.
 
-        Raises what `finish` raises, and stops then.
+        `on_weights` is called once, before the first outcome, if no weights were expected. Raises what `finish`
+        raises, and ModelChangedError when a server has other weights; stops then.
         """
+        self._on_weights = on_weights
         self._queue.extend(requests)
         self._num_open = len(requests)
         num_workers = min(self._limits.concurrency, len(requests))
@@ -141,8 +161,10 @@ class Dispatcher:
                 failure = None
                 try:
                     answer = await connection.ask(request.item.prompt, request.sample)
+                    await self._check_weights(server, connection)
                     request.attempts += 1
                 except RequestError as error:
+                    server.checked_at = 0.0
                     if self._is_stopped:
                         return
                     if await self._retry(request, server, error):
@@ -153,6 +175,56 @@ class Dispatcher:
                 outcome = Outcome(answer, request.attempts, time.monotonic() - started_at, failure)
                 # Shielded: an answer that arrived is recorded even when the evaluation is interrupted.
                 await asyncio.shield(self._start(finish(request, outcome), self._finishing))
+
+    async def check_at_end(self) -> None:
+        """Raise ModelChangedError when a server that answered now serves other weights, unnoticed until now."""
+        for server in self._servers:
+            if server.has_answered:
+                server.checked_at = 0.0
+                async with Connection(server.endpoint, self._sampling, self._limits.timeout_seconds) as connection:
+                    try:
+                        await self._check_weights(server, connection)
+                    except RequestError as error:
+                        logger.info("%s no longer answers: %s", server.endpoint.base_url, error)
+                    except ModelChangedError as error:
+                        raise ModelChangedError(str(error), is_late=True) from None
+
+    async def _check_weights(self, server: _Server, connection: Connection) -> None:
+        """Return once the weights were checked after the connection was opened, by whichever worker."""
+        async with server.checking:
+            if server.checked_at > connection.opened_at:
+                return
+            began = time.monotonic()
+            weights = await self._identify(connection)
+            url = server.endpoint.base_url
+            if self._weights is None:
+                self._weights = weights
+                if self._on_weights is not None:
+                    self._on_weights(weights)
+                if weights.logprobs is None:
+                    shown = f"its model folder {weights.root}" if weights.root else "the model's name"
+                    logger.warning("%s gives no log-probs: %s is all that identifies its weights", url, shown)
+            elif difference := self._weights.difference(weights):
+                raise ModelChangedError(
+                    f"{url} serves another model than the one evaluated so far, under the same name "
+                    f"({server.endpoint.model}): {difference}. One score of two models means nothing: start the "
+                    f"first model again and repeat the command, or choose another --output for this one"
+                )
+            server.checked_at = max(began, math.nextafter(connection.opened_at, math.inf))
+            server.has_answered = True
+
+    async def _identify(self, connection: Connection) -> Weights:
+        """The weights behind a connection; none are shown where only the fixed prompt fails."""
+        for attempt in range(_PROBE_ATTEMPTS):
+            try:
+                return await connection.identify()
+            except RequestError as error:
+                is_shown = self._weights is not None and self._weights.logprobs is not None
+                if is_shown or error.is_unreachable:
+                    raise
+                logger.debug("attempt %d to identify the weights failed: %s", attempt + 1, error)
+                await asyncio.sleep(self._limits.backoff_seconds)
+        return self._weights or Weights(None, None)
 
     async def _take(self, server: _Server) -> Request | None:
         """The next request for this server; None when nothing is left for it."""

@@ -16,7 +16,7 @@ from eval.results import (
     Evaluation,
     Row,
     exclusive,
-    load_evaluation,
+    read_evaluation,
     write_json,
     write_rows,
 )
@@ -45,14 +45,14 @@ def regrade(path: str | Path) -> Regraded:
     directory = Path(path)
     if directory.name == RESULTS_FILE:
         directory = directory.parent
-    evaluation = load_evaluation(directory)
+    evaluation = read_evaluation(directory)
     settings, before = evaluation.settings, evaluation.rows
     kind = GRADERS[grader_of(str(settings["grader"]))]
     regraded_settings: dict[str, Any] = {**settings, "grader": kind.rule}
     with exclusive(directory), kind() as grader:
         after = [regrade_row(row, grader) for row in before]
         num_killed = grader.num_killed
-        summary = summarise(Evaluation.of(regraded_settings, after), same_answer_by(grader.grade))
+        summary = summarise(Evaluation.of(regraded_settings, after).by_problem(), same_answer_by(grader.grade))
         write_rows(directory, after)
         write_json(directory / SETTINGS_FILE, regraded_settings)
         write_json(directory / SUMMARY_FILE, asdict(summary))

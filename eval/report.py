@@ -11,6 +11,7 @@ from typing import Any
 
 from durable import write_atomically
 from eval.compare import Comparison, compare
+from eval.identity import NO_LOGPROBS
 from eval.pages import field_of, format_p, inline_script, percent, points, render
 from eval.plots import Plots, draw_plots
 from eval.results import make_folder
@@ -140,8 +141,15 @@ def notes(comparison: Comparison) -> list[str]:
     if comparison.is_one_evaluation:
         return []
     found = []
+    sides = {"before": comparison.before, "after": comparison.after}
     if comparison.before.model == comparison.after.model:
         found.append("Both sides are the same model: any change is noise of serving and sampling, not training.")
+    unproven = [name for name, side in sides.items() if NO_LOGPROBS in side.weights]
+    if unproven:
+        found.append(
+            f"The servers gave no log-probs {' and '.join(unproven)} training: only the folder or the name that "
+            f"they serve says that all answers of a side are of one model."
+        )
     aisbench = comparison.graders
     if aisbench.before == aisbench.after == 0 < max(comparison.before.accuracy, comparison.after.accuracy):
         found.append(

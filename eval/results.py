@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from eval.client import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt, Template
 
+logger = logging.getLogger(__name__)
+
 SETTINGS_FILE = "settings.json"
 RESULTS_FILE = "results.jsonl"
 SUMMARY_FILE = "summary.json"
 # Settings that verdicts depend on and responses do not: rows with others are graded again, not asked again.
 GRADING_SETTINGS = ("grader", "golds")
+SERVED = "served"  # the setting with what the servers showed of their weights, compared by `eval.identity`
 
 RowKey = tuple[str, int]  # (id of the item, number of the sample)
 
@@ -108,6 +112,27 @@ class Evaluation:
             )
         return Evaluation(settings, by_sample, k)
 
+    def by_problem(self) -> Evaluation:
+        """The evaluation with one item per problem: rows with the same prompt are samples of the first's item.
+
+        Results of earlier versions have repeated rows as items of their own. If some problems have more samples
+        than others, the surplus is left out, with a warning: each problem has the same weight.
+        """
+        merged: dict[str, list[Row]] = {}
+        for row in self.rows:
+            merged.setdefault(json.dumps([row.prompt, row.gold], sort_keys=True), []).append(row)
+        if len(merged) == len(self.items):
+            return self
+        k = min(map(len, merged.values()))
+        if num_surplus := sum(len(rows) - k for rows in merged.values()):
+            logger.warning("%d surplus responses to repeated prompts are left out: %d to each", num_surplus, k)
+        rows = [
+            replace(row, id=rows[0].id, sample=number)
+            for rows in merged.values()
+            for number, row in enumerate(rows[:k])
+        ]
+        return Evaluation.of(self.settings, rows)
+
     @property
     def rows(self) -> list[Row]:
         """All rows, item by item."""
@@ -124,7 +149,7 @@ class Evaluation:
     @property
     def shared_settings(self) -> dict[str, Any]:
         """What two comparable evaluations have in common: everything but the model."""
-        return {key: value for key, value in self.settings.items() if key != "model"}
+        return {key: value for key, value in self.settings.items() if key not in ("model", SERVED)}
 
     @property
     def digest(self) -> str:
@@ -136,7 +161,12 @@ class Evaluation:
 
 
 def load_evaluation(directory: str | Path) -> Evaluation:
-    """The finished evaluation in a results directory. Raises ResultsError when it is missing or unfinished."""
+    """The finished evaluation in a results directory, one item per problem. Raises what `read_evaluation` does."""
+    return read_evaluation(directory).by_problem()
+
+
+def read_evaluation(directory: str | Path) -> Evaluation:
+    """The evaluation as it is stored. Raises ResultsError when it is missing or unfinished."""
     directory = Path(directory)
     settings = read_settings(directory)
     if settings is None or not _is_complete(settings):

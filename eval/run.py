@@ -18,10 +18,12 @@ from eval import EvaluationError
 from eval.answers.grading import GRADERS, Grader
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Dispatcher, Limits, Outcome, Request, run_in_thread
+from eval.identity import ModelChangedError, Weights
 from eval.problems.items import EvaluationSet, Item
 from eval.results import (
     GRADING_SETTINGS,
     RESULTS_FILE,
+    SERVED,
     SETTINGS_FILE,
     SUMMARY_FILE,
     Evaluation,
@@ -58,16 +60,19 @@ def evaluate(
 ) -> Summary:
     """Ask for each sample of each item and return the summary, which is also written beside the rows.
 
-    The endpoints serve one model and share the work. A directory with equal settings is continued: only missing
-    rows and failed requests are asked. If only the grader or the gold answers differ, its rows are graded again.
-    With other settings the evaluation starts over, and the old files move to `superseded-N/`. Raises
-    EvaluationError when more than `max_failed_ratio` of the requests failed; every finished row is kept for the
-    next attempt.
+    A problem that is on r rows of its file has r times `sampling.num_samples` samples. The endpoints serve one
+    model and share the work. A directory with equal settings is continued: only missing rows and failed requests
+    are asked. If only the grader or the gold answers differ, its rows are graded again. With other settings the
+    evaluation starts over, and the old files move to `superseded-N/`. Raises EvaluationError when more than
+    `max_failed_ratio` of the requests failed; every finished row is kept for the next attempt.
     """
     items = evaluation_set.items
     if not items or not endpoints:
         raise EvaluationError(f"{len(items)} items and {len(endpoints)} servers: nothing can be evaluated")
-    sampling = replace(sampling, stop=evaluation_set.template.stop)
+    num_samples = evaluation_set.num_repeats * sampling.num_samples
+    sampling = replace(sampling, stop=evaluation_set.template.stop, num_samples=num_samples)
+    if evaluation_set.num_repeats > 1:
+        _log_repeats(evaluation_set, sampling)
     settings = make_settings(
         items,
         endpoints[0],
@@ -84,9 +89,8 @@ def evaluate(
         missing = [Request(item, sample) for item, sample in wanted if (item.id, sample) not in rows]
         if missing:
             max_failed = int(max_failed_ratio * len(wanted))
-            dispatcher = Dispatcher(endpoints, sampling, limits or Limits())
-            recorder = _Recorder(output_dir, grader, dispatcher, max_failed, on_progress)
-            run_in_thread(recorder.record(missing), dispatcher.stop)
+            dispatcher = Dispatcher(endpoints, sampling, limits or Limits(), Weights.of(settings.get(SERVED)))
+            _Recorder(output_dir, settings, grader, dispatcher, max_failed, on_progress).ask(missing)
             rows = read_rows(output_dir)
             _refuse_failures(rows, dispatcher, endpoints, max_failed, len(wanted), output_dir)
         # Rows are appended as they finish; a finished file has the items' order.
@@ -96,6 +100,15 @@ def evaluate(
         write_json(output_dir / SUMMARY_FILE, asdict(summary))
     _log(summary)
     return summary
+
+
+def _log_repeats(evaluation_set: EvaluationSet, sampling: Sampling) -> None:
+    logger.info(
+        "%d problems on %d rows each: every problem is one item with %d samples",
+        len(evaluation_set.items), evaluation_set.num_repeats, sampling.num_samples,
+    )  # fmt: skip
+    if sampling.temperature == 0:
+        logger.warning("at temperature 0 the samples of an item are alike; set evaluate.temperature for avg@k")
 
 
 def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
@@ -111,6 +124,7 @@ def _resume(
 ) -> dict[RowKey, Row]:
     """The rows of an earlier attempt that can be kept; leaves the directory ready for more."""
     stored = read_settings(output_dir) or {}
+    served = stored.pop(SERVED, None)
     rows: dict[RowKey, Row] = {}
     if stored != {**settings, **{key: stored.get(key) for key in GRADING_SETTINGS}}:
         if stored or (output_dir / RESULTS_FILE).exists():
@@ -126,6 +140,8 @@ def _resume(
                 graded = threads.map(lambda row: regrade_row(row, grader, by_id[row.id]), rows.values())
                 rows = {row.key: row for row in graded}
         write_rows(output_dir, rows.values())  # without a torn last line: rows are appended
+    if rows:
+        settings[SERVED] = served
     write_json(output_dir / SETTINGS_FILE, settings)
     if rows:
         num_rows = settings["num_items"] * settings["sampling"]["num_samples"]
@@ -141,7 +157,7 @@ def _move_aside(output_dir: Path, reasons: Sequence[str]) -> None:
     for name in (RESULTS_FILE, SETTINGS_FILE, SUMMARY_FILE):
         if (output_dir / name).exists():
             (output_dir / name).rename(aside / name)
-    logger.warning("%s: starting over, the old results are in %s (%s)", output_dir, aside, "; ".join(reasons))
+    logger.warning("%s: the old results are now in %s (%s)", output_dir, aside, "; ".join(reasons))
 
 
 class _Recorder:
@@ -150,12 +166,14 @@ class _Recorder:
     def __init__(
         self,
         output_dir: Path,
+        settings: dict[str, Any],
         grader: Grader,
         dispatcher: Dispatcher,
         max_failed: int,
         on_progress: OnProgress | None,
     ) -> None:
         self._output_dir = output_dir
+        self._settings = settings
         self._grader = grader
         self._dispatcher = dispatcher
         self._max_failed = max_failed
@@ -163,8 +181,19 @@ class _Recorder:
         self._num_failed = 0
         self._num_failed_in_a_row = 0
 
-    async def record(self, requests: Sequence[Request]) -> None:
-        """Run the requests and record each that ends, also when they are interrupted."""
+    def ask(self, requests: Sequence[Request]) -> None:
+        """Run the requests and record each that ends, also when they are interrupted.
+
+        Raises ModelChangedError, and moves every row aside if any may be another model's.
+        """
+        try:
+            run_in_thread(self._record(requests), self._dispatcher.stop)
+        except ModelChangedError as error:
+            if error.is_late:
+                _move_aside(self._output_dir, [str(error)])
+            raise
+
+    async def _record(self, requests: Sequence[Request]) -> None:
         with (
             (self._output_dir / RESULTS_FILE).open("a", encoding="utf-8") as file,
             ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads,
@@ -177,7 +206,12 @@ class _Recorder:
                 self._append(row, file)
                 progress.advance(row.response_tokens)
 
-            await self._dispatcher.run(requests, finish)
+            await self._dispatcher.run(requests, finish, self._keep_weights)
+            await self._dispatcher.check_at_end()
+
+    def _keep_weights(self, weights: Weights) -> None:
+        self._settings[SERVED] = weights.to_json()
+        write_json(self._output_dir / SETTINGS_FILE, self._settings)
 
     def _append(self, row: Row, file: TextIO) -> None:
         file.write(row.to_line())

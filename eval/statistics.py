@@ -10,6 +10,7 @@ from statistics import NormalDist
 import numpy as np
 
 SIGNIFICANCE = 0.05
+POWER = 0.8
 Interval = tuple[float, float]
 
 _Z = NormalDist().inv_cdf(1 - SIGNIFICANCE / 2)
@@ -84,6 +85,7 @@ class PairedChange:
     ci95: Interval
     p: float
     mid_p: float
+    detectable: float  # the smallest true change that is found with 80 % power
 
 
 def measure_change(changes: Sequence[int], num_samples: int) -> PairedChange:
@@ -93,15 +95,18 @@ def measure_change(changes: Sequence[int], num_samples: int) -> PairedChange:
     rejected: zero by that test, the others by the score test of `change_interval`.
     """
     test = mcnemar(changes.count(-1), changes.count(1)) if num_samples == 1 else sign_flip_test(changes)
-    difference = sum(changes) / (num_samples * len(changes))
+    n, difference = len(changes), sum(changes) / (num_samples * len(changes))
     low, high = change_interval([change / num_samples for change in changes], num_samples)
+    # As many standard errors as the power needs, and no less than with changes of one response in one direction.
+    needed = _Z + NormalDist().inv_cdf(POWER)
+    detectable = min(1.0, max(needed / _Z * (high - low) / 2, needed**2 / (n * num_samples)))
     if test.p >= SIGNIFICANCE:
         low, high = min(low, 0.0), max(high, 0.0)
     elif difference > 0:
         low = max(low, _ABOVE_ZERO)
     else:
         high = min(high, -_ABOVE_ZERO)
-    return PairedChange(len(changes), difference, (low, high), test.p, test.mid_p)
+    return PairedChange(n, difference, (low, high), test.p, test.mid_p, detectable)
 
 
 def share_interval(values: Sequence[float], num_samples: int = 1) -> Interval:
@@ -175,40 +180,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[place]))
         adjusted[place] = highest
     return adjusted
-
-
-def minimal_detectable_difference(n: int, num_discordant: int, alpha: float = 0.05, power: float = 0.8) -> float:
-    """Smallest true difference in accuracy that McNemar's test on `n` pairs finds with the given power.
-
-    Solves Connor's sample size (Biometrics 43, 1987) for the difference d, with q = num_discordant / n as the
-    share of discordant pairs and z1, z2 the normal quantiles of 1 - alpha/2 and of the power:
-
-        d * sqrt(n) = z1 * sqrt(q) + z2 * sqrt(q - d^2)
-
-    d cannot exceed q; where it would, all discordant pairs go one way (q = d), and the same equation is
-    solved for that, the best case for detection.
-    """
-    z1, z2 = NormalDist().inv_cdf(1 - alpha / 2), NormalDist().inv_cdf(power)
-    q = num_discordant / n
-    root = n * q * z1**2 - (n + z2**2) * q * (z1**2 - z2**2)
-    d = (math.sqrt(n * q) * z1 + math.sqrt(max(root, 0.0))) / (n + z2**2)
-    if 0 < d <= q:
-        return d
-    d = min(1.0, (z1 + z2) ** 2 / n)
-    for _ in range(100):
-        d = min(1.0, (z1 + z2 * math.sqrt(1 - d)) ** 2 / n)
-    return d
-
-
-def minimal_detectable_mean(changes: Sequence[float], alpha: float = 0.05, power: float = 0.8) -> float:
-    """Smallest true mean change that is found with the given power, for several samples per item.
-
-    (z1 + z2) times the standard error of these changes after adding one item that got better and one that got
-    worse (Bonett and Price, J Educ Behav Stat 37, 2012): items without any change would otherwise give zero.
-    """
-    z1, z2 = NormalDist().inv_cdf(1 - alpha / 2), NormalDist().inv_cdf(power)
-    padded = np.array([1.0, -1.0, *changes])
-    return min(1.0, (z1 + z2) * float(padded.std()) / math.sqrt(len(padded)))
 
 
 def _fair_binomial(n: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -75,13 +76,17 @@ class Finding:
 
 def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:
     """Yields the findings as the checks are made; `wait_seconds` bounds the wait for Prefect's scheduler."""
-    for check in (check_packages, check_torch, check_supervision, check_hardware):
+    for check in (check_packages, check_torch, check_supervision, check_hardware, check_ray):
         yield check()
+    new = [path for path in (store / ".locks", store.absolute(), *store.absolute().parents) if not path.exists()]
     for check_store_part in (check_store, check_space, check_locks):
         finding = check_store_part(store)
         yield finding
         if finding.status == FAIL:
             break
+    for folder in new:  # a store that a command mistypes is not made by looking at it
+        with contextlib.suppress(OSError):
+            folder.rmdir()
     yield from examine_server(store, project, wait_seconds)
 
 
@@ -160,6 +165,25 @@ def check_hardware() -> Finding:
     if memory.available < LITTLE_MEMORY_BYTES:
         return Finding("hardware", WARN, ", ".join(found), "end what holds the memory, or take a smaller recipe")
     return Finding("hardware", OK, ", ".join(found))
+
+
+def check_ray() -> Finding:
+    """Ray's head on this machine: without a token, whoever reaches it runs code as its user."""
+    heads, open_heads = 0, []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            if process.name() == "gcs_server":
+                heads += 1
+                if process.environ().get("RAY_AUTH_MODE") != "token":
+                    open_heads.append(f"pid {process.pid} of {process.username()}")
+    if open_heads:
+        found = f"authentication is off ({', '.join(open_heads)}): whoever reaches this machine runs code there"
+        advice = (
+            "`ray get-auth-token --generate`; ~/.ray/auth_token on every node; RAY_AUTH_MODE=token exported "
+            "where `ray start` and `dapo` are typed, then start Ray again"
+        )
+        return Finding("Ray", WARN, found, advice)
+    return Finding("Ray", OK, f"{heads} running, with a token" if heads else "none running")
 
 
 def check_store(store: Path) -> Finding:

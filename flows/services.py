@@ -42,6 +42,7 @@ from flows.prefect_access import (
     is_loopback,
 )
 from flows.prefect_settings import apply_prefect_settings
+from redaction import add_secret_url
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -312,6 +313,7 @@ def _start_server(services: Services, host: str | None, port: int | None, databa
     environment = services.environment(PREFECT_API_URL=api_url, PREFECT_SERVER_UI_API_URL=f"{page_url}/api")
     if database not in (None, "sqlite"):
         environment[DATABASE_VARIABLES[0]] = str(database)  # not on the command line: it may hold a password
+        add_secret_url(str(database))
     options = ("--host", host, "--port", str(port), "--log-level", "WARNING", "--ui")
     record = {"host": host, "port": port, "database": kind, "api_url": api_url, "page_url": page_url}
     services.server.start((*PREFECT, "server", "start", *options), environment, **record)

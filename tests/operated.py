@@ -196,7 +196,7 @@ class Site:
         while time.monotonic() < deadline:
             if answer := check():
                 return answer
-            time.sleep(0.2)
+            time.sleep(0.5)
         logs = [self.services.server.log, self.services.worker.log]
         tails = "\n".join(f"{log}:\n{log.read_text()[-4000:]}" for log in logs if log.exists())
         pytest.fail(f"{what}: not within {seconds:.0f} s; still there: {describe(self.processes())}\n{tails}")

@@ -24,8 +24,9 @@ VERDICTS: tuple[Verdict, ...] = ("right", "wrong", "no_answer", "truncated", "re
 GraderName = Literal["mathematics", "choice"]
 
 _MAX_NUMBER_CHARS = 100
-# The server ended the response, not the model: max_tokens, shutdown or a filter.
-_CUT = ("length", "abort", "content_filter")
+# The model ended the response itself, in the words of vLLM and OpenAI, TGI and Anthropic. Anything else, such as
+# length, abort, content_filter or error, cut it off.
+_FINISHED = ("stop", "eos_token", "stop_sequence", "end_turn")
 
 Comparison = Callable[[Found, str], bool]  # True when what was found is the gold answer
 
@@ -72,7 +73,7 @@ class ChoiceGrader(Grader):
     response.
     """
 
-    rule = "choice-letters/2"
+    rule = "choice-letters/3"
 
     def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
         """The verdict on a response; None stands for a failed request."""
@@ -81,7 +82,7 @@ class ChoiceGrader(Grader):
         answer = find_options(response) or None
         is_equal = answer == gold
         verdict: Verdict = "right" if is_equal else "wrong" if answer else "no_answer"
-        return Grade(answer, "truncated" if finish_reason == "length" else verdict, answer, is_equal, False)
+        return Grade(answer, "truncated" if _is_cut(finish_reason) else verdict, answer, is_equal, False)
 
 
 class MathGrader(Grader):
@@ -176,7 +177,7 @@ def grade(
 
 
 def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold: str) -> Verdict:
-    if finish_reason in _CUT or (finish_reason is None and found.looks_cut):
+    if _is_cut(finish_reason) or (finish_reason is None and found.looks_cut):
         return "truncated"
     if not found.answers:
         return "no_answer"
@@ -184,6 +185,10 @@ def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold:
     if decided is None:
         decided = is_gold(found, gold)
     return "right" if decided else "wrong"
+
+
+def _is_cut(finish_reason: str | None) -> bool:
+    return finish_reason is not None and finish_reason not in _FINISHED
 
 
 def _decide_quickly(answers: Sequence[str], gold: str) -> bool | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import difflib
 import json
+import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,10 +15,12 @@ from eval.answers.choice import find_options, option_letters
 from eval.answers.extraction import extract_boxed
 from eval.answers.grading import GraderName
 from eval.problems import ProblemsError
-from eval.problems.files import Row, Schema, chat_of, last_of_chat, read_problems, require_unique_ids, text_of
+from eval.problems.files import Row, Schema, chat_of, last_of_chat, merge_repeats, read_problems, text_of
 from eval.problems.items import EvaluationSet, Item, Problem
 from eval.problems.prompts import DEFAULT, Api, Template, find_template, make_prompt
 from eval.problems.sources import fetch
+
+logger = logging.getLogger(__name__)
 
 
 def _boxed_or_answer(row: Row) -> str | None:
@@ -24,9 +28,9 @@ def _boxed_or_answer(row: Row) -> str | None:
     return extract_boxed(text_of(row, "solution") or "") or text_of(row, "answer")
 
 
-def _integer(row: Row) -> str | None:
+def _integer(text: str | None) -> str | None:
     """A whole number without leading zeros: files write 27.0, "073" and, in AIME 2025, "336^\\circ"."""
-    match = re.fullmatch(r"\s*(-?\d+)(?:\.0+)?\s*(?:\^\{?\\circ\}?)?\s*", text_of(row, "answer") or "")
+    match = re.fullmatch(r"\s*(-?\d+)(?:\.0+)?\s*(?:\^\{?\\circ\}?)?\s*", text or "")
     return str(int(match.group(1))) if match else None
 
 
@@ -96,17 +100,6 @@ MATH = Schema(
     "no problem",
     "neither an answer nor a boxed solution",
 )
-# AIME and AMC files name the column either way.
-WHOLE_NUMBERS = tuple(
-    Schema(
-        (column, "answer"),
-        lambda row, column=column: text_of(row, column),  # type: ignore[misc]
-        _integer,
-        f"no {column}",
-        "no whole number as the answer",
-    )
-    for column in ("problem", "question")
-)
 GSM8K = Schema(
     ("question", "answer"),
     lambda row: text_of(row, "question"),
@@ -127,6 +120,21 @@ TRAINING = Schema(
     other_faults={
         "an extra_info that is not a struct of what JSON knows, which checkpoints are written in": _is_no_json
     },
+)
+_NO_INTEGER = "no whole number as the answer"
+# AIME and AMC files name the column either way; those with 32 rows for each problem have DAPO's schema.
+WHOLE_NUMBERS = (
+    *(
+        Schema(
+            (column, "answer"),
+            lambda row, column=column: text_of(row, column),  # type: ignore[misc]
+            lambda row: _integer(text_of(row, "answer")),
+            f"no {column}",
+            _NO_INTEGER,
+        )
+        for column in ("problem", "question")
+    ),
+    replace(TRAINING, gold=lambda row: _integer(_ground_truth(row)), no_gold=_NO_INTEGER),
 )
 CHOICE_TRAINING = replace(TRAINING, gold=lambda row: _letters(_ground_truth(row)), no_gold=_NO_LETTERS)
 CFLUE = Schema(
@@ -157,15 +165,18 @@ class Benchmark:
     source: str | None = None
 
     def load(self, path: Path) -> list[Problem]:
-        """The problems of a file. Raises ProblemsError when it is not the complete set."""
-        problems = read_problems(path, self.schemas)
-        require_unique_ids(path, problems)
+        """The distinct problems of a file. Raises ProblemsError when it is not the complete set."""
+        problems = merge_repeats(path, read_problems(path, self.schemas))
         if self.num_items not in (None, len(problems)):
             raise ProblemsError(
-                f"{path} has {len(problems)} rows, but {self.name} has exactly {self.num_items}: accuracy on it "
-                f"would not compare with published figures. Use the complete file, or name no benchmark."
+                f"{path} has {len(problems)} problems, but {self.name} has exactly {self.num_items}: accuracy on "
+                f"it would not compare with published figures. Use the complete file, or name no benchmark."
             )
         return problems
+
+    def template_of(self, problems: Sequence[Problem]) -> str:
+        """The name of the default template: a file's own messages where it has them."""
+        return "given" if any(problem.messages for problem in problems) else self.template
 
     def prompt(self, problem: Problem, template: Template, api: Api) -> Item:
         """The problem as it is sent to the model."""
@@ -228,10 +239,22 @@ def load_set(
         )
     path = fetch(source)
     known = benchmark_of(path, benchmark)
-    template = find_template(prompt, known.template)
     problems = known.load(path)
+    template = find_template(prompt, known.template_of(problems))
     items = tuple(known.prompt(problem, template, api) for problem in problems)
-    return EvaluationSet(items, benchmark, template, known.grader)
+    return EvaluationSet(items, benchmark, template, known.grader, _num_repeats(path, problems))
+
+
+def _num_repeats(path: Path, problems: Sequence[Problem]) -> int:
+    """Rows of each problem; 1, with a warning, where some have more than others."""
+    counts = [problem.num_rows for problem in problems]
+    if len(set(counts)) == 1:
+        return counts[0]
+    logger.warning(
+        "%s: %d of %d problems are on several rows, up to %d, and others on fewer: each is one item, asked "
+        "evaluate.num_samples times", path, sum(count > 1 for count in counts), len(counts), max(counts),
+    )  # fmt: skip
+    return 1
 
 
 def benchmark_of(path: Path, name: str | None) -> Benchmark:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,32 @@ def require_columns(path: Path, schema: Schema) -> None:
     find_schema(path, names, (schema,))
 
 
-def require_unique_ids(path: Path, problems: Sequence[Problem]) -> None:
-    """Raise ProblemsError when an id is used twice: results are paired by id."""
-    repeated = [identity for identity, count in Counter(problem.id for problem in problems).items() if count > 1]
+def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
+    """The distinct problems with their number of rows; rows with the same prompt are samples of one problem.
+
+    Raises ProblemsError when such rows have different gold answers, or different problems the same id: results are
+    paired by id.
+    """
+    rows: dict[Any, list[int]] = {}
+    for number, problem in enumerate(problems):
+        messages = problem.messages or ({"content": problem.text},)
+        key = tuple(tuple((name, text.strip()) for name, text in message.items()) for message in messages)
+        rows.setdefault(key, []).append(number)
+    unequal = [numbers for numbers in rows.values() if len({problems[row].gold for row in numbers}) > 1]
+    if unequal:
+        first = ", ".join(f"row {row}: {problems[row].gold!r}" for row in unequal[0][:3])
+        raise ProblemsError(
+            f"{path}: {len(unequal)} problems have rows with different gold answers ({first}); rows with the same "
+            f"prompt are samples of one problem, so correct the file"
+        )
+    distinct = [replace(problems[numbers[0]], num_rows=len(numbers)) for numbers in rows.values()]
+    repeated = [identity for identity, count in Counter(problem.id for problem in distinct).items() if count > 1]
     if repeated:
         raise ProblemsError(
-            f"{path}: {len(repeated)} ids are used more than once (first: {repeated[0]!r}); results are paired "
-            f"by id, so extra_info.index (or unique_id, id, idx) must be unique"
+            f"{path}: {len(repeated)} ids are used for several problems (first: {repeated[0]!r}); results are "
+            f"paired by id, so extra_info.index (or unique_id, id, idx) must be unique"
         )
+    return distinct
 
 
 def read_file(path: Path) -> list[dict[str, Any]]:

@@ -12,10 +12,10 @@ from eval.problems.prompts import TEMPLATES, Message, Prompt, Template
 
 @dataclass(frozen=True)
 class Problem:
-    """One row of a file of problems.
+    """A problem of a file.
 
     `level` and `subject` are free text that the report groups by; None where the file has none. Files in the
-    schema of DAPO-Math-17k have the last three too.
+    schema of DAPO-Math-17k have `messages`, `data_source` and `extra_info` too.
     """
 
     id: str
@@ -26,6 +26,7 @@ class Problem:
     messages: tuple[Message, ...] | None = None  # the whole prompt, if the file has one
     data_source: str | None = None  # chooses the scorer
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    num_rows: int = 1  # of an evaluation file that hold it
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class Item:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Items that share a prompt template and a grader."""
+    """Items that share a prompt template and a grader, each with a different prompt."""
 
     items: tuple[Item, ...]
     benchmark: str | None = None  # None: the user's own file
     template: Template = TEMPLATES["given"]
     grader: GraderName = "mathematics"
+    num_repeats: int = 1  # rows of each problem in the file: samples of the item

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -35,6 +36,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def print_version(is_wanted: bool) -> None:
+    """Print the version and end the command."""
+    if is_wanted:
+        typer.echo(f"dapo-pipeline {importlib.metadata.version('dapo-pipeline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
 for group in (chain, history, stages, evaluation, operating):
     app.add_typer(group.app)
 
@@ -44,6 +64,7 @@ def main() -> None:
     from dapo_core.errors import DapoError
     from eval import EvaluationError
     from flows.console import print_messages
+    from redaction import redact
     from tasks.retries import describe, exit_code_of
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also those of loading a model's weights
@@ -51,7 +72,7 @@ def main() -> None:
     try:
         app()
     except (DapoError, EvaluationError) as error:
-        typer.secho(describe(error), err=True, fg="red")
+        typer.secho(redact(describe(error)), err=True, fg="red")
         sys.exit(exit_code_of(error))
     finally:
         if "prefect" in sys.modules:  # skips the last garbage collection, which takes a second with Prefect loaded

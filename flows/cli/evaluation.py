@@ -74,7 +74,9 @@ def evaluate(
     epilog="Example: dapo grade before/results.jsonl", short_help="Grade the responses of an evaluation again."
 )
 def grade(
-    results: Annotated[Path, typer.Argument(help="Results folder of dapo eval, or its results.jsonl.")],
+    results: Annotated[
+        Path, typer.Argument(metavar="RESULTS", help="Results folder of dapo eval, or its results.jsonl.")
+    ],
 ) -> None:
     """Grade stored responses again, without asking the model, and list the verdicts that changed."""
     from eval.regrade import describe, regrade

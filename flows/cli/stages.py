@@ -67,7 +67,7 @@ def train(
     model: Annotated[Path, typer.Option(help="Hugging Face model folder.")],
     output: Annotated[Path, typer.Option(help="Folder for checkpoints and metrics.jsonl; one with them resumes.")],
     held_out: Annotated[
-        Path | None, typer.Option(help="Held-out set that validation.every asks: a file that dapo eval reads.")
+        Path | None, typer.Option(help="Held-out set for validation.every: a file that dapo eval reads.")
     ] = None,
     overrides: SetOption = None,
 ) -> None:
@@ -87,7 +87,7 @@ def train(
 
 @app.command(
     epilog="Example: dapo merge t/checkpoints/step_000040 merged --dtype bfloat16",
-    short_help="Merge FSDP shards, ours or verl's, into a model folder.",
+    short_help="Merge FSDP shards into a model folder.",
 )
 def merge(
     sources: Annotated[
@@ -97,7 +97,7 @@ def merge(
             help="Checkpoint, output folder of dapo train, or actor folder of verl; one of each node with shards.",
         ),
     ],
-    target: Annotated[Path, typer.Argument(help="New model folder.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="New model folder.")],
     dtype: Annotated[MergeDtype, typer.Option(help="keep: as trained, which is float32.")] = "keep",
     checkpoint: Annotated[
         CheckpointChoice,
@@ -111,7 +111,7 @@ def merge(
         ),
     ] = False,
 ) -> None:
-    """Merge FSDP shards, ours or verl's, into a Hugging Face folder that transformers and vLLM load."""
+    """Merge the FSDP shards of dapo train or verl into a folder that transformers and vLLM load."""
     from dapo_core.merge.run import merge_checkpoint
     from flows.progress import bytes_progress
 
@@ -129,7 +129,7 @@ def merge(
     short_help="Serve a model with vLLM as the evaluation does.",
 )
 def serve(
-    model: Annotated[Path, typer.Argument(help="Hugging Face model folder.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Hugging Face model folder.")],
     config: Annotated[Path | None, typer.Option(help="Recipe whose section serve applies.")] = None,
     overrides: SetOption = None,
 ) -> None:

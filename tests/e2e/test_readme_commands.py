@@ -27,8 +27,13 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 BLOCK_BEGINS = "Each stage is also a command on plain paths"
-NUM_STEPS, NUM_RANKS = 24, 2
-SHORT = {"data.arithmetic.num_eval": 12, "train.total_steps": NUM_STEPS, "validation.every": 0}
+NUM_STEPS, NUM_RANKS = 16, 2
+SHORT = {
+    "data.arithmetic.num_eval": 12,
+    "model.recipe.num_steps": 400,
+    "train.total_steps": NUM_STEPS,
+    "validation.every": 0,
+}
 START_SECONDS = 180.0
 SIDES = ("before", "after")
 OUTCOMES = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
@@ -158,7 +163,7 @@ def test_the_served_model_is_the_policy_that_was_trained(folder: Path) -> None:
 
 
 def test_the_demo_learns(folder: Path) -> None:
-    """Over three seeds sampled accuracy rose from 0.32-0.40 in the first steps to 0.55-0.65 around step 24."""
+    """Sampled accuracy rises by 0.2 within these steps, and by 0.3 within 24."""
     accuracy = [line["sampler/accuracy"] for line in read_json_lines(folder / "training" / METRICS_FILE)]
     assert len(accuracy) == NUM_STEPS
     assert sum(accuracy[-6:]) / 6 > sum(accuracy[:6]) / 6 + 0.08

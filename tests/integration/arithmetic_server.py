@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -31,6 +31,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "logprobs" in body:
+            self.show_weights(body)
+            return
         prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
         with self.server.lock:
             self.server.asked[prompt] += 1
@@ -44,6 +47,21 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             with self.server.lock:
                 self.server.in_flight -= 1
+
+    def show_weights(self, body: dict[str, Any]) -> None:
+        """Answer the fixed prompt of an evaluation, which no test counts."""
+        self.server.num_probes += 1
+        if self.server.fails_on_probes:
+            self.drop()
+            return
+        top, is_chat = self.server.logprobs, "messages" in body
+        if top is None or is_chat is not self.server.is_chat_only:
+            self.send(400, b"no logprobs here")
+            return
+        listed = [{"token": token, "logprob": value} for token, value in top.items()]
+        logprobs = {"content": [{"top_logprobs": listed}]} if is_chat else {"top_logprobs": [top]}
+        choice = {"text": "x", "message": {"content": "x"}, "logprobs": logprobs}
+        self.send(200, json.dumps({"choices": [choice]}).encode())
 
     def answer(self, prompt: str, finish_reason: str = "stop") -> bool:
         left, right = re.findall(r"\d+", prompt)
@@ -85,6 +103,9 @@ class ArithmeticServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
     root = "folder-of-the-model"
+    logprobs: Mapping[str, float] | None = {" a": -1.0, " an": -2.0, " the": -3.0}
+    is_chat_only = fails_on_probes = False
+    num_probes = 0
 
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)

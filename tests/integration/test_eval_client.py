@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import json
 import socket
 import threading
 import time
@@ -139,7 +140,9 @@ def test_a_fault_that_passes_is_retried_and_one_that_stays_is_reported(
     assert outcome.failure.startswith(reason)
 
 
-def test_a_key_that_a_server_echoes_is_written_nowhere(server: ArithmeticServer, tmp_path: Path) -> None:
+def test_a_key_that_a_server_echoes_is_written_nowhere(
+    server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = "sk-0123456789abcdef"
     endpoint = Endpoint(server.url, "m", api_key=key)
     padding = "x" * 280  # the key lies across the end of what is kept of a reason
@@ -151,6 +154,10 @@ def test_a_key_that_a_server_echoes_is_written_nowhere(server: ArithmeticServer,
     with pytest.raises(EvaluationError) as caught:
         evaluate(make_set(1), [endpoint], SAMPLING, tmp_path)
     assert "sk-0" not in str(caught.value) + (tmp_path / "results.jsonl").read_text()
+    monkeypatch.setenv("DB_PASSWORD", "123456")  # no answer is taken for it
+    server.behave = lambda handler, prompt, attempt: handler.answer("123451 + 5 = ?")
+    assert text_of(ask(endpoint)) == "Answer: \\boxed{123456}"
+    server.behave = echo
     outcome = ask(endpoint)  # a refusal is final
     assert (outcome.answer, outcome.attempts) == (None, 1)
     assert str(outcome.failure).startswith("HTTP 400: xxx")
@@ -210,6 +217,17 @@ def test_nan_null_and_lone_surrogates_in_a_body(
     empty = b'{"choices": [{"message": {"content": null}, "finish_reason": "length"}]}'
     server.behave = lambda handler, prompt, attempt: handler.send(200, empty)
     assert ask(endpoint).answer == Answer("", "length", None)
+
+
+def test_content_as_a_list_of_parts_is_read(server: ArithmeticServer, endpoint: Endpoint) -> None:
+    parts = [
+        {"type": "thinking", "thinking": "2 + 3 is 5", "text": "not this"},
+        {"type": "text", "text": "It is "},
+        {"type": "text", "text": "\\boxed{5}."},
+    ]
+    body = json.dumps({"choices": [{"message": {"content": parts}, "finish_reason": "stop"}]}).encode()
+    server.behave = lambda handler, prompt, attempt: handler.send(200, body)
+    assert ask(endpoint).answer == Answer("It is \\boxed{5}.", "stop", None)
 
 
 def test_concurrency_is_used_and_bounded(server: ArithmeticServer, endpoint: Endpoint, tmp_path: Path) -> None:

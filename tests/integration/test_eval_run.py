@@ -20,13 +20,16 @@ import pytest
 from eval import EvaluationError
 from eval.answers.grading import MathGrader
 from eval.client import Endpoint, Sampling
+from eval.compare import compare
 from eval.dispatch import Limits
+from eval.history import make_history
+from eval.problems.benchmarks import load_set
 from eval.regrade import regrade
 from eval.results import exclusive, load_evaluation, read_rows
 from eval.run import evaluate
 from tasks.evaluation_settings import served_model_identity
 from tasks.serve_model.failure import ServeError
-from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
+from tests.integration.arithmetic_server import ArithmeticServer, Behaviour, Handler, make_set, running
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = Sampling(max_tokens=64, temperature=0.0, top_p=0.9, seed=7)
@@ -121,6 +124,38 @@ def test_samples_have_their_seeds_and_greedy_repeats_that_differ_are_reported(
     server.requests.clear()
     evaluate(make_set(4), endpoints, replace(SAMPLING, num_samples=3), tmp_path, limits=LIMITS)
     assert [body["seed"] for _, _, body in server.requests] == [8]
+
+
+def test_a_problem_on_several_rows_is_one_item_and_is_tested_as_one(
+    server: ArithmeticServer, endpoints: list[Endpoint], tmp_path: Path
+) -> None:
+    """As AIME is published, with 8 rows of each of 30 problems: tested as 240 items, this change is p = 0.0005."""
+    rows = [{"problem": f"{n % 30} + 1 = ?", "answer": str(n % 30 + 1)} for n in range(240)]
+    (tmp_path / "aime.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    aime = load_set(tmp_path / "aime.jsonl", "aime24", "bare")
+    sampled = replace(SAMPLING, temperature=1.0)
+
+    def be_wrong_on(*problems: int) -> Behaviour:
+        wrong = json.dumps(
+            {"choices": [{"message": {"content": "\\boxed{-1}"}, "finish_reason": "stop"}]}
+        ).encode()
+        return lambda handler, prompt, attempt: int(prompt.split()[0]) in problems and handler.send(200, wrong)
+
+    server.behave = be_wrong_on(0, 1, 2, 3)
+    summary = evaluate(aime, endpoints, sampled, tmp_path / "before", limits=LIMITS)
+    assert (summary.num_items, summary.num_samples, summary.n, summary.accuracy) == (30, 8, 240, 26 / 30)
+    assert summary.samples is not None
+    assert summary.samples["avg@8"]["value"] == summary.accuracy
+    seeds = [body["seed"] for _, _, body in server.requests if body["messages"][-1]["content"] == "5 + 1 = ?"]
+    assert sorted(seeds) == list(range(7, 15))
+    server.behave = be_wrong_on(3, 4)
+    evaluate(aime, endpoints, sampled, tmp_path / "after", limits=LIMITS)
+    result = compare(tmp_path / "before", tmp_path / "after")
+    # Three better, one worse: 2 * (1 + 4) / 2^4.
+    assert (result.n, result.num_samples, result.b, result.c, result.p) == (30, 8, 1, 3, pytest.approx(0.625))
+    assert result.ci95[0] <= 0 <= result.ci95[1]
+    (series,) = make_history([tmp_path / "before", tmp_path / "after"])
+    assert [change.n for change in series.to_previous if change] == [30]
 
 
 def test_too_many_failures_raise_and_the_next_attempt_asks_only_for_them(
@@ -233,7 +268,7 @@ def test_letters_are_regraded_as_letters(
     assert evaluate(evaluation_set, endpoints, SAMPLING, tmp_path).accuracy == 1.0
     regraded = regrade(tmp_path)
     assert (regraded.summary.accuracy, regraded.verdicts, regraded.num_killed) == (1.0, {}, 0)
-    assert regraded.summary.settings["grader"] == "choice-letters/2"
+    assert regraded.summary.settings["grader"] == "choice-letters/3"
 
 
 def test_two_evaluations_do_not_write_to_one_folder(

@@ -142,7 +142,7 @@ def test_server_errors_and_broken_downloads_are_retried_and_a_404_is_not(
 
 def test_a_path_stands_for_itself(tmp_path: Path) -> None:
     (tmp_path / "math.jsonl").write_bytes(BODY)
-    with pytest.raises(ProblemsError, match="50 rows, but math500 has exactly 500"):
+    with pytest.raises(ProblemsError, match="1 problems, but math500 has exactly 500"):
         load_set(tmp_path / "math.jsonl", "math500")
     with pytest.raises(ProblemsError, match="aime25 has no source of its own; name its file with --data"):
         load_set(None, "aime25")

@@ -154,6 +154,8 @@ def test_parse_number_is_exact_and_refuses_what_is_no_number() -> None:
         ("still thinking", "length", "truncated", "7"),
         (r"\boxed{7}", "abort", "truncated", "7"),  # vLLM, when it is shut down
         (r"\boxed{7}", "content_filter", "truncated", "7"),
+        (r"\boxed{7}", "error", "truncated", "7"),  # whatever else a server may say
+        (r"\boxed{7}", "eos_token", "right", "7"),
         ("<think>so \\boxed{7}", "stop", "no_answer", "7"),
         ("<think>so \\boxed{7}", None, "truncated", "7"),
         (r"\boxed{7", "stop", "no_answer", "7"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
+import subprocess
 import threading
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -146,6 +148,29 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
     assert (finding.status, finding.found) == (FAIL, f"{URL} does not answer")
 
 
+@pytest.mark.parametrize(
+    ("environment", "status", "found"),
+    [
+        ({}, WARN, "authentication is off (pid "),
+        ({"RAY_AUTH_MODE": "disabled"}, WARN, "runs code there"),
+        ({"RAY_AUTH_MODE": "token"}, OK, "1 running, with a token"),
+        (None, OK, "none running"),
+    ],
+)
+def test_a_ray_without_tokens_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str] | None, status: str, found: str
+) -> None:
+    head = tmp_path / "gcs_server"
+    shutil.copy("/bin/sleep", head)
+    command = [head if environment is not None else "sleep", "600"]
+    with subprocess.Popen(command, env=environment or {"PATH": os.environ["PATH"]}) as process:
+        monkeypatch.setattr(psutil, "process_iter", lambda: [psutil.Process(process.pid)])
+        finding = doctor.check_ray()
+        process.kill()
+    assert (finding.status, found in finding.found) == (status, True), finding
+    assert ("ray get-auth-token --generate" in finding.advice) == (status == WARN)
+
+
 class Anyone(BaseHTTPRequestHandler):
     """Answers every request with the server's status."""
 
@@ -242,6 +267,7 @@ def test_a_schedule_without_a_run_ends_with_status_1(monkeypatch: pytest.MonkeyP
         examined(
             monkeypatch, Server(deployments=[deployment(has_run=has_run)]), project
         )  # leaves its server in place
-        result = CliRunner().invoke(app, ["doctor", "--wait-seconds", "0", "--store", "store"])
+        result = CliRunner().invoke(app, ["doctor", "--wait-seconds", "0", "--store", "new/store"])
+        assert not Path("new").exists()
         assert result.exit_code == status, result.output
         assert ("no run is scheduled of dapo-nightly" in result.output) == bool(status)

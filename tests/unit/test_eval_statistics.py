@@ -5,27 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from eval.answers.grading import grade
 from eval.breakdown import compare_metrics
-from eval.results import Evaluation, ResultsError
+from eval.compare import compare
+from eval.results import Evaluation, ResultsError, load_evaluation
 from eval.statistics import (
     PValues,
     change_interval,
     holm,
     mcnemar,
     measure_change,
-    minimal_detectable_difference,
-    minimal_detectable_mean,
     share_interval,
     sign_flip_test,
 )
 from eval.summary import item_metrics, majority_share, pass_at, same_answer_by
-from tests.evaluations import evaluation, make_items, make_row, make_rows, settings_of
+from tests.evaluations import evaluation, make_items, make_row, make_rows, settings_of, write_results
 
 IS_SAME = same_answer_by(grade)
 
@@ -65,25 +65,17 @@ def test_sign_flips_by_hand(changes: list[int], p: float, mid_p: float) -> None:
     assert (test.p, test.mid_p) == (pytest.approx(p), pytest.approx(mid_p))
 
 
-def test_sign_flips_equal_every_pattern_counted_one_by_one() -> None:
+def test_sign_flips_equal_every_pattern_counted_one_by_one_and_mcnemars_test() -> None:
     changes = [4, -1, 2, 2, -3, 1, 0, 4, 1, -2]
     patterns = itertools.product((1, -1), repeat=10)
     sums = [abs(sum(s * x for s, x in zip(signs, changes, strict=True))) for signs in patterns]
     assert sign_flip_test(changes).p == pytest.approx(sum(total >= 8 for total in sums) / 2**10)
-
-
-@pytest.mark.parametrize(("b", "c"), [(10, 28), (40, 58), (7, 7), (0, 3)])
-def test_sign_flips_of_single_samples_are_mcnemars_test(b: int, c: int) -> None:
-    test, expected = sign_flip_test([-1] * b + [1] * c + [0] * 100), mcnemar(b, c)
-    assert (test.p, test.mid_p) == (pytest.approx(expected.p, rel=1e-9), pytest.approx(expected.mid_p, rel=1e-9))
-
-
-def test_sign_flips_of_a_large_benchmark_are_quick() -> None:
-    changes = np.random.default_rng(0).integers(-32, 33, size=500).tolist()
-    started = time.perf_counter()
-    normal = math.erfc(abs(sum(changes)) / math.sqrt(sum(x * x for x in changes)) / math.sqrt(2))
-    assert sign_flip_test(changes).p == pytest.approx(normal, abs=0.01)
-    assert time.perf_counter() - started < 5
+    for b, c in [(10, 28), (7, 7), (0, 3)]:
+        test, expected = sign_flip_test([-1] * b + [1] * c + [0] * 100), mcnemar(b, c)
+        assert (test.p, test.mid_p) == pytest.approx((expected.p, expected.mid_p), rel=1e-9)
+    large = np.random.default_rng(0).integers(-32, 33, size=500).tolist()
+    normal = math.erfc(abs(sum(large)) / math.sqrt(sum(x * x for x in large)) / math.sqrt(2))
+    assert sign_flip_test(large).p == pytest.approx(normal, abs=0.01)
 
 
 def test_holm_by_hand() -> None:
@@ -151,24 +143,14 @@ def test_intervals_cover_the_truth_with_few_items(n: int, k: int) -> None:
     assert statistics.mean(changes) > 0.93
 
 
-def test_minimal_detectable_difference_solves_its_equation() -> None:
-    d = minimal_detectable_difference(500, 38)
-    z1, z2, q = 1.959964, 0.841621, 38 / 500
-    assert d * math.sqrt(500) == pytest.approx(z1 * math.sqrt(q) + z2 * math.sqrt(q - d * d), rel=1e-5)
-    # 3 of 500 changed: 0.6 points cannot be found, so the bound is q = d: d n = (z1 + z2 sqrt(1 - d))^2.
-    d = minimal_detectable_difference(500, 3)
-    assert d * 500 == pytest.approx((z1 + z2 * math.sqrt(1 - d)) ** 2, rel=1e-5)
-    assert minimal_detectable_difference(500, 0) == d
-    # 100 changes of half an item and the two added: variance (25 + 2) / 102, so (z1 + z2) * 0.0509427.
-    assert minimal_detectable_mean([0.5, -0.5] * 50) == pytest.approx(0.142720, abs=1e-5)
-
-
-def test_minimal_detectable_difference_has_the_promised_power() -> None:
-    # Simulated: 500 pairs, discordant share 0.2, true difference as returned. McNemar's normal form is what
-    # the formula assumes; the exact test is a little more conservative.
-    n, q = 500, 0.2
-    d = minimal_detectable_difference(n, int(n * q))
-    draws = np.random.default_rng(0).multinomial(n, [(q - d) / 2, (q + d) / 2, 1 - q], size=4000)
+def test_a_detectable_change_by_hand_and_its_power() -> None:
+    # 100 changes of half an item: 2.801585 standard errors of 0.05, wider for the correction and the score test.
+    assert 0.1401 < measure_change([1, -1] * 50, 2).detectable < 0.1501
+    assert measure_change([0] * 500, 1).detectable == pytest.approx(2.801585**2 / 500, rel=1e-5)
+    # Simulated: 500 pairs, discordant share 0.2, true difference as returned. The exact test is a little less
+    # powerful than the formula assumes.
+    d = measure_change([1, -1] * 50 + [0] * 400, 1).detectable
+    draws = np.random.default_rng(0).multinomial(500, [(0.2 - d) / 2, (0.2 + d) / 2, 0.8], size=4000)
     found = sum(mcnemar(int(b), int(c)).p < 0.05 for b, c, _ in draws) / len(draws)
     assert 0.74 < found < 0.84
 
@@ -233,6 +215,21 @@ def test_copies_of_a_sample_do_not_narrow_an_interval() -> None:
     spread = 1.96 * math.sqrt(0.6 * 0.4 / 40)
     assert fourfold == pytest.approx((0.6 - spread, 0.6 + spread), abs=0.03)
     assert once == pytest.approx(fourfold, abs=0.01)  # a quarter of the correction
+
+
+def test_stored_rows_with_the_same_prompt_are_samples_of_one_item(tmp_path: Path) -> None:
+    """Results of earlier versions have an item for each row; 4 problems on 3 rows each."""
+    items = [
+        replace(item, prompt=make_items(4)[number % 4].prompt, gold="1")
+        for number, item in enumerate(make_items(12))
+    ]
+    write_results(tmp_path / "before", "wwrr" * 3, items)
+    write_results(tmp_path / "after", "rwrw" * 3, items)
+    result = compare(tmp_path / "before", tmp_path / "after")
+    assert (result.n, result.num_samples, result.b, result.c, result.p) == (4, 3, 1, 1, pytest.approx(1.0))
+    write_results(tmp_path / "uneven", "wwrr" * 2 + "ww", items[:10])
+    uneven = load_evaluation(tmp_path / "uneven")
+    assert (len(uneven.items), uneven.num_samples, len(uneven.rows)) == (4, 2, 8)
 
 
 def test_items_with_missing_samples_are_refused() -> None:

@@ -35,7 +35,7 @@ def test_verdict_says_not_significant_and_what_would_have_been_missed() -> None:
     assert verdict(result) == (
         "No significant change in accuracy: 88.4 % before, 92.0 % after, +3.6 points (95 % interval -0.4 to +7.6) "
         "on the same 500 items: 58 gained, 40 lost, exact McNemar p = 0.085. That does not show that nothing "
-        "changed: with these items, a true change of less than about 5.5 points is missed more than one time in "
+        "changed: with these items, a true change of less than about 5.7 points is missed more than one time in "
         "five."
     )
     assert "with so few items, no change is found reliably, however large." in verdict(compared("rwww", "wrrw"))
@@ -52,6 +52,9 @@ def test_notes_tell_what_makes_a_reader_careful() -> None:
         return any(text in note for note in notes(compare_evaluations(*sides)))
 
     assert has_note("same model", evaluation(ITEMS, AFTER), evaluation(ITEMS, AFTER[::-1]))
+    served = settings_of(ITEMS, served={"root": "m", "logprobs": None})
+    blind = Evaluation.of(served, make_rows(ITEMS, AFTER))
+    assert has_note("The servers gave no log-probs after training", evaluation(ITEMS, AFTER[::-1]), blind)
     first, *others = make_rows(ITEMS, "r" * 8)
     rows = [first, *(replace(row, aisbench_right=False) for row in others)]
     after = Evaluation.of(settings_of(ITEMS), rows)

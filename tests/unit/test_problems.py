@@ -143,7 +143,7 @@ def test_a_line_separator_within_a_text_ends_no_line(tmp_path: Path) -> None:
 def test_a_named_benchmark_is_complete(tmp_path: Path) -> None:
     rows = [math_row(index) for index in range(500)]
     assert len(load_items(write(tmp_path / "math.jsonl", rows), "math500")) == 500
-    with pytest.raises(ProblemsError, match=r"499 rows, but math500 has exactly 500"):
+    with pytest.raises(ProblemsError, match=r"499 problems, but math500 has exactly 500"):
         load_items(write(tmp_path / "math.jsonl", rows[1:]), "math500")
 
 
@@ -159,7 +159,8 @@ def test_a_named_benchmark_is_complete(tmp_path: Path) -> None:
         ("none.parquet", None, r"is not a file; .* a file that ends in .parquet, .jsonl, .json, or"),
         ("data.csv", "problem\n", r"ends in '.csv'.*\.parquet, \.jsonl, \.json"),
         ("math.jsonl", [], "has no rows"),
-        ("math.jsonl", [math_row(n) for n in (1, 2, 1, 2, 3)], r"2 ids are used more than once \(first: 'test/1"),
+        ("math.jsonl", [math_row(n, unique_id=n % 2) for n in range(5)], "2 ids are used for several problems"),
+        ("math.jsonl", [math_row(1), math_row(1, solution="\\boxed{7}")], r"1 problems .*\(row 0: '2', row 1"),
         ("math.jsonl", json.dumps(math_row(1)) + "\n{torn\n", r"math.jsonl, line 2: not JSON"),
         ("math.jsonl", [math_row(1), math_row(2, problem="\ud800?")], "of 2 rows, 1 with a lone surrogate"),
         ("list.json", ["text"], r"list.json: a list of JSON objects is needed"),
@@ -174,6 +175,33 @@ def test_a_file_that_is_no_evaluation_set_is_refused_with_what_is_wrong(
     path = tmp_path / name if content is None else write(tmp_path / name, content)
     with pytest.raises(ProblemsError, match=fault):
         load_items(path)
+
+
+def aime_row(problem: int, row: int) -> dict[str, Any]:
+    """As the published file has it: every problem on 32 rows, with DAPO's own words in the prompt."""
+    asked = [{"role": "user", "content": f"Solve. {problem} + 1 = ? End with Answer: $Answer."}]
+    gold = {"ground_truth": f"{problem + 1:03}", "style": "rule"}
+    return parquet_row(row, data_source="math_dapo", prompt=asked, reward_model=gold)
+
+
+@pytest.mark.parametrize("benchmark", ["aime24", None])
+def test_rows_with_the_same_prompt_are_samples_of_one_item(benchmark: str | None, tmp_path: Path) -> None:
+    rows = [aime_row(number % 30, number) for number in range(960)]
+    loaded = load_set(write(tmp_path / "aime.parquet", rows), benchmark)
+    assert (len(loaded.items), loaded.num_repeats, loaded.template.name) == (30, 32, "given")
+    assert [item.id for item in loaded.items] == [str(number) for number in range(30)]
+    assert loaded.items[7].gold == ("8" if benchmark else "008")
+    # The same id on all rows of a problem is its id.
+    rows = [aime_row(number // 32, number // 32) for number in range(960)]
+    assert load_set(write(tmp_path / "same_ids.parquet", rows), benchmark).num_repeats == 32
+    with pytest.raises(ProblemsError, match="29 problems, but aime24 has exactly 30"):
+        load_set(write(tmp_path / "short.parquet", rows[:-32]), "aime24")
+
+
+def test_uneven_repeats_are_one_item_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loaded = load_set(write(tmp_path / "math.jsonl", [math_row(n) for n in (1, 2, 1, 3)]))
+    assert ([item.id for item in loaded.items], loaded.num_repeats) == ([f"test/{n}.json" for n in (1, 2, 3)], 1)
+    assert "1 of 3 problems are on several rows, up to 2" in caplog.text
 
 
 CHOICES = "{'A': '对', 'B': '错'}"

@@ -1,0 +1,113 @@
+"""An evaluation is of one model: a server that comes back with another one under the same name is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from eval.client import Endpoint, Sampling
+from eval.dispatch import Limits
+from eval.identity import ModelChangedError
+from eval.results import load_evaluation, read_rows, read_settings
+from eval.run import evaluate
+from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
+
+SAMPLING = Sampling(max_tokens=64)
+LIMITS = Limits(concurrency=4, timeout_seconds=5.0, max_attempts=8, backoff_seconds=0.01, outage_seconds=5.0)
+OTHER = {" a": -3.0, " an": -0.2, " the": -5.0}
+CHANGED = r"serves another model than the one evaluated so far, under the same name \(m\): its log-probs .* differ"
+
+
+@pytest.fixture
+def server() -> Iterator[ArithmeticServer]:
+    with running() as server:
+        yield server
+
+
+@pytest.mark.parametrize("how", ["restarted", "behind a proxy"])
+def test_a_server_that_comes_back_with_another_model_is_refused(
+    server: ArithmeticServer, tmp_path: Path, how: str
+) -> None:
+    """80 answers of one model and 120 of another are not one score."""
+
+    def change(handler: Handler, prompt: str, attempt: int) -> bool:
+        if len(server.requests) == 80:
+            server.logprobs = OTHER
+            return handler.drop() if how == "restarted" else handler.send(502, b"bad gateway")
+        return False
+
+    server.behave = change
+    endpoint = Endpoint(server.url, "m")
+    with pytest.raises(ModelChangedError, match=CHANGED):
+        evaluate(make_set(200), [endpoint], SAMPLING, tmp_path, limits=LIMITS)
+    kept = read_rows(tmp_path)
+    assert 70 <= len(kept) <= 83  # those in flight were answered by the first model
+    assert not (tmp_path / "summary.json").exists()
+    # The same command is refused as long as the other model is there, and goes on with the first.
+    with pytest.raises(ModelChangedError, match=CHANGED):
+        evaluate(make_set(200), [endpoint], SAMPLING, tmp_path, limits=LIMITS)
+    assert read_rows(tmp_path) == kept
+    server.logprobs = ArithmeticServer.logprobs
+    assert evaluate(make_set(200), [endpoint], SAMPLING, tmp_path, limits=LIMITS).n == 200
+
+
+def test_a_model_exchanged_without_a_trace_is_noticed_at_the_end(server: ArithmeticServer, tmp_path: Path) -> None:
+    def change(handler: Handler, prompt: str, attempt: int) -> bool:
+        if len(server.requests) == 30:
+            server.logprobs = OTHER
+        return False
+
+    server.behave = change
+    with pytest.raises(ModelChangedError, match=CHANGED):
+        evaluate(make_set(60), [Endpoint(server.url, "m")], SAMPLING, tmp_path, limits=LIMITS)
+    assert read_rows(tmp_path) == {}  # any answer may be of either model
+    assert len(read_rows(tmp_path / "superseded-1")) == 60
+
+
+def test_servers_of_different_weights_are_refused(server: ArithmeticServer, tmp_path: Path) -> None:
+    with running() as other:
+        other.logprobs = OTHER
+        endpoints = [Endpoint(server.url, "m"), Endpoint(other.url, "m")]
+        with pytest.raises(ModelChangedError, match=CHANGED):
+            evaluate(make_set(40), endpoints, SAMPLING, tmp_path, limits=replace(LIMITS, concurrency=2))
+
+
+def test_what_identifies_the_weights_is_stored_and_a_lack_of_it_said(
+    server: ArithmeticServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def served(name: str) -> object:
+        evaluate(make_set(6), [Endpoint(server.url, "m")], SAMPLING, tmp_path / name, limits=LIMITS)
+        return (read_settings(tmp_path / name) or {})["served"]
+
+    root = ArithmeticServer.root
+    assert served("completions") == {"root": root, "logprobs": [ArithmeticServer.logprobs]}
+    assert server.num_probes <= 5  # a few for the connections, however many answers, and one at the end
+    server.is_chat_only = True
+    assert served("chat") == {"root": root, "logprobs": [ArithmeticServer.logprobs]}
+    server.logprobs = None
+    with caplog.at_level(logging.WARNING):
+        assert served("neither") == {"root": root, "logprobs": None}
+        server.fails_on_probes = True
+        assert served("fails") == {"root": None, "logprobs": None}
+    assert f"gives no log-probs: its model folder {root} is all that identifies its weights" in caplog.text
+    summary = json.loads((tmp_path / "neither" / "summary.json").read_text())
+    assert summary["settings"]["served"] == {"root": root, "logprobs": None}
+    assert "served" not in load_evaluation(tmp_path / "neither").shared_settings
+
+
+def test_a_server_that_closes_every_connection_is_asked_about_its_weights_now_and_then(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
+    def close(handler: Handler, prompt: str, attempt: int) -> bool:
+        handler.close_connection = True
+        return handler.answer(prompt)
+
+    server.behave = close
+    summary = evaluate(make_set(100), [Endpoint(server.url, "m")], SAMPLING, tmp_path, limits=LIMITS)
+    assert (summary.n, summary.accuracy) == (100, 1.0)
+    assert server.num_probes <= 110
