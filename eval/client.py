@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from eval.identity import Weights, probe_requests, read_logprobs, read_root
+from eval.identity import Weights, probe_requests, read_engine, read_logprobs, read_root
 from eval.problems.prompts import Prompt
 from redaction import MIN_SECRET_CHARS, add_secret, redact
 
@@ -142,11 +142,13 @@ class Connection:
 
     async def identify(self) -> Weights:
         """What the server shows of the weights that it serves. Raises RequestError when it does not answer."""
-        root = read_root(await self._ask_about("models"), self._endpoint.model)
+        root, engine = read_root(await self._ask_about("models"), self._endpoint.model), None
         for path, body in probe_requests(self._endpoint.model):
-            if (logprobs := read_logprobs(await self._ask_about(path, body))) is not None:
-                return Weights(root, logprobs)
-        return Weights(root, None)
+            answer = await self._ask_about(path, body)
+            engine = read_engine(answer) or engine
+            if (logprobs := read_logprobs(answer)) is not None:
+                return Weights(root, logprobs, engine)
+        return Weights(root, None, engine)
 
     async def _ask_about(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON of an answer; None when the server refuses the request or answers something else."""

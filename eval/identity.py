@@ -35,6 +35,7 @@ class Weights:
 
     root: str | None
     logprobs: LogProbs | None
+    engine: str | None = None  # its version and settings in its own words; another one may serve the same weights
 
     @staticmethod
     def of(stored: Mapping[str, Any] | None) -> Weights | None:
@@ -42,7 +43,7 @@ class Weights:
         if not isinstance(stored, Mapping) or not stored:
             return None
         logprobs = stored.get("logprobs")
-        return Weights(stored.get("root"), None if logprobs is None else tuple(logprobs))
+        return Weights(stored.get("root"), None if logprobs is None else tuple(logprobs), stored.get("engine"))
 
     def to_json(self) -> dict[str, Any]:
         """As settings.json holds it."""
@@ -90,6 +91,12 @@ def read_root(payload: Any, model: str) -> str | None:
         return _text(str(entry["root"])) if entry.get("root") else None
     except (StopIteration, TypeError, KeyError, AttributeError):
         return None
+
+
+def read_engine(payload: Any) -> str | None:
+    """The `system_fingerprint` of an answer, such as "vllm-0.32.0-1a2b3c4d"."""
+    engine = payload.get("system_fingerprint") if isinstance(payload, dict) else None
+    return _text(engine) if isinstance(engine, str) else None
 
 
 def read_logprobs(payload: Any) -> LogProbs | None:

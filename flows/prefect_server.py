@@ -54,8 +54,9 @@ def provide_prefect_api(store: Path) -> Callable[[], None]:
         logger.info("starting a Prefect server for this run")
         port, auth = free_ports(HOST)[0], f"dapo:{secrets.token_urlsafe()}"
         url, settings = f"http://{HOST}:{port}/api", {**SETTINGS, "api.auth_string": auth}
-        os.environ |= dict.fromkeys(AUTH_VARIABLES, auth)  # for the server and other child processes
-        wait = partial(wait_for_private_server, stack.enter_context(_private_server(url, port)), url, port)
+        server = stack.enter_context(_private_server(url, port, auth))
+        wait = partial(wait_for_private_server, server, url, port)
+        os.environ |= dict.fromkeys(AUTH_VARIABLES, auth)
     from prefect.settings import temporary_settings
 
     os.environ["PREFECT_API_URL"] = url  # for child processes
@@ -89,12 +90,16 @@ def wait_for_private_server(server: SupervisedProcess, url: str, port: int) -> N
 
 
 @contextlib.contextmanager
-def _private_server(url: str, port: int) -> Iterator[SupervisedProcess]:
+def _private_server(url: str, port: int, auth: str) -> Iterator[SupervisedProcess]:
     log_path = Path(os.environ["PREFECT_HOME"]).expanduser() / "servers" / f"{os.getpid()}.log"
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ServicesError(f"PREFECT_HOME={log_path.parents[1]} cannot be used: {error}; name another") from None
     command = [*PREFECT, "server", "start", "--port", str(port), *OPTIONS]
     # Other children do not get Prefect's secrets.
     env = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_")}
-    env["PREFECT_API_URL"] = url
+    env |= {"PREFECT_API_URL": url, **dict.fromkeys(AUTH_VARIABLES, auth)}
     try:
         with background_command(command, log_path=log_path, label="Prefect", env=env) as server:
             yield server

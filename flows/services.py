@@ -90,6 +90,8 @@ class Service:
             record: dict[str, Any] = json.loads(self.record_path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return {}
+        except ValueError as error:
+            raise ServicesError(f"{self.record_path} is damaged ({error}): remove it") from None
         return record
 
     def start(self, command: tuple[str, ...], environment: Mapping[str, str], **record: Any) -> None:
@@ -244,11 +246,14 @@ def indented(lines: list[str]) -> str:
 
 
 def read_deployments(project: Path) -> list[dict[str, Any]]:
-    """The deployments in the project's prefect.yaml. Raises ConfigError if there is no such file."""
+    """The deployments in the project's prefect.yaml. Raises ConfigError if they cannot be read."""
     path = project / PREFECT_FILE
     if not path.is_file():
         raise ConfigError(f"no {PREFECT_FILE} in {project}: type this in the project directory")
-    return list(yaml.safe_load(path.read_text(encoding="utf-8")).get("deployments") or [])
+    try:
+        return list(yaml.safe_load(path.read_text(encoding="utf-8"))["deployments"])
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} lists no deployments: {type(error).__name__}: {error}") from None
 
 
 def deploy(project: Path, environment: Mapping[str, str]) -> None:

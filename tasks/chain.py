@@ -157,9 +157,12 @@ def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
     key = LINKS["merge_checkpoint"].key(run.config, training)
 
     def build(folder: Path) -> Output:
+        from dapo_core.merge.run import remove_leftovers
+
         merge = run.config.merge
         options = ["--checkpoint", merge.checkpoint, "--dtype", merge.dtype]
         options += ["--max-shard-bytes", str(merge.max_shard_bytes)]
+        remove_leftovers(folder.parent)
         run_dapo(["merge", training.path, folder, *options], run, key)
         files = json.loads((folder / MERGE_MANIFEST).read_text(encoding="utf-8"))["files"]
         digests = {name: f"blake3:{row['blake3']}" for name, row in files.items()}

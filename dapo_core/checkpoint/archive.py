@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import struct
 import sys
+import zlib
 from dataclasses import dataclass
 from typing import Any, BinaryIO
-from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 from dapo_core.errors import CheckpointError
 
@@ -24,42 +25,46 @@ class Record:
     crc32: int
 
 
-def read_records(file: BinaryIO, label: str, start: int = 0, num_bytes: int | None = None) -> dict[str, Record]:
+def read_records(
+    file: BinaryIO, label: str, start: int = 0, num_bytes: int | None = None, has_crc32s: bool = True
+) -> dict[str, Record]:
     """The archive's records by name, without its top folder, as `data/0`; the archive may be a part of the file.
 
-    CRC32s are checked, but for those of values. Raises CheckpointError, which begins with `label`, for a torn
-    archive, one whose records are compressed or claim more bytes than it has, and one of another byte order.
+    CRC32s are checked if the archive has them, but for those of values. Raises CheckpointError, which begins with
+    `label`, for a torn archive, one of another byte order, and one with compressed records or more bytes in them
+    than it has.
     """
     section = Section(file, start, num_bytes)
     try:
         with ZipFile(section) as archive:
             infos = archive.infolist()
-            declared = sum(info.file_size for info in infos)
-            if any(info.compress_type != ZIP_STORED for info in infos) or declared > section.length:
-                raise CheckpointError(
-                    f"{label} has compressed records, {declared:,} bytes in {section.length:,}, which torch.save "
-                    "never writes; loading it could fill the memory"
-                )
-            # Reading a record checks its CRC32.
-            texts = {_name(info): archive.read(info) for info in infos if not _name(info).startswith(VALUES)}
-    except (BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+        declared = sum(info.file_size for info in infos)
+        if any(info.compress_type != ZIP_STORED for info in infos) or declared > section.length:
+            raise CheckpointError(
+                f"{label} has compressed records, {declared:,} bytes in {section.length:,}, which torch.save "
+                "never writes; loading it could fill the memory"
+            )
+        records = {}
+        for info in infos:
+            section.seek(info.header_offset)
+            *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(section.read(_LOCAL_HEADER.size))
+            offset = section.tell() + name_bytes + extra_bytes
+            name = info.filename.partition("/")[2]
+            records[name] = Record(start + offset, info.file_size, info.CRC)
+            if not name.startswith(VALUES):
+                section.seek(offset)
+                text = section.read(info.file_size)
+                if has_crc32s and zlib.crc32(text) != info.CRC:
+                    raise BadZipFile(f"bad CRC-32 of {name}")
+                if name == "byteorder" and text != sys.byteorder.encode():
+                    raise CheckpointError(
+                        f"{label} was written on a machine of another byte order; merge it there"
+                    )
+    except (BadZipFile, ValueError, OSError, EOFError, NotImplementedError, struct.error) as error:
         raise CheckpointError(
             f"{label} is no whole archive of torch.save ({error}); copy it again from the node that wrote it"
         ) from error
-    if texts.get("byteorder", sys.byteorder.encode()) != sys.byteorder.encode():
-        raise CheckpointError(f"{label} was written on a machine of another byte order; merge it there")
-    records = {}
-    for info in infos:
-        section.seek(info.header_offset)
-        *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(section.read(_LOCAL_HEADER.size))
-        offset = start + section.tell() + name_bytes + extra_bytes
-        records[_name(info)] = Record(offset, info.file_size, info.CRC)
     return records
-
-
-def _name(info: ZipInfo) -> str:
-    """Without the archive's top folder."""
-    return info.filename.partition("/")[2]
 
 
 class Section(io.RawIOBase):

@@ -51,11 +51,16 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}"
 
 
+def named_step(path: Path) -> int | None:
+    """The step in the name of a checkpoint, None for another name."""
+    match = _STEP_FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
 def step_folders(folder: Path) -> list[Path]:
     """Every folder named like a checkpoint, by step."""
-    matches = [(path, _STEP_FOLDER.fullmatch(path.name)) for path in folder.glob("step_*") if path.is_dir()]
-    steps = {path: int(match[1]) for path, match in matches if match}
-    return sorted(steps, key=lambda path: steps[path])
+    steps = {path: named_step(path) for path in folder.glob("step_*") if path.is_dir()}
+    return sorted((path for path, step in steps.items() if step is not None), key=lambda path: steps[path] or 0)
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
@@ -63,7 +68,7 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     folders = step_folders(folder)
     try:
         named = folder / (folder / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return folders
     return folders[: folders.index(named) + 1] if named in folders else folders
 
@@ -89,10 +94,12 @@ def accuracy_of(metrics: Mapping[str, float]) -> float | None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise CheckpointError for a symbolic link below the folder: the file that it names may lie outside."""
+    """Raise CheckpointError for what is neither file nor folder: a link may lead outside, and a pipe blocks."""
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
             raise CheckpointError(f"{path} is a symbolic link, which is not followed; copy the file itself")
+        if not (path.is_file() or path.is_dir()):
+            raise CheckpointError(f"{path} is neither a file nor a folder; remove it")
 
 
 def partial_path(path: Path) -> Path:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dapo_core.checkpoint.archive import read_records
-from dapo_core.checkpoint.folder import latest_checkpoint, refuse_links, step_folder
-from dapo_core.checkpoint.metadata import read_metadata
-from dapo_core.checkpoint.state import read_state
+from dapo_core.checkpoint.folder import latest_checkpoint, named_step, refuse_links
+from dapo_core.checkpoint.metadata import METADATA_FILE, read_metadata
+from dapo_core.checkpoint.state import GROUPS_FILE, STATE_FILE, read_state
 from dapo_core.digests import Part, file_parts
 from dapo_core.errors import CheckpointError
 from durable import write_atomically
@@ -61,6 +62,10 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
             str(name): [(int(size), str(digest)) for size, digest in parts]
             for name, parts in values["files"].items()
         }
+        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+            raise ValueError("it names files outside")
+        if any(size < 0 for parts in files.values() for size, _ in parts):
+            raise ValueError("it has a negative size")
         return Manifest(str(values["training"]), int(values["step"]), files)
     except FileNotFoundError:
         return None
@@ -70,19 +75,26 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 def verify_checkpoint(checkpoint: Path) -> None:
     """Raise CheckpointError, which names the file, unless every file is as it was written and safe to load."""
-    require_files(checkpoint, with_shards=True)
+    began = time.monotonic()
+    manifest = require_files(checkpoint, with_shards=True)
     metadata = read_metadata(checkpoint)
     by_shard: dict[str, list[tuple[int, int]]] = {}
     for place in metadata.storage_data.values():
         by_shard.setdefault(place.relative_path, []).append((place.offset, place.length))
+    unlisted = {METADATA_FILE, STATE_FILE, GROUPS_FILE, *by_shard} - (manifest.files.keys() if manifest else set())
+    if manifest is not None and unlisted:
+        raise CheckpointError(f"{checkpoint / min(unlisted)} is not in {MANIFEST_FILE}")
     for name, places in sorted(by_shard.items()):
         path = checkpoint / name
         if not path.is_file():
             raise CheckpointError(f"{path} is missing, one of {len(by_shard)} shards")
         with path.open("rb") as file:
             for offset, length in places:
-                read_records(file, str(path), offset, length)
+                read_records(file, str(path), offset, length, has_crc32s=False)
     read_state(checkpoint)
+    if manifest is not None:
+        seconds = time.monotonic() - began
+        logger.info("checkpoint %s is as it was written: verified in %.1f s", checkpoint.name, seconds)
 
 
 def require_files(checkpoint: Path, with_shards: bool) -> Manifest | None:
@@ -95,7 +107,7 @@ def require_files(checkpoint: Path, with_shards: bool) -> Manifest | None:
     if manifest is None:
         logger.warning("%s has no %s, so damage to its files goes unnoticed", checkpoint, MANIFEST_FILE)
         return None
-    if step_folder(checkpoint.parent, manifest.step).name != checkpoint.name:
+    if named_step(checkpoint) not in (None, manifest.step):
         raise CheckpointError(f"{checkpoint / MANIFEST_FILE} is of step {manifest.step}, not of {checkpoint.name}")
     for name, parts in manifest.files.items():
         if with_shards or not name.endswith(".distcp"):

@@ -41,6 +41,8 @@ def read_metadata(checkpoint: Path) -> Any:
         places = {place.relative_path for place in metadata.storage_data.values()}
         if outside := sorted(name for name in places if Path(name).name != name):
             raise ValueError(f"it names {outside[0]}, which is outside")
+        if any(place.offset < 0 or place.length < 0 for place in metadata.storage_data.values()):
+            raise ValueError("it has a negative offset")
         metadata.state_dict_metadata.items()
     except (
         OSError,

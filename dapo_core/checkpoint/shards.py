@@ -13,7 +13,7 @@ import io
 import os
 import random
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from dapo_core.checkpoint.manifest import write_shards
 from dapo_core.checkpoint.metadata import METADATA_FILE, read_metadata
@@ -41,8 +42,6 @@ from dapo_core.digests import Part, content_part
 from dapo_core.errors import CheckpointError
 
 _RNG = "rng"
-_HASHED_ASIDE_BYTES = 1024**2
-_HASHING = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
 _NO_STEPS = torch.tensor(0.0, dtype=torch.float32)
 
 
@@ -179,9 +178,11 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's file; the results have the digests of its tensors.
 
-        torch.save wraps an OSError of its file in a RuntimeError, whose context, with the cause, is lost on the
-        way to the other ranks.
+        The digests take the place of the archives' CRC32s, which cost as much. torch.save wraps an OSError of its
+        file in a RuntimeError, whose context, with the cause, is lost on the way to the other ranks.
         """
+        has_crc32s = get_crc32_options()
+        set_crc32_options(False)
         try:
             results = super().write_data(plan, planner).wait()
         except RuntimeError as error:
@@ -189,6 +190,8 @@ class _Writer(FileSystemWriter):
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__
             raise cause or error from None
+        finally:
+            set_crc32_options(has_crc32s)
         digests = self._files.digests
         written: list[WriteResult] = [
             _Written(**vars(result), digest=digests[result.storage_data.relative_path][result.storage_data.offset])
@@ -242,16 +245,9 @@ class _DigestingStream:
         self.digests: dict[int, str] = {}  # by the part's offset
 
     def write(self, content: Any) -> int:
-        """Write bytes, and hash large ones on another core meanwhile."""
-        view = memoryview(content).cast("B")
-        if len(view) < _HASHED_ASIDE_BYTES:
-            self._digest.update(view)
-            return self._file.write(view)
-        hashing = _HASHING.submit(self._digest.update, view)
-        try:
-            return self._file.write(view)
-        finally:
-            hashing.result()
+        """Write bytes and hash them."""
+        self._digest.update(content)
+        return self._file.write(content)
 
     def tell(self) -> int:
         """The position, at which a part ends."""

@@ -34,7 +34,7 @@ from dapo_core.merge.writer import (
 )
 from dapo_core.model_folder import copy_model_files
 from dapo_core.parameter_names import COMPUTED_BUFFERS, tied_names
-from durable import LockHeld, locked, publish, read_holder
+from durable import LockHeld, is_locked, locked, publish, read_holder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,6 +60,7 @@ def merge_checkpoint(
     Raises CheckpointError for a source that is incomplete or of another model, for a target that holds files and
     for one that another merge writes. The target appears in one step, when all of it is written.
     """
+    target = target.absolute()  # "." has no name
     _require_empty(target)
     source = open_source(sources, checkpoint)
     model = empty_model(source.model_files)
@@ -135,6 +136,13 @@ def _dropped(source: Source, tied: Mapping[str, str], outputs: Sequence[OutputTe
         for name, other in tied.items()
         if source.blocks(name) != source.blocks(other)
     ]
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed merges to targets in this folder left behind, but not what a merge is writing."""
+    for working in folder.glob(".*.merging"):
+        if (working / "lock").exists() and not is_locked(working / "lock"):
+            shutil.rmtree(working, ignore_errors=True)
 
 
 @contextmanager

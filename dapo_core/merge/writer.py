@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 # more may go back to the host, which is slow to return them.
 WRITE_BYTES = 64 * 1024
 FLUSH_BYTES = 16 * 1024**2  # handed to the disk at once, so that little is left for the final fsync
+_LIBC = ctypes.CDLL(None)  # Python has no sync_file_range, and posix_fadvise would drop the pages too
+_SYNC_FILE_RANGE_WRITE = 2
 OnBytes = Callable[[int, int], None]  # bytes written, bytes in all
 _DTYPES = {  # as safetensors calls them
     "float64": "F64",
@@ -332,5 +335,5 @@ def _write(descriptor: int, content: memoryview, offset: int) -> None:
 
 def _start_writeback(descriptor: int, start: int, end: int) -> int:
     """Have the kernel begin to write these bytes to the disk; returns their end."""
-    os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
+    _LIBC.sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(end - start), _SYNC_FILE_RANGE_WRITE)
     return end

@@ -199,8 +199,8 @@ ALGORITHMS: Mapping[str, Callable[[Path], str]] = {"sha256": sha256_of, "blake3"
 
 
 def algorithm_for(name: str) -> str:
-    """Returns the algorithm for a file of this name: weights are large, and blake3 takes them on all cores."""
-    return "blake3" if name.endswith(".safetensors") else "sha256"
+    """Returns the algorithm for a file of this name: weights and checkpoints are large, and blake3 is quick."""
+    return "blake3" if name.endswith((".safetensors", ".distcp")) else "sha256"
 
 
 def hash_file(path: Path, algorithm: str) -> str:

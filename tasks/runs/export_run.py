@@ -201,6 +201,10 @@ def _published(destination: Path) -> Iterator[Path]:
     except StoreError:
         raise
     except OSError as error:
+        if destination.exists():
+            raise StoreError(
+                f"{destination} was written meanwhile, as by another export; name a new folder"
+            ) from None
         raise StoreError(
             f"the export to {destination} failed: {error}; make room there, or name another folder"
         ) from None

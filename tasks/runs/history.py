@@ -16,6 +16,7 @@ import yaml
 
 from durable import UNSET, differences, is_locked
 from eval.report import REPORT_JSON
+from redaction import redact
 from tasks.artifacts.artifact import Artifact, StoreError, artifact_at
 from tasks.artifacts.store import Attempt
 
@@ -319,7 +320,7 @@ def _text(key: str, value: Any) -> str:
         return "(unset)"
     if key in SECRET_KEYS and value is not None:
         return "(secret)"
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else redact(str(value))
 
 
 def _shortened(text: str, shared: int) -> str:

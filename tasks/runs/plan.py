@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from redaction import redacted
 from tasks.artifacts.artifact import Artifact, DamagedArtifact
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
@@ -122,7 +122,7 @@ def _manifest_before(runs: list[RecordedRun], label: str) -> dict[str, Any] | No
 
 def _changes(before: Mapping[str, Any], key: StageKey) -> tuple[str, ...]:
     """How the key differs from the one an artifact was made with: keys, then packages, code, inputs."""
-    config = json.loads(json.dumps(dict(key.config)))  # as a manifest holds it
+    config = redacted(key.config)  # as a manifest holds it
     changes = [str(change) for change in differences_of(before["config"], config)]
     changes += [str(change) for change in differences_of(before["versions"], key.versions)]
     if before["code_digest"] != key.code_digest:

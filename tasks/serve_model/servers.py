@@ -117,7 +117,8 @@ def _run_servers(
     """Yield the servers once all are healthy. Raises ServeError when one ends first, or at the deadline."""
     deadline = time.monotonic() + settings.startup_seconds
     add_secret(api_key)
-    own = dict.fromkeys(filter(is_secret_name, os.environ))  # a server needs no other secret than its key
+    # A server needs no secret but its key, and that of a Ray cluster which serve.extra_args may name.
+    own = dict.fromkeys(name for name in os.environ if is_secret_name(name) and not name.startswith("RAY_"))
     own[API_KEY_VARIABLE] = api_key
     places = serve_environments(settings, os.environ)
     running: list[_Running] = []

@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         listed = [{"token": token, "logprob": value} for token, value in top.items()]
         logprobs = {"content": [{"top_logprobs": listed}]} if is_chat else {"top_logprobs": [top]}
         choice = {"text": "x", "message": {"content": "x"}, "logprobs": logprobs}
-        self.send(200, json.dumps({"choices": [choice]}).encode())
+        self.send(200, json.dumps({"choices": [choice], "system_fingerprint": "adder-1"}).encode())
 
     def answer(self, prompt: str, finish_reason: str = "stop") -> bool:
         left, right = re.findall(r"\d+", prompt)

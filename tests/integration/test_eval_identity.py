@@ -85,18 +85,18 @@ def test_what_identifies_the_weights_is_stored_and_a_lack_of_it_said(
         return (read_settings(tmp_path / name) or {})["served"]
 
     root = ArithmeticServer.root
-    assert served("completions") == {"root": root, "logprobs": [ArithmeticServer.logprobs]}
+    assert served("completions") == {"root": root, "logprobs": [ArithmeticServer.logprobs], "engine": "adder-1"}
     assert server.num_probes <= 5  # a few for the connections, however many answers, and one at the end
     server.is_chat_only = True
-    assert served("chat") == {"root": root, "logprobs": [ArithmeticServer.logprobs]}
+    assert served("chat") == {"root": root, "logprobs": [ArithmeticServer.logprobs], "engine": "adder-1"}
     server.logprobs = None
     with caplog.at_level(logging.WARNING):
-        assert served("neither") == {"root": root, "logprobs": None}
+        assert served("neither") == {"root": root, "logprobs": None, "engine": None}
         server.fails_on_probes = True
-        assert served("fails") == {"root": None, "logprobs": None}
+        assert served("fails") == {"root": None, "logprobs": None, "engine": None}
     assert f"gives no log-probs: its model folder {root} is all that identifies its weights" in caplog.text
     summary = json.loads((tmp_path / "neither" / "summary.json").read_text())
-    assert summary["settings"]["served"] == {"root": root, "logprobs": None}
+    assert summary["settings"]["served"]["root"] == root
     assert "served" not in load_evaluation(tmp_path / "neither").shared_settings
 
 

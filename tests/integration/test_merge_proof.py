@@ -23,10 +23,11 @@ from transformers import Qwen3Config
 
 from dapo_core.digests import file_digest
 from dapo_core.errors import CheckpointError
-from dapo_core.merge.run import merge_checkpoint, open_source
+from dapo_core.merge.run import merge_checkpoint, open_source, remove_leftovers
 from dapo_core.merge.verification import compare_logits, empty_model
 from dapo_core.merge.writer import output_tensors
 from dapo_core.model_folder import MERGE_MANIFEST
+from durable import locked
 from tests.ranks import run_ranks
 from tests.verl_folders import Case, write_folders
 
@@ -141,6 +142,11 @@ def test_a_merge_that_is_killed_leaves_no_model(small: tuple[Path, Path], tmp_pa
     exit_code, _ = _in_child(_merge_and_die, small[1], tmp_path / "merged")
     assert exit_code == -signal.SIGKILL
     assert sorted(path.name for path in tmp_path.iterdir()) == [".merged.merging", "merged.partial"]
+    shutil.copytree(tmp_path / ".merged.merging", tmp_path / ".other.merging")
+    with locked(tmp_path / ".other.merging" / "lock"):
+        remove_leftovers(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".other.merging", "merged.partial"]
+    shutil.move(tmp_path / ".other.merging", tmp_path / ".merged.merging")
     merge_checkpoint([small[1]], tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "merged.partial"]
     assert (mine / "notes.txt").read_text() == "mine"
@@ -180,12 +186,20 @@ def test_a_target_that_cannot_be_written_is_refused_in_words(
     (tmp_path / ".taken.merging").mkdir()
     (tmp_path / ".taken.merging" / "notes.txt").write_text("mine")
     for name, message in (
+        (".", r"is not empty; merge into a new folder"),
         ("file", r"file is no folder; merge into a new folder"),
         ("file/merged", r"file/merged could not be written: .*Not a directory"),
         ("taken", r"\.taken\.merging holds other files, and the merge needs that name; move it away"),
     ):
         with pytest.raises(CheckpointError, match=message):
             merge_checkpoint([small[1]], tmp_path / name)
+
+    with pytest.raises(CheckpointError, match="file holds no complete checkpoint"):
+        merge_checkpoint([tmp_path / "file"], tmp_path / "merged")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    merge_checkpoint([small[1]], Path())
+    assert (tmp_path / "here" / "config.json").exists()
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")

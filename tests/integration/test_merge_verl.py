@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.run import merge_checkpoint
-from dapo_core.model_folder import MERGE_MANIFEST
+from dapo_core.model_folder import INDEX_FILE, MERGE_MANIFEST
 from tests.checkpoints import Harmful
 from tests.verl_folders import Case, load_weights, write_folders
 
@@ -288,3 +289,21 @@ def test_shards_of_two_steps_are_refused(folders: dict[Case, tuple[Path, Path]],
     )
     with pytest.raises(CheckpointError, match=r"are of global_step_3 and global_step_4; name the folders of one"):
         merge_checkpoint([tmp_path / "a" / "global_step_3", other], tmp_path / "merged")
+
+
+def test_index_metadata_and_configuration_are_as_transformers_writes_them(
+    folders: dict[Case, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    original, step = folders[HYBRID]
+    merge_checkpoint([step], tmp_path / "merged", "bfloat16", max_shard_bytes=40_000)
+    model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "saved", max_shard_size=40_000)
+    ours, theirs = (json.loads((tmp_path / name / INDEX_FILE).read_text()) for name in ("merged", "saved"))
+    assert ours["metadata"] == theirs["metadata"]
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("merged", "saved")]
+    assert configs[0] == configs[1]
+    for name in ("merged", "saved"):
+        for path in (tmp_path / name).glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                assert file.metadata() == {"format": "pt"}

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from dapo_core.digests import file_digest
+from dapo_core.digests import content_part, digest_of
 from tasks.artifacts import artifact as artifact_module
 from tasks.artifacts.artifact import Artifact, Output, StoreError
 from tasks.artifacts.stage_key import StageKey, package_versions
@@ -308,8 +307,11 @@ def test_a_manifest_holds_no_secret(store: ArtifactStore, monkeypatch: pytest.Mo
     assert (manifest["key"], store.lookup("train", parts.key)) == (parts.key, made)
 
 
+WEIGHTS = "model.safetensors"
+
+
 def hand_on(work: Path, digests: Mapping[str, str]) -> Output:
-    (work / "weights.bin").write_bytes(b"0123456789")
+    (work / WEIGHTS).write_bytes(b"0123456789")
     (work / "config.json").write_bytes(b"{}")
     return Output({"loss": 0.5}, digests)
 
@@ -318,23 +320,26 @@ def test_a_digest_that_a_stage_hands_on_is_kept_and_compared_with_the_bytes_at_t
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, _ = ArtifactStore(store.root / "other").produce(PARTS, lambda work: hand_on(work, {}).metrics)
+    sha256 = hashlib.sha256(b"{}").hexdigest()
+    blake3 = digest_of([content_part(b"0123456789")])
     monkeypatch.setattr(artifact_module, "hash_file", lambda path, algorithm: pytest.fail(f"{path} was read"))
-    digests = {
-        name: f"sha256:{hashlib.sha256(content).hexdigest()}"
-        for name, content in (("weights.bin", b"0123456789"), ("config.json", b"{}"))
-    }
+    digests = {WEIGHTS: f"blake3:{blake3}", "config.json": f"sha256:{sha256}"}
     made, _ = store.produce(PARTS, lambda work: hand_on(work, digests))
     monkeypatch.undo()
-    assert made.digest == plain.digest
+    assert made.digest == plain.digest  # as of files that the store hashed
     assert made.manifest()["metrics"] == {"loss": 0.5}
+    assert made.manifest()["files"] == [
+        {"path": "config.json", "size": 2, "sha256": sha256},
+        {"path": WEIGHTS, "size": 10, "blake3": blake3},
+    ]
     assert store.lookup("train", PARTS.key) == made
     other = replace(PARTS, config={"steps": 4})
-    store.produce(other, lambda work: hand_on(work, {"weights.bin": f"sha256:{'0' * 64}"}))
+    store.produce(other, lambda work: hand_on(work, {WEIGHTS: f"blake3:{'0' * 64}"}))
     assert store.lookup("train", other.key) is None
-    assert "weights.bin has sha256 84d8" in caplog.text
+    assert f"{WEIGHTS} has blake3 {blake3}, the manifest says 0000" in caplog.text
 
 
-@pytest.mark.parametrize("digests", [{"absent": "sha256:0"}, {"weights.bin": "md5:0"}])
+@pytest.mark.parametrize("digests", [{"absent": "sha256:0"}, {WEIGHTS: "md5:0"}])
 def test_a_digest_of_nothing_or_of_an_unknown_kind_is_refused(
     store: ArtifactStore, digests: Mapping[str, str]
 ) -> None:
@@ -377,21 +382,3 @@ def test_errors_that_are_not_about_the_store_stay_as_they_are(store: ArtifactSto
     with pytest.raises(OSError, match="elsewhere") as caught:
         store.produce(PARTS, write_elsewhere)
     assert not isinstance(caught.value, StoreError)
-
-
-def test_weights_are_hashed_by_their_parts_as_a_merge_hashes_them(
-    store: ArtifactStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    def build(work: Path) -> Mapping[str, Any]:
-        save_file({"a": np.arange(4.0), "b": np.ones(3)}, work / "model.safetensors")
-        return {}
-
-    made, _ = store.produce(PARTS, build)
-    weights = Path(made.path) / "model.safetensors"
-    [row] = made.manifest()["files"]
-    assert row == {"path": "model.safetensors", "size": weights.stat().st_size, "blake3": file_digest(weights)}
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    assert store.lookup("train", PARTS.key) is None
-    assert "model.safetensors has blake3 " in caplog.text

@@ -11,6 +11,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,15 @@ def _link(checkpoint: Path) -> None:
     (checkpoint / "config.yaml").symlink_to(outside)
 
 
+def _edit_manifest(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def damage(checkpoint: Path) -> None:
+        manifest = json.loads((checkpoint / MANIFEST_FILE).read_text())
+        edit(manifest["files"])
+        (checkpoint / MANIFEST_FILE).write_text(json.dumps(manifest))
+
+    return damage
+
+
 DAMAGE = [
     (_flip(SHARD, 3000), rf"{SHARD} is damaged or of another checkpoint: 1 of its 2 parts are not what"),
     (_flip(SHARD, 0), rf"{SHARD} is damaged"),
@@ -92,6 +102,10 @@ DAMAGE = [
     (_flip("huggingface/config.json"), r"huggingface/config\.json is damaged"),
     (_flip(".metadata", 100), r"\.metadata is damaged"),
     (lambda checkpoint: (checkpoint / MANIFEST_FILE).write_text("{"), r"checkpoint_manifest\.json cannot be read"),
+    (_edit_manifest(lambda files: files.update({"../step_000010/config.yaml": []})), r"it names files outside"),
+    (_edit_manifest(lambda files: files.update({"config.yaml": [[-1, ""]]})), r"it has a negative size"),
+    (_edit_manifest(lambda files: files.clear()), r"\.metadata is not in checkpoint_manifest"),
+    (lambda checkpoint: os.mkfifo(checkpoint / "pipe"), r"pipe is neither a file nor a folder; remove it"),
     (_link, r"config\.yaml is a symbolic link, which is not followed"),
 ]
 

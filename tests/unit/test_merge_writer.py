@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from dapo_core.digests import CHUNK_BYTES, digest_of, file_digest
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import Block, StoredTensor
+from dapo_core.merge.verification import require_on_disk
 from dapo_core.merge.writer import (
     ModelWriter,
     OutputFile,
@@ -205,3 +206,16 @@ def test_a_file_that_safetensors_reads_otherwise_is_found(
     spoil(tmp_path / file.name)
     with pytest.raises(CheckpointError, match=message):
         require_opens(tmp_path / file.name, file)
+
+
+def test_other_bytes_on_the_disk_are_found_when_they_are_read_back(tmp_path: Path, source: OnDisk) -> None:
+    files = plan_files(output_tensors(source, "keep", set()), 10**9)
+    with ModelWriter(tmp_path, files, source) as writer:
+        parts = writer.parts(writer.write([], None))
+    require_on_disk(tmp_path, parts)
+    path = tmp_path / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors on the disk differs from what was written"):
+        require_on_disk(tmp_path, parts)

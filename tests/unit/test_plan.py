@@ -216,6 +216,17 @@ def test_of_long_values_the_place_is_shown_where_they_differ() -> None:
     assert str(change) == "prompt Solve it. Solve it. Solve it. Solve i... -> null"
 
 
+def test_a_secret_is_neither_shown_nor_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_very-secret")
+    secret = "serve.extra_args=[--header, hf_very-secret]"
+    record_run(small_config(tmp_path, secret), labels=("prepare_data", "fetch_model", "evaluate_before"))
+    assert planned(tmp_path, secret)["evaluate_before"].state == "cached"
+    changes = planned(tmp_path, secret, "serve.eager=false")["evaluate_before"].changes
+    assert changes == ("serve.eager true -> false",)
+    [change] = planned(tmp_path)["evaluate_before"].changes
+    assert change == "serve.extra_args ['--header', '[redacted]'] -> []"
+
+
 def test_the_address_of_a_webhook_is_not_shown() -> None:
     configs = [
         {"flow": {"webhook": {"url": url}}} for url in (None, "https://hooks.example/a", "https://hooks.example/b")

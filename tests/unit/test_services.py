@@ -26,7 +26,7 @@ from durable import LockHeld
 from flows import services
 from flows.cli import app
 from flows.prefect_plugin import complete_names, setup_environment
-from flows.prefect_server import named_api, require_server, wait_for_private_server
+from flows.prefect_server import named_api, provide_prefect_api, require_server, wait_for_private_server
 from flows.prefect_settings import PROJECT_SETTINGS
 from flows.services import DATABASE_VARIABLES, Service, Services, ServicesError, bring_up, take_down
 from tasks.processes.child import background_command
@@ -156,6 +156,23 @@ def test_up_refuses_a_folder_without_a_project_and_a_store_that_is_a_file_or_in_
         bring_up(tmp_path / "file", ROOT)
     assert take_down(tmp_path / "file", cancel=False) == take_down(tmp_path / "typo", cancel=False) == []
     assert {path.name for path in tmp_path.iterdir()} == {"file", "other"}
+
+
+def test_damaged_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Services(tmp_path / "store")
+    place.folder.mkdir(parents=True)
+    place.server.record_path.write_text("{")
+    with pytest.raises(ServicesError, match=r"server\.json is damaged \(Expecting .*: remove it"):
+        bring_up(tmp_path / "store", ROOT)
+    for text in ("deployments: [", "- a", "name: b", ""):
+        (tmp_path / "prefect.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"prefect\.yaml lists no deployments: "):
+            bring_up(tmp_path / "other", tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("flows.prefect_server.named_api", lambda _: None)
+    with pytest.raises(ServicesError, match=r"PREFECT_HOME=\S+/file cannot be used: .*; name another"):
+        provide_prefect_api(tmp_path)
 
 
 def test_a_port_that_cannot_be_is_refused_by_the_command_line() -> None:

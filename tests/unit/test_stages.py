@@ -219,16 +219,20 @@ def model_config(folder: Path, model: Path) -> Config:
 
 
 def test_a_local_model_is_linked_not_copied_and_changes_are_seen(tmp_path: Path) -> None:
-    source = build_tiny_qwen3(tmp_path / "model")
-    (source / "link.txt").symlink_to(source / "config.json")  # as in a hub's cache
+    repository = tmp_path / "models--org--name"  # as in the cache of the Hugging Face hub
+    source = build_tiny_qwen3(repository / "snapshots" / "abc")
+    source.rename(repository / "blobs")
+    source.mkdir()
+    for blob in (repository / "blobs").iterdir():
+        (source / blob.name).symlink_to(f"../../blobs/{blob.name}")
     config = model_config(tmp_path, source)
     data = prepared(config)
     key = LINKS["fetch_model"].key(config, data)
     store = ArtifactStore(config.store.path)
     taken, _ = store.produce(key, lambda folder: take_model_folder(config, folder))
     weights = Path(taken.path) / "model.safetensors"
-    assert os.path.samefile(weights, source / "model.safetensors")
-    assert (Path(taken.path) / "link.txt").read_bytes() == (source / "config.json").read_bytes()
+    assert os.path.samefile(weights, repository / "blobs" / "model.safetensors")
+    assert not any(path.is_symlink() for path in Path(taken.path).iterdir())
     assert taken.manifest()["metrics"]["bytes"] == sum(path.stat().st_size for path in source.iterdir())
     assert LINKS["fetch_model"].key(config, data) == key
     replaced = (source / "model.safetensors").read_bytes()

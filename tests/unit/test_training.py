@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dapo_core.errors import WorkerDied
+from dapo_core import training
+from dapo_core.errors import CheckpointError, ConfigError, WorkerDied
 from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
 from dapo_core.training import Restarts, raising_stopped
-from tests.checkpoints import make_state, write_state
+from tests.checkpoints import make_model_folder, make_state, make_writer, names_in, write, write_state
 from tests.configs import make_config
 
 DEATH = WorkerDied("policy rank 1 of 2 (pid 7 on 10.0.0.1) died: its node is lost")
@@ -131,3 +132,26 @@ def test_a_stopped_training_says_what_it_continues_from(
     stop.is_urgent = True
     with pytest.raises(KeyboardInterrupt), raising_stopped(stop, config, tmp_path):
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("on_damage", ["stop", "previous"])
+def test_a_checkpoint_is_verified_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_damage: str
+) -> None:
+    model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
+    write(make_writer(folder, model_path), make_state(5), make_state(10))
+    (folder / "step_000010" / "__0_0.distcp").write_text("shard of step_000005\n")  # copied from another step
+    monkeypatch.setattr(training, "_read_prompts", lambda *_: (None, []))
+    monkeypatch.setattr(training, "training_identity", lambda *_: make_state(5).identity)
+
+    def start_cluster(*_: object) -> None:
+        assert on_damage == "previous"
+        raise ConfigError("Ray starts")
+
+    monkeypatch.setattr(training, "start_cluster", start_cluster)
+    config = make_config(model_path, checkpoint={"on_damage": on_damage}, train={"total_steps": 40})
+    damaged = r"step_000010/__0_0\.distcp is damaged or of another checkpoint"
+    with pytest.raises((CheckpointError, ConfigError), match=damaged if on_damage == "stop" else "Ray starts"):
+        training.train(config, tmp_path, model_path, tmp_path)
+    left = ["latest", "step_000005", "step_000010"] if on_damage == "stop" else ["latest", "step_000005"]
+    assert [name for name in names_in(folder) if not name.endswith(".damaged")] == left

@@ -9,11 +9,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prefect.states import State
 
 import durable
+from tasks import stage_command
 from tasks.artifacts.artifact import Artifact
+from tasks.chain import train_policy
 from tasks.runs.run import Run, RunSkipped
 from tasks.stages import LINKS
 from tasks.training_lock import check_free, find_holder, hold, nightly_lock_path, training_lock_path
@@ -105,7 +109,7 @@ def test_the_lock_outlasts_a_flow_that_was_killed_and_skips_a_run_that_does_not_
         pass
 
 
-def test_a_night_begins_beside_its_own_training_only(tmp_path: Path) -> None:
+def test_a_nightly_run_begins_beside_its_own_training_only(tmp_path: Path) -> None:
     run = Run.start(small_config(tmp_path / "store"))
     path = training_lock_path(run.config)
     check_free(path, run.config)
@@ -115,3 +119,52 @@ def test_a_night_begins_beside_its_own_training_only(tmp_path: Path) -> None:
     words = "The run was skipped because another training holds the lock .*: run run-7"
     with hold(path, "run-7", KEY), pytest.raises(RunSkipped, match=words):
         check_free(path, run.config)
+
+
+WAIT_SECONDS = 0.6  # longer than the patience of a run that does not wait
+WRITE_METRICS = """
+import pathlib, sys
+metrics = pathlib.Path(sys.argv[sys.argv.index("--output") + 1]) / "metrics.jsonl"
+metrics.write_text('{"step": 1}\\n')
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr("tasks.page.PageArtifact.show", lambda *_: None)  # there is no server
+    monkeypatch.setattr("tasks.training_lock.PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(
+        stage_command, "dapo_command", lambda *words: [sys.executable, "-c", WRITE_METRICS, *map(str, words)]
+    )
+    return Run.start(small_config(tmp_path / "store"))
+
+
+def train(run: Run, monkeypatch: pytest.MonkeyPatch, attempt: int) -> State[Artifact]:
+    """The state in which this attempt of a night ends."""
+    monkeypatch.setenv("PREFECT__RUNTIME__TASK_RUN__RUN_COUNT", str(attempt))
+    inputs = produce(run, Outcome(), ("prepare_data", "fetch_model"))
+    function: Any = train_policy.fn
+    return function(run, inputs["prepare_data"], inputs["fetch_model"], skips_if_locked=True)
+
+
+def test_a_nightly_run_is_skipped_at_its_first_attempt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hold(training_lock_path(run.config), "other"):
+        state = train(run, monkeypatch, attempt=1)
+    assert (state.type.value, state.name) == ("COMPLETED", "Skipped")
+    assert "The run was skipped because run other (pid " in str(state.message)
+    with pytest.raises(RunSkipped, match="run other "):  # as what the flow sees of it
+        raise state.result()
+
+
+def test_a_later_attempt_waits_for_the_lock(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="tasks.training_lock")
+    with contextlib.ExitStack() as other:
+        other.enter_context(hold(training_lock_path(run.config), "other"))
+        timer = threading.Timer(WAIT_SECONDS, other.pop_all().close)
+        timer.start()
+        state = train(run, monkeypatch, attempt=2)
+        timer.join()
+    assert state.name == "Completed"
+    assert "training.lock, held by run other (pid " in caplog.text
