@@ -2,31 +2,30 @@
 
     python bench/grading.py FILE [--show 20] [--rules exact,aisbench,math-verify] [--finish-reason stop]
 
-FILE is .jsonl, .csv, .tsv (no quoting) or .parquet with the columns prediction (a whole response, or an answer on
-one line, which is put in a box), gold and label (1/0, true/false, right/wrong); a column finish_reason is used
-where it is there. One process each; `exact` is MathGrader as `dapo eval` uses it, without the start of
-its process.
+FILE is .tsv (no quoting), .jsonl, .json or .parquet with the columns prediction (a whole response, or an answer on
+one line, which is put in a box), gold and label (1 or 0); a column finish_reason is used where it is there.
+`exact` is MathGrader as `dapo eval` uses it, without the start of its process.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
+import logging
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
 from eval.answers.extraction import extract_answer
 from eval.answers.grading import MathGrader
+from eval.problems.files import read_file
 
 MAX_BARE_CHARS = 300
-LABELS = {"1": True, "true": True, "right": True, "0": False, "false": False, "wrong": False}
 
 
 class LabelledRow(NamedTuple):
@@ -38,88 +37,39 @@ class LabelledRow(NamedTuple):
     finish_reason: str | None
 
 
-class Measured(NamedTuple):
-    """What a rule did on all rows."""
-
-    false_positives: list[LabelledRow]
-    false_negatives: list[LabelledRow]
-    errors: int
-    seconds: float
-    slowest: float
+Rule = Callable[[LabelledRow], bool | None]  # None: the rule failed
 
 
-def read_rows(path: Path) -> Iterable[dict[str, Any]]:
-    """The file's rows by column."""
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        yield from pq.read_table(path).to_pylist()
-        return
-    with path.open(encoding="utf-8", newline="" if path.suffix == ".csv" else None) as file:
-        if path.suffix == ".jsonl":
-            yield from map(json.loads, filter(str.strip, file))
-        elif path.suffix == ".csv":
-            yield from csv.DictReader(file)
-        elif path.suffix == ".tsv":
-            yield from csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-        else:
-            sys.exit(f"{path} ends in {path.suffix!r}; .jsonl, .csv, .tsv or .parquet is read")
-
-
-def labelled(fields: dict[str, Any], finish_reason: str | None) -> LabelledRow:
-    """A row; a bare answer is put in a box, as the model was asked to do."""
-    missing = {"prediction", "gold", "label"} - fields.keys()
-    if missing:
-        sys.exit(f"a row lacks {', '.join(sorted(missing))}; it has {', '.join(fields)}")
-    label = LABELS.get(str(fields["label"]).strip().lower())
-    if label is None:
-        sys.exit(f"label {fields['label']!r} is none of {', '.join(LABELS)}")
-    response = str(fields["prediction"])
-    if (
-        len(response) <= MAX_BARE_CHARS
-        and "\n" not in response.strip()
-        and extract_answer(response) in (None, response)
-    ):
-        response = f"\\boxed{{{response}}}"
-    return LabelledRow(response, str(fields["gold"]), label, fields.get("finish_reason") or finish_reason)
-
-
-def measure(rows: list[LabelledRow], is_right: Callable[[LabelledRow], bool | None]) -> Measured:
-    """Verdicts on all rows; None is an error and counts as wrong."""
-    positives: list[LabelledRow] = []
-    negatives: list[LabelledRow] = []
-    errors = 0
-    slowest = 0.0
-    started = time.perf_counter()
+def read_rows(path: Path, finish_reason: str | None) -> list[LabelledRow]:
+    """The file's rows; a bare answer is put in a box, as the model was asked to do."""
+    if path.suffix == ".tsv":
+        with path.open(encoding="utf-8") as file:
+            rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    else:
+        rows = read_file(path)
+    labelled = []
     for row in rows:
-        before = time.perf_counter()
-        verdict = is_right(row)
-        slowest = max(slowest, time.perf_counter() - before)
-        errors += verdict is None
-        if bool(verdict) != row.is_right:
-            (positives if verdict else negatives).append(row)
-    return Measured(positives, negatives, errors, time.perf_counter() - started, slowest)
+        response = str(row["prediction"])
+        is_short = len(response) <= MAX_BARE_CHARS and "\n" not in response.strip()
+        if is_short and extract_answer(response) in (None, response):
+            response = f"\\boxed{{{response}}}"
+        reason = row.get("finish_reason") or finish_reason
+        labelled.append(LabelledRow(response, str(row["gold"]), bool(int(row["label"])), reason))
+    return labelled
 
 
-def exact(rows: list[LabelledRow]) -> Measured:
+def exact(grader: MathGrader) -> Rule:
     """The headline rule, in the grader with its process."""
-    with MathGrader() as grader:
-        grader.grade("\\boxed{\\sqrt{2}}", "stop", "1.5")  # starts the process
-        measured = measure(
-            rows, lambda row: grader.grade(row.response, row.finish_reason, row.gold).verdict == "right"
-        )
-        return measured._replace(errors=grader.num_killed)
+    return lambda row: grader.grade(row.response, row.finish_reason, row.gold).verdict == "right"
 
 
-def aisbench(rows: list[LabelledRow]) -> Measured:
+def aisbench(row: LabelledRow) -> bool:
     """AISBench's string rule."""
-    return measure(rows, lambda row: is_equal_aisbench(extract_aisbench(row.response)[0], row.gold))
+    return is_equal_aisbench(extract_aisbench(row.response)[0], row.gold)
 
 
-def math_verify(rows: list[LabelledRow]) -> Measured:
+def math_verify() -> Rule:
     """math-verify alone, with the extraction that its own metric uses for LaTeX golds."""
-    import logging
-
     from math_verify.metric import math_metric
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 
@@ -129,51 +79,54 @@ def math_verify(rows: list[LabelledRow]) -> Measured:
         pred_extraction_target=(ExprExtractionConfig(), LatexExtractionConfig()),
     )
 
-    def verdict(row: LabelledRow) -> bool | None:
+    def is_right(row: LabelledRow) -> bool | None:
         try:
             return bool(metric([f"\\boxed{{{row.gold}}}"], [row.response])[0])
         except Exception:  # noqa: BLE001 - the peer may raise anything, which is counted
             return None
 
-    return measure(rows, verdict)
+    return is_right
 
 
-RULES: dict[str, Callable[[list[LabelledRow]], Measured]] = {
-    "exact": exact,
-    "aisbench": aisbench,
-    "math-verify": math_verify,
-}
-
-
-def show(title: str, rows: list[LabelledRow], limit: int) -> None:
-    for row in rows[:limit]:
-        print(f"  {title}: gold {row.gold!r}, response ends {row.response[-120:]!r}")
+def measure(name: str, rule: Rule, rows: Sequence[LabelledRow], num_shown: int) -> None:
+    """Print a rule's line of the table and the first rows that it gets wrong."""
+    verdicts, seconds = [], []
+    for row in rows:
+        started = time.perf_counter()
+        verdicts.append(rule(row))
+        seconds.append(time.perf_counter() - started)
+    graded = list(zip(rows, verdicts, strict=True))
+    wrong = {
+        "false +": [row for row, verdict in graded if verdict and not row.is_right],
+        "false -": [row for row, verdict in graded if not verdict and row.is_right],
+    }
+    num_wrong = sum(map(len, wrong.values()))
+    print(
+        f"{name:12} {1 - num_wrong / len(rows):9.2%} {len(wrong['false +']):8} {len(wrong['false -']):8} "
+        f"{verdicts.count(None):7} {len(rows) / sum(seconds):8.0f} {1000 * max(seconds):6.1f} ms"
+    )
+    for kind, found in wrong.items():
+        for row in found[:num_shown]:
+            print(f"  {kind}: gold {row.gold!r}, response ends {row.response[-120:]!r}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--show", type=int, default=0, help="list so many wrong verdicts of each kind")
-    parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--show", type=int, default=0, help="list up to this many wrong verdicts of each kind")
+    parser.add_argument("--rules", default="exact,aisbench,math-verify")
     parser.add_argument(
         "--finish-reason", help="where the file has none; unset: unknown, and the text decides whether it was cut"
     )
     arguments = parser.parse_args()
-    rows = [labelled(fields, arguments.finish_reason) for fields in read_rows(arguments.file)]
-    if not rows:
-        sys.exit(f"{arguments.file} has no rows")
+    rows = read_rows(arguments.file, arguments.finish_reason)
     print(f"{len(rows)} rows, {sum(row.is_right for row in rows)} labelled right")
     print(f"{'rule':12} {'accuracy':>9} {'false +':>8} {'false -':>8} {'errors':>7} {'rows/s':>8} {'slowest':>9}")
-    for name in arguments.rules.split(","):
-        found = RULES[name](rows)
-        wrong = len(found.false_positives) + len(found.false_negatives)
-        print(
-            f"{name:12} {1 - wrong / len(rows):9.2%} "
-            f"{len(found.false_positives):8} {len(found.false_negatives):8} "
-            f"{found.errors:7} {len(rows) / found.seconds:8.0f} {1000 * found.slowest:6.1f} ms"
-        )
-        show("false +", found.false_positives, arguments.show)
-        show("false -", found.false_negatives, arguments.show)
+    with MathGrader() as grader:
+        grader.grade("\\boxed{\\sqrt{2}}", "stop", "1.5")  # starts the process
+        rules = {"exact": lambda: exact(grader), "aisbench": lambda: aisbench, "math-verify": math_verify}
+        for name in arguments.rules.split(","):
+            measure(name, rules[name](), rows, arguments.show)
 
 
 if __name__ == "__main__":

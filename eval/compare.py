@@ -11,6 +11,7 @@ from eval import InputError, breakdown
 from eval.answers.grading import grade
 from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part
 from eval.identity import describe_weights
+from eval.measured import Speed, speed_of
 from eval.results import (
     SERVED,
     Evaluation,
@@ -68,6 +69,9 @@ class Side:
     truncated_rate: float
     request_failed_rate: float  # over all items of this side, paired or not
     mean_response_tokens: float | None
+    num_finished: int  # responses that are right or wrong: neither truncated nor without an answer
+    finished_accuracy: float  # of those
+    speed: Speed
 
 
 @dataclass(frozen=True)
@@ -235,6 +239,7 @@ def _unpaired(pairs: Sequence[Pair]) -> Unpaired:
 def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
     total = _group(items)
     rows = _rows(items)
+    finished = [row for row in rows if row.verdict in ("right", "wrong")]
     return Side(
         model=str(evaluation.settings["model"]),
         weights=describe_weights(evaluation.settings.get(SERVED)),
@@ -250,6 +255,9 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         truncated_rate=rate(rows, lambda row: row.verdict == "truncated"),
         request_failed_rate=rate(evaluation.rows, lambda row: not row.is_answered),
         mean_response_tokens=mean_response_tokens(rows),
+        num_finished=len(finished),
+        finished_accuracy=rate(finished, lambda row: row.is_right),
+        speed=speed_of(rows),
     )
 
 

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARKDOWN_WIDTH = 100
-_MAX_TEXT_CHARS = 6000  # of one response in the page; report.json has all of it
 _MAX_CELL_CHARS = 17
 _MAX_ID_CHARS = 24
 
@@ -116,10 +116,12 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "size": lambda share: f"{100 * share:.1f}",
     "points_2": lambda share: f"{round(100 * share, 2) + 0.0:+.2f}",
     "count": count,
+    "seconds": lambda seconds: f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms",
     "text": str,
 }
 
 
+@cache
 def _environment(is_html: bool) -> Environment:
     import jinja2
 
@@ -135,7 +137,6 @@ def _environment(is_html: bool) -> Environment:
     environment.filters |= {
         "duration": format_duration,
         "verdict_name": lambda verdict: verdict.replace("_", " "),
-        "shortened": _shortened,
         "cell": _cell,
         "id_cell": _id_cell,
         "plain_cell": _plain_cell,
@@ -145,17 +146,6 @@ def _environment(is_html: bool) -> Environment:
     }
     environment.globals["markdown_table"] = _markdown_table
     return environment
-
-
-def _shortened(text: str | None) -> str:
-    """The text, without its middle if it is long."""
-    if text is None:
-        return ""
-    if len(text) <= _MAX_TEXT_CHARS:
-        return text
-    half = _MAX_TEXT_CHARS // 2
-    gap = f"[... {len(text) - 2 * half:,} characters left out; report.json has them ...]"
-    return f"{text[:half]}\n\n{gap}\n\n{text[-half:]}"
 
 
 def _cell(text: Any) -> str:

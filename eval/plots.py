@@ -6,7 +6,6 @@ import io
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eval.compare import Comparison, GroupResult, Side
@@ -27,61 +26,32 @@ Plots = dict[str, list[str]]
 _MARKED_BELOW = 12  # a curve with fewer points gets markers
 
 
-@dataclass(frozen=True)
-class CurvePlot:
-    """One small plot of training metrics over steps: {metric key: label}."""
-
-    title: str
-    curves: Mapping[str, str]
-    has_zero: bool = False  # the axis starts at zero
-
-
-CURVE_PLOTS = (
-    CurvePlot("Reward per response", {"critic/rewards/mean": "reward", "critic/score/mean": "score alone"}),
-    CurvePlot(
-        "Accuracy (share)",
-        {
-            "validation/accuracy": "held-out, greedy",
-            "sampler/accuracy": "all sampled",
-            "reward/right_ratio": "trained on",
-        },
-        has_zero=True,
-    ),
-    CurvePlot(
-        "Without a finished answer (share)",
-        {"reward/no_answer_ratio": "no answer", "response_length/clip_ratio": "truncated"},
-        has_zero=True,
-    ),
-    CurvePlot("Policy entropy", {"actor/entropy": "entropy"}, has_zero=True),
-    CurvePlot(
-        "Response length (tokens)",
-        {"response_length/mean": "mean", "validation/response_length/mean": "held-out"},
-        has_zero=True,
-    ),
-    CurvePlot(
-        "Clipped tokens (share)",
-        {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "dual clip"},
-        has_zero=True,
-    ),
-    CurvePlot("Gradient norm", {"actor/grad_norm": "before clipping"}, has_zero=True),
-    CurvePlot(
-        "Dynamic sampling (share)",
-        {"sampler/kept_share": "groups kept", "sampler/waste_ratio": "tokens wasted"},
-        has_zero=True,
-    ),
-    CurvePlot(
-        "Seconds per step",
-        {
-            "timing_s/gen": "generate",
-            "timing_s/update_actor": "update",
-            "timing_s/old_log_prob": "old log-probs",
-            "timing_s/weight_sync": "weight sync",
-            "timing_s/save_checkpoint": "checkpoint",
-            "timing_s/testing": "validation",
-        },
-        has_zero=True,
-    ),
-)
+CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
+    "Reward per response": {"critic/rewards/mean": "reward", "critic/score/mean": "score alone"},
+    "Accuracy (share)": {
+        "validation/accuracy": "held-out, greedy",
+        "sampler/accuracy": "all sampled",
+        "reward/right_ratio": "trained on",
+    },
+    "Without a finished answer (share)": {
+        "reward/no_answer_ratio": "no answer",
+        "response_length/clip_ratio": "truncated",
+    },
+    "Policy entropy": {"actor/entropy": "entropy"},
+    "Response length (tokens)": {"response_length/mean": "mean", "validation/response_length/mean": "held-out"},
+    "Clipped tokens (share)": {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "dual clip"},
+    "Gradient norm": {"actor/grad_norm": "before clipping"},
+    "Dynamic sampling (share)": {"sampler/kept_share": "groups kept", "sampler/waste_ratio": "tokens wasted"},
+    "Seconds per step": {
+        "timing_s/gen": "generate",
+        "timing_s/update_actor": "update",
+        "timing_s/old_log_prob": "old log-probs",
+        "timing_s/weight_sync": "weight sync",
+        "timing_s/save_checkpoint": "checkpoint",
+        "timing_s/testing": "validation",
+    },
+}
+_SIGNED = ("Reward per response",)  # the other plots start at zero
 
 
 def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
@@ -99,11 +69,11 @@ def training_plots(steps: Steps) -> list[str]:
     """SVGs of the curves that the steps have values for."""
     steps = with_kept_share(steps)
     plots = []
-    for plot in CURVE_PLOTS:
-        curves = {label: series(steps, key) for key, label in plot.curves.items()}
+    for title, labels in CURVE_PLOTS.items():
+        curves = {label: series(steps, key) for key, label in labels.items()}
         curves = {label: curve for label, curve in curves.items() if curve[0]}
         if curves:
-            plots.append(_curve_svg(plot, curves))
+            plots.append(_curve_svg(title, curves))
     return plots
 
 
@@ -229,15 +199,15 @@ def _errors(points: Sequence[tuple[float, tuple[float, float]]]) -> list[list[fl
     ]
 
 
-def _curve_svg(plot: CurvePlot, curves: Mapping[str, tuple[list[int], list[float]]]) -> str:
+def _curve_svg(title: str, curves: Mapping[str, tuple[list[int], list[float]]]) -> str:
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = _new_figure(width=3.7, height=2.3)
-    axes.set_title(plot.title, loc="left", fontsize=9.5)
+    axes.set_title(title, loc="left", fontsize=9.5)
     for (label, (steps, values)), colour in zip(curves.items(), _LINE_COLOURS, strict=False):
         marker = "o" if len(steps) < _MARKED_BELOW else None
         axes.plot(steps, values, color=colour, label=label, linewidth=1.5, marker=marker, markersize=3)
-    if plot.has_zero:
+    if title not in _SIGNED:
         axes.set_ylim(bottom=0)
     if len(curves) > 1:  # room for the legend above the curves
         bottom, top = axes.get_ylim()
@@ -245,7 +215,7 @@ def _curve_svg(plot: CurvePlot, curves: Mapping[str, tuple[list[int], list[float
         _legend(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.set_xlabel("step")
-    return _svg(figure, plot.title)
+    return _svg(figure, title)
 
 
 def _legend(axes: Axes) -> None:

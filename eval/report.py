@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from durable import write_atomically
-from eval.compare import Comparison, compare
+from eval.compare import Comparison, compare_evaluations
 from eval.identity import NO_LOGPROBS
+from eval.item_pages import PackedItems, pack_items
+from eval.measured import UNKNOWN, Provenance, describe_measurement
 from eval.pages import field_of, format_p, inline_script, percent, points, render
 from eval.plots import Plots, draw_plots
-from eval.results import make_folder
+from eval.results import load_evaluation, make_folder
 from eval.statistics import SIGNIFICANCE
 from eval.training import Steps, read_training_metrics, training_totals
 
@@ -26,25 +28,23 @@ def write_report(
     after_dir: str | Path,
     train_metrics: str | Path | None,
     output_dir: str | Path,
-    stages: Mapping[str, Mapping[str, Any]],
-    artifacts: Mapping[str, str | Path],
-    title: str = "Before/after report",
+    provenance: Provenance = UNKNOWN,
     draw: Callable[[Comparison, Steps], Plots] = draw_plots,
 ) -> dict[str, Any]:
     """The content of report.json, written to `output_dir` together with report.md and report.html.
 
-    `train_metrics` is the training run's metrics.jsonl, None when nothing was trained; `stages` maps a stage
-    to {cached, seconds}, `artifacts` a name to its path; `draw` gives what `draw_plots` does. Raises what
-    `compare` raises.
+    `train_metrics` is the training run's metrics.jsonl, None when nothing was trained; `draw` gives what
+    `draw_plots` does. Raises what `compare` raises.
     """
-    comparison = compare(before_dir, after_dir)
+    before, after = load_evaluation(before_dir), load_evaluation(after_dir)
+    comparison = compare_evaluations(before, after)
     steps = read_training_metrics(train_metrics) if train_metrics is not None else []
-    report = make_report(comparison, steps, stages, artifacts, title)
+    report = make_report(comparison, steps, provenance)
     output_dir = make_folder(output_dir)
     files = {
         REPORT_JSON: json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         REPORT_MARKDOWN: render_markdown(report),
-        REPORT_PAGE: render_html(report, draw(comparison, steps)),
+        REPORT_PAGE: render_html(report, draw(comparison, steps), pack_items(before, after)),
     }
     for name, text in files.items():
         # A response may contain a lone surrogate, which UTF-8 cannot encode.
@@ -52,23 +52,19 @@ def write_report(
     return report
 
 
-def make_report(
-    comparison: Comparison,
-    steps: Steps,
-    stages: Mapping[str, Mapping[str, Any]],
-    artifacts: Mapping[str, str | Path],
-    title: str,
-) -> dict[str, Any]:
+def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = UNKNOWN) -> dict[str, Any]:
     """The content of report.json: the comparison and its verdict in words, the training, the run."""
     fields = asdict(comparison)
     flips = {kind: fields.pop(kind) for kind in ("gained", "lost")}
     num_lost, num_gained = fields.pop("b"), fields.pop("c")
     num_groups = sum(map(len, comparison.groups.values()))
     report = {
-        "title": title,
+        "title": provenance.title,
         "created_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "verdict": verdict(comparison),
         "notes": notes(comparison),
+        "measured": describe_measurement(comparison, provenance),
+        "provenance": dict(provenance.made),
         "is_significant": comparison.is_significant,
         **fields,
         "num_gained": num_gained,
@@ -78,8 +74,8 @@ def make_report(
         "expected_false_alarms": SIGNIFICANCE * num_groups,
         "flips": flips,
         "train": training_totals(steps),
-        "stages": {name: dict(stage) for name, stage in stages.items()},
-        "artifacts": {name: str(path) for name, path in artifacts.items()},
+        "stages": {name: dict(stage) for name, stage in provenance.stages.items()},
+        "artifacts": {name: str(path) for name, path in provenance.artifacts.items()},
     }
     if comparison.num_samples == 1:
         report["mcnemar"] = {"b": num_lost, "c": num_gained, "p": comparison.p, "mid_p": comparison.mid_p}
@@ -91,15 +87,16 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     return render("report.md.j2", report=report)
 
 
-def render_html(report: Mapping[str, Any], plots: Plots) -> str:
+def render_html(report: Mapping[str, Any], plots: Plots, items: PackedItems) -> str:
     """report.html: one self-contained page; model output is escaped, and only our own script may run."""
     from markupsafe import Markup
 
-    script, script_hash = inline_script("flips.js")
+    script, script_hash = inline_script("items.js")
     return render(
         "report.html.j2",
         report=report,
         field=field_of(report),
+        items=items,
         script=script,
         script_hash=script_hash,
         # Our own SVG; matplotlib has escaped the levels and subjects in it.

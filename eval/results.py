@@ -55,6 +55,7 @@ class Row:
     subject: str | None
     level: str | None
     failure: str | None
+    ended_at: float | None = None  # Unix time; None in results of earlier versions
 
     @property
     def key(self) -> RowKey:

@@ -115,7 +115,8 @@ def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
     """The row with new verdicts, and with the gold answer, subject and level of the item if given."""
     if item is not None:
         row = replace(row, gold=item.gold, subject=item.subject, level=item.level)
-    graded = grader.grade(row.response, row.finish_reason, row.gold)
+    is_chat = not isinstance(row.prompt, str)
+    graded = grader.grade(row.response, row.finish_reason, row.gold, is_chat)
     return replace(row, **asdict(graded))
 
 
@@ -280,6 +281,7 @@ def _make_row(request: Request, outcome: Outcome) -> Row:
         subject=item.subject,
         level=item.level,
         failure=outcome.failure,
+        ended_at=round(time.time(), 3),
     )
 
 

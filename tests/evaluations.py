@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,6 +98,13 @@ def compared(before: str, after: str) -> Comparison:
     num_items = len(before.split()) if " " in before else len(before)
     items = make_items(num_items, per_level=max(4, num_items))
     return compare_evaluations(evaluation(items, before, "base"), evaluation(items, after, "trained"))
+
+
+def packed_items(page: str) -> tuple[list[list[Any]], list[str]]:
+    """The index of the items in a report's page, and their bodies in its order."""
+    packed = re.findall(r'<template class="packed">([^<]*)</template>', page)
+    index, *chunks = [json.loads(gzip.decompress(base64.b64decode(text))) for text in packed]
+    return index, [chunks[row[-2]][row[-1]] for row in index]
 
 
 def no_plots(comparison: Comparison, steps: Steps) -> Plots:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dapo_core.metrics import METRICS_FILE
 from eval.compare import compare
+from eval.measured import Provenance
 from eval.report import REPORT_JSON, REPORT_MARKDOWN, make_report, render_markdown
 from eval.training import read_training_metrics
 from flows.config import Config, load_config
@@ -63,7 +64,7 @@ def write_report(run: Run, artifacts: Mapping[str, Artifact]) -> None:
     comparison = compare(artifacts["evaluate_before"].path, artifacts["evaluate_after"].path)
     steps = read_training_metrics(Path(artifacts["train_policy"].path) / METRICS_FILE)
     places = {label: stage.artifact for label, stage in run.stages.items()}
-    report = make_report(comparison, steps, {}, places, run.config.run.name)
+    report = make_report(comparison, steps, Provenance(title=run.config.run.name, artifacts=places))
     folder = run.folder / REPORT_FOLDER
     folder.mkdir()
     (folder / REPORT_JSON).write_text(json.dumps(report))

@@ -68,7 +68,7 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     folders = step_folders(folder)
     try:
         named = folder / (folder / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return folders
     return folders[: folders.index(named) + 1] if named in folders else folders
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,6 +75,7 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
 
 def verify_checkpoint(checkpoint: Path) -> None:
     """Raise CheckpointError, which names the file, unless every file is as it was written and safe to load."""
+    began = time.monotonic()
     manifest = require_files(checkpoint, with_shards=True)
     metadata = read_metadata(checkpoint)
     by_shard: dict[str, list[tuple[int, int]]] = {}
@@ -90,6 +92,9 @@ def verify_checkpoint(checkpoint: Path) -> None:
             for offset, length in places:
                 read_records(file, str(path), offset, length, has_crc32s=False)
     read_state(checkpoint)
+    if manifest is not None:
+        seconds = time.monotonic() - began
+        logger.info("checkpoint %s is as it was written: verified in %.1f s", checkpoint.name, seconds)
 
 
 def require_files(checkpoint: Path, with_shards: bool) -> Manifest | None:

@@ -60,6 +60,7 @@ def merge_checkpoint(
     Raises CheckpointError for a source that is incomplete or of another model, for a target that holds files and
     for one that another merge writes. The target appears in one step, when all of it is written.
     """
+    target = target.absolute()  # "." has no name
     _require_empty(target)
     source = open_source(sources, checkpoint)
     model = empty_model(source.model_files)

@@ -10,6 +10,19 @@ import re
 from eval.answers.math_dapo import MINERVA_REMOVED, MINERVA_REPLACED
 
 _CUE = re.compile(r"final answer|answer is")
+_THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
+
+
+def without_thinking(text: str) -> str:
+    """The response of a chat model as AISBench grades it: its `extract_non_reasoning_content`.
+
+    Every <think>...</think> is dropped, and without any <think> what comes before the last </think>. Thinking that
+    does not end stays.
+    """
+    if "<think>" not in text:
+        return text.rpartition("</think>")[2].strip()
+    end = text.rfind("</think>") + len("</think>")  # searching beyond it would take quadratic time
+    return (_THINKING.sub("", text[:end]) + text[end:]).strip()
 
 
 def extract_aisbench(text: str) -> tuple[str, bool]:

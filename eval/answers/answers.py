@@ -101,6 +101,9 @@ _REVERSED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 
 def region_of_inequality(operators: tuple[str, ...], sides: tuple[Node, ...]) -> Region | None:
     """The numbers that an inequality in one variable allows: x > 3, 1 < x <= 5, x != 2."""
+    if any(side[0] == "neg" and side[1][0] == "var" for side in sides):  # -x > -1
+        operators = tuple(_REVERSED.get(operator, operator) for operator in operators)
+        sides = tuple(side[1] if side[0] == "neg" else ("neg", side) for side in sides)
     where = [index for index, side in enumerate(sides) if side[0] == "var"]
     if len(where) != 1 or any(variables(side) for index, side in enumerate(sides) if index != where[0]):
         return None
@@ -132,6 +135,8 @@ def as_region(answer: Answer) -> Region | None:
             pieces = tuple(Interval(node, True, node, True) for node in nodes)
             return Region(pieces) if len(nodes) == len(items) else None
         case Point("(" | "[" as opening, ")" | "]" as closing, (Value(low), Value(high))):
+            if sign_of_difference(low, high) == 1:
+                return None  # (11, 7) is a point
             return Region((Interval(low, opening == "[", high, closing == "]"),))
     return None
 

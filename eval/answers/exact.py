@@ -32,7 +32,7 @@ from eval.answers.answers import (
 from eval.answers.expression import Node, parse_expression
 from eval.answers.latex import clean
 from eval.answers.numeric import is_same_value, ratio_of, sign_of_difference
-from eval.answers.structure import NUMBER_WORDS, read_answer, read_ungrouped
+from eval.answers.structure import NUMBER_WORDS, read_answer, read_as_list, read_ungrouped
 from eval.answers.units import is_unit_conflict
 
 MAX_LISTED = 200
@@ -51,6 +51,8 @@ def is_equal_exact(prediction: str, gold: str) -> bool:
             return is_same
     answers = read_answer(prediction), read_answer(gold)
     if same(*answers) or _same_words(*plain, *answers):
+        return True
+    if any('"or"' in text for text in plain) and same(read_as_list(plain[0]), read_as_list(plain[1])):
         return True
     if "," in plain[0] and "," in plain[1] and any(isinstance(answer, Listing) for answer in answers):
         return same(read_ungrouped(prediction), read_ungrouped(gold))
@@ -74,8 +76,8 @@ def same(prediction: Answer, gold: Answer) -> bool:
         case (Listing((item,)), Value() | Words() as single) | (Value() | Words() as single, Listing((item,))):
             return same(item, single)
         case (Region(), _) | (_, Region()):
-            ours, theirs = as_region(prediction), as_region(gold)
-            return ours is not None and theirs is not None and _same_region(ours, theirs)
+            predicted, expected = as_region(prediction), as_region(gold)
+            return predicted is not None and expected is not None and _same_region(predicted, expected)
         case (Matrix() as matrix, Point() as vector) | (Point() as vector, Matrix() as matrix):
             return _same_vector(matrix, vector)
         case Listing(items, False), Point() as point:  # a point without brackets, if it cannot be an interval
@@ -172,10 +174,10 @@ def _same_matrix(prediction: Matrix, gold: Matrix) -> bool:
 def _same_region(prediction: Region, gold: Region) -> bool:
     if prediction.variable and gold.variable and prediction.variable != gold.variable:
         return False
-    ours, theirs = merged(prediction.pieces), merged(gold.pieces)
-    if ours is None or theirs is None:
-        ours, theirs = list(prediction.pieces), list(gold.pieces)
-    return len(ours) == len(theirs) and all(map(_same_interval, ours, theirs))
+    predicted, expected = merged(prediction.pieces), merged(gold.pieces)
+    if predicted is None or expected is None:
+        predicted, expected = list(prediction.pieces), list(gold.pieces)
+    return len(predicted) == len(expected) and all(map(_same_interval, predicted, expected))
 
 
 def _same_interval(prediction: Interval, gold: Interval) -> bool:
@@ -197,11 +199,11 @@ def _same_relation(prediction: Relation, gold: Relation) -> bool:
         tuple(operator.translate(_MIRRORED) for operator in reversed(prediction.operators)),
         tuple(reversed(prediction.sides)),
     )
-    for ours in (prediction, mirrored):
-        if ours.operators == gold.operators and all(map(is_same_value, ours.sides, gold.sides)):
+    for predicted in (prediction, mirrored):
+        if predicted.operators == gold.operators and all(map(is_same_value, predicted.sides, gold.sides)):
             return True
-        if len(gold.operators) == 1 and ours.operators == gold.operators and gold.operators[0] != "≡":
-            ratio = ratio_of(_difference(ours), _difference(gold))
+        if len(gold.operators) == 1 and predicted.operators == gold.operators and gold.operators[0] != "≡":
+            ratio = ratio_of(_difference(predicted), _difference(gold))
             if ratio is not None and (ratio > 0 or gold.operators[0] in "=≠"):
                 return True
     return False
@@ -214,7 +216,7 @@ def _difference(relation: Relation) -> Node:
 def _same_named(prediction: Answer, gold: Answer) -> bool:
     """Named values: the names match or one is missing, or both are the same equation."""
     match prediction, gold:
-        case Named(ours, value), Named(theirs, other) if _same_name(ours, theirs):
+        case Named(predicted, value), Named(expected, other) if _same_name(predicted, expected):
             return same(value, other)
         case (Named(), Named()) | (Relation(), _) | (_, Relation()):
             left, right = _as_relation(prediction), _as_relation(gold)
@@ -279,24 +281,36 @@ def _bare_words(plain: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
-_TIME = re.compile(r"(\d{1,2})(?::(\d\d))?(?::00)?([ap])\.?m\.?")
-_CLOCK = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)")
+_TIME = re.compile(r"(\d{1,2})(?::([0-5]\d))?(?::00)?([ap])\.?m\.?")
+_CLOCK = re.compile(r"(\d{1,3}):([0-5]\d)(?::([0-5]\d))?")
+_HALF_DAY = 12 * 3600
 
 
 def _same_time(prediction: str, gold: str) -> bool | None:
-    """True for the same time of day, None unless one has a.m. or p.m.; a missing one is not guessed."""
-    texts = [re.sub(r'[\s"]', "", plain.lower()) for plain in (prediction, gold)]
-    minutes = []
-    for text in texts:
-        half, clock = _TIME.fullmatch(text), _CLOCK.fullmatch(text)
-        if half:
-            hour = int(half.group(1)) % 12 + (12 if half.group(3) == "p" else 0)
-            minutes.append(60 * hour + int(half.group(2) or 0))
-        elif clock:
-            minutes.append(60 * int(clock.group(1)) + int(clock.group(2)))
-    if len(minutes) < 2 or not any(_TIME.fullmatch(text) for text in texts):
+    """True for the same time of day, None unless both are one: `3:00` and `5:00` are no ratios.
+
+    A gold answer without a.m. or p.m. is met by either; if only the gold answer has it, 16:30 is 4:30 p.m. and a
+    missing one is not guessed.
+    """
+    times = [_read_time(re.sub(r'[\s"]', "", plain.lower())) for plain in (prediction, gold)]
+    if times[0] is None or times[1] is None:
         return None
-    return minutes[0] == minutes[1]
+    (seconds, has_half), (expected, gold_has_half) = times[0], times[1]
+    if has_half and not gold_has_half:
+        return (seconds - expected) % _HALF_DAY == 0
+    return seconds == expected
+
+
+def _read_time(text: str) -> tuple[int, bool] | None:
+    """(seconds since midnight, True with a.m. or p.m.) of `4:30p.m.` or `16:30`, else None."""
+    half, clock = _TIME.fullmatch(text), _CLOCK.fullmatch(text)
+    if half:
+        hour = int(half.group(1)) % 12 + (12 if half.group(3) == "p" else 0)
+        return 3600 * hour + 60 * int(half.group(2) or 0), True
+    if clock:
+        hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return 3600 * hours + 60 * minutes + seconds, False
+    return None
 
 
 _BASED = re.compile(r'(-?[0-9A-Z.]+)(?:_\{?\(?"?(?:base)?"?(\w+)"?\)?\}?|"?\(?base"?(\d+)\)?"?)')
@@ -307,14 +321,14 @@ def _same_base(prediction: str, gold: str) -> bool | None:
     texts = [re.sub(r"\s|\\", "", plain) for plain in (prediction, gold)]
     texts = [re.sub(r'^[a-zA-Z]=|(?<=\d)"(?=base)', "", text) for text in texts]
     texts = [re.sub(r"^\(([0-9A-Z.]+)\)(?=_)", r"\1", text) for text in texts]
-    ours, theirs = _BASED.fullmatch(texts[0]), _BASED.fullmatch(texts[1])
-    if theirs is None or not re.search(r"\d", theirs.group(1)):
+    predicted, expected = _BASED.fullmatch(texts[0]), _BASED.fullmatch(texts[1])
+    if expected is None or not re.search(r"\d", expected.group(1)):
         return None
-    if ours is None:
-        return texts[0].strip('"') == theirs.group(1)
-    bases = [match.group(2) or match.group(3) for match in (ours, theirs)]
+    if predicted is None:
+        return texts[0].strip('"') == expected.group(1)
+    bases = [match.group(2) or match.group(3) for match in (predicted, expected)]
     bases = [str(NUMBER_WORDS.index(base.lower())) if base.lower() in NUMBER_WORDS else base for base in bases]
-    return ours.group(1) == theirs.group(1) and bases[0] == bases[1]
+    return predicted.group(1) == expected.group(1) and bases[0] == bases[1]
 
 
 _CHOICE = re.compile(r'\(?\s*"?\s*\(?\s*([A-Za-z])\s*\)?\s*"?\s*\)?')
@@ -326,14 +340,15 @@ _FURTHER_LETTER = re.compile(r"\W*(?:(?:and|or)\W*)?[A-Z]\b")
 
 def _same_choice(prediction: str, gold: str) -> bool | None:
     """True for the same letter, None unless the gold answer is an option, `(C)` or `\\text{C}`."""
-    theirs = _CHOICE.fullmatch(gold)
-    if theirs is None or not re.search(r'["(]|^[A-J]$', gold):
+    expected = _CHOICE.fullmatch(gold)
+    if expected is None or not re.search(r'["(]|^[A-J]$', gold):
         return None
-    ours = _CHOSEN.fullmatch(prediction)
-    is_named = ours is not None and (ours.group(2) == "" or re.match(r'\W*("|\(|[A-Z])', prediction) is not None)
-    if ours is None or not is_named or _FURTHER_LETTER.match(ours.group(2)):
+    predicted = _CHOSEN.fullmatch(prediction)
+    if predicted is None or _FURTHER_LETTER.match(predicted.group(2)):
         return None
-    return ours.group(1).upper() == theirs.group(1).upper()
+    if predicted.group(2) and not re.match(r'\W*("|\(|[A-Z])', prediction):
+        return None
+    return predicted.group(1).upper() == expected.group(1).upper()
 
 
 def _same_ratio(prediction: str, gold: str) -> bool | None:
@@ -346,10 +361,10 @@ def _same_ratio(prediction: str, gold: str) -> bool | None:
     nodes = [[value.node for value in part if isinstance(value, Value)] for part in values]
     if any(len(node) != len(part) for node, part in zip(nodes, sides, strict=True)):
         return None
-    ours, theirs = ([*node, ("num", Fraction(1))] if len(node) == 1 else node for node in nodes)
-    return len(ours) == len(theirs) and all(
-        is_same_value(("mul", ours[0], b), ("mul", theirs[0], a))
-        for a, b in zip(ours[1:], theirs[1:], strict=True)
+    predicted, expected = ([*node, ("num", Fraction(1))] if len(node) == 1 else node for node in nodes)
+    return len(predicted) == len(expected) and all(
+        is_same_value(("mul", predicted[0], b), ("mul", expected[0], a))
+        for a, b in zip(predicted[1:], expected[1:], strict=True)
     )
 
 

@@ -22,9 +22,6 @@ MAX_DIGITS = 2000
 MAX_DEPTH = 40
 MAX_HEIGHT = 200
 
-_TOKENS = 1500
-MAX_DIGITS = 2000
-
 _TOKEN = re.compile(
     r"""\s*(?:
     (?P<repeating>\d*\.\d*\s*\\(?:overline|dot|bar)\s*\{\s*\d+\s*\})

@@ -29,7 +29,7 @@ _BRACES = re.compile(r"\\{1,4}(boxed|fbox|framebox)\s*\{|\\.|[{}]", re.DOTALL)
 _MACRO = re.compile(r"\\(?:boxed|fbox|framebox)")
 _BARE_BOX = re.compile(r"\\boxed\s*([+-]?[\w.,/]+)")
 _CUE = re.compile(
-    r"""(?ix)(?: (?P<tag><answer>) | ^\W{0,8}\#{1,4}\W{0,4}(?:final\ )?answer\b\W{0,4}$ | ^\#{4}\s
+    r"""(?ix)(?: (?P<tag><answer>) | ^\W{0,8}(?:\#{1,4}|\*\*)\W{0,4}(?:final\ )?answer\b\W{0,4}$ | ^\#{4}\s
     | \b(?:final\s+)?answer(?:\s+to\s+(?:the|this)\s+(?:problem|question))?
       (?: \W{0,4}?\s*[:：]\s*(?:is\b)?[\s*]{0,4}
       | \s+is\b(?:\s*[:：])?\s*(?:(?:simply|therefore|thus)\s+)?(?:\*\*)?(?=\S) )
@@ -45,7 +45,18 @@ _BETWEEN = re.compile(
     (?:and|or|或|和|以及|及)?[\s$,;.&*\\()\[\]{}]*(?:[a-z](?:_\{?\w\}?)?\s*=\s*)?[\s$,;.&*\\()\[\]]*"""
 )
 _COMMANDS = re.compile(r"\\(?:text|mbox|textbf|mathrm|begin|end|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|[{}]")
+_STATES = re.compile(
+    r"""(?ix)(?:\b(?:is|are|be|equals?|gives?|gets?|takes?|becomes?|needs?|has|have)\b
+    |(?<=[\u4e00-\u9fff$])[是为有]|(?<=[A-Za-z])[是为](?=[\s\d$\\]))
+    (?:\s+(?:therefore|thus|then|simply|exactly|precisely|only|just|indeed|us|equal\ to|given\ by)\b)*(?:\s*:)?"""
+)
+_REASON = re.compile(r"(?i)^\s*(?:since|because|as|if|when)\b[^,]*,|,?\s+(?:because|since|where)\b.*$", re.DOTALL)
+_CLAUSE = re.compile(r"(?i)\s*,\s*(?=(?:and\s+)?(?:so|thus|therefore|hence|which)\b)")
+_JOINS = re.compile(r"(?i)\b(?:and|or|but|while|if)\b")
+_VALUE = re.compile(r"[$*\s]*(?:[-+±−\d.(\[{$\\√π∅]|[a-zA-Z](?:_\w)?\s*=)")
 _PLACEHOLDER = re.compile(r"[.…\s]*|\\[lc]?dots|(?i:your )?answer")
+_TURN_START = re.compile(r"\A(?:\s*(?:<s>|</s>|<\|im_start\|>\w*))+")
+_STRUCK = re.compile(r"<s>[^<\n]*</s>")  # HTML: the model crossed it out
 _TURN_END = re.compile(
     r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end▁of▁sentence)\|>|<｜end▁of▁sentence｜>|</s>"
 )
@@ -94,7 +105,7 @@ def after_thinking(text: str) -> tuple[str, bool]:
 
     Text after the end of the turn is not part of the answer.
     """
-    text = re.sub(r"^\s*<\|im_start\|>\w*", "", text)
+    text = _STRUCK.sub("", _TURN_START.sub("", text))
     turn = _TURN_END.search(text)
     text = text[: turn.start()] if turn else text
     _, end, after = text.rpartition("</think>")
@@ -161,7 +172,7 @@ def _cued(text: str) -> Found:
     if re.fullmatch(r"\s*(\\\[|\$\$)\s*", line):
         line = rest.split("\n\n", 1)[0]
     sentence = _SENTENCE_END.split(line, maxsplit=1)[0]
-    answers = [bare for bare in (_unwrap(sentence), _only_maths(sentence)) if bare]
+    answers = [reading for reading in _readings(sentence) if reading]
     return Found(tuple(dict.fromkeys(answers)), (), (), _looks_cut(text, cue.end() + len(line)))
 
 
@@ -183,6 +194,31 @@ def _unwrap(line: str) -> str | None:
     if len(bare) > 1 and bare.startswith("$") and bare.endswith("$") and bare.count("$") in (2, 4):
         bare = bare.strip("$").strip()
     return bare or None
+
+
+def _readings(sentence: str) -> list[str | None]:
+    """What a sentence such as "The largest $n$ is 34, since ..." may answer, the likeliest first."""
+    stated = _stated(_REASON.sub("", sentence))
+    if stated and _VALUE.match(stated):
+        return [_unwrap(stated), _only_maths(stated), _unwrap(sentence)]
+    formula = _only_maths(sentence)
+    is_name = bool(stated and formula and re.fullmatch("[A-Za-z]", formula))  # the $n$ of "$n$ is at least 34"
+    return [None if is_name else formula, _unwrap(stated or ""), _unwrap(sentence)]
+
+
+def _stated(sentence: str) -> str | None:
+    """What the last clause states that states a value, else the last statement; None if a clause makes two."""
+    found = None
+    for clause in reversed(_CLAUSE.split(sentence)):
+        verbs = list(_STATES.finditer(clause))
+        if verbs and _JOINS.search(clause, verbs[0].end(), verbs[-1].start()):
+            return None
+        concluded = "" if verbs or clause.startswith("which") else _only_maths(clause) or ""
+        stated = clause[verbs[-1].end() :] if verbs else concluded
+        if _VALUE.match(stated):
+            return stated
+        found = found or stated
+    return found
 
 
 def _only_maths(sentence: str) -> str | None:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal, Self
 
 from eval import EvaluationError
-from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
+from eval.answers.aisbench import extract_aisbench, is_equal_aisbench, without_thinking
 from eval.answers.choice import find_options
 from eval.answers.extraction import Found, find_answer
 from eval.answers.latex import MAX_ANSWER_CHARS
@@ -23,7 +23,7 @@ Verdict = Literal["right", "wrong", "no_answer", "truncated", "request_failed"]
 VERDICTS: tuple[Verdict, ...] = ("right", "wrong", "no_answer", "truncated", "request_failed")
 GraderName = Literal["mathematics", "choice"]
 
-_MAX_NUMBER_CHARS = 100
+_PLAIN_NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3}){1,9}|\d{1,30})(\.\d{0,30})?", re.ASCII)
 # The model ended the response itself, in the words of vLLM and OpenAI, TGI and Anthropic. Anything else, such as
 # length, abort, content_filter or error, cut it off.
 _FINISHED = ("stop", "eos_token", "stop_sequence", "end_turn")
@@ -58,7 +58,7 @@ class Grader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
+    def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
         """The verdict on a response; None stands for a failed request."""
         raise NotImplementedError
 
@@ -75,7 +75,7 @@ class ChoiceGrader(Grader):
 
     rule = "choice-letters/3"
 
-    def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
+    def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
         """The verdict on a response; None stands for a failed request."""
         if response is None:
             return Grade(None, "request_failed", None, False, False)
@@ -92,7 +92,7 @@ class MathGrader(Grader):
     process starts with the first row that needs it.
     """
 
-    rule = "exact/3+aisbench-v2/1"
+    rule = "exact/4+aisbench-v2/2"
 
     def __init__(self, timeout_seconds: float = 1.5, memory_bytes: int = 1 << 30) -> None:
         self.memory_bytes = memory_bytes
@@ -101,9 +101,9 @@ class MathGrader(Grader):
         )
         self._lock = threading.Lock()
 
-    def grade(self, response: str | None, finish_reason: str | None, gold: str) -> Grade:
+    def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
         """Same as the function `grade`, under the limits; blocks until it is done."""
-        return grade(response, finish_reason, gold, self._is_gold)
+        return grade(response, finish_reason, gold, is_chat, self._is_gold)
 
     def close(self) -> None:
         """Stop the process; rows that other threads still wait for are graded wrong."""
@@ -158,9 +158,15 @@ def is_gold_exact(found: Found, gold: str) -> bool:
 
 
 def grade(
-    response: str | None, finish_reason: str | None, gold: str, is_gold: Comparison = is_gold_exact
+    response: str | None,
+    finish_reason: str | None,
+    gold: str,
+    is_chat: bool = False,
+    is_gold: Comparison = is_gold_exact,
 ) -> Grade:
     """Verdicts on one response; `response` None means that the request failed. In place, without limits.
+
+    `is_chat` says that a chat API gave the response: AISBench then leaves out its thinking, the exact rule always.
 
     A response stopped by the length limit or the server is `truncated` whatever it holds: unfinished text is
     never right, since a box halfway through a solution is not the answer the model would have given. Where the
@@ -169,7 +175,7 @@ def grade(
     """
     if response is None:
         return Grade(None, "request_failed", None, False, False)
-    aisbench_answer, raises = extract_aisbench(response)
+    aisbench_answer, raises = extract_aisbench(without_thinking(response) if is_chat else response)
     aisbench_right = is_equal_aisbench(aisbench_answer, gold)
     found = find_answer(response)
     answer = found.answers[0] if found.answers else None
@@ -204,16 +210,6 @@ def _decide_quickly(answers: Sequence[str], gold: str) -> bool | None:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Exact value of an integer, decimal, a/b or \\frac{a}{b} with optional thousands separators, else None."""
-    if len(text) > _MAX_NUMBER_CHARS:
-        return None
-    plain = re.sub(r"\\[!,; ]|\\?\$", "", text).strip().replace("{,}", ",").replace("−", "-").rstrip(".")
-    plain = re.sub(r"^([+-]?)\\[dt]?frac(?:\{(\d+)\}|\s?(\d))(?:\{(\d+)\}|(\d))$", r"\1\2\3/\4\5", plain)
-    if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?", plain):
-        plain = plain.replace(",", "")
-    if not re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+|\d+/\d+)", plain, re.ASCII):
-        return None
-    try:
-        return Fraction(plain.rstrip("."))
-    except ZeroDivisionError:
-        return None
+    """The value of an integer or decimal with optional thousands separators and dollar signs, else None."""
+    match = _PLAIN_NUMBER.fullmatch(text.strip(" $"))
+    return Fraction(match.group().replace(",", "").rstrip(".")) if match else None

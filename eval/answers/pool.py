@@ -127,18 +127,18 @@ class _Process:
 
     def start(self) -> None:
         self.end()
-        self._pipe, theirs = Pipe()
-        arguments = (str(_ROOT), str(os.getpid()), str(theirs.fileno()), *self.arguments)
+        self._pipe, child_end = Pipe()
+        arguments = (str(_ROOT), str(os.getpid()), str(child_end.fileno()), *self.arguments)
         try:
             self.popen = subprocess.Popen(
                 [sys.executable, "-u", "-c", _START, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what the function prints belongs in the log
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 start_new_session=True,  # killed as a group, and Ctrl-C in a terminal does not reach it
             )
         finally:
-            theirs.close()
+            child_end.close()
         if self._is_closed:
             self.end()
             raise StartFailed("was closed")

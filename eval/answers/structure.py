@@ -80,6 +80,11 @@ def read_ungrouped(text: str) -> Answer:
     return read(clean(text))
 
 
+def read_as_list(plain: str) -> Answer:
+    """The parsed answer of plain notation in which "or" separates like a comma: `(1,2) or (3,4)` is two points."""
+    return read(_JOINED_TEXT.sub(",", plain))
+
+
 def read(plain: str, nesting: int = 0) -> Answer:
     """The parsed answer of plain notation."""
     plain = _without_outer_braces(_REMARKS.sub("", plain).strip())
@@ -206,12 +211,13 @@ def _read_relation(text: str, pieces: list[str], operators: list[str], nesting: 
     if not all(pieces) or nesting > MAX_NESTING:
         return Words(text)
     if set(operators) <= set("=∈≡"):
+        if operators == ["="] and _NAME.fullmatch(pieces[1]) and _is_constant(pieces[0]) > _is_constant(pieces[1]):
+            pieces = pieces[::-1]  # 5 = x
         value = read_one(pieces[-1], nesting + 1)
         if not isinstance(value, Words | Relation):
             if _NAME.fullmatch(pieces[0]):
                 return Named(re.sub(r"\s", "", pieces[0]), value)
-            first = parse_expression(pieces[0])
-            if first is not None and not variables(first):
+            if _is_constant(pieces[0]):
                 return Named("", value)  # 2 + 3 = 5
         elif isinstance(value, Words) and _NAME.fullmatch(pieces[0]) and '"' in value.text:
             return Named(re.sub(r"\s", "", pieces[0]), value)
@@ -220,6 +226,12 @@ def _read_relation(text: str, pieces: list[str], operators: list[str], nesting: 
     if len(known) < len(sides) or "∈" in operators:
         return Words(text)
     return region_of_inequality(tuple(operators), known) or Relation(tuple(operators), known)
+
+
+def _is_constant(text: str) -> bool:
+    """True for an expression without variables."""
+    node = parse_expression(text)
+    return node is not None and not variables(node)
 
 
 def _read_region(text: str, nesting: int) -> Answer | None:

@@ -96,10 +96,11 @@ def report(
     title: Annotated[str, typer.Option(help="Heading of the report.")] = "Before/after report",
 ) -> None:
     """Compare two evaluations item by item and write the report."""
+    from eval.measured import Provenance
     from eval.report import REPORT_PAGE, render_markdown, write_report
     from flows.console import print_markdown
 
-    content = write_report(before, after, metrics, output, stages={}, artifacts={}, title=title)
+    content = write_report(before, after, metrics, output, Provenance(title=title))
     print_markdown(render_markdown(content))
     typer.secho(f"\nReport with plots: {output / REPORT_PAGE}\n{content['verdict']}", bold=True)
 
@@ -145,6 +146,7 @@ def compare(
         report(before, after, output)
         return
     from eval.compare import compare as compare_results
+    from eval.measured import Provenance
     from eval.report import make_report, render_markdown, verdict
     from flows.console import print_markdown
 
@@ -152,7 +154,7 @@ def compare(
     if comparison.is_one_evaluation:
         typer.secho(verdict(comparison), bold=True)
         return
-    content = make_report(comparison, [], {}, {}, "Before/after comparison")
+    content = make_report(comparison, [], Provenance(title="Before/after comparison"))
     print_markdown(render_markdown(content))
     typer.secho(f"\n{content['verdict']}", bold=True)
 

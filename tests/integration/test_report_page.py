@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from eval.compare import compare_evaluations
 from eval.history import make_history, write_page
-from eval.report import write_report
-from tests.evaluations import make_items, write_results
+from eval.item_pages import pack_items
+from eval.measured import Provenance
+from eval.report import make_report, render_html, write_report
+from tests.evaluations import evaluation, make_items, no_plots, write_results
 from tests.integration.browser import Browser
 
 ITEMS = [
@@ -26,10 +30,13 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "size": lambda x: f"{100 * x:.1f}",
     "interval": lambda x: f"{100 * x[0]:.1f} to {100 * x[1]:.1f}",
     "points_interval": lambda x: " to ".join(f"{round(100 * bound, 1) + 0.0:+.1f}" for bound in x),
+    "seconds": lambda x: f"{x:.1f} s" if x >= 1 else f"{1000 * x:.0f} ms",
     "text": str,
 }
 TOKENS = {"perf/trained_response_tokens": 1200, "perf/generated_tokens": 2500}
-VISIBLE = "[...document.querySelectorAll('details.flip')].filter(flip => flip.offsetParent !== null)"
+TABLES = "[...document.querySelectorAll('.scroll')]"
+ITEM = "[...document.querySelectorAll('details.item')]"
+LATEX = "We get $x^2 = \\frac{1}{4}$, so \\boxed{\\text{<img src=x onerror=hacked=1>}} and $\\href{http://a}{1}$."
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +47,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "".join(rng.choices("rwntf", weights, k=60)) for weights in ((9, 8, 3, 2, 1), (16, 5, 1, 1, 0))
     )
     sides = write_results(folder / "before", before, ITEMS), write_results(folder / "after", after, ITEMS)
+    rows = sides[1] / "results.jsonl"
+    rows.write_text(rows.read_text().replace('"no idea"', json.dumps(LATEX + " no idea")))
     steps = [
         {"step": n, "critic/score/mean": 0.1 * n, "actor/entropy": 1 / n, "timing_s/step": 2, **TOKENS}
         for n in range(1, 9)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    write_report(*sides, folder / "metrics.jsonl", folder / "report", stages={}, artifacts={}, title="Pa<ge")
+    write_report(*sides, folder / "metrics.jsonl", folder / "report", Provenance(title="Pa<ge"))
     write_page(make_history([*sides, folder / "report"]), folder)
     return folder
 
@@ -60,18 +69,28 @@ def browser(folder: Path) -> Iterator[Browser]:
     with Browser() as browser:
         browser.resize(1200)
         browser.open(folder / "report" / "report.html")
+        browser.wait_for("document.documentElement.dataset.items === 'ready'")
         yield browser
 
 
-def shown_flips(browser: Browser, action: str) -> list[list[str]]:
-    """[direction, verdict, level, subject, text] of the flips that can be seen after `action` in the form."""
+def shown_items(browser: Browser, action: str) -> list[dict[str, str]]:
+    """The data (id, direction, level, subject) of the items in the list after `action` in the form."""
     browser.evaluate(f"{{ const form = document.getElementById('filter'); form.reset(); {action} }}")
     browser.evaluate("document.getElementById('filter').dispatchEvent(new Event('input'))")
-    data = ", ".join(f"flip.dataset.{name}" for name in ("direction", "verdict", "level", "subject"))
-    flips = browser.evaluate(f"{VISIBLE}.map(flip => [{data}, flip.textContent])")
-    total = browser.evaluate("document.querySelectorAll('details.flip').length")
-    assert browser.evaluate("document.getElementById('shown').textContent") == f"{len(flips)} of {total} shown"
-    return flips
+    browser.evaluate("new Promise(done => setTimeout(done, 300))")
+    found = browser.evaluate(f"{ITEM}.map(item => ({{...item.dataset}}))")
+    count = browser.evaluate("document.getElementById('shown').textContent")
+    assert count.startswith(f"{len(found)} of 60 items") or len(found) == 50
+    return found
+
+
+def opened(browser: Browser, identity: str) -> str:
+    """The text of an item after a click on its line."""
+    item = f"document.querySelector('details.item[data-id=\"{identity}\"]')"
+    browser.evaluate(f"{item}.querySelector('summary').click()")
+    browser.wait_for(f"{item}.querySelector('.inside')?.textContent")
+    text: str = browser.evaluate(f"{item}.textContent")
+    return text
 
 
 def test_the_numbers_of_the_page_are_those_of_the_json(browser: Browser, report: dict[str, Any]) -> None:
@@ -100,45 +119,86 @@ def test_the_numbers_of_the_page_are_those_of_the_json(browser: Browser, report:
     assert len(seen) > 150
 
 
-def test_every_flip_is_on_the_page_as_the_model_wrote_it(browser: Browser, report: dict[str, Any]) -> None:
-    flips = shown_flips(browser, "")
-    expected = report["flips"]["gained"] + report["flips"]["lost"]
-    assert len(flips) == len(expected) > 20
-    for (*_, text), flip in zip(flips, expected, strict=True):
-        assert all(flip[side]["response"] in text for side in ("before", "after"))
+def test_every_item_can_be_read_as_the_model_wrote_it(browser: Browser, report: dict[str, Any]) -> None:
+    flips = report["flips"]["gained"] + report["flips"]["lost"]
+    assert {item["id"] for item in shown_items(browser, "")} == {flip["id"] for flip in flips}
+    for flip in flips:
+        text = opened(browser, flip["id"])
+        for side in ("before", "after"):
+            words, _, box = flip[side]["response"].partition("\\boxed")
+            assert words.partition("$")[0] in text
+            assert f"\\boxed{box.partition('}')[0]}" in text or not box  # the formula's source
+    assert len(shown_items(browser, "form.elements.direction.value = '';")) == 50  # of 60
+    browser.evaluate("document.querySelector('#pager [name=next]').click()")
+    assert browser.evaluate(f"{ITEM}.length") == 10
+    assert browser.evaluate("document.getElementById('shown').textContent") == "60 of 60 items, 51 to 60"
+
+
+def test_formulas_are_drawn_and_nothing_in_them_runs(browser: Browser, report: dict[str, Any]) -> None:
+    choose = "form.elements.direction.value = ''; form.elements.search.value = 'onerror';"
+    [found, *_] = shown_items(browser, choose)
+    opened(browser, found["id"])
+    body = f"document.querySelector('details.item[data-id=\"{found['id']}\"] .inside')"
+    names = browser.evaluate(f"[...new Set([...{body}.querySelectorAll('*')].map(e => e.localName))]")
+    assert {"math", "mfrac", "msup", "mtext"} <= set(names)
+    assert set(names).isdisjoint({"img", "a", "script", "svg", "iframe"})
+    fraction = f"{body}.querySelector('mfrac').getBoundingClientRect()"
+    assert browser.evaluate(f"{fraction}.height") > 15
+    assert browser.evaluate(f"getComputedStyle({body}.querySelector('.boxed')).borderTopWidth") == "1px"
+    browser.evaluate("document.getElementById('source').click()")
+    assert browser.evaluate(f"{fraction}.height") == 0
+    assert browser.evaluate(f"{body}.querySelector('annotation').getBoundingClientRect().width") > 5
+    browser.evaluate("document.getElementById('source').click()")
     assert browser.evaluate("typeof hacked") == "undefined"
 
 
-def test_search_finds_what_a_person_types(browser: Browser, report: dict[str, Any]) -> None:
-    shown_flips(browser, "form.elements.search.focus();")
-    browser.call("Input.insertText", text="IDEA no")  # every word, in any order and case
-    found = browser.evaluate(f"{VISIBLE}.map(flip => flip.textContent)")
+def test_search_and_filters_hold_together(browser: Browser, report: dict[str, Any]) -> None:
     flips = report["flips"]["gained"] + report["flips"]["lost"]
-    assert len(found) == sum("no idea" in (f["before"]["response"], f["after"]["response"]) for f in flips) > 0
-    assert all("no idea" in text for text in found)
-    assert shown_flips(browser, "form.elements.search.value = 'nowhere to be found';") == []
-
-
-def test_filters_hold_together(browser: Browser, report: dict[str, Any]) -> None:
-    everything = shown_flips(browser, "")
-    lost = shown_flips(browser, "form.elements.direction.value = 'lost';")
-    assert len(lost) == len(report["flips"]["lost"]) > 0
-    assert {flip[0] for flip in lost} == {"lost"}
-    chosen = shown_flips(browser, "form.elements.verdict.value = 'wrong'; form.elements.subject.value = 'a<b>/c';")
-    assert chosen == [flip for flip in everything if (flip[1], flip[3]) == ("wrong", "a<b>/c")] != []
-    level = shown_flips(browser, "form.elements.level.value = '3'; form.elements.search.value = '+ 1';")
-    assert level == [flip for flip in everything if flip[2] == "3"] != []
+    everything = shown_items(browser, "")
+    found = shown_items(browser, "form.elements.search.value = 'IDEA no';")  # every word, in any order and case
+    expected = {f["id"] for f in flips if "no idea" in f["before"]["response"] + f["after"]["response"]}
+    assert {item["id"] for item in found} == expected != set()
+    assert shown_items(browser, "form.elements.search.value = 'nowhere to be found';") == []
+    lost = shown_items(browser, "form.elements.direction.value = 'lost';")
+    assert {item["id"] for item in lost} == {flip["id"] for flip in report["flips"]["lost"]} != set()
+    chosen = shown_items(browser, "form.elements.subject.value = 'a<b>/c'; form.elements.level.value = '3';")
+    assert chosen == [item for item in everything if (item["subject"], item["level"]) == ("a<b>/c", "3")] != []
+    failed = shown_items(browser, "form.elements.direction.value = 'failed';")
+    assert len(failed) == report["unpaired"]["num_items"] > 0
+    assert "HTTP 500: boom" in opened(browser, failed[0]["id"])
     browser.evaluate("document.querySelector('#filter button').click()")
-    assert browser.evaluate(f"new Promise(done => setTimeout(() => done({VISIBLE}.length), 0))") == len(everything)
+    assert browser.evaluate(f"new Promise(done => setTimeout(() => done({ITEM}.length), 300))") == len(everything)
+
+
+def test_ten_thousand_items_open_and_can_be_searched(browser: Browser, folder: Path) -> None:
+    items = make_items(10_000, per_level=5000)
+    sides = [evaluation(items, letters * 5000, name) for letters, name in (("wr", "base"), ("rr", "trained"))]
+    packed = pack_items(*sides)
+    few = compare_evaluations(*(evaluation(items[:40], letters * 20) for letters in ("wr", "rr")))
+    page = folder / "many.html"
+    page.write_text(render_html(make_report(few, []), no_plots(few, []), packed))
+    assert page.stat().st_size < 3_000_000
+    started = time.monotonic()
+    browser.open(page)
+    browser.wait_for("document.documentElement.dataset.items === 'ready'")
+    assert time.monotonic() - started < 10
+    assert browser.evaluate("document.getElementById('shown').textContent") == "5000 of 10000 items, 1 to 50"
+    browser.evaluate("document.getElementById('filter').elements.search.value = '9998 + 1'")
+    browser.evaluate("document.getElementById('filter').dispatchEvent(new Event('input'))")
+    browser.wait_for("document.getElementById('shown').textContent === '1 of 10000 items'")
+    assert "9999" in opened(browser, "9998")
 
 
 def test_it_reads_on_a_phone_by_day_and_by_night(browser: Browser, folder: Path) -> None:
     colours = {}
     for page in ("report/report.html", "history.html"):
         for scheme in ("light", "dark"):
-            browser.resize(400, scheme=scheme)
+            browser.resize(380, scheme=scheme)
             browser.open(folder / page)
-            assert browser.evaluate("document.documentElement.scrollWidth") == 400  # no sideways scrolling
+            assert browser.evaluate("document.documentElement.scrollWidth") == 380  # no sideways scrolling
+            # No column is cut off, and the keyboard reaches each table.
+            assert browser.evaluate(f"{TABLES}.filter(one => one.scrollWidth > one.clientWidth).length") == 0
+            assert browser.evaluate(f"{TABLES}.every(one => one.tabIndex === 0 && one.ariaLabel)")
             assert browser.evaluate(
                 "[...document.querySelectorAll('svg')].every(drawing => drawing.clientHeight > 90)"
             )

@@ -60,6 +60,17 @@ from eval.answers.extraction import extract_answer, find_answer
         (r"\text{Evelyn}", r"\text{Evelyn}"),
         (r"\cot x", r"\cot x"),
         (r"\[ \text{Final answer: } 42 \]", "42"),
+        ("Final Answer: The largest $n$ is 34.", "34"),
+        ("**Final Answer**\n\nThe largest $n$ is **34**, which is even.", "34"),
+        ("Final answer: the number of ways is $\\binom{9}{2}-2 = 34$.", r"\binom{9}{2}-2 = 34"),
+        ("Final Answer: There are 34 such numbers.", "34 such numbers"),
+        ("最终答案：最大的$n$是34。", "34"),
+        ("Final Answer: The largest $n$ is not 34.", "not 34"),
+        ("Final Answer: $n$ is at least 34.", "at least 34"),
+        ("Final Answer: The smallest is 12 and the largest is 34.", "The smallest is 12 and the largest is 34"),
+        ("\\boxed{5}</s>", "5"),
+        ("</s>\\boxed{5}</s>\\boxed{6}", "5"),
+        ("not <s>4</s> but \\boxed{5}", "5"),
         ("maybe 13", None),
         ("the answer might be 5", None),
         ("Answer:", None),
@@ -71,8 +82,10 @@ def test_extract_answer(text: str, answer: str | None) -> None:
     assert extract_answer(text) == answer
 
 
-def test_a_formula_in_a_sentence_is_an_answer_too() -> None:
-    assert find_answer("The answer is that the probability is $\\frac12$ here.").answers[1:] == ("\\frac12",)
+def test_a_formula_in_a_sentence_is_an_answer_too_unless_the_sentence_states_another() -> None:
+    assert "\\frac12" in find_answer("The answer is that the probability is $\\frac12$ here.").answers
+    found = find_answer("Final Answer: The number of primes below $34$ is 11.").answers
+    assert (found[0], "34" in found) == ("11", False)
 
 
 def test_hostile_text_is_read_in_linear_time() -> None:

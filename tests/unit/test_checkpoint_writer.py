@@ -186,16 +186,6 @@ def test_leftovers_of_killed_attempts_are_removed(folder: Path, model_path: Path
     assert names_in(folder) == ["latest", "notes.txt", "step_000005", partial.name]
 
 
-def test_a_folder_that_was_never_named_is_replaced(folder: Path, model_path: Path) -> None:
-    """Steps 10 and 15 are of a training that went on from 5 and was killed, or taken back by a person."""
-    write(make_writer(folder, model_path, keep_last=3), *(make_state(step) for step in (5, 10, 15)))
-    (folder / LATEST_FILE).write_text("step_000005\n", encoding="utf-8")
-    state = make_state(10, accuracy=0.5)
-    write(make_writer(folder, model_path, keep_last=3), state)
-    assert names_in(folder) == ["latest", "step_000005", "step_000010"]
-    assert_complete(folder / "step_000010", state)
-
-
 def test_a_step_is_not_written_twice(folder: Path, model_path: Path) -> None:
     writer = make_writer(folder, model_path)
     write(writer, make_state(5))

@@ -16,7 +16,7 @@ from eval.results import ResultsError
 from tests.evaluations import make_items, no_plots, write_results
 
 ITEMS = make_items(8)
-report_on = partial(write_report, train_metrics=None, stages={}, artifacts={}, draw=no_plots)
+report_on = partial(write_report, train_metrics=None, draw=no_plots)
 
 
 def write_night(folder: Path, day: int, outcomes: str, **settings: object) -> Path:

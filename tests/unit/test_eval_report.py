@@ -14,8 +14,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from eval.answers.grading import MathGrader
 from eval.client import Sampling
 from eval.compare import ComparisonError, compare, compare_evaluations
+from eval.measured import Provenance, Speed, speed_of
 from eval.pages import format_duration
 from eval.plots import accuracy_plots
 from eval.report import make_report, render_markdown, verdict, write_report
@@ -28,6 +30,7 @@ from tests.evaluations import (
     make_row,
     make_rows,
     no_plots,
+    packed_items,
     settings_of,
     write_results,
 )
@@ -60,9 +63,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_results(folder / "after", AFTER, ITEMS, "trained"),
         write_metrics(folder / "metrics.jsonl"),
         folder / "report",
-        stages={"train": {"cached": False, "seconds": 125.0}, "merge": {"cached": True, "seconds": 0.02}},
-        artifacts={"merged model": folder / "merged"},
-        title="A <test>",
+        Provenance(
+            title="A <test>",
+            stages={"train": {"cached": False, "seconds": 125.0}, "merge": {"cached": True, "seconds": 0.02}},
+            artifacts={"merged model": folder / "merged"},
+        ),
     )
     return folder
 
@@ -157,7 +162,7 @@ def test_several_samples_by_hand() -> None:
     flip = result.gained[0]
     assert (flip.before["verdict"], flip.before["num_right"]) == ("wrong", 1)
     assert (flip.after["verdict"], flip.after["num_right"]) == ("right", 3)
-    report = make_report(result, [], {}, {}, "k")
+    report = make_report(result, [])
     assert report["mcnemar"] is None
     evidence = "on the same 3 items, 4 responses each: 1 items better, 1 worse, exact sign-flip p = 1"
     assert evidence in verdict(result)
@@ -189,12 +194,45 @@ def test_both_graders_and_their_disagreements() -> None:
         ("before", "0", False),
         ("after", "7", True),
     ]
-    lines = render_markdown(make_report(result, [], {}, {}, "graders")).splitlines()
+    lines = render_markdown(make_report(result, [])).splitlines()
     assert "Disagreements (2):" in lines
     assert [line.replace("|", "").split() for line in lines if "exact |" in line or "AISBench |" in line] == [
         ["`0`", "before", "`1`", "exact", "`1`"],
         ["`7`", "after", "`8`", "AISBench", "`-1`"],
     ]
+
+
+def test_what_was_measured_and_how_fast() -> None:
+    items = make_items(4)
+    # In flight from 998 to 1002 and, after a pause, from 1102 to 1104: 60 tokens in 6 s.
+    ends = (1000.0, 1002.0, 1104.0, 1104.0)
+    rows = [
+        replace(row, ended_at=end, seconds=2.0, response_tokens=15)
+        for row, end in zip(make_rows(items, "rwnt"), ends, strict=True)
+    ]
+    settings = settings_of(items, "d" * 64, benchmark="math500")
+    side = Evaluation.of(settings, rows)
+    result = compare_evaluations(side, Evaluation.of({**settings, "model": "trained"}, rows))
+    assert result.before.speed == Speed({"50": 2.0, "95": pytest.approx(2.0), "max": 2.0}, 60 / 6)
+    assert (result.before.num_finished, result.before.finished_accuracy, result.before.accuracy) == (2, 0.5, 0.25)
+    provenance = Provenance("t", {"before": "qwen"}, {"vllm": "0.32.0"}, "e" * 64, {"recipe": "arith"})
+    report = make_report(result, [], provenance)
+    assert report["measured"] == {
+        "benchmark": "math500, 4 items",
+        "model before": "qwen (sha256 dddddddddddd)",
+        "model after": "trained",
+        "prompt": "given, chat/completions",
+        "sampling": "greedy, at most 64 tokens, seed 1234",
+        "engine": "vllm 0.32.0",
+        "grader": MathGrader.rule,
+        "data": "sha256 eeeeeeeeeeee",
+    }
+    assert report["provenance"] == {"recipe": "arith"}
+    lines = render_markdown(report).splitlines()
+    assert "- benchmark: math500, 4 items" in lines
+    assert any(line.replace(" ", "").startswith("|amongfinishedanswers|50.0%|") for line in lines)
+    old = [replace(row, ended_at=None) for row in rows]
+    assert speed_of(old).tokens_per_second is None
 
 
 def test_lengths_are_tokens_where_the_server_counted_all() -> None:
@@ -222,8 +260,15 @@ def test_html_is_one_file_that_runs_no_script_but_ours(folder: Path) -> None:
     assert policy is not None
     allowed = f"style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}';"
     assert f"default-src 'none'; {allowed}" in policy[1]
-    assert "&lt;script&gt;hacked = 1&lt;/script&gt;&lt;/script&gt;" in page
-    assert "3 + 1 | &lt;b&gt;?" in page
+    index, bodies = packed_items(page)
+    assert [(row[0], row[4]) for row in index] == [
+        ("1", "lost"), ("2", "gained"), ("3", "gained"), ("5", "gained"),
+        ("0", "right"), ("4", "wrong"), ("6", "failed"), ("7", "right"),
+    ]  # fmt: skip
+    assert all("<script" not in body and "3 + 1 | <b>" not in body for body in bodies)
+    assert "&lt;script&gt;hacked = 1&lt;/script&gt;&lt;/script&gt;" in bodies[0]
+    assert "3 + 1 | &lt;b&gt;?" in bodies[2]
+    assert "HTTP 500: boom" in bodies[6]
     assert "<title>A &lt;test&gt;</title>" in page
     # Accuracy by level and by subject, parts, lengths, transitions; of training score and seconds have values.
     assert page.count("<svg") == 7
@@ -244,7 +289,7 @@ def test_markdown_is_narrow_and_its_tables_survive_pipes(tmp_path: Path) -> None
     items = [replace(item, id=f"test/some_subject/{i}|0.json", **changes) for i, item in enumerate(ITEMS)]
     before = write_results(tmp_path / "b", "w" * 8, items)
     after = write_results(tmp_path / "a", "r" * 8, items)
-    write_report(before, after, None, tmp_path / "report", {}, {}, draw=no_plots)
+    write_report(before, after, None, tmp_path / "report", draw=no_plots)
     lines = (tmp_path / "report" / "report.md").read_text().splitlines()
     assert max(map(len, lines)) <= 100
     tables: list[list[str]] = [[]]
@@ -263,10 +308,11 @@ def test_letters_that_a_font_or_a_file_cannot_hold(tmp_path: Path, recwarn: pyte
     rows = write_results(tmp_path / "before", "n" * 8, items) / "results.jsonl"
     rows.write_text(rows.read_text().replace("no idea", "no \\ud800 idea"))  # as a server may send it
     write_results(tmp_path / "after", "r" * 8, items)
-    write_report(tmp_path / "before", tmp_path / "after", None, tmp_path / "report", {}, {})
+    write_report(tmp_path / "before", tmp_path / "after", None, tmp_path / "report")
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert "基金从业" in page
-    assert page.count("no ? idea") == 8
+    _, bodies = packed_items(page)
+    assert all("no \ud800 idea" in body for body in bodies)
     assert [warning for warning in recwarn if issubclass(warning.category, UserWarning)] == []
 
 

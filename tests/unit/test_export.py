@@ -17,6 +17,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dapo_core.errors import ConfigError
+from eval.item_pages import PackedItems
 from eval.plots import Plots
 from eval.report import render_html
 from flows.cli import app
@@ -43,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     report = read_report(run)
     assert report is not None
     no_plots: Plots = {name: [""] for name in ("accuracy", "gain", "transition", "length", "training")}
-    (run.folder / "report" / "report.html").write_text(render_html(report, no_plots))
+    (run.folder / "report" / "report.html").write_text(render_html(report, no_plots, PackedItems(0, "", [])))
     return run
 
 

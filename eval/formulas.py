@@ -1,0 +1,116 @@
+r"""Model output as HTML with its LaTeX as MathML. All of it is untrusted: text is escaped, markup is ours alone.
+
+latex2mathml copies \text{<script>}, \href and \style into its output, so nothing of that output is kept but known
+elements with known attributes. A formula that cannot be converted stays as text.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+MAX_FORMULA_CHARS = 1000
+MAX_MATHML_CHARS = 20_000
+_BOX = r"\\boxed\s?\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}){1,400}\}"
+_FORMULA = re.compile(
+    r"\$\$(?P<dollars>[^$]{1,1000})\$\$"
+    r"|\\\[(?P<brackets>.{1,1000}?)\\\]"
+    r"|\\\((?P<parentheses>[^\n]{1,1000}?)\\\)"
+    r"|(?<![\\$\w])\$(?![\s$])(?P<inline>[^$\n]{1,1000}?)(?<![\s\\])\$(?![\w$])"
+    r"|(?P<environment>\\begin\{(?P<name>(?:align|equation|gather)\*?)\}.{1,1000}?\\end\{(?P=name)\})"
+    rf"|(?P<box>{_BOX})",
+    re.DOTALL,
+)
+_DEFINES = re.compile(
+    r"\\(?:def|edef|gdef|let|(?:re|provide)?newcommand|providecommand|DeclareMathOperator)(?![a-z])"
+)
+_ELEMENTS = frozenset((
+    "math", "mrow", "mi", "mn", "mo", "mtext", "mspace", "msup", "msub", "msubsup", "mfrac", "msqrt", "mroot",
+    "mover", "munder", "munderover", "mtable", "mtr", "mtd", "mstyle", "mpadded", "mphantom", "menclose",
+))  # fmt: skip
+_ATTRIBUTES = {
+    "display": re.compile("block|inline"),
+    "displaystyle": re.compile("true|false"),
+    "stretchy": re.compile("true|false"),
+    "mathvariant": re.compile("normal"),
+    "linethickness": re.compile("0"),
+    "width": re.compile(r"\d?(?:\.\d{1,3})?em"),
+    "minsize": re.compile(r"\d(?:\.\d{1,3})?em"),
+    "maxsize": re.compile(r"\d(?:\.\d{1,3})?em"),
+}
+
+
+class Formulas:
+    """Renders texts; at most `max_formulas` different formulas are converted, which bounds the time."""
+
+    def __init__(self, max_formulas: int) -> None:
+        self._converted: dict[tuple[str, bool], str | None] = {}
+        self._max_formulas = max_formulas
+
+    def render(self, text: str) -> Markup:
+        """The text as HTML: its formulas as MathML with their source as annotation, the rest escaped."""
+        from markupsafe import Markup, escape
+
+        pieces: list[str] = []
+        position = 0
+        for match in _FORMULA.finditer(text):
+            name = str(match.lastgroup if match.lastgroup != "name" else "environment")
+            is_block = name in ("dollars", "brackets", "environment")
+            formula = self._convert(match.group(name), is_block)
+            if formula is not None:
+                pieces += [escape(text[position : match.start()]), formula]
+                position = match.end()
+        return Markup("".join([*pieces, escape(text[position:])]))
+
+    def _convert(self, latex: str, is_block: bool) -> str | None:
+        key = latex, is_block
+        if key not in self._converted and len(self._converted) < self._max_formulas:
+            self._converted[key] = mathml(latex, is_block)
+        return self._converted.get(key)
+
+
+def mathml(latex: str, is_block: bool = False) -> str | None:
+    """The formula as a <math> element of known elements and attributes; None if it cannot be converted.
+
+    Own macros are refused: a few of them expand to gigabytes.
+    """
+    if len(latex) > MAX_FORMULA_CHARS or _DEFINES.search(latex):
+        return None
+    try:
+        from latex2mathml.converter import convert_to_element
+
+        element = convert_to_element(latex, display="block" if is_block else "inline")
+        content = "".join(_markup(child) for child in element)
+    except Exception:  # noqa: BLE001 - untrusted text: the converter raises whatever it meets
+        return None
+    if len(content) > MAX_MATHML_CHARS:
+        return None
+    display = ' display="block"' if is_block else ""
+    source = html.escape(latex)
+    return (
+        f"<math{display}><semantics><mrow>{content}</mrow>"
+        f'<annotation encoding="application/x-tex">{source}</annotation></semantics></math>'
+    )
+
+
+def _markup(element: Element) -> str:
+    """The element as text. Raises ValueError for an element that is not known, and for an unknown command."""
+    name = element.tag
+    text = html.unescape(element.text or "")
+    if name not in _ELEMENTS or text.startswith("\\") or (element.tail or "").strip():
+        raise ValueError(name)
+    attributes = "".join(
+        f' {key}="{value}"'
+        for key, value in element.attrib.items()
+        if key in _ATTRIBUTES and _ATTRIBUTES[key].fullmatch(value)
+    )
+    if name == "menclose":  # which browsers do not draw
+        is_box = element.get("notation") == "box"
+        name, attributes = "mrow", ' class="boxed"' if is_box else ""
+    content = html.escape(text) + "".join(map(_markup, element))
+    return f"<{name}{attributes}>{content}</{name}>"

@@ -1,0 +1,145 @@
+"""Every item of a comparison, packed into the report's page: an index, and the texts in compressed chunks.
+
+A browser unpacks a chunk when one of its items is opened, so that ten thousand items still give a page that opens.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from eval.formulas import Formulas
+from eval.pages import render
+from eval.results import Evaluation, Row, Samples, is_answered, num_right
+from redaction import redact
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+MAX_PAGE_CHARS = 24_000_000  # of all responses; beyond it the page names results.jsonl
+MAX_RESPONSE_CHARS = 6000
+MIN_RESPONSE_CHARS = 400
+MAX_FORMULAS = 20_000  # about a third of a millisecond each
+CHUNK_CHARS = 500_000  # of HTML, before compression
+_MAX_CELL_CHARS = 100  # of an answer in the list
+
+
+@dataclass(frozen=True)
+class PackedItems:
+    """The page's items: gzipped JSON in base64, the index first and then chunks of HTML."""
+
+    num_items: int
+    index: str
+    chunks: list[str]
+
+
+def pack_items(before: Evaluation, after: Evaluation) -> PackedItems:
+    """All items of two comparable evaluations; those that changed come first and get their texts first."""
+    pairs = [(samples, after.items[identity]) for identity, samples in before.items.items()]
+    pairs.sort(key=_place)
+    texts = _Texts(sum(len(samples) for pair in pairs for samples in pair))
+    chunks: list[list[str]] = [[]]
+    size = 0
+    index = []
+    for pair in pairs:
+        if size > CHUNK_CHARS:
+            chunks.append([])
+            size = 0
+        body = _body(pair, texts)
+        index.append([*_listed(pair), len(chunks) - 1, len(chunks[-1])])
+        chunks[-1].append(body)
+        size += len(body)
+    return PackedItems(len(pairs), _packed(index), [_packed(chunk) for chunk in chunks])
+
+
+def direction_of(pair: tuple[Samples, Samples]) -> str:
+    """How an item changed: gained, lost, right, wrong or mixed on both sides, or failed."""
+    before, after = pair
+    if not (is_answered(before) and is_answered(after)):
+        return "failed"
+    counts = num_right(before), num_right(after)
+    if counts[0] != counts[1]:
+        return "gained" if counts[1] > counts[0] else "lost"
+    return {0: "wrong", len(before): "right"}.get(counts[0], "mixed")
+
+
+def _place(pair: tuple[Samples, Samples]) -> int:
+    """The key that puts large changes first and keeps the order of the others."""
+    has_changed = direction_of(pair) in ("gained", "lost")
+    return -abs(num_right(pair[1]) - num_right(pair[0])) if has_changed else 0
+
+
+class _Texts:
+    """Renders the ends of responses while the page has room."""
+
+    def __init__(self, num_responses: int) -> None:
+        share = MAX_PAGE_CHARS // max(1, num_responses)
+        self._max_chars = min(MAX_RESPONSE_CHARS, max(MIN_RESPONSE_CHARS, share))
+        self._left = MAX_PAGE_CHARS
+        self._formulas = Formulas(MAX_FORMULAS)
+
+    def end_of(self, text: str) -> tuple[int, Markup | None]:
+        """(characters left out before it, the end of the text as HTML), None when the page is full."""
+        if self._left <= 0:
+            return len(text), None
+        start = _start_of_end(text, self._max_chars)
+        self._left -= len(text) - start
+        return start, self._formulas.render(text[start:])
+
+
+def _start_of_end(text: str, max_chars: int) -> int:
+    """Where the last `max_chars` begin: at a paragraph, line or word, so that no formula is cut in two."""
+    if len(text) <= max_chars:
+        return 0
+    start = len(text) - max_chars
+    for mark in ("\n\n", "\n", " "):
+        found = text.find(mark, start, start + max_chars // 4)
+        if found >= 0:
+            return found + len(mark)
+    return start
+
+
+def _listed(pair: tuple[Samples, Samples]) -> list[Any]:
+    """An item's line in the list: its id, level, subject, gold answer, direction, and each side's verdicts."""
+    first, direction = pair[0][0], direction_of(pair)
+    sides = []
+    for samples, right in zip(pair, (direction == "lost", direction == "gained"), strict=True):
+        shown = samples[shown_sample(samples, right)]
+        answer = None if shown.answer is None else shown.answer[:_MAX_CELL_CHARS]
+        sides += [shown.verdict, answer, num_right(samples), sorted({row.verdict for row in samples})]
+    return [first.id, first.level or "", first.subject or "", first.gold[:_MAX_CELL_CHARS], direction, *sides]
+
+
+def shown_sample(samples: Samples, right: bool) -> int:
+    """The number of the first sample that is right, or that is not; 0 if there is none."""
+    return next((number for number, row in enumerate(samples) if row.is_right == right), 0)
+
+
+def _body(pair: tuple[Samples, Samples], texts: _Texts) -> str:
+    direction = direction_of(pair)
+    sides = [
+        {"name": name, "samples": _samples(samples, texts), "shown": shown_sample(samples, is_shown)}
+        for name, samples, is_shown in (
+            ("before", pair[0], direction == "lost"),
+            ("after", pair[1], direction == "gained"),
+        )
+    ]
+    first = pair[0][0]
+    return render("item.html.j2", problem=texts.end_of(first.problem), gold=first.gold, sides=sides)
+
+
+def _samples(samples: Sequence[Row], texts: _Texts) -> list[dict[str, Any]]:
+    shown = []
+    for row in samples:
+        num_left_out, text = texts.end_of(row.response if row.response is not None else row.failure or "")
+        shown.append({"row": row, "num_left_out": num_left_out, "text": text})
+    return shown
+
+
+def _packed(value: Any) -> str:
+    text = redact(json.dumps(value, ensure_ascii=True, separators=(",", ":")))  # what exports cannot look into
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()

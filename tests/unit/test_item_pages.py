@@ -1,0 +1,77 @@
+"""Every item in the report's page: which come first, the ends of long texts, samples, and a bound on the size."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from eval import item_pages
+from eval.item_pages import PackedItems, pack_items
+from eval.results import Evaluation
+from tests.evaluations import evaluation, make_items, make_rows, settings_of
+
+
+def unpacked(packed: str) -> Any:
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def bodies(packed: PackedItems) -> dict[str, str]:
+    chunks = [unpacked(chunk) for chunk in packed.chunks]
+    return {row[0]: chunks[row[-2]][row[-1]] for row in unpacked(packed.index)}
+
+
+def test_items_with_samples_show_each_of_them_and_open_the_one_that_tells_the_change() -> None:
+    items = make_items(4)
+    packed = pack_items(evaluation(items, "rww rrr wwt rwf"), evaluation(items, "rrw rrr wrt rwr"))
+    assert [row[:9] for row in unpacked(packed.index)] == [
+        ["0", "1", "add", "1", "gained", "wrong", "-1", 1, ["right", "wrong"]],
+        ["2", "1", "add", "3", "gained", "wrong", "-1", 0, ["truncated", "wrong"]],
+        ["1", "1", "add", "2", "right", "right", "2", 3, ["right"]],
+        ["3", "1", "add", "4", "failed", "wrong", "-1", 1, ["request_failed", "right", "wrong"]],
+    ]
+    body = bodies(packed)["0"]
+    before, _, after = body.partition("<h3>after</h3>")
+    assert before.count("<summary>sample ") == after.count("<summary>sample ") == 3
+    assert "<details open><summary>sample 1: wrong, <code>-1</code>" in before
+    assert "<details open><summary>sample 0: right, <code>1</code>" in after
+
+
+def test_long_answers_show_their_end_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "sk-0123456789")
+    items = make_items(1)
+    [row] = make_rows(items, "r")
+    words = "word " * 3000 + "\n\nTherefore $x = \\frac12$ and \\boxed{1} sk-0123456789."
+    sides = [Evaluation.of(settings_of(items), [replace(row, response=words)])] * 2
+    body = bodies(pack_items(*sides))["0"]
+    assert body.count("The end; 9,0") == 2  # of 15,055 characters the last 6,000 are shown
+    assert body.count("<mfrac>") == 2
+    assert body.count('class="boxed"') == 2
+    assert "word" in body
+    assert "sk-0123" not in body
+
+
+@pytest.mark.parametrize("num_items", [40])
+def test_the_page_has_a_bound_and_changed_items_get_their_texts_first(
+    num_items: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(item_pages, "MAX_PAGE_CHARS", 20_000)
+    monkeypatch.setattr(item_pages, "CHUNK_CHARS", 4000)
+    items = make_items(num_items)
+    sides = [
+        Evaluation.of(settings_of(items), [replace(row, response=row.response and row.response + "x" * 5000)
+                                           for row in make_rows(items, letters)])
+        for letters in ("w" * num_items, "w" * (num_items - 2) + "rr")
+    ]  # fmt: skip
+    packed = pack_items(*sides)
+    assert len(packed.chunks) > 3
+    found = bodies(packed)
+    assert list(found)[:2] == ["38", "39"]
+    shown = [identity for identity, body in found.items() if "xxx" in body]
+    assert {"38", "39"} <= set(shown)
+    assert sum(body.count("x") for body in found.values()) < 25_000
+    assert "The page has no room for this text; results.jsonl has it." in found["37"]
