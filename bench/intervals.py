@@ -27,7 +27,7 @@ REQUIRED = 0.94
 # Chances of a right response over items, as the parameters of a beta distribution: from hard and easy items with
 # little between, to items that are all alike.
 ITEMS = ((0.1, 1.0), (0.3, 0.3), (0.5, 1.5), (1.0, 1.0), (2.0, 5.0))
-CHANGED = 0.2  # share of items whose chance the training draws again
+CHANGED = 0.2  # share of items whose chance the training draws again, from better ones
 
 
 def coverage(setting: tuple[int, int, tuple[float, float], int]) -> tuple[float, float, float, float]:
@@ -35,16 +35,17 @@ def coverage(setting: tuple[int, int, tuple[float, float], int]) -> tuple[float,
     n, k, (a, b), repeats = setting
     rng = np.random.default_rng([n, k, int(10 * a)])
     truth = a / (a + b)
+    gain = CHANGED * ((a + 1) / (a + 1 + b) - truth)
     hits = np.zeros(4)
     for _ in range(repeats):
         chances = rng.beta(a, b, size=n)
-        later = np.where(rng.random(n) < CHANGED, rng.beta(a, b, size=n), chances)
+        later = np.where(rng.random(n) < CHANGED, rng.beta(a + 1, b, size=n), chances)
         before, after = rng.binomial(k, chances), rng.binomial(k, later)
         hits += (
             holds(_share_interval(tuple(sorted(before.tolist())), k), truth),
-            holds(_change_interval(tuple(sorted((after - before).tolist())), k), 0.0),
+            holds(_change_interval(tuple(sorted((after - before).tolist())), k), gain),
             holds(bootstrap(before / k, rng), truth),
-            holds(bootstrap((after - before) / k, rng), 0.0),
+            holds(bootstrap((after - before) / k, rng), gain),
         )
     return tuple((hits / repeats).tolist())
 

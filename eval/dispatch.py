@@ -24,6 +24,7 @@ _LONGEST_BACKOFF_SECONDS = 60.0
 _LONGEST_PROBE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _PROBE_ATTEMPTS = 3
+_LAST_CHECK_SECONDS = 60.0  # the server has nothing else to do by then
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        endpoints: Sequence[Endpoint],
-        sampling: Sampling,
-        limits: Limits,
-        weights: Weights | None = None,
+        self, endpoints: Sequence[Endpoint], sampling: Sampling, limits: Limits, weights: Weights | None = None
     ) -> None:
         self._servers = [_Server(endpoint) for endpoint in endpoints]
         self._sampling = sampling
@@ -181,7 +178,8 @@ class Dispatcher:
         for server in self._servers:
             if server.has_answered:
                 server.checked_at = 0.0
-                async with Connection(server.endpoint, self._sampling, self._limits.timeout_seconds) as connection:
+                seconds = min(self._limits.timeout_seconds, _LAST_CHECK_SECONDS)
+                async with Connection(server.endpoint, self._sampling, seconds) as connection:
                     try:
                         await self._check_weights(server, connection)
                     except RequestError as error:

@@ -104,11 +104,13 @@ def read_logprobs(payload: Any) -> LogProbs | None:
     try:
         found = payload["choices"][0]["logprobs"]
         if "content" in found:  # of a chat
-            listed = [
-                {top["token"]: top["logprob"] for top in place["top_logprobs"]} for place in found["content"]
-            ]
-        else:
+            places = [place.get("top_logprobs") or [place] for place in found["content"]]
+            listed = [{top["token"]: top["logprob"] for top in place} for place in places]
+        elif found.get("top_logprobs"):
             listed = found["top_logprobs"]
+        else:  # of the chosen tokens alone
+            chosen = zip(found["tokens"], found["token_logprobs"], strict=True)
+            listed = [{token: logprob} for token, logprob in chosen]
         positions = tuple(
             {_text(token): round(float(logprob), 4) for token, logprob in position.items()} for position in listed
         )

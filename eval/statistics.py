@@ -31,32 +31,13 @@ class PValues:
     mid_p: float
 
 
-def mcnemar(b: int, c: int) -> PValues:
-    """McNemar's test on the discordant pairs: `b` right before and wrong after, `c` wrong before and right after.
-
-    Under "no change" b is binomial(b + c, 1/2); p is the probability of a split at least as uneven as this one.
-    The mid-p counts splits that are exactly as uneven by half (Fagerland et al., BMC Med Res Methodol 13:91,
-    2013); it is less conservative, and rejects slightly more often than 5 % of the time. Both are 1 without
-    discordant pairs.
-    """
-    num_discordant = b + c
-    if num_discordant == 0:
-        return PValues(1.0, 1.0)
-    tail = ways = 1  # exact integers: ways = C(num_discordant, k)
-    for k in range(min(b, c)):
-        ways = ways * (num_discordant - k) // (k + 1)
-        tail += ways
-    if b == c:  # every split is at least as uneven; the even one lies in both tails, once
-        return PValues(1.0, 1 - ways / 2 / 2**num_discordant)
-    return PValues(2 * tail / 2**num_discordant, (2 * tail - ways) / 2**num_discordant)
-
-
 def sign_flip_test(changes: Sequence[int]) -> PValues:
-    """Exact permutation test of "no change" on integer changes, one per item: McNemar's test for several samples.
+    """Exact permutation test of "no change" on integer changes, one per item; of -1, 0 and 1 it is McNemar's.
 
     Under "no change" before and after are exchangeable item by item, so each change is as likely with the other
-    sign. p is the share of all 2**items sign patterns whose sum is at least as far from zero. With changes of -1,
-    0 and 1 it equals McNemar's exact p.
+    sign. p is the share of all 2**items sign patterns whose sum is at least as far from zero. The mid-p counts
+    those that are exactly as far by half (Fagerland et al., BMC Med Res Methodol 13:91, 2013); it is less
+    conservative, and rejects slightly more often than 5 % of the time. Both are 1 if nothing changed.
     """
     observed = abs(sum(changes))
     sizes, counts = np.unique(np.abs(np.asarray(changes, dtype=np.int64)), return_counts=True)
@@ -91,10 +72,10 @@ class PairedChange:
 def measure_change(changes: Sequence[int], num_samples: int) -> PairedChange:
     """The mean change from each item's change in right responses, with its exact test and 95 % interval.
 
-    The test is McNemar's, or for several samples the sign-flip test. The interval holds the changes that are not
-    rejected: zero by that test, the others by the score test of `change_interval`.
+    The interval holds the changes that are not rejected: zero by `sign_flip_test`, the others by the score test of
+    `change_interval`.
     """
-    test = mcnemar(changes.count(-1), changes.count(1)) if num_samples == 1 else sign_flip_test(changes)
+    test = sign_flip_test(changes)
     n, difference = len(changes), sum(changes) / (num_samples * len(changes))
     low, high = change_interval([change / num_samples for change in changes], num_samples)
     # As many standard errors as the power needs, and no less than with changes of one response in one direction.
@@ -162,7 +143,7 @@ def _least_mean(values: np.ndarray, counts: np.ndarray, correction: float) -> fl
         return centre, float(chances @ (values - centre) ** 2)
 
     kept, rejected = 0.0, _MOST_TILT
-    for _ in range(40):
+    for _ in range(30):
         tilt = (kept + rejected) / 2
         centre, variance = tilted(tilt)
         if n * max(0.0, mean - centre - correction / n) ** 2 <= _Z**2 * variance:
@@ -182,7 +163,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def _fair_binomial(n: int) -> np.ndarray:
+def _fair_binomial(n: int) -> list[float]:
     """Chances of 0 to n heads in n fair throws."""
-    logs = np.array([math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(n + 1)])
-    return np.exp(logs - n * math.log(2))
+    ways, chances = 1, []
+    for heads in range(n + 1):
+        chances.append(ways / 2**n)  # of exact integers, so correctly rounded
+        ways = ways * (n - heads) // (heads + 1)
+    return chances

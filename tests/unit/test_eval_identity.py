@@ -54,6 +54,14 @@ def test_what_is_stored_and_said() -> None:
     assert describe_weights(None) == "unknown: measured by an earlier version"
 
 
+def test_log_probs_of_the_chosen_tokens_alone_are_read() -> None:
+    chosen = ({" a": -0.5}, {" b": -1.0})
+    places = [{"token": token, "logprob": value} for place in chosen for token, value in place.items()]
+    text = {"tokens": [" a", " b"], "token_logprobs": [-0.5, -1.0], "top_logprobs": None}
+    for logprobs in ({"content": places}, text):
+        assert read_logprobs({"choices": [{"logprobs": logprobs}]}) == chosen
+
+
 @pytest.mark.parametrize("payload", [None, {}, {"choices": []}, {"choices": [{"logprobs": None}]}, [1], "text"])
 def test_an_answer_without_log_probs_is_none(payload: object) -> None:
     assert read_logprobs(payload) is None
