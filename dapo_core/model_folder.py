@@ -24,7 +24,7 @@ _PARTS = (
 
 
 def require_model_folder(model_path: str | Path) -> None:
-    """Raise ModelError unless the folder has a configuration, weights and a tokenizer."""
+    """Raise ModelError unless the folder has a configuration, weights and a tokenizer, and no link leads out."""
     folder = Path(model_path)
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist; set model.path to a Hugging Face folder")
@@ -34,6 +34,22 @@ def require_model_folder(model_path: str | Path) -> None:
             f"model folder {folder} lacks {' and '.join(missing)}; "
             "set model.path to a complete Hugging Face folder"
         )
+    require_own_files(folder)
+
+
+def require_own_files(folder: Path) -> None:
+    """Raise ModelError for a link that leads out of the folder: any file could be taken for the model's.
+
+    A snapshot in a Hugging Face cache may link to the blobs beside it.
+    """
+    root = folder.resolve()
+    places = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in places):
+            raise ModelError(
+                f"{path} is a link to {path.resolve()}, outside of the model folder; replace it with a copy, or "
+                "set model.path to the folder that holds the files"
+            )
 
 
 def weight_files(model_path: str | Path) -> dict[str, Path]:
@@ -45,6 +61,11 @@ def weight_files(model_path: str | Path) -> dict[str, Path]:
     index = folder / INDEX_FILE
     if index.is_file():
         places = _read_index(index)
+        outside = sorted({file for file in places.values() if Path(file).name != file})
+        if outside:
+            raise ModelError(
+                f"{INDEX_FILE} in {folder} names {outside[0]}, which is not a file name; fetch the model again"
+            )
         lacking = sorted({file for file in places.values() if not (folder / file).is_file()})
         if lacking:
             raise ModelError(
@@ -75,7 +96,8 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def copy_model_files(source: Path, target: Path) -> None:
-    """Copy a model folder without its weights."""
+    """Copy a model folder without its weights; raises ModelError for a link that leads out of it."""
+    require_own_files(source)
     files = model_files(source)
     for folder in {target, *(target / path.relative_to(source).parent for path in files)}:
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from eval.results import Row
 
 if TYPE_CHECKING:
-    from eval.compare import Comparison
+    from eval.compare import Comparison, Side
 
 SHORT_DIGEST = 12
 
@@ -69,7 +69,7 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
         **{f"model {side}": _model(provenance.models.get(side), result.model) for side, result in sides.items()},
         "prompt": f"{template['name']}, {settings.get('api', 'unknown API')}",
         "sampling": _sampling(settings["sampling"]),
-        "engine": ", ".join(f"{name} {version}" for name, version in provenance.engine.items()),
+        "engine": _engine(provenance.engine, sides),
         "grader": str(settings.get("grader")),
         "data": f"sha256 {str(data)[:SHORT_DIGEST]}" if data else "",
     }
@@ -81,6 +81,16 @@ def _model(name: str | None, model: str) -> str:
     is_digest = len(model) == 64 and not model.strip("0123456789abcdef")
     short = f"sha256 {model[:SHORT_DIGEST]}" if is_digest else model
     return f"{name} ({short})" if name and name != short else short
+
+
+def _engine(versions: Mapping[str, str], sides: Mapping[str, Side]) -> str:
+    """The installed versions, else what the servers called themselves; both where the two sides differ."""
+    installed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    named = {side: result.engine for side, result in sides.items() if result.engine}
+    if len(set(named.values())) > 1:
+        served = ", ".join(f"{side} {engine}" for side, engine in named.items())
+        return f"{installed}; {served}" if installed else served
+    return installed or next(iter(named.values()), "")
 
 
 def _sampling(sampling: Mapping[str, Any]) -> str:

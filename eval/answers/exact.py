@@ -296,7 +296,7 @@ def _same_time(prediction: str, gold: str) -> bool | None:
     if times[0] is None or times[1] is None:
         return None
     (seconds, has_half), (expected, gold_has_half) = times[0], times[1]
-    if has_half and not gold_has_half:
+    if has_half and not gold_has_half and 3600 <= expected < 13 * 3600:
         return (seconds - expected) % _HALF_DAY == 0
     return seconds == expected
 

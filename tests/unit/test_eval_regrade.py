@@ -14,6 +14,7 @@ from eval.client import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.regrade import describe, regrade
 from eval.results import ResultsError, Row, make_folder, make_settings, read_rows, write_rows
+from eval.run import regrade_row
 from flows.cli import app
 
 ROW = Row(
@@ -31,6 +32,14 @@ def write_results(directory: Path, rows: list[Row]) -> Path:
     (directory / "settings.json").write_text(json.dumps({**settings, "grader": "old/1"}))
     write_rows(directory, rows)
     return directory
+
+
+def test_thinking_of_a_chat_is_left_out_for_aisbench_and_that_of_a_completion_is_not() -> None:
+    row = replace(ROW, response=r"<think>so \boxed{1}</think>The answer is 2", gold="2")
+    chat, completion = (regrade_row(replace(row, prompt=prompt), MathGrader()) for prompt in (ROW.prompt, "1/2?"))
+    assert (chat.aisbench_answer, chat.aisbench_right) == ("2", True)
+    assert (completion.aisbench_answer, completion.aisbench_right) == ("1", False)
+    assert chat.verdict == completion.verdict == "right"
 
 
 def test_regrade_rewrites_verdicts_and_lists_what_changed(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from eval.answers.grading import MathGrader
 from eval.client import Sampling
 from eval.compare import ComparisonError, compare, compare_evaluations
-from eval.measured import Provenance, Speed, speed_of
+from eval.measured import UNKNOWN, Provenance, Speed, describe_measurement, speed_of
 from eval.pages import format_duration
 from eval.plots import accuracy_plots
 from eval.report import make_report, render_markdown, verdict, write_report
@@ -231,6 +231,10 @@ def test_what_was_measured_and_how_fast() -> None:
     lines = render_markdown(report).splitlines()
     assert "- benchmark: math500, 4 items" in lines
     assert any(line.replace(" ", "").startswith("|amongfinishedanswers|50.0%|") for line in lines)
+    served = {"before": "vllm-0.32.0-ab", "after": "vllm-0.33.0-cd"}
+    sides = {side: replace(getattr(result, side), engine=engine) for side, engine in served.items()}
+    engine = describe_measurement(replace(result, **sides), UNKNOWN)["engine"]
+    assert engine == "before vllm-0.32.0-ab, after vllm-0.33.0-cd"
     old = [replace(row, ended_at=None) for row in rows]
     assert speed_of(old).tokens_per_second is None
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from eval import item_pages
+from eval.compare import compare_evaluations
 from eval.item_pages import PackedItems, pack_items
+from eval.report import make_report, render_html
 from eval.results import Evaluation
-from tests.evaluations import evaluation, make_items, make_rows, settings_of
+from tests.evaluations import evaluation, make_items, make_rows, no_plots, settings_of
 
 
 def unpacked(packed: str) -> Any:
@@ -55,10 +57,8 @@ def test_long_answers_show_their_end_and_no_secret(monkeypatch: pytest.MonkeyPat
     assert "sk-0123" not in body
 
 
-@pytest.mark.parametrize("num_items", [40])
-def test_the_page_has_a_bound_and_changed_items_get_their_texts_first(
-    num_items: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_has_a_bound_and_changed_items_get_their_texts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_items = 40
     monkeypatch.setattr(item_pages, "MAX_PAGE_CHARS", 20_000)
     monkeypatch.setattr(item_pages, "CHUNK_CHARS", 4000)
     items = make_items(num_items)
@@ -75,3 +75,18 @@ def test_the_page_has_a_bound_and_changed_items_get_their_texts_first(
     assert {"38", "39"} <= set(shown)
     assert sum(body.count("x") for body in found.values()) < 25_000
     assert "The page has no room for this text; results.jsonl has it." in found["37"]
+
+
+def test_long_answers_and_many_disagreements_do_not_fill_the_page() -> None:
+    items = make_items(300)
+    rows = make_rows(items, "w" * 300)
+    long = [replace(row, aisbench_right=True, aisbench_answer="y" * 20_000, answer="z" * 20_000) for row in rows]
+    before, after = Evaluation.of(settings_of(items), rows), Evaluation.of(settings_of(items), long)
+    result = compare_evaluations(before, after)
+    packed = pack_items(before, after)
+    page = render_html(make_report(result, []), no_plots(result, []), packed)
+    assert page.count("yyy</code>") == 0
+    assert page.count("yyy...</code>") == page.count("zzz...</code>") == 200
+    assert "300 disagreements, the first 200; report.json has all" in page
+    assert len(page) < 500_000
+    assert max(map(len, bodies(packed).values())) < 3000

@@ -10,7 +10,15 @@ import torch
 from safetensors.torch import save_file
 
 from dapo_core.errors import ModelError
-from dapo_core.model_folder import INDEX_FILE, SINGLE_FILE, model_fingerprint, weight_files, weight_names
+from dapo_core.model_folder import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    copy_model_files,
+    model_fingerprint,
+    require_model_folder,
+    weight_files,
+    weight_names,
+)
 from tests.tiny_models import build_tiny_qwen3
 
 
@@ -36,6 +44,7 @@ def test_an_index_or_the_headers_say_where_tensors_are(tmp_path: Path) -> None:
         ('{"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}', "lacks 2 of the 2 files .* such as x"),
         ("{}", r"is no index of weights \(KeyError"),
         ("<html>", "is no index of weights"),
+        ('{"weight_map": {"a": "../x.safetensors"}}', r"names \.\./x\.safetensors, which is not a file name"),
     ],
 )
 def test_an_index_that_does_not_hold_is_refused(tmp_path: Path, index: str, message: str) -> None:
@@ -50,3 +59,31 @@ def test_a_fingerprint_tells_models_apart_and_not_folders(tmp_path: Path) -> Non
     assert prints[0] == prints[1] != prints[2]
     (folders[1] / "config.json").write_text("{}", encoding="utf-8")
     assert model_fingerprint(folders[1]) != prints[0]
+
+
+def test_links_may_lead_to_the_blobs_of_a_cache_and_nowhere_else(tmp_path: Path) -> None:
+    """As in a Hugging Face cache: models--x/snapshots/REVISION/config.json -> ../../blobs/DIGEST."""
+    cache, target = tmp_path / "models--x", tmp_path / "copy"
+    snapshot = build_tiny_qwen3(cache / "snapshots" / "1a2b")
+    (cache / "blobs").mkdir()
+    (snapshot / "config.json").rename(cache / "blobs" / "digest")
+    (snapshot / "config.json").symlink_to("../../blobs/digest")
+    require_model_folder(snapshot)
+    copy_model_files(snapshot, target)
+    assert not (target / "config.json").is_symlink()
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    link = snapshot / "generation_config.json"
+    link.unlink()
+    link.symlink_to(secret)
+    for refuse in (require_model_folder, lambda folder: copy_model_files(folder, tmp_path / "stolen")):
+        with pytest.raises(
+            ModelError, match=rf"generation_config\.json is a link to {secret}, outside of the model"
+        ):
+            refuse(snapshot)
+    assert not (tmp_path / "stolen").exists()
+    link.unlink()
+    (cache / "blobs" / "digest").unlink()
+    (cache / "blobs" / "digest").symlink_to(secret)  # a blob that is a link itself
+    with pytest.raises(ModelError, match=r"config\.json is a link to"):
+        require_model_folder(snapshot)
