@@ -67,7 +67,7 @@ def tokenize_prompts(
 
 
 class PromptStream:
-    """An endless, seeded order of prompts whose position is the number of prompts taken.
+    """An endless, seeded order of prompts; its position is the number of prompts taken.
 
     Each epoch has its own permutation, derived from (seed, epoch) alone, so a stream continued at position n
     gives exactly what the uninterrupted one gives from there.

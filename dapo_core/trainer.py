@@ -2,7 +2,7 @@
 
 dapo train (training.py)        the trainer: this file, one process without an accelerator
   |                               |  ^
-  | starts Ray and the actors,    |  | waits for the first train_prompts groups with signal (sampler.py)
+  | starts Ray and the actors,    |  | waits for the step's train_prompts groups (sampler.py)
   | restarts all if one dies      |  |
   v                               v  |
 rollout workers (rollout.py)     GroupRequest ->   <- Group: tokens, log-probs and scores of G responses
@@ -105,7 +105,11 @@ class Trainer:
         if state.identity == self.identity:
             self.sampler.surplus, self.sampler.unfinished = state.surplus, state.unfinished
         elif num_groups := len(state.surplus) + len(state.unfinished):
-            logger.warning("checkpoint.allow_changed: %d groups sampled before the change are dropped", num_groups)
+            if state.identity.get("prompts") == self.identity["prompts"]:
+                self.sampler.redraw(state.step + 1, state.surplus, state.unfinished)
+            logger.warning(
+                "checkpoint.allow_changed: %d groups sampled before the change are not trained on", num_groups
+            )
         if state.identity.get(KL_COEFFICIENT) == self.identity[KL_COEFFICIENT]:
             self.kl.coefficient = state.kl_coefficient
         self.cluster.policy.load(str(checkpoint))
@@ -130,7 +134,7 @@ class Trainer:
             draw = self.sampler.draw(number)
         timer.attribute(self.checkpoints.take_polled_seconds(), "gen", "save_checkpoint")
         timer.attribute(draw.account.reward_seconds, "gen", "reward")
-        metrics = measure.draw_metrics(draw)
+        metrics = measure.draw_metrics(draw, config.sampler.gen_prompts, self.policy_version)
 
         if draw.groups:  # none where on_exhausted=skip_step skips the step
             groups = shuffled(draw.groups, config.run.seed, number)

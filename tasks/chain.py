@@ -16,7 +16,7 @@ from dapo_core.metrics import METRICS_FILE
 from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
 from durable import read_json_lines
 from eval.problems.benchmarks import load_set
-from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output, algorithm_for
 from tasks.config import ChainConfig
 from tasks.dataset import build_dataset
 from tasks.evaluation_settings import evaluate_servers
@@ -165,7 +165,9 @@ def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
         remove_leftovers(folder.parent)
         run_dapo(["merge", training.path, folder, *options], run, key)
         files = json.loads((folder / MERGE_MANIFEST).read_text(encoding="utf-8"))["files"]
-        digests = {name: f"blake3:{row['blake3']}" for name, row in files.items()}
+        digests = {
+            name: f"blake3:{row['blake3']}" for name, row in files.items() if algorithm_for(name) == "blake3"
+        }
         return Output({"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}, digests)
 
     return run.produce("merge_checkpoint", key, build)

@@ -20,7 +20,7 @@ SILENCE_SECONDS = 1.0  # after which `finished` returns without an answer
 
 
 class RolloutGroup:
-    """All rollout workers as one source of groups: takes requests, returns (group id, scored group).
+    """All rollout workers as one source of groups: takes requests, returns scored groups.
 
     A worker answers within one engine step; RolloutError is raised after `max_seconds`. Waiting for groups raises
     WorkerDied for dead policy ranks, too.
@@ -55,7 +55,7 @@ class RolloutGroup:
         calls = zip(self.workers, shares, strict=True)
         self._get([worker.submit.remote(share) for worker, share in calls if share])
 
-    def finished(self) -> list[tuple[int, Group]]:
+    def finished(self) -> list[Group]:
         """Finished groups; empty if there are none within about a second."""
         self.actors.check()
         for number, worker in enumerate(self.workers):
@@ -66,15 +66,12 @@ class RolloutGroup:
         ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=SILENCE_SECONDS)
         return [finished for reference in ready for finished in self._take(reference)]
 
-    def abort(self) -> tuple[list[tuple[int, Group]], int, int]:
-        """Drop unfinished groups; returns groups finished meanwhile, and dropped groups and response tokens."""
-        late, busy = self._take_polls(), self._take_busy()
-        dropped = self._get([worker.abort.remote() for worker in busy])
-        return late, sum(groups for groups, _ in dropped), sum(tokens for _, tokens in dropped)
-
-    def suspend(self) -> tuple[list[tuple[int, Group]], list[GroupRequest]]:
-        """Stop unfinished groups; returns groups finished meanwhile, and requests to continue, oldest first."""
-        late, busy = self._take_polls(), self._take_busy()
+    def suspend(self) -> tuple[list[Group], list[GroupRequest]]:
+        """Groups that finished meanwhile, and the requests that continue the others, in prompt order."""
+        late = [group for reference in list(self._polls) for group in self._take(reference)]
+        busy = [worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count]
+        self._in_flight = [0] * len(self.workers)
+        self._tokens = [0] * len(self.workers)
         requests = self._get([worker.suspend.remote() for worker in busy])
         return late, sorted((request for own in requests for request in own), key=lambda own: own.group_id)
 
@@ -92,18 +89,7 @@ class RolloutGroup:
         """Each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
         return self.actors.get([worker.log_probs.remote(sequences) for worker in self.workers])
 
-    def _take_polls(self) -> list[tuple[int, Group]]:
-        """Groups from the running polls."""
-        return [finished for reference in list(self._polls) for finished in self._take(reference)]
-
-    def _take_busy(self) -> list[Any]:
-        """The workers that have unfinished groups; they count as idle from now on."""
-        busy = [worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count]
-        self._in_flight = [0] * len(self.workers)
-        self._tokens = [0] * len(self.workers)
-        return busy
-
-    def _take(self, reference: Any) -> list[tuple[int, Group]]:
+    def _take(self, reference: Any) -> list[Group]:
         number = self._polls.pop(reference)
         progress: Progress = self._get(reference)
         self._in_flight[number] -= len(progress.groups)

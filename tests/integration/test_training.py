@@ -28,8 +28,9 @@ from tests.trainings import NUM_PROBLEMS, World, config_of, settings
 UNINTERRUPTED_STEPS = 4
 TOTAL_STEPS = 8
 OPTIMIZER_STEPS = 2  # per training step: train_prompts / mini_prompts
-# The metrics of every step that trains. Metrics of KL and the reference model are in test_training_options.py;
-# perf/mfu/actor and accelerator memory need a device, timing_s/testing needs validation.
+# What every step that trains writes. Not among them are KL's and
+# the reference model's (test_training_options.py), perf/mfu/actor, which needs a device whose peak is known,
+# the memory of accelerators, and timing_s/testing, as no evaluation takes place between steps.
 METRIC_NAMES = expand("""
 step wall_time policy_version training/{global_step,epoch} train/num_gen_batches critic/score/{mean,max,min}
 critic/rewards/{mean,max,min} critic/advantages/{mean,max,min} critic/returns/{mean,max,min}
@@ -38,7 +39,8 @@ response_length/{mean,max,min,clip_ratio} prompt_length/{mean,max,min,clip_ratio
 response_length_non_aborted/{mean,max,min} global_seqlen/{min,max,minmax_diff,balanced_min,balanced_max,mean}
 rollout/{probs_diff_mean,probs_diff_max,kl,k3_kl,ppl_ratio,ess,chi2_token,chi2_seq}
 sampler/{kept,all_right,all_wrong,surplus,stale,aborted,carried_out}_{groups,tokens}
-sampler/{waste_ratio,accuracy} reward/{right,wrong,no_answer,error,timeout,overlong}_ratio
+sampler/{waste_ratio,accuracy} sampler/{finished,kept,surplus}_{response_length,clip_ratio}
+sampler/staleness/{mean,max} reward/{right,wrong,no_answer,error,timeout,overlong}_ratio
 timing_s/{gen,reward,old_log_prob,adv,update_actor,weight_sync,save_checkpoint,step}
 timing_per_token_ms/{gen,old_log_prob,adv,update_actor} perf/{total_num_tokens,generated_tokens}
 perf/{trained_response_tokens,time_per_step,throughput,max_rss_gb,cpu_memory_used_gb} weight_sync/probe_difference
@@ -64,7 +66,7 @@ class Run:
     first_state: TrainerState
     checkpoints: list[list[str]]  # after each of the first steps
     last: TrainResult
-    reported: list[int]  # steps passed to the callback of the continued run
+    called: list[int]  # steps for which the callback of the continued run was called
 
 
 def checkpoint_names(folder: Path) -> list[str]:
@@ -87,18 +89,18 @@ def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory
         lambda step, metrics: checkpoints.append(checkpoint_names(folder)),
     )
     first_metrics, first_state = read_json_lines(folder / METRICS_FILE), read_state(first.checkpoint)
-    reported: list[int] = []
+    called: list[int] = []
     last = train(
         config_of(train={"total_steps": TOTAL_STEPS, "ray_address": ray_address}),
         world.data,
         world.model,
         folder,
-        lambda step, metrics: reported.append(step),
+        lambda step, metrics: called.append(step),
     )
-    return Run(folder, first, first_metrics, first_state, checkpoints, last, reported)
+    return Run(folder, first, first_metrics, first_state, checkpoints, last, called)
 
 
-def test_every_known_metric_is_written_and_no_other(run: Run) -> None:
+def test_every_metric_is_written_and_no_unknown_one(run: Run) -> None:
     for line in run.first_metrics:
         assert set(line) == METRIC_NAMES
         assert None not in line.values()
@@ -157,7 +159,7 @@ def test_the_last_checkpoints_are_kept(run: Run) -> None:
 
 
 def test_a_second_call_continues_at_the_next_step(run: Run) -> None:
-    assert run.reported == [5, 6, 7, 8]
+    assert run.called == [5, 6, 7, 8]
     assert (run.last.steps, run.last.policy_version) == (TOTAL_STEPS, TOTAL_STEPS * OPTIMIZER_STEPS)
     lines = read_json_lines(run.folder / METRICS_FILE)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -165,7 +167,7 @@ def test_a_second_call_continues_at_the_next_step(run: Run) -> None:
     # 1/6 of the rate per optimizer step of warm-up: steps 2, 4, 6 end training steps 1 to 3
     assert [line["actor/lr"] for line in lines] == pytest.approx([2e-3 / 6, 4e-3 / 6, *[1e-3] * 6])
     before, after = run.first_state, read_state(run.last.checkpoint)
-    num_drawn = sum(int(6 * line["train/num_gen_batches"]) for line in lines[4:])
+    num_drawn = sum(round(6 * line["train/num_gen_batches"]) for line in lines[4:])
     assert after.prompt_position == before.prompt_position + num_drawn
     assert lines[7]["training/epoch"] == pytest.approx(after.prompt_position / NUM_PROBLEMS)
 
@@ -236,7 +238,7 @@ def test_an_error_ends_every_process_and_names_what_to_change(world: World, tmp_
     config = config_of(
         sampler={"dynamic": True, "max_num_gen_batches": 2}, train={"total_steps": 1, "num_ranks": 1}
     )
-    with pytest.raises(NotEnoughSignal, match=r"^2 draws of 6 prompts gave 0 groups .* and 12 all wrong"):
+    with pytest.raises(NotEnoughSignal, match=r"^12 drawn prompts .* gave 0 groups .* and 12 all wrong"):
         train(config, world.data, world.model, tmp_path)
     wait_until(started_since(before), "every process is gone")
     assert read_json_lines(tmp_path / METRICS_FILE) == []

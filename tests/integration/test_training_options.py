@@ -21,7 +21,7 @@ from tests.trainings import World, config_of
 RECIPES = Path(__file__).resolve().parents[2] / "configs"
 NUM_RESPONSES = 16  # 4 prompts x 4 responses
 LIMIT = 24  # tokens of a response
-# The barely trained model gets nothing right, and equal rewards teach nothing.
+# No scorer finds a right answer in what the barely trained model says, and equal rewards teach nothing.
 LENGTH_SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) % 3, "acc": 0}
@@ -86,8 +86,8 @@ def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
         # ratios are 1, so the loss is that of -A: a mean over tokens, times tokens / (responses x constant)
         norm = num_tokens / ((NUM_RESPONSES - num_truncated) * LIMIT)
         assert line["actor/pg_loss"] == pytest.approx(-line["critic/advantages/mean"] * norm, rel=1e-4, abs=1e-6)
-    logged = [record.message for record in caplog.records if record.message.startswith("step:")]
-    for text, line in zip(logged, lines, strict=True):
+    printed = [record.message for record in caplog.records if record.message.startswith("step:")]
+    for text, line in zip(printed, lines, strict=True):
         expected = {name: value for name, value in line.items() if name not in ("wall_time", "policy_version")}
         assert {name: float(value) for name, value in NAME_VALUE.findall(text)} == expected
 
@@ -151,7 +151,7 @@ def test_rollout_correction_on_a_partial_step(start: Start) -> None:
 
 
 def test_grpo(start: Start) -> None:
-    """The recipe's differences from DAPO, with two optimizer steps and a custom scorer."""
+    """What the recipe sets apart from DAPO, with two optimizer steps and a scorer from a file."""
     recipe = load_config(RECIPES / "grpo_qwen3_8b_math.yaml")
     (line,) = start(
         LENGTH_SCORER,

@@ -33,8 +33,8 @@ from tasks.stage_command import dapo_command
 from tests.trainings import World, config_of
 
 FAR = 120.0
-# Accuracies depend on the text, so that validations of different weights differ. `hold` names a metrics.jsonl and
-# a step: the draw after it waits until the file is removed. Surplus fills step 3 without a draw.
+# Any other answer has another accuracy, so that validations of other weights differ. `hold` names a metrics.jsonl
+# and a step: the draw after it takes until the file is removed.
 SCORER = """
 import json, pathlib, time
 HOLD = pathlib.Path(__file__).with_name("hold")
@@ -118,7 +118,7 @@ def test_validation_is_reported_and_decides_which_checkpoint_is_kept(begun: Begu
 def test_a_finished_training_starts_nothing(
     begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while it ended: the last line of metrics is missing, and a partial checkpoint is left."""
+    """As one killed at its end, with the last step unreported and a checkpoint too many."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     output = tmp_path / "ended"
     shutil.copytree(begun.output, output)
@@ -158,7 +158,7 @@ def test_another_training_starts_from_its_checkpoint_with_allowed_changes(
     go(["train.learning_rate"])
     assert "continuing from step_000004 with train.learning_rate 0.02 -> 0.01" in caplog.text
     lines = read_json_lines(tmp_path / "other" / METRICS_FILE)
-    assert [line["step"] for line in lines] == [4, 5]  # with the step that it starts from
+    assert [line["step"] for line in lines] == [4, 5]  # the step it begins with is reported, too
     assert lines[0]["actor/lr"] == pytest.approx(2e-2)
     assert lines[1]["actor/lr"] == pytest.approx(1e-2)  # 10 optimizer steps are past the warm-up of 6
     before = read_state(begun.output / "checkpoints" / "step_000004")
@@ -227,7 +227,7 @@ def stopped_by_ctrl_c(begun: Begun, world: World, config: Config, output: Path) 
 def test_a_stopped_and_continued_training_ends_with_the_same_bits(
     begun: Begun, world: World, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the last step is due to be saved, so each stop writes the checkpoint that the next run continues."""
+    """Only the last step is due to be saved: each stop leaves the checkpoint that the next one continues from."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     seldom = {"save_every": 100, "keep_best": 0}
     output, handler = tmp_path / "stopped", signal.getsignal(signal.SIGTERM)
