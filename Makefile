@@ -24,11 +24,12 @@ check: $(INSTALLED) ## format, lint, types, architecture
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit/test_architecture.py
 
-bench: $(INSTALLED) ## measure balancing, scoring, the inference engines, the merge and what a run costs: minutes
+bench: $(INSTALLED) ## measure balancing, scoring, the inference engines, the merge, checkpoints and what a run costs: minutes
 	$(BIN)/python bench/balance.py
 	$(BIN)/python bench/reward.py
 	$(BIN)/python bench/engines.py
 	$(BIN)/python bench/merge.py
+	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/overhead.py
 
 ablation: $(INSTALLED) ## the demo's training without one ingredient of DAPO at a time, 15 trainings, into docs/ablation.md

@@ -13,21 +13,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads cost more
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # where more run than there are cores, spinning threads starve
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ |= PROJECT_SETTINGS  # before Prefect is imported
+os.environ["RAY_AUTH_MODE"] = "token"  # before Ray is imported
 # A shell that starts us in the background has us ignore these, and our children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 # Files that take minutes, the longest first: begun last, one of them would keep a single worker busy in the end.
 LONGEST_FILES = (
-    "test_deployment.py",
     "test_kill_matrix.py",
     "test_training.py",
-    "test_cancelling.py",
-    "test_training_resumed.py",
     "test_readme_commands.py",
+    "test_deployment.py",
+    "test_training_resumed.py",
+    "test_training_options.py",
+    "test_deployments.py",
     "test_services.py",
-    "test_merge.py",
+    "test_checkpoint_shards.py",
+    "test_ray_security.py",
+    "test_cancelling.py",
+    "test_policy.py",
     "test_dead_workers.py",
+    "test_carry_over.py",
+    "test_merge.py",
 )
 RANKS = {name: rank for rank, name in enumerate(LONGEST_FILES)}
 

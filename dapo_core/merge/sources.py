@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,13 +40,13 @@ class Block:
     checksum: int | str | None  # CRC32 or blake3 of them; None: checked when the source was opened
 
     def read(self) -> Iterator[memoryview]:
-        """The values, in parts of at most CHUNK_BYTES, each valid until the next one is asked for.
+        """The values, in parts of at most CHUNK_BYTES, each valid until this thread reads the next one.
 
         Raises CheckpointError, which names the file, when it is too short or its bytes do not have the checksum.
         """
         checksum = _Checksum(self.checksum)
         end = self.offset + self.num_bytes
-        buffer = memoryview(bytearray(min(max(self.end - self.start, 1), CHUNK_BYTES)))
+        buffer = _thread_buffer()
         descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             if self.checksum is not None:
@@ -79,6 +80,15 @@ class Block:
                 done += count
             yield part
             start += len(part)
+
+
+_BUFFERS = threading.local()  # one for each thread: new memory costs as much as reading into it
+
+
+def _thread_buffer() -> memoryview:
+    if not hasattr(_BUFFERS, "buffer"):
+        _BUFFERS.buffer = memoryview(bytearray(CHUNK_BYTES))
+    return _BUFFERS.buffer
 
 
 class _Checksum:
