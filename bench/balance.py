@@ -29,11 +29,11 @@ def main() -> None:
     print(f"{'lengths':<26}{'longest first':>24}{'Karmarkar-Karp':>26}{'times as fast':>15}")
     for name, lengths in _lengths(arguments.sequences).items():
         costs = workload(lengths, hidden_size=4096)
-        ours, our_seconds = _measure(balance_over_ranks, costs, arguments.ranks, arguments.rounds)
-        theirs, their_seconds = _measure(karmarkar_karp, costs, arguments.ranks, 1)
+        evenness, seconds = _measure(balance_over_ranks, costs, arguments.ranks, arguments.rounds)
+        peer_evenness, peer_seconds = _measure(karmarkar_karp, costs, arguments.ranks, 1)
         print(
-            f"{name:<26}{ours:>12.6f}{our_seconds * 1e3:>9.1f} ms{theirs:>14.6f}{their_seconds * 1e3:>9.0f} ms"
-            f"{their_seconds / our_seconds:>15.0f}"
+            f"{name:<26}{evenness:>12.6f}{seconds * 1e3:>9.1f} ms"
+            f"{peer_evenness:>14.6f}{peer_seconds * 1e3:>9.0f} ms{peer_seconds / seconds:>15.0f}"
         )
 
 

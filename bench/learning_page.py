@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FULL = "full"
-# Removed ingredient: what is set instead. Drawing more prompts than a step trains on only serves dynamic sampling;
-# kept, the step would take the groups that finish first, which is another change.
+# Removed ingredient: what is set instead. More open prompts than a step trains on serve dynamic sampling; kept,
+# they would sample a step ahead, which is another change.
 VARIANTS: dict[str, tuple[str, ...]] = {
     FULL: (),
     "clip-higher": ("algorithm.clip_ratio_high=0.2",),

@@ -1,4 +1,4 @@
-"""What each response is worth compared with its siblings, and with what the engine sampled it from."""
+"""Advantages of responses over their siblings, and the correction for what the engine sampled them from."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ _PER_RESPONSE_TOKEN = (
 def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
     """The groups in a random order that derives from the seed and the step.
 
-    They come in the order in which they finished, short responses first. Mini-batches in that order would differ
-    in length, and token-mean would weigh a token of a short response more than one of a long response.
+    In finishing order they come with short responses first. Mini-batches in that order would differ in length, and
+    token-mean would weigh a token of a short response more than one of a long response.
     """
     order = np.random.default_rng([seed, step]).permutation(len(groups))
     return [groups[number] for number in order]

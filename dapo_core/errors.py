@@ -4,7 +4,7 @@
 class DapoError(Exception):
     """Base of every error this project raises on purpose. Subclasses take one message and are picklable."""
 
-    is_lasting = True  # until the user changes something; a retry may mend the others
+    is_lasting = True  # until the user changes something; the others may pass when tried again
 
 
 class ConfigError(DapoError, ValueError):

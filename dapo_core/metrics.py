@@ -16,7 +16,8 @@ import numpy as np
 
 from dapo_core.errors import CheckpointError
 from dapo_core.reward.scorers import Verdict
-from dapo_core.sampler import FATES, Draw
+from dapo_core.sampler import Draw
+from dapo_core.token_account import FATES
 from durable import append_json_line, read_json_lines, write_atomically
 
 if TYPE_CHECKING:
@@ -58,18 +59,32 @@ class PhaseTimer:
         return {**self.seconds, "step": time.perf_counter() - self.started}
 
 
-def draw_metrics(draw: Draw) -> dict[str, float]:
-    """What sampling cost: draws, and the account of groups and response tokens."""
+def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str, float]:
+    """What sampling cost: draws, the account of groups and response tokens, and lengths by what became of them.
+
+    Lengths are of the responses of all groups that finished in the step, and of those kept, left for later and
+    aborted. Staleness is the optimizer steps between the weights that sampled a token to be trained on and those
+    that are about to learn from it, `policy_version`.
+    """
     account = draw.account
     counts = {f"sampler/{fate}_groups": float(account.groups[fate]) for fate in FATES}
     counts |= {f"sampler/{fate}_tokens": float(account.tokens[fate]) for fate in FATES}
+    for name, lengths in account.lengths.items():
+        if lengths.num_responses:
+            counts[f"sampler/{name}_response_length"] = lengths.num_tokens / lengths.num_responses
+            counts[f"sampler/{name}_clip_ratio"] = lengths.num_cut / lengths.num_responses
+    spans = [span for group in draw.groups for rollout in group.rollouts for span in rollout.versions]
+    if spans:
+        versions, num_tokens = np.array(spans).T
+        counts["sampler/staleness/mean"] = float(policy_version - np.average(versions, weights=num_tokens))
+        counts["sampler/staleness/max"] = float(policy_version - versions.min())
     return {
         **counts,
         "sampler/carried_out_groups": float(account.carried_out_groups),
         "sampler/carried_out_tokens": float(account.carried_out_tokens),
         "sampler/waste_ratio": account.waste_ratio,
         "sampler/accuracy": account.num_right / max(account.num_finished, 1),
-        "train/num_gen_batches": float(draw.num_gen_batches),
+        "train/num_gen_batches": draw.num_drawn / gen_prompts,
         "perf/generated_tokens": float(account.generated_tokens),
     }
 

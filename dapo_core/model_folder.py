@@ -122,7 +122,7 @@ def _names_in(path: Path) -> list[str]:
 def model_fingerprint(model_path: str | Path) -> str:
     """sha256 over config.json and over name, size, first and last MiB of every weight file.
 
-    It tells models apart without the minutes that reading all weights would take.
+    Enough to distinguish models, without the minutes that reading all weights takes.
     """
     folder = Path(model_path)
     digest = hashlib.sha256((folder / "config.json").read_bytes())

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
 
 
+# (policy version, tokens sampled from its weights) of a response, in the order of its tokens.
+VersionSpans = list[tuple[int, int]]
+
+
 @dataclass(frozen=True)
 class Rollout:
     """One scored response; its `reward`, which advantages compare, is score + overlong penalty."""
@@ -32,6 +36,7 @@ class Rollout:
     overlong_penalty: float
     verdict: Verdict
     acc: float  # the scorer's accuracy, 1 right and 0 not unless it says otherwise
+    versions: VersionSpans
 
     @property
     def reward(self) -> float:
@@ -49,11 +54,11 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """The G siblings of a prompt, or its one greedy response, and the weights that produced them."""
+    """The G siblings of a prompt, or its one greedy response."""
 
+    group_id: int  # GroupRequest.group_id
     prompt: Prompt
     rollouts: list[Rollout]
-    policy_version: int  # of the weights that sampled its oldest token
 
     @property
     def num_response_tokens(self) -> int:
@@ -68,11 +73,6 @@ class Group:
             return [rollout.score for rollout in scored]
         return [rollout.reward for rollout in scored]
 
-    @property
-    def rewards(self) -> list[float]:
-        """Score and overlong penalty of each rollout: [G]. One without a score counts in no advantage."""
-        return [rollout.reward for rollout in self.rollouts]
-
 
 @dataclass(frozen=True)
 class GroupRequest:
@@ -85,7 +85,7 @@ class GroupRequest:
     prompt: Prompt
     step: int  # training step that drew the prompt, also when a later one continues it
     responses: list[Response] = field(default_factory=list)  # [G]; those with finish reason `abort` continue
-    policy_version: int | None = None  # of the weights that sampled its oldest token; None without tokens
+    versions: list[VersionSpans] = field(default_factory=list)  # [G], of `responses`
     is_greedy: bool = False  # one response of the likeliest tokens instead of G samples
 
     @property
@@ -94,15 +94,15 @@ class GroupRequest:
         return sum(len(response.response_ids) for response in self.responses)
 
     def without_responses(self) -> GroupRequest:
-        """The request as before sampling; its version will be that of the weights that sample its first token."""
-        return replace(self, responses=[], policy_version=None)
+        """The request as before sampling."""
+        return replace(self, responses=[], versions=[])
 
 
 @dataclass(frozen=True)
 class Progress:
     """What happened on a rollout worker during a poll."""
 
-    groups: list[tuple[int, Group]]  # (group id, group) that finished
+    groups: list[Group]  # that finished
     num_open_tokens: int  # response tokens of the unfinished groups so far
     reward_seconds: float  # the engine was idle; only scoring was pending
 
@@ -111,9 +111,17 @@ class Progress:
 class _OpenGroup:
     request: GroupRequest
     num_samples: int
-    policy_version: int
+    policy_version: int  # of the engine's weights, which stay while groups are open
     responses: dict[int, Response] = field(default_factory=dict)  # finished ones by sample
     scores: dict[int, Score] = field(default_factory=dict)
+
+    def versions(self, sample: int, response: Response) -> VersionSpans:
+        """The weights that sampled the response's tokens: those it came with, then the engine's."""
+        spans = list(self.request.versions[sample]) if self.request.versions else []
+        num_new = len(response.response_ids) - sum(count for _, count in spans)
+        if spans and spans[-1][0] == self.policy_version:
+            num_new += spans.pop()[1]
+        return [*spans, (self.policy_version, num_new)] if num_new else spans
 
 
 class RolloutWorker:
@@ -135,12 +143,7 @@ class RolloutWorker:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue groups. A response's seed depends on (run seed, drawing step, group id, sample) alone."""
         for request in requests:
-            version = request.policy_version
-            group = _OpenGroup(
-                request,
-                1 if request.is_greedy else self.group_size,
-                self.engine.policy_version if version is None else version,
-            )
+            group = _OpenGroup(request, 1 if request.is_greedy else self.group_size, self.engine.policy_version)
             self._open[request.group_id] = group
             unfinished = []
             for sample in range(group.num_samples):
@@ -154,7 +157,7 @@ class RolloutWorker:
     def poll(self, max_seconds: float) -> Progress:
         """Run the engine and score until a group finished, nothing is left, or the time is over."""
         deadline = time.monotonic() + max_seconds
-        finished: list[tuple[int, Group]] = []
+        finished: list[Group] = []
         reward_seconds = 0.0
         while self._open and not finished and (now := time.monotonic()) < deadline:
             if self.engine.num_unfinished():
@@ -184,16 +187,12 @@ class RolloutWorker:
                 group.responses.get(sample) or stopped[_request_id(group_id, sample)]
                 for sample in range(group.num_samples)
             ]
-            begun = replace(group.request, responses=responses, policy_version=group.policy_version)
+            versions = [group.versions(sample, response) for sample, response in enumerate(responses)]
+            begun = replace(group.request, responses=responses, versions=versions)
             requests.append(begun if begun.num_response_tokens else begun.without_responses())
         self._open.clear()
         self._scoring.clear()
         return requests
-
-    def abort(self) -> tuple[int, int]:
-        """Drop every unfinished group; returns their number and the response tokens they have."""
-        dropped = self.suspend()
-        return len(dropped), sum(request.num_response_tokens for request in dropped)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> int:
         """Replace the engine's weights; returns the version that groups carry from now on."""
@@ -236,7 +235,7 @@ class RolloutWorker:
             key, ScoreRequest(prompt.data_source, response.response_ids, prompt.ground_truth, prompt.extra_info)
         )
 
-    def _take_scores(self, max_seconds: float) -> list[tuple[int, Group]]:
+    def _take_scores(self, max_seconds: float) -> list[Group]:
         """The groups that scores finish within the time."""
         finished = []
         for key, score in self.pool.finished(max_seconds):
@@ -248,7 +247,7 @@ class RolloutWorker:
             if len(group.scores) == group.num_samples:
                 del self._open[group_id]
                 rollouts = [self._rollout(group, sample) for sample in range(group.num_samples)]
-                finished.append((group_id, Group(group.request.prompt, rollouts, group.policy_version)))
+                finished.append(Group(group_id, group.request.prompt, rollouts))
         return finished
 
     def _rollout(self, group: _OpenGroup, sample: int) -> Rollout:
@@ -266,6 +265,7 @@ class RolloutWorker:
             ),
             verdict=score.verdict,
             acc=score.acc,
+            versions=group.versions(sample, response),
         )
 
 

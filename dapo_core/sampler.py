@@ -6,66 +6,26 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dapo_core.compat import OURS, Compat
 from dapo_core.data import PromptStream
+from dapo_core.engines.base import Response
 from dapo_core.errors import DapoError, RewardError, RolloutError
-from dapo_core.rollout import Group, GroupRequest
+from dapo_core.rollout import Group, GroupRequest, Rollout
+from dapo_core.token_account import LengthWatch, TokenAccount
 
 if TYPE_CHECKING:
     from dapo_core.cluster.rollout_group import RolloutGroup
-    from dapo_core.config.training import SamplerConfig
+    from dapo_core.config.sampler import SamplerConfig
 
 logger = logging.getLogger(__name__)
-
-Fate = Literal["kept", "all_right", "all_wrong", "surplus", "stale", "aborted"]
-FATES: tuple[Fate, ...] = ("kept", "all_right", "all_wrong", "surplus", "stale", "aborted")
-WASTED: tuple[Fate, ...] = ("all_right", "all_wrong", "stale", "aborted")
 
 
 class NotEnoughSignal(DapoError, RuntimeError):
     """Dynamic sampling drew its bound of batches and kept too few groups."""
-
-
-@dataclass
-class TokenAccount:
-    """Where a step's groups and response tokens went.
-
-    Over a step, of tokens: generated + carried in = kept + all_right + all_wrong + surplus + stale + aborted +
-    carried out; of groups the same with those drawn in place of generated. What is carried in is the surplus and
-    the carried-out part of the step before.
-    """
-
-    groups: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
-    tokens: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
-    carried_in_groups: int = 0  # surplus and unfinished groups that waited for this step
-    carried_in_tokens: int = 0
-    carried_out_groups: int = 0  # unfinished, to be continued in the next step
-    carried_out_tokens: int = 0  # all their tokens, of whichever step
-    generated_tokens: int = 0  # sampled by the engines in this step, whatever their fate
-    finished_groups: int = 0  # in this step
-    num_right: int = 0  # responses, among the groups that finished in this step
-    num_finished: int = 0  # responses
-    num_unscored: int = 0  # responses without a score
-    reward_seconds: float = 0.0  # engines were idle; only scoring was pending
-
-    def add(self, fate: Fate, num_groups: int, num_tokens: int) -> None:
-        """Book groups and their response tokens under a fate."""
-        self.groups[fate] += num_groups
-        self.tokens[fate] += num_tokens
-
-    def add_group(self, fate: Fate, group: Group) -> None:
-        """Book one group under a fate."""
-        self.add(fate, 1, group.num_response_tokens)
-
-    @property
-    def waste_ratio(self) -> float:
-        """Share of tokens that no update will learn from, among those of decided fate."""
-        wasted = sum(self.tokens[fate] for fate in WASTED)
-        return wasted / max(wasted + self.tokens["kept"], 1)
 
 
 @dataclass(frozen=True)
@@ -73,7 +33,7 @@ class Draw:
     """What one training step learns from."""
 
     groups: list[Group]  # P of them; fewer only under on_exhausted train_partial or skip_step
-    num_gen_batches: int
+    num_drawn: int  # prompts
     account: TokenAccount
 
 
@@ -83,18 +43,24 @@ class _Filling:
 
     step: int
     account: TokenAccount
-    last_kept: float  # time by the sampler's clock
-    kept: list[Group] = field(default_factory=list)
-    undecided: dict[int, Group] = field(default_factory=dict)  # finished ones by group id
-    num_gen_batches: int = 0
-    finished_since_kept: int = 0  # groups
+    last_signal: float  # when the last group with signal finished, by the sampler's clock
+    ready: dict[int, tuple[int, Group]] = field(default_factory=dict)  # with signal, by id, as they finished
+    dropped: list[Rollout | Response] = field(default_factory=list)  # that might have been trained on
+    num_drawn: int = 0  # prompts
+    finished_since_signal: int = 0  # groups
+    is_skipped: bool = False
 
 
 class Sampler:
-    """Fills training steps with groups that carry signal, in the order in which they finish.
+    """Fills training steps with groups that carry signal.
 
-    With `is_deterministic` in prompt order once all of a draw have finished, so that speed decides nothing.
-    `while_waiting` may be set; it is called about once a second, and whenever groups finished.
+    `sampler.order` says with which. stream: with the first ones in prompt order, so that a group's length has no
+    say. Groups before them have finished; later ones, finished or not, go on into the next step. So that none gets
+    older than `max_staleness` steps, no more prompts are open than `1 + max_staleness` steps train on: each step
+    takes the first P of them. finish: with those that finish first, which are the shorter ones.
+
+    With `is_deterministic` a step takes groups in prompt order, and only when none is in flight, so that speed
+    decides nothing. `while_waiting` may be set; it is called about once a second, and whenever groups finished.
     """
 
     def __init__(
@@ -113,42 +79,78 @@ class Sampler:
         self.settings = settings
         self.compat = compat
         self.is_deterministic = is_deterministic
+        self.is_in_prompt_order = settings.order == "stream" or is_deterministic
+        self.carries_over = settings.order == "stream" or settings.in_flight == "carry_over"
         self.clock = clock
         self.while_waiting: Callable[[], None] = lambda: None
-        self.surplus: list[tuple[int, Group]] = []  # (step that sampled its oldest token, group)
+        self.surplus: list[tuple[int, Group]] = []  # (step that sampled its oldest token, group with signal)
         self.unfinished: list[tuple[int, GroupRequest]] = []  # likewise
         # Groups in flight: group id -> (step of its oldest token, tokens when submitted).
         self._submitted: dict[int, tuple[int, int]] = {}
+        self._watch = LengthWatch()
 
     def draw(self, step: int) -> Draw:
-        """The groups of training step `step`: surplus of earlier steps first, then those that finish.
+        """The groups of training step `step`.
 
-        Unfinished groups of the step before continue first. Fresh prompts are drawn `gen_prompts` at a time,
-        whenever the groups in flight could not fill the step. Once the step is full, finished groups become
-        surplus, and unfinished ones are aborted or carried over. Raises NotEnoughSignal when the bound on draws is
-        reached under `on_exhausted: raise`, or the bound on time without a kept group; RolloutError when nothing
-        finished in that time.
+        Surplus and unfinished groups of the steps before come first. Fresh prompts are drawn as `_num_to_draw`
+        says. Once the step is full, finished groups with signal become surplus, and unfinished ones are carried
+        over to the next step or aborted. Raises NotEnoughSignal when the bound on draws is reached under
+        `on_exhausted: raise`, or the bound on time without signal; RolloutError when nothing finished in it.
         """
         filling = _Filling(step, TokenAccount(), self.clock())
         self._carry_in(filling)
-        while len(filling.kept) < self.train_prompts:
-            if len(filling.kept) + len(filling.undecided) + self.source.num_in_flight < self.train_prompts:
+        while len(self._chosen(filling)) < self.train_prompts:
+            if num_fresh := self._num_to_draw(filling):
+                if filling.account.finished_groups >= self.train_prompts:
+                    self._refuse_no_scores(filling.account)
+                self._submit_fresh(filling, num_fresh)
+            elif not self.source.num_in_flight:
                 self._refuse_no_scores(filling.account)
-                if filling.num_gen_batches < self.settings.max_num_gen_batches:
-                    self._submit_fresh(filling)
-                elif not self.source.num_in_flight:
-                    self._give_up(filling)
-                    break
+                self._give_up(filling)
+                break
             self._record(self.source.finished(), filling)
             self.while_waiting()
-            self._decide(filling)
             self._refuse_silence(filling)
         self._stop(filling)
         self._refuse_no_scores(filling.account)
-        for group in filling.kept:
-            filling.account.add_group("kept", group)
-        filling.account.reward_seconds = self.source.take_reward_seconds()
-        return Draw(filling.kept, filling.num_gen_batches, filling.account)
+        return self._finish(filling)
+
+    def redraw(
+        self, step: int, surplus: Sequence[tuple[int, Group]], unfinished: Sequence[tuple[int, GroupRequest]]
+    ) -> None:
+        """Begin the draw of step `step` with the prompts of these groups, without their responses."""
+        prompts = {group.group_id: group.prompt for _, group in surplus}
+        prompts |= {request.group_id: request.prompt for _, request in unfinished}
+        self.unfinished = [(step, GroupRequest(number, prompts[number], step)) for number in sorted(prompts)]
+
+    def _chosen(self, filling: _Filling) -> list[int]:
+        """Ids of the groups that the step trains on, as far as that is decided: at most P."""
+        if self.is_deterministic and self.source.num_in_flight:
+            return []
+        chosen = list(filling.ready)
+        if self.is_in_prompt_order:
+            open_ids = [*self._submitted, *(request.group_id for _, request in self.unfinished)]
+            first_open = min(open_ids, default=self.stream.position)
+            chosen = sorted(group_id for group_id in chosen if group_id < first_open)
+        return chosen[: self.train_prompts]
+
+    def _num_to_draw(self, filling: _Filling) -> int:
+        """How many prompts to draw now.
+
+        In stream order as many as have become free of `gen_prompts` that are in flight or wait, of which there
+        are at least P and at most (1 + max_staleness) * P. In finishing order `gen_prompts`, whenever the groups
+        in flight could not fill the step.
+        """
+        if self.is_deterministic and self.source.num_in_flight:
+            return 0
+        settings, num_open = self.settings, len(filling.ready) + self.source.num_in_flight
+        if settings.order == "stream":
+            most_open = min(settings.gen_prompts, (1 + settings.max_staleness) * self.train_prompts)
+            wanted = max(most_open, self.train_prompts) - num_open
+        else:
+            wanted = settings.gen_prompts if num_open < self.train_prompts else 0
+        left = settings.gen_prompts * settings.max_num_gen_batches - filling.num_drawn
+        return max(min(wanted, left), 0)
 
     def _carry_in(self, filling: _Filling) -> None:
         account, waiting, unfinished = filling.account, self.surplus, self.unfinished
@@ -156,20 +158,20 @@ class Sampler:
         account.carried_in_groups = len(waiting) + len(unfinished)
         account.carried_in_tokens = sum(group.num_response_tokens for _, group in waiting)
         account.carried_in_tokens += sum(request.num_response_tokens for _, request in unfinished)
-        oldest = filling.step - self.settings.max_staleness
+        oldest = filling.step - self.settings.max_staleness if self.settings.order == "finish" else 0
         for oldest_step, group in waiting:
             if oldest_step < oldest:
-                account.add_group("stale", group)
-            elif len(filling.kept) < self.train_prompts:
-                filling.kept.append(group)
+                account.add("stale", group.rollouts)
+                filling.dropped += group.rollouts
             else:
-                self._set_aside(oldest_step, group, account)
+                filling.ready[group.group_id] = (oldest_step, group)
         for oldest_step, request in unfinished:
             if oldest_step < oldest and request.num_response_tokens:
-                account.add("stale", 1, request.num_response_tokens)
+                account.add("stale", request.responses)
+                filling.dropped += request.responses
             else:
                 self.unfinished.append((oldest_step, request))
-        if len(filling.kept) < self.train_prompts:
+        if len(self._chosen(filling)) < self.train_prompts:
             self._submit_unfinished(filling.step)
 
     def _submit_unfinished(self, step: int) -> None:
@@ -179,42 +181,28 @@ class Sampler:
             self._submitted[request.group_id] = (oldest_step if num_tokens else step, num_tokens)
         self.source.submit([request for _, request in continued])
 
-    def _submit_fresh(self, filling: _Filling) -> None:
+    def _submit_fresh(self, filling: _Filling, count: int) -> None:
         first = self.stream.position
-        prompts = self.stream.take(self.settings.gen_prompts)
+        prompts = self.stream.take(count)
         requests = [GroupRequest(first + offset, prompt, filling.step) for offset, prompt in enumerate(prompts)]
         self._submitted |= {request.group_id: (filling.step, 0) for request in requests}
         self.source.submit(requests)
-        filling.num_gen_batches += 1
+        filling.num_drawn += count
 
-    def _record(self, finished: Sequence[tuple[int, Group]], filling: _Filling) -> None:
+    def _record(self, finished: Sequence[Group], filling: _Filling) -> None:
+        """Book the groups that finished; those with signal are ready."""
         account = filling.account
-        for group_id, group in finished:
-            account.generated_tokens += group.num_response_tokens - self._submitted[group_id][1]
-            account.finished_groups += 1
-            account.num_right += sum(rollout.verdict == "right" for rollout in group.rollouts)
-            account.num_finished += len(group.rollouts)
-            account.num_unscored += sum(not rollout.is_scored for rollout in group.rollouts)
-            filling.undecided[group_id] = group
-            filling.finished_since_kept += 1
-
-    def _decide(self, filling: _Filling) -> None:
-        """Keep, set aside or drop the groups that finished; under `is_deterministic` once none is in flight."""
-        if self.is_deterministic and self.source.num_in_flight:
-            return
-        account, groups = filling.account, filling.undecided
-        filling.undecided = {}
-        for group_id in sorted(groups) if self.is_deterministic else groups:
-            group = groups[group_id]
-            oldest_step, _ = self._submitted.pop(group_id)
-            if not self._has_signal(group):
-                is_right = min(group.metric("acc"), default=0.0) >= 1.0
-                account.add_group("all_right" if is_right else "all_wrong", group)
-            elif len(filling.kept) < self.train_prompts:
-                filling.kept.append(group)
-                filling.last_kept, filling.finished_since_kept = self.clock(), 0
+        for group in finished:
+            oldest_step, num_tokens = self._submitted.pop(group.group_id)
+            account.generated_tokens += group.num_response_tokens - num_tokens
+            account.add_finished(group)
+            if self._has_signal(group):
+                filling.ready[group.group_id] = (oldest_step, group)
+                filling.last_signal, filling.finished_since_signal = self.clock(), 0
             else:
-                self._set_aside(oldest_step, group, account)
+                is_right = min(group.metric("acc"), default=0.0) >= 1.0
+                account.add("all_right" if is_right else "all_wrong", group.rollouts)
+                filling.finished_since_signal += 1
 
     def _has_signal(self, group: Group) -> bool:
         if not self.settings.dynamic:
@@ -224,30 +212,37 @@ class Sampler:
             return len(group.rollouts) == 1 or (len(values) > 1 and bool(np.std(values) > 0))
         return len(values) > 1 and min(values) != max(values)
 
-    def _set_aside(self, oldest_step: int, group: Group, account: TokenAccount) -> None:
-        self.surplus.append((oldest_step, group))
-        account.add_group("surplus", group)
-
     def _stop(self, filling: _Filling) -> None:
-        """Abort what is in flight, or carry it over to the next step."""
+        """Carry what is in flight over to the next step, or abort it."""
         account = filling.account
-        if self.settings.in_flight == "abort":
-            late, num_groups, num_tokens = self.source.abort()
-            self._record(late, filling)
-            self._decide(filling)
-            account.generated_tokens += num_tokens
-            account.add("aborted", num_groups, num_tokens)
-        else:
-            late, requests = self.source.suspend()
-            self._record(late, filling)
-            self._decide(filling)
-            for request in requests:
-                oldest_step, num_tokens = self._submitted[request.group_id]
-                account.generated_tokens += request.num_response_tokens - num_tokens
+        late, requests = self.source.suspend()
+        self._record(late, filling)
+        for request in requests:
+            oldest_step, num_tokens = self._submitted.pop(request.group_id)
+            account.generated_tokens += request.num_response_tokens - num_tokens
+            if self.carries_over:
                 self.unfinished.append((oldest_step, request))
-            account.carried_out_groups = len(self.unfinished)
-            account.carried_out_tokens = sum(request.num_response_tokens for _, request in self.unfinished)
-        self._submitted.clear()
+            else:
+                account.add("aborted", request.responses)
+                filling.dropped += request.responses
+        account.carried_out_groups = len(self.unfinished)
+        account.carried_out_tokens = sum(request.num_response_tokens for _, request in self.unfinished)
+
+    def _finish(self, filling: _Filling) -> Draw:
+        """Take the step's groups; the other ready ones wait for the next step."""
+        account = filling.account
+        chosen = [] if filling.is_skipped else self._chosen(filling)
+        groups = [filling.ready.pop(group_id)[1] for group_id in chosen]
+        self.surplus = [filling.ready[group_id] for group_id in sorted(filling.ready)]
+        if not self.is_in_prompt_order:
+            self.surplus = list(filling.ready.values())
+        for group in groups:
+            account.add("kept", group.rollouts)
+        for _, group in self.surplus:
+            account.add("surplus", group.rollouts)
+        self._watch.add_step(groups, filling.dropped)
+        account.reward_seconds = self.source.take_reward_seconds()
+        return Draw(groups, filling.num_drawn, account)
 
     def _give_up(self, filling: _Filling) -> None:
         """Do as `on_exhausted` says: draws are used up and nothing is in flight."""
@@ -258,13 +253,15 @@ class Sampler:
                 "sampler.max_num_gen_batches, lower train.train_prompts, or set sampler.on_exhausted to "
                 "train_partial or skip_step"
             )
-        if self.settings.on_exhausted == "train_partial" and filling.kept:
+        if self.settings.on_exhausted == "train_partial" and filling.ready:
             logger.warning("%sTraining on these (sampler.on_exhausted=train_partial)", message)
             return
-        logger.warning("%sSkipping the step (sampler.on_exhausted=%s)", message, self.settings.on_exhausted)
-        for group in filling.kept:
-            filling.account.add_group("stale", group)
-        filling.kept = []
+        logger.warning(
+            "%sSkipping the step (sampler.on_exhausted=%s); these wait for the next one",
+            message,
+            self.settings.on_exhausted,
+        )
+        filling.is_skipped = True
 
     def _refuse_no_scores(self, account: TokenAccount) -> None:
         """Raise when no response that finished in this step has a score: the scorer is at fault."""
@@ -276,12 +273,12 @@ class Sampler:
             )
 
     def _refuse_silence(self, filling: _Filling) -> None:
-        """Raise, with what was seen, when no group was kept for too long."""
-        seconds = self.clock() - filling.last_kept
-        if len(filling.kept) >= self.train_prompts or seconds <= self.settings.max_seconds_without_kept:
+        """Raise, with what was seen, when no group with signal finished for too long."""
+        seconds = self.clock() - filling.last_signal
+        if seconds <= self.settings.max_seconds_without_kept or len(self._chosen(filling)) >= self.train_prompts:
             return
         message = f"no group was kept for {seconds:.0f} s of training step {filling.step}. {self._seen(filling)} "
-        if not filling.finished_since_kept:
+        if not filling.finished_since_signal:
             raise RolloutError(
                 message + "In this time no group finished. With few tokens in flight an engine hangs, and "
                 "rollout.engine=hf shows whether it is that one; with as many as there can be, scoring does: "
@@ -296,13 +293,12 @@ class Sampler:
     def _seen(self, filling: _Filling) -> str:
         account = filling.account
         unscored = f"{account.num_unscored} responses have no score, " if account.num_unscored else ""
-        num_decided = account.finished_groups - len(filling.undecided)
-        num_even = account.groups["all_right"] + account.groups["all_wrong"]
+        num_finished, num_even = account.finished_groups, account.groups["all_right"] + account.groups["all_wrong"]
         return (
-            f"{filling.num_gen_batches} draws of {self.settings.gen_prompts} prompts gave {len(filling.kept)} "
-            f"groups with signal, {self.train_prompts} are needed: of {num_decided} finished groups "
+            f"{filling.num_drawn} drawn prompts and the groups that waited gave {len(filling.ready)} groups with "
+            f"signal, {self.train_prompts} are needed: of {num_finished} finished groups "
             f"{account.groups['all_right']} were all right and {account.groups['all_wrong']} all wrong, "
-            f"{unscored}{1 - num_even / max(num_decided, 1):.1%} were kept (mean accuracy "
+            f"{unscored}{1 - num_even / max(num_finished, 1):.1%} had signal (mean accuracy "
             f"{account.num_right / max(account.num_finished, 1):.1%}); {self.source.num_in_flight} groups with "
             f"{self.source.num_tokens_in_flight} response tokens are in flight."
         )

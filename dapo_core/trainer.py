@@ -2,7 +2,7 @@
 
 dapo train (training.py)        the trainer: this file, one process without an accelerator
   |                               |  ^
-  | starts Ray and the actors,    |  | waits for the first train_prompts groups with signal (sampler.py)
+  | starts Ray and the actors,    |  | waits for the step's train_prompts groups (sampler.py)
   | restarts all if one dies      |  |
   v                               v  |
 rollout workers (rollout.py)     GroupRequest ->   <- Group: tokens, log-probs and scores of G responses
@@ -34,7 +34,7 @@ from dapo_core.device import device_for
 from dapo_core.flops import ActorUtilization
 from dapo_core.kl import KLController
 from dapo_core.loss import LossTotals
-from dapo_core.policy.requirements import read_model_config
+from dapo_core.pretrained import load_model_config
 from dapo_core.rollout_correction import mismatch_metrics
 from dapo_core.sampler import Sampler
 from dapo_core.stopping import StopRequest
@@ -85,8 +85,9 @@ class Trainer:
         self.checkpoints = CheckpointWriter(output_dir / CHECKPOINTS, model_path, cluster.policy, config)
         device = device_for(config.train.device)
         self.dtypes = [device.resolve_dtype(section.dtype) for section in (config.train, config.rollout)]
+        model_config = load_model_config(model_path, config.model.trust_remote_code)
         self.utilization = ActorUtilization(
-            read_model_config(model_path), cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
+            model_config, cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
         )
         self.stop = StopRequest()  # placeholder; run() installs the real one
         self.num_steps = 0  # training steps done
@@ -104,7 +105,11 @@ class Trainer:
         if state.identity == self.identity:
             self.sampler.surplus, self.sampler.unfinished = state.surplus, state.unfinished
         elif num_groups := len(state.surplus) + len(state.unfinished):
-            logger.warning("checkpoint.allow_changed: %d groups sampled before the change are dropped", num_groups)
+            if state.identity.get("prompts") == self.identity["prompts"]:
+                self.sampler.redraw(state.step + 1, state.surplus, state.unfinished)
+            logger.warning(
+                "checkpoint.allow_changed: %d groups sampled before the change are not trained on", num_groups
+            )
         if state.identity.get(KL_COEFFICIENT) == self.identity[KL_COEFFICIENT]:
             self.kl.coefficient = state.kl_coefficient
         self.cluster.policy.load(str(checkpoint))
@@ -129,7 +134,7 @@ class Trainer:
             draw = self.sampler.draw(number)
         timer.attribute(self.checkpoints.take_polled_seconds(), "gen", "save_checkpoint")
         timer.attribute(draw.account.reward_seconds, "gen", "reward")
-        metrics = measure.draw_metrics(draw)
+        metrics = measure.draw_metrics(draw, config.sampler.gen_prompts, self.policy_version)
 
         if draw.groups:  # none where on_exhausted=skip_step skips the step
             groups = shuffled(draw.groups, config.run.seed, number)

@@ -72,7 +72,7 @@ def validate(
     while len(groups) < len(requests):
         finished = source.finished()
         if finished:
-            groups.update(finished)
+            groups |= {group.group_id: group for group in finished}
             last_finished = clock()
         elif (seconds := clock() - last_finished) > max_seconds:
             raise RolloutError(_silence(source, step, seconds, len(groups), len(requests)))

@@ -45,6 +45,7 @@ class Provenance:
     """What a report knows beside its two results directories."""
 
     title: str = "Before/after report"
+    problems: str = "own problems"  # what they are where they are no known benchmark
     models: Mapping[str, str] = field(default_factory=dict)  # side -> name
     engine: Mapping[str, str] = field(default_factory=dict)  # package -> version
     data: str | None = None  # digest of the problems' file
@@ -64,7 +65,7 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
     template = settings.get("prompt_template") or {"name": "given"}
     data = provenance.data or settings.get("prompts", "")
     found = {
-        "benchmark": f"{settings.get('benchmark') or 'own problems'}, {n} items"
+        "benchmark": f"{settings.get('benchmark') or provenance.problems}, {n} items"
         + (f", {k} responses to each" if k > 1 else ""),
         **{f"model {side}": _model(provenance.models.get(side), result.model) for side, result in sides.items()},
         "prompt": f"{template['name']}, {settings.get('api', 'unknown API')}",

@@ -16,7 +16,7 @@ from dapo_core.metrics import METRICS_FILE
 from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
 from durable import read_json_lines
 from eval.problems.benchmarks import load_set
-from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output, algorithm_for
 from tasks.config import ChainConfig
 from tasks.dataset import build_dataset
 from tasks.evaluation_settings import evaluate_servers
@@ -94,7 +94,7 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
         link_log(run, log_path)
         evaluation_set = load_set(eval_file(data), settings.benchmark, settings.prompt, settings.api)
         name = served_name(model.digest)
-        with serve_model(model.path, run.config.serve, log_path=log_path, name=name) as servers:
+        with serve_model(model.path, run.config.served, log_path=log_path, name=name) as servers:
             urls = ", ".join(server.base_url for server in servers)
             logger.info("%s serves on %s; asking %d items", servers[0].model, urls, len(evaluation_set.items))
             on_progress = StageProgress(run, label).on_progress
@@ -165,7 +165,9 @@ def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
         remove_leftovers(folder.parent)
         run_dapo(["merge", training.path, folder, *options], run, key)
         files = json.loads((folder / MERGE_MANIFEST).read_text(encoding="utf-8"))["files"]
-        digests = {name: f"blake3:{row['blake3']}" for name, row in files.items()}
+        digests = {
+            name: f"blake3:{row['blake3']}" for name, row in files.items() if algorithm_for(name) == "blake3"
+        }
         return Output({"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}, digests)
 
     return run.produce("merge_checkpoint", key, build)

@@ -37,11 +37,12 @@ def make_group(
             overlong_penalty=0.0,
             verdict="timeout" if math.isnan(reward) else "right" if reward > 0 else "wrong",
             acc=float(reward > 0),
+            versions=[(policy_version, length)] if length else [],
         )
         for reward, length in zip(rewards, lengths, strict=True)
     ]
     prompt_ids = tuple(draw.randrange(5, 200) for _ in range(num_prompt_tokens))
-    return Group(Prompt(index, prompt_ids, "arithmetic", "1"), rollouts, policy_version)
+    return Group(index, Prompt(index, prompt_ids, "arithmetic", "1"), rollouts)
 
 
 def random_batch(num_groups: int, group_size: int, seed: int = 0) -> Batch:

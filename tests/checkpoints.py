@@ -40,7 +40,7 @@ def make_state(step: int, accuracy: float | None = None) -> TrainerState:
         prompt_position=123,
         surplus=[(step, replace(groups[0], rollouts=awkward)), (step - 1, groups[1])],
         unfinished=[
-            (step, GroupRequest(12, prompt, step - 1, responses, policy_version=8)),
+            (step, GroupRequest(12, prompt, step - 1, responses, [[(8, 1), (9, 1)], [(9, 1)]])),
             (step, GroupRequest(13, replace(prompt, index=8), step)),
         ],
         kl_coefficient=0.001,

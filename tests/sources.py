@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dapo_core.compat import OURS, Compat
-from dapo_core.config.training import SamplerConfig
+from dapo_core.config.sampler import SamplerConfig
 from dapo_core.data import Prompt, PromptStream
 from dapo_core.engines.base import FinishReason, Response
 from dapo_core.rollout import Group, GroupRequest
@@ -18,6 +18,7 @@ from tests.batches import make_group
 
 RIGHT, WRONG, MIXED = [1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]
 TOKENS_PER_GROUP = 6  # two responses of three tokens
+ORDERS = [("stream", "carry_over"), ("finish", "carry_over"), ("finish", "abort")]  # sampler.order, in_flight
 PROMPTS = [Prompt(index, (index + 5,), "arithmetic", "1") for index in range(7)]
 
 
@@ -62,14 +63,10 @@ class ScriptedSource:
             else:
                 self.fresh.append(request.group_id)
 
-    def finished(self) -> list[tuple[int, Group]]:
+    def finished(self) -> list[Group]:
         return self._finish(self.burst)
 
-    def abort(self) -> tuple[list[tuple[int, Group]], int, int]:
-        late, dropped = self.suspend()
-        return late, len(dropped), sum(request.num_response_tokens for request in dropped)
-
-    def suspend(self) -> tuple[list[tuple[int, Group]], list[GroupRequest]]:
+    def suspend(self) -> tuple[list[Group], list[GroupRequest]]:
         late, stopped = self._finish(self.num_late), list(self.in_flight.values())
         self.in_flight = {}
         return late, [self._suspended(request) for request in stopped]
@@ -77,38 +74,52 @@ class ScriptedSource:
     def take_reward_seconds(self) -> float:
         return 0.5
 
-    def _finish(self, count: int) -> list[tuple[int, Group]]:
+    def _finish(self, count: int) -> list[Group]:
         group_ids = list(self.in_flight)
         if self.order is not None:
             self.order.shuffle(group_ids)
-        return [(group_id, self._whole(self.in_flight.pop(group_id))) for group_id in group_ids[:count]]
+        return [self._whole(self.in_flight.pop(group_id)) for group_id in group_ids[:count]]
 
     def _whole(self, request: GroupRequest) -> Group:
         rewards = self.script[request.group_id % len(self.script)]
-        return make_group(rewards, request.prompt.index, policy_version=request.policy_version or 0)
+        return replace(make_group(rewards, request.prompt.index), group_id=request.group_id)
 
     def _suspended(self, request: GroupRequest) -> GroupRequest:
         """The group's first tokens: those it came with and `partial_tokens` more, the first response's first."""
         left = min(request.num_response_tokens + self.partial_tokens, TOKENS_PER_GROUP)
-        responses = []
+        responses: list[Response] = []
         for sample, rollout in enumerate(self._whole(request).rollouts):
             count = min(left, len(rollout.response_ids))
             left -= count
             reason: FinishReason = "stop" if count == len(rollout.response_ids) else "abort"
             so_far = (rollout.response_ids[:count], rollout.rollout_log_probs[:count])
             responses.append(Response(f"{request.group_id}/{sample}", *so_far, reason))
-        begun = replace(request, responses=responses, policy_version=request.policy_version or 0)
+        begun = replace(request, responses=responses, versions=[[(0, len(one.response_ids))] for one in responses])
         return begun if begun.num_response_tokens else request.without_responses()
 
 
 class Clock:
-    """Seconds that pass only when told."""
+    """Seconds that pass only when a test adds them."""
 
     def __init__(self) -> None:
         self.now = 100.0
 
     def __call__(self) -> float:
         return self.now
+
+
+class LateSource(ScriptedSource):
+    """The groups of some ids finish only when nothing else is in flight, one at a time."""
+
+    def __init__(self, script: Sequence[list[float]], late: set[int], partial_tokens: int = 0) -> None:
+        super().__init__(script, burst=1, partial_tokens=partial_tokens)
+        self.late = late
+
+    def _finish(self, count: int) -> list[Group]:
+        held = {group_id: self.in_flight.pop(group_id) for group_id in self.late & set(self.in_flight)}
+        finished = super()._finish(count)
+        self.in_flight = held | self.in_flight
+        return finished or super()._finish(count)
 
 
 class SlowSource(ScriptedSource):
@@ -120,7 +131,7 @@ class SlowSource(ScriptedSource):
         self.seconds = seconds
         self.waits = itertools.cycle([False] * (pause - 1) + [True])
 
-    def finished(self) -> list[tuple[int, Group]]:
+    def finished(self) -> list[Group]:
         self.clock.now += self.seconds
         return super().finished() if next(self.waits) else []
 
@@ -133,8 +144,8 @@ def make_sampler(
     clock: Clock | None = None,
     **settings: object,
 ) -> Sampler:
-    """A sampler that draws four prompts at a time, at most five times, of PROMPTS in order."""
-    values = {"gen_prompts": 4, "max_num_gen_batches": 5, **settings}
+    """A sampler of PROMPTS in order: four at a time, at most five times that in a step."""
+    values = {"gen_prompts": 4, "max_num_gen_batches": 5, "max_staleness": 1, **settings}
     stream = PromptStream(PROMPTS, seed=0, shuffle=False)
     sampler_settings = SamplerConfig.model_validate(values)
     return Sampler(

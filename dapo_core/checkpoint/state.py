@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from dapo_core.data import Prompt
 from dapo_core.engines.base import Response
 from dapo_core.errors import CheckpointError
-from dapo_core.rollout import Group, GroupRequest, Rollout
+from dapo_core.rollout import Group, GroupRequest, Rollout, VersionSpans
 
 STATE_FILE = "trainer_state.json"
 GROUPS_FILE = "carried_groups.json"  # separate, so that metrics of many checkpoints are read without it
@@ -76,13 +76,20 @@ def _carried(values: dict[str, Any]) -> tuple[list[tuple[int, Group]], list[tupl
 
 
 def _group(values: dict[str, Any]) -> Group:
-    rollouts = [Rollout(**rollout) for rollout in values["rollouts"]]
+    rollouts = [Rollout(**{**rollout, "versions": _spans(rollout["versions"])}) for rollout in values["rollouts"]]
     return Group(**{**values, "prompt": _prompt(values["prompt"]), "rollouts": rollouts})
 
 
 def _group_request(values: dict[str, Any]) -> GroupRequest:
     responses = [Response(**response) for response in values["responses"]]
-    return GroupRequest(**{**values, "prompt": _prompt(values["prompt"]), "responses": responses})
+    versions = [_spans(spans) for spans in values["versions"]]
+    return GroupRequest(
+        **{**values, "prompt": _prompt(values["prompt"]), "responses": responses, "versions": versions}
+    )
+
+
+def _spans(values: list[list[int]]) -> VersionSpans:
+    return [(version, num_tokens) for version, num_tokens in values]
 
 
 def _prompt(values: dict[str, Any]) -> Prompt:

@@ -1,4 +1,4 @@
-"""All rollout workers, seen as one source of groups."""
+"""All rollout workers as one source of groups."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SILENCE_SECONDS = 1.0  # after which `finished` returns without an answer
 
 
 class RolloutGroup:
-    """All rollout workers, seen as one source of groups: requests go in, (group id, scored group) come out.
+    """All rollout workers as one source of groups: takes requests, returns scored groups.
 
-    A worker answers within an engine's step; RolloutError when one does not within `max_seconds`. Waiting for
-    groups raises WorkerDied for a dead policy rank as well.
+    A worker answers within one engine step; RolloutError is raised after `max_seconds`. Waiting for groups raises
+    WorkerDied for dead policy ranks, too.
     """
 
     def __init__(self, workers: Sequence[Any], max_seconds: float, actors: Actors) -> None:
@@ -37,16 +37,16 @@ class RolloutGroup:
 
     @property
     def num_in_flight(self) -> int:
-        """Groups submitted and neither returned nor stopped."""
+        """Groups that are neither returned nor stopped."""
         return sum(self._in_flight)
 
     @property
     def num_tokens_in_flight(self) -> int:
-        """Response tokens of these, as of the last report."""
+        """Response tokens of these, as of each worker's last poll."""
         return sum(self._tokens)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Give each group to the worker that has the fewest."""
+        """Send each group to the worker that has the fewest."""
         shares: list[list[GroupRequest]] = [[] for _ in self.workers]
         for request in requests:
             number = self._in_flight.index(min(self._in_flight))
@@ -55,8 +55,8 @@ class RolloutGroup:
         calls = zip(self.workers, shares, strict=True)
         self._get([worker.submit.remote(share) for worker, share in calls if share])
 
-    def finished(self) -> list[tuple[int, Group]]:
-        """Groups that a worker finished; empty when none did within about a second."""
+    def finished(self) -> list[Group]:
+        """Finished groups; empty if there are none within about a second."""
         self.actors.check()
         for number, worker in enumerate(self.workers):
             if self._in_flight[number] and number not in self._polls.values():
@@ -66,44 +66,30 @@ class RolloutGroup:
         ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=SILENCE_SECONDS)
         return [finished for reference in ready for finished in self._take(reference)]
 
-    def abort(self) -> tuple[list[tuple[int, Group]], int, int]:
-        """Groups that finished meanwhile, and the number of groups and response tokens dropped."""
-        late, busy = self._take_polls(), self._take_busy()
-        dropped = self._get([worker.abort.remote() for worker in busy])
-        return late, sum(groups for groups, _ in dropped), sum(tokens for _, tokens in dropped)
-
-    def suspend(self) -> tuple[list[tuple[int, Group]], list[GroupRequest]]:
-        """Groups that finished meanwhile, and the requests that continue the others, oldest first."""
-        late, busy = self._take_polls(), self._take_busy()
+    def suspend(self) -> tuple[list[Group], list[GroupRequest]]:
+        """Groups that finished meanwhile, and the requests that continue the others, in prompt order."""
+        late = [group for reference in list(self._polls) for group in self._take(reference)]
+        busy = [worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count]
+        self._in_flight = [0] * len(self.workers)
+        self._tokens = [0] * len(self.workers)
         requests = self._get([worker.suspend.remote() for worker in busy])
         return late, sorted((request for own in requests for request in own), key=lambda own: own.group_id)
 
     def take_reward_seconds(self) -> float:
-        """Seconds since the last call in which a worker waited for scores alone, of the worker with the most."""
+        """Seconds in which a worker waited for scores alone since the last call; the largest over workers."""
         most = max(self._reward_seconds)
         self._reward_seconds = [0.0] * len(self.workers)
         return most
 
     def load_weights(self, buckets: Buckets, policy_version: int) -> list[int]:
-        """Load the weights into every engine; returns the policy version that each then holds."""
+        """Load the weights into every engine; returns the policy version that each holds afterwards."""
         return self.actors.get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         """Each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""
         return self.actors.get([worker.log_probs.remote(sequences) for worker in self.workers])
 
-    def _take_polls(self) -> list[tuple[int, Group]]:
-        """What the running polls bring."""
-        return [finished for reference in list(self._polls) for finished in self._take(reference)]
-
-    def _take_busy(self) -> list[Any]:
-        """The workers that have groups left, which from now on count as idle."""
-        busy = [worker for worker, count in zip(self.workers, self._in_flight, strict=True) if count]
-        self._in_flight = [0] * len(self.workers)
-        self._tokens = [0] * len(self.workers)
-        return busy
-
-    def _take(self, reference: Any) -> list[tuple[int, Group]]:
+    def _take(self, reference: Any) -> list[Group]:
         number = self._polls.pop(reference)
         progress: Progress = self._get(reference)
         self._in_flight[number] -= len(progress.groups)

@@ -10,6 +10,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.sampler import SamplerConfig
+from dapo_core.config.warm_start import ModelCodeConfig
 
 MOST_HORIZONS_PER_STEP = 5  # adaptive KL changes its coefficient by at most 1/5 for each horizon that passes
 
@@ -18,14 +20,11 @@ class RunConfig(Section):
     """The name and the randomness of a run."""
 
     name: str = volatile(
-        "dapo",
-        "Name in reports and in Prefect; unset: the file's name.",
-        min_length=1,
-        max_length=80,
+        "dapo", "Name in reports and in Prefect; unset: the file's name.", min_length=1, max_length=80
     )
     seed: int = key(0, "Seed of data generation, warm start, shuffling and sampling.", ge=0, le=2**31 - 1)
     deterministic: bool = key(
-        False, "Deterministic kernels, and groups kept in prompt order: slower, and reproducible."
+        False, "Deterministic kernels, and no group left in flight by a step: slower, and reproducible."
     )
 
 
@@ -87,7 +86,7 @@ class AlgorithmConfig(Section):
     """Advantage and loss. DAPO by default; GRPO is equal clips, no dynamic sampling and KL in the loss."""
 
     baseline: Literal["group-mean", "leave-one-out"] = key(
-        "group-mean", "Baseline of a reward: the mean of its group, or of its siblings only (RLOO)."
+        "group-mean", "Baseline of a reward: the mean of its group, or of the group's other responses (RLOO)."
     )
     normalize_by_std: bool = key(True, "Divide the group advantage by the group's standard deviation.")
     clip_ratio_low: float = key(0.2, "Lower clip: ratios below 1 - this stop pushing.", ge=0, lt=1)
@@ -150,29 +149,6 @@ class CustomRewardConfig(Section):
     )
     name: str = key(
         "compute_score", "Function in the file, sync or async; returns a float or a dict with `score`."
-    )
-
-
-class SamplerConfig(Section):
-    """Dynamic sampling (DAPO section 3.2)."""
-
-    dynamic: bool = key(True, "Keep only groups in which the metric differs.")
-    metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = key(
-        "acc", "What must differ within a group."
-    )
-    gen_prompts: int = key(1536, "Prompts drawn at once while the step is not full.", ge=1)
-    max_num_gen_batches: int = key(10, "Draws per training step before `on_exhausted` applies.", ge=1, le=1000)
-    on_exhausted: Literal["raise", "train_partial", "skip_step"] = key(
-        "raise", "What happens when too few groups were kept."
-    )
-    in_flight: Literal["abort", "carry_over"] = key(
-        "abort", "Unfinished groups of a full step: dropped, or continued in the next step."
-    )
-    max_staleness: int = key(
-        1, "Training steps that a surplus or carried-over group may wait; 0 drops them.", ge=0, le=64
-    )
-    max_seconds_without_kept: float = volatile(
-        7200.0, "Training stops with a report after this time without a newly kept group.", gt=0
     )
 
 
@@ -288,6 +264,7 @@ class TrainingConfig(Section):
 
     run: RunConfig = Field(default_factory=RunConfig)
     data: PromptsConfig = Field(default_factory=PromptsConfig)
+    model: ModelCodeConfig = Field(default_factory=ModelCodeConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     custom_reward: CustomRewardConfig = Field(default_factory=CustomRewardConfig)

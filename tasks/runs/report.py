@@ -66,6 +66,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact) -> Provenance:
     model = Path(str(run.config.model.path or f"{run.config.run.name} base")).name
     return Provenance(
         title=run.config.run.name,
+        problems="generated arithmetic" if run.config.data.source == "arithmetic" else "own problems",
         models={"before": model, "after": f"{model}, {run.config.train.total_steps} steps"},
         engine=engines["after"],
         data=manifests["before"]["inputs"]["eval_data"],

@@ -176,7 +176,9 @@ def test_only_groups_with_signal_are_trained_on_and_every_token_is_counted(folde
         assert line["sampler/kept_groups"] == 16
         assert 0 < line["reward/right_ratio"] < 1
         counted = sum(line[f"sampler/{outcome}_tokens"] for outcome in OUTCOMES)
-        assert line["perf/generated_tokens"] + carried_in == counted
-        carried_in = line["sampler/surplus_tokens"]
+        carried_out = line["sampler/carried_out_tokens"]
+        assert line["perf/generated_tokens"] + carried_in == counted + carried_out
+        carried_in = line["sampler/surplus_tokens"] + carried_out
+        assert line["sampler/aborted_groups"] == line["sampler/stale_groups"] == 0
     assert sum(line["sampler/all_wrong_groups"] + line["sampler/all_right_groups"] for line in lines) > 0
     assert sum(line["sampler/surplus_groups"] for line in lines) > 0

@@ -1,4 +1,4 @@
-"""Training end to end over real parts: Ray, two FSDP2 ranks over gloo, an engine, checkpoints, SIGKILLs."""
+"""Training end to end: Ray, two FSDP2 ranks over gloo, an engine, checkpoints, SIGKILLs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import os
 import random
 import re
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +22,13 @@ from durable import read_json_lines
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.processes import supervisor
 from tests.metric_names import expand
+from tests.processes import start_time_of, wait_until
 from tests.trainings import NUM_PROBLEMS, World, config_of, settings
 
 UNINTERRUPTED_STEPS = 4
 TOTAL_STEPS = 8
 OPTIMIZER_STEPS = 2  # per training step: train_prompts / mini_prompts
-# What every step that trains writes, of the metrics that the field knows and of ours. Not among them are KL's and
+# What every step that trains writes. Not among them are KL's and
 # the reference model's (test_training_options.py), perf/mfu/actor, which needs a device whose peak is known,
 # the memory of accelerators, and timing_s/testing, as no evaluation takes place between steps.
 METRIC_NAMES = expand("""
@@ -38,7 +39,8 @@ response_length/{mean,max,min,clip_ratio} prompt_length/{mean,max,min,clip_ratio
 response_length_non_aborted/{mean,max,min} global_seqlen/{min,max,minmax_diff,balanced_min,balanced_max,mean}
 rollout/{probs_diff_mean,probs_diff_max,kl,k3_kl,ppl_ratio,ess,chi2_token,chi2_seq}
 sampler/{kept,all_right,all_wrong,surplus,stale,aborted,carried_out}_{groups,tokens}
-sampler/{waste_ratio,accuracy} reward/{right,wrong,no_answer,error,timeout,overlong}_ratio
+sampler/{waste_ratio,accuracy} sampler/{finished,kept,surplus}_{response_length,clip_ratio}
+sampler/staleness/{mean,max} reward/{right,wrong,no_answer,error,timeout,overlong}_ratio
 timing_s/{gen,reward,old_log_prob,adv,update_actor,weight_sync,save_checkpoint,step}
 timing_per_token_ms/{gen,old_log_prob,adv,update_actor} perf/{total_num_tokens,generated_tokens}
 perf/{trained_response_tokens,time_per_step,throughput,max_rss_gb,cpu_memory_used_gb} weight_sync/probe_difference
@@ -56,7 +58,7 @@ NOT_OF_THE_RESULT = (
 
 @dataclass(frozen=True)
 class Run:
-    """A training output and what was seen of it: before it was continued, and at the end."""
+    """A training output, as it was before it was continued and as it ended."""
 
     folder: Path
     first: TrainResult
@@ -64,7 +66,7 @@ class Run:
     first_state: TrainerState
     checkpoints: list[list[str]]  # after each of the first steps
     last: TrainResult
-    told: list[int]  # steps that the callback of the continued run got
+    called: list[int]  # steps for which the callback of the continued run was called
 
 
 def checkpoint_names(folder: Path) -> list[str]:
@@ -73,7 +75,7 @@ def checkpoint_names(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Four steps in one go, then four more by a second call on the same output, which saves while it goes on."""
+    """Four steps, then four more by a second call on the same output, which saves asynchronously."""
     folder = tmp_path_factory.mktemp("run")
     checkpoints: list[list[str]] = []
     first = train(
@@ -87,18 +89,18 @@ def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory
         lambda step, metrics: checkpoints.append(checkpoint_names(folder)),
     )
     first_metrics, first_state = read_json_lines(folder / METRICS_FILE), read_state(first.checkpoint)
-    told: list[int] = []
+    called: list[int] = []
     last = train(
         config_of(train={"total_steps": TOTAL_STEPS, "ray_address": ray_address}),
         world.data,
         world.model,
         folder,
-        lambda step, metrics: told.append(step),
+        lambda step, metrics: called.append(step),
     )
-    return Run(folder, first, first_metrics, first_state, checkpoints, last, told)
+    return Run(folder, first, first_metrics, first_state, checkpoints, last, called)
 
 
-def test_every_metric_is_written_and_none_that_nobody_knows(run: Run) -> None:
+def test_every_metric_is_written_and_no_unknown_one(run: Run) -> None:
     for line in run.first_metrics:
         assert set(line) == METRIC_NAMES
         assert None not in line.values()
@@ -111,11 +113,11 @@ def test_phases_add_up_to_the_step(run: Run) -> None:
         spent = sum(line[phase] for phase in phases)
         assert spent <= line["timing_s/step"]
         shares.append(1 - spent / line["timing_s/step"])
-    # What is left is bookkeeping: other processes may hold it up in one step, a phase left out is so in all.
+    # The rest is bookkeeping. Other processes may delay it in one step; a missing phase would show in all.
     assert min(shares) < 0.02, shares
 
 
-def test_each_step_s_numbers_fit_each_other(run: Run) -> None:
+def test_the_metrics_of_a_step_are_consistent(run: Run) -> None:
     assert [line["step"] for line in run.first_metrics] == [1, 2, 3, 4]
     carried_in = 0.0
     for line in run.first_metrics:
@@ -157,7 +159,7 @@ def test_the_last_checkpoints_are_kept(run: Run) -> None:
 
 
 def test_a_second_call_continues_at_the_next_step(run: Run) -> None:
-    assert run.told == [5, 6, 7, 8]
+    assert run.called == [5, 6, 7, 8]
     assert (run.last.steps, run.last.policy_version) == (TOTAL_STEPS, TOTAL_STEPS * OPTIMIZER_STEPS)
     lines = read_json_lines(run.folder / METRICS_FILE)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -165,15 +167,13 @@ def test_a_second_call_continues_at_the_next_step(run: Run) -> None:
     # 1/6 of the rate per optimizer step of warm-up: steps 2, 4, 6 end training steps 1 to 3
     assert [line["actor/lr"] for line in lines] == pytest.approx([2e-3 / 6, 4e-3 / 6, *[1e-3] * 6])
     before, after = run.first_state, read_state(run.last.checkpoint)
-    num_drawn = sum(int(6 * line["train/num_gen_batches"]) for line in lines[4:])
+    num_drawn = sum(round(6 * line["train/num_gen_batches"]) for line in lines[4:])
     assert after.prompt_position == before.prompt_position + num_drawn
     assert lines[7]["training/epoch"] == pytest.approx(after.prompt_position / NUM_PROBLEMS)
 
 
-def test_how_the_work_lies_on_the_devices_changes_no_number(
-    run: Run, world: World, ray_address: str, tmp_path: Path
-) -> None:
-    """Two ranks share each sequence and hold all weights each, instead of half of either; two engines generate."""
+def test_placement_changes_no_number(run: Run, world: World, ray_address: str, tmp_path: Path) -> None:
+    """Two ranks share each sequence and hold all weights each, instead of half of both; two engines generate."""
     train(
         config_of(
             rollout={"num_workers": 2},
@@ -199,26 +199,20 @@ def test_how_the_work_lies_on_the_devices_changes_no_number(
         assert other["global_seqlen/balanced_max"] < other["perf/total_num_tokens"]
         for name in METRIC_NAMES:
             if not name.startswith((*NOT_OF_THE_RESULT, "global_seqlen/")):
-                # differences of nearly equal numbers, such as a KL, keep the noise of what they are made of
+                # differences of nearly equal numbers, such as a KL, keep the noise of their terms
                 assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), (line["step"], name)
 
 
-def is_alive(pid: int, start_time: str) -> bool:
-    fields = supervisor._stat_fields(pid)
-    return bool(fields) and fields[0] != "Z" and fields[19] == start_time
-
-
-def wait_until_gone(processes: dict[int, str], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while living := {pid for pid, start_time in processes.items() if is_alive(pid, start_time)}:
-        assert time.monotonic() < deadline, f"processes {living} are still there after {seconds} s"
-        time.sleep(0.1)
+def started_since(before: dict[int, str]) -> Callable[[], bool]:
+    """A check that is true once every process is gone that started below this one since `before`."""
+    started = {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
+    return lambda: all(start_time_of(pid) != at for pid, at in started.items())
 
 
 def test_killed_in_every_role_it_ends_with_the_same_bits(
     run: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dapo train` as a stage runs it: a rank and a worker are replaced by itself, the command is typed again."""
+    """`dapo train` as a stage runs it: it restarts a rank and a worker itself, and the command is run again."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     crash = importlib.import_module("crash")
     recipe, chance = tmp_path / "recipe.yaml", random.Random(os.getpid())
@@ -228,8 +222,7 @@ def test_killed_in_every_role_it_ends_with_the_same_bits(
         crash.Moment(role, after_step, chance.uniform(0, 0.2))
         for role, after_step in (("rank", 1), ("worker", 3), ("group", 5))
     ]
-    kills = list(crash.train_through_kills(training, moments))
-    assert [kill.moment for kill in kills] == moments
+    assert crash.train_through_kills(training, moments) == len(moments)
     log = training.log_path.read_text(errors="replace")
     assert re.search(r"policy rank [01] of 2 .*died: .*training restarts in 0 s from", log), log[-3000:]
     assert re.search(r"rollout worker 0 of 1 .*died: .*training restarts in 0 s from", log), log[-3000:]
@@ -245,17 +238,16 @@ def test_an_error_ends_every_process_and_names_what_to_change(world: World, tmp_
     config = config_of(
         sampler={"dynamic": True, "max_num_gen_batches": 2}, train={"total_steps": 1, "num_ranks": 1}
     )
-    with pytest.raises(NotEnoughSignal, match=r"^2 draws of 6 prompts gave 0 groups .* and 12 all wrong"):
+    with pytest.raises(NotEnoughSignal, match=r"^12 drawn prompts .* gave 0 groups .* and 12 all wrong"):
         train(config, world.data, world.model, tmp_path)
-    started = {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
-    wait_until_gone(started, seconds=10)
+    wait_until(started_since(before), "every process is gone")
     assert read_json_lines(tmp_path / METRICS_FILE) == []
 
 
 def test_a_step_without_a_finished_group_ends_in_time_with_every_process(
     world: World, ray_address: str, tmp_path: Path
 ) -> None:
-    """The scorer never answers; its own time limit is far off."""
+    """The scorer never answers, and its own time limit is longer."""
     before = supervisor.descendants(os.getpid())
     scorer = tmp_path / "scorer.py"
     scorer.write_text("import time\n\n\ndef compute_score(*arguments, **named):\n    time.sleep(600)\n")
@@ -270,13 +262,12 @@ def test_a_step_without_a_finished_group_ends_in_time_with_every_process(
     message = str(caught.value)
     assert "no group was kept for" in message
     assert "6 groups with" in message
-    assert "6 groups with 0 response tokens" not in message  # they are generated, and wait for scores
+    assert "6 groups with 0 response tokens" not in message  # they are generated and wait for scores
     assert "no group finished" in message
-    started = {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
-    wait_until_gone(started, seconds=10)
+    wait_until(started_since(before), "every process is gone")
 
 
-def test_a_worker_s_error_arrives_as_what_it_is(world: World, ray_address: str, tmp_path: Path) -> None:
+def test_an_error_of_a_worker_keeps_its_type_and_message(world: World, ray_address: str, tmp_path: Path) -> None:
     config = config_of(
         rollout={"memory_gigabytes": 1e-6}, train={"total_steps": 1, "num_ranks": 1, "ray_address": ray_address}
     )

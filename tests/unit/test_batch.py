@@ -29,13 +29,13 @@ from tests.batches import UNSCORED, make_group, random_batch
 
 def _rollout(response_ids: list[int], finish_reason: FinishReason = "stop") -> Rollout:
     log_probs = [-0.5 * (place + 1) for place in range(len(response_ids))]
-    return Rollout(response_ids, log_probs, finish_reason, 1.0, 0.0, "right", 1.0)
+    return Rollout(response_ids, log_probs, finish_reason, 1.0, 0.0, "right", 1.0, [])
 
 
 def _groups() -> list[Group]:
     return [
-        Group(Prompt(0, (5, 6), "arithmetic", "1"), [_rollout([7, 8, 2]), _rollout([9, 9, 9, 9], "length")], 0),
-        Group(Prompt(1, (3, 3, 3), "arithmetic", "1"), [_rollout([4]), _rollout([], "abort")], 0),
+        Group(0, Prompt(0, (5, 6), "arithmetic", "1"), [_rollout([7, 8, 2]), _rollout([9, 9, 9, 9], "length")]),
+        Group(1, Prompt(1, (3, 3, 3), "arithmetic", "1"), [_rollout([4]), _rollout([], "abort")]),
     ]
 
 

@@ -118,6 +118,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             r"sampler\.gen_prompts=51 x sampler\.max_num_gen_batches=10 = 510 prompts can never fill "
             r"train\.train_prompts=512",
         ),
+        ("sampler.in_flight=abort", r"sampler\.in_flight=abort would drop .* set sampler\.order=finish"),
         ("data.source=path", r"data\.source is path, but data\.train_path or data\.eval_path is not set"),
         (
             "data.train_path=x.parquet",

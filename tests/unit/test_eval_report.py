@@ -215,7 +215,7 @@ def test_what_was_measured_and_how_fast() -> None:
     result = compare_evaluations(side, Evaluation.of({**settings, "model": "trained"}, rows))
     assert result.before.speed == Speed({"50": 2.0, "95": pytest.approx(2.0), "max": 2.0}, 60 / 6)
     assert (result.before.num_finished, result.before.finished_accuracy, result.before.accuracy) == (2, 0.5, 0.25)
-    provenance = Provenance("t", {"before": "qwen"}, {"vllm": "0.32.0"}, "e" * 64, {"recipe": "arith"})
+    provenance = Provenance("t", "sums", {"before": "qwen"}, {"vllm": "0.32.0"}, "e" * 64, {"recipe": "arith"})
     report = make_report(result, [], provenance)
     assert report["measured"] == {
         "benchmark": "math500, 4 items",

@@ -12,7 +12,7 @@ import torch
 from dapo_core.batch import Batch, build_batch
 from dapo_core.config.training import KLConfig
 from dapo_core.data import Prompt
-from dapo_core.engines.base import FinishReason
+from dapo_core.engines.base import FinishReason, Response
 from dapo_core.loss import LossSums
 from dapo_core.metrics import (
     batch_metrics,
@@ -24,22 +24,25 @@ from dapo_core.metrics import (
 from dapo_core.policy.rank import Update
 from dapo_core.reward.scorers import Verdict
 from dapo_core.rollout import Group, Rollout
-from dapo_core.sampler import Draw, TokenAccount
+from dapo_core.sampler import Draw
+from dapo_core.token_account import TokenAccount
 from tests.batches import UNSCORED, make_group
 
 
 def _rollout(num_tokens: int, score: float, verdict: Verdict, finish: FinishReason, penalty: float) -> Rollout:
-    return Rollout(
-        [7] * num_tokens, [-1.0] * num_tokens, finish, score, penalty, verdict, float(verdict == "right")
-    )
+    acc = float(verdict == "right")
+    return Rollout([7] * num_tokens, [-1.0] * num_tokens, finish, score, penalty, verdict, acc, [(0, num_tokens)])
+
+
+PROMPT = Prompt(0, (5, 6), "arithmetic", "1")
 
 
 def _groups() -> list[Group]:
     first = [_rollout(3, 1.0, "right", "stop", 0.0), _rollout(4, -1.0, "wrong", "length", -0.5)]
     second = [_rollout(1, -1.0, "no_answer", "stop", 0.0), _rollout(0, -1.0, "no_answer", "abort", 0.0)]
     return [
-        Group(Prompt(0, (5, 6), "arithmetic", "1"), first, 0),
-        Group(Prompt(1, (5, 6, 7), "arithmetic", "1"), second, 0),
+        Group(0, PROMPT, first),
+        Group(1, Prompt(1, (5, 6, 7), "arithmetic", "1"), second),
     ]
 
 
@@ -87,7 +90,9 @@ def test_the_clip_ratio_is_of_the_finish_reason_not_of_the_longest() -> None:
 
 def test_a_response_without_a_score_is_in_no_mean_of_scores() -> None:
     group = make_group([1.0, UNSCORED, 0.5])
-    metrics = response_metrics([group], torch.tensor(group.rewards), max_prompt_tokens=9)
+    metrics = response_metrics(
+        [group], torch.tensor([rollout.reward for rollout in group.rollouts]), max_prompt_tokens=9
+    )
     assert (metrics["critic/score/mean"], metrics["critic/score/min"]) == (0.75, 0.5)  # without the 0.0
     assert metrics["critic/rewards/mean"] == 0.75
     failed = replace(group, rollouts=[replace(group.rollouts[0], verdict="error"), *group.rollouts[1:]])
@@ -225,17 +230,43 @@ def test_updates_on_no_token_have_no_shares() -> None:
 
 
 def test_the_account_of_a_draw() -> None:
-    account = TokenAccount(generated_tokens=70, num_right=3, num_finished=12)
-    account.add("kept", 2, 30)
-    account.add("all_wrong", 1, 10)
-    account.add("surplus", 1, 20)
-    account.add("aborted", 3, 10)
-    account.carried_out_groups, account.carried_out_tokens = 4, 9
-    metrics = draw_metrics(Draw([], 2, account))
-    assert (metrics["sampler/carried_out_groups"], metrics["sampler/carried_out_tokens"]) == (4.0, 9.0)
-    assert metrics["sampler/waste_ratio"] == pytest.approx(0.4)  # (10 + 10) / (10 + 10 + 30): surplus is open
-    assert metrics["sampler/accuracy"] == 0.25
-    assert (metrics["train/num_gen_batches"], metrics["perf/generated_tokens"]) == (2.0, 70.0)
-    assert (metrics["sampler/kept_groups"], metrics["sampler/kept_tokens"]) == (2.0, 30.0)
-    assert (metrics["sampler/aborted_groups"], metrics["sampler/aborted_tokens"]) == (3.0, 10.0)
-    assert (metrics["sampler/stale_groups"], metrics["sampler/all_right_tokens"]) == (0.0, 0.0)
+    def rollouts(*lengths: int, finish: FinishReason = "stop") -> list[Rollout]:
+        return [_rollout(length, 1.0, "right" if length == 10 else "wrong", finish, 0.0) for length in lengths]
+
+    account = TokenAccount(generated_tokens=70, carried_out_groups=4, carried_out_tokens=9)
+    finished = {"kept": rollouts(10, 20), "surplus": rollouts(20, finish="length"), "all_wrong": rollouts(3, 7)}
+    for name, own in finished.items():
+        account.add(name, own)  # type: ignore[arg-type]
+        account.add_finished(Group(0, PROMPT, own))
+    account.add(
+        "aborted", [Response("5/0", [7] * 6, [-1.0] * 6, "abort"), Response("5/1", [7] * 4, [-1.0] * 4, "abort")]
+    )
+    draw = Draw(
+        [replace(_groups()[0], rollouts=[replace(finished["kept"][0], versions=[(5, 4), (7, 6)])])], 6, account
+    )
+    metrics = draw_metrics(draw, gen_prompts=4, policy_version=7)
+    expected = {
+        "sampler/carried_out_groups": 4,
+        "sampler/carried_out_tokens": 9,
+        "sampler/waste_ratio": 0.4,  # (10 + 10) / (10 + 10 + 30): surplus is open
+        "sampler/accuracy": 0.2,  # 1 of 5 finished responses
+        "train/num_gen_batches": 1.5,  # 6 / 4
+        "perf/generated_tokens": 70,
+        "sampler/kept_groups": 1,
+        "sampler/kept_tokens": 30,
+        "sampler/aborted_groups": 1,
+        "sampler/aborted_tokens": 10,
+        "sampler/stale_groups": 0,
+        "sampler/all_right_tokens": 0,
+        "sampler/finished_response_length": 12,  # (10 + 20 + 20 + 3 + 7) / 5
+        "sampler/finished_clip_ratio": 0.2,
+        "sampler/kept_response_length": 15,
+        "sampler/surplus_response_length": 20,
+        "sampler/surplus_clip_ratio": 1,
+        "sampler/aborted_response_length": 5,  # so far
+        "sampler/staleness/mean": 0.8,  # 4 tokens of 10 are two optimizer steps old
+        "sampler/staleness/max": 2,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    nothing = draw_metrics(Draw([], 0, TokenAccount()), 4, 0)
+    assert not [name for name in nothing if "length" in name or "clip" in name or "staleness" in name]

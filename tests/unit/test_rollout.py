@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from dapo_core.data import Prompt, load_tokenizer
+from dapo_core.data import Prompt
 from dapo_core.engines.base import EngineSettings, GenerationRequest, Response, build_engine
+from dapo_core.pretrained import load_tokenizer
 from dapo_core.rollout import Group, GroupRequest, RolloutWorker, sample_seed
 from tests.configs import make_config
 from tests.tiny_models import build_tiny_qwen3
@@ -64,7 +65,7 @@ def shared_worker(model_path: Path) -> Iterator[RolloutWorker]:
 def worker(shared_worker: RolloutWorker, model_path: Path) -> Iterator[RolloutWorker]:
     """The shared worker, with nothing in flight and version 0."""
     yield shared_worker
-    shared_worker.abort()
+    shared_worker.suspend()
     _publish(shared_worker, model_path, 0)
 
 
@@ -85,7 +86,7 @@ def _finish(worker: RolloutWorker, count: int) -> dict[int, Group]:
     deadline = time.monotonic() + 60
     while len(groups) < count:
         assert time.monotonic() < deadline
-        groups.update(worker.poll(1.0).groups)
+        groups |= {group.group_id: group for group in worker.poll(1.0).groups}
     return groups
 
 
@@ -106,8 +107,9 @@ def test_groups_hold_what_the_engine_sampled_and_what_the_scorer_said(
     tokenizer = load_tokenizer(model_path)
     for group_id, group in whole.items():
         assert group.prompt == PROMPTS[group_id - 100]
-        assert group.policy_version == 0
+        assert group.group_id == group_id
         for rollout in group.rollouts:
+            assert rollout.versions == [(0, len(rollout.response_ids))]
             text = tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
             assert rollout.score == len(text) + group.prompt.index
             assert rollout.acc == len(text) % 2
@@ -143,7 +145,7 @@ def test_groups_are_scored_while_the_engine_goes_on(
         patched.setattr(engine, "step", hold_back)
         patched.setattr(engine, "num_unfinished", lambda: num_unfinished() + len(held))
         progress = worker.poll(60.0)
-        assert progress.groups == [(100, whole[100])]
+        assert progress.groups == [whole[100]]
         assert engine.num_unfinished() > 0
         assert progress.reward_seconds == 0.0
         patched.setattr(engine, "step", lambda: [held.pop()] if held else step())
@@ -160,7 +162,8 @@ def test_suspended_groups_go_on_to_what_they_would_have_been(
     assert worker.engine.num_unfinished() == 0
     # the engine runs two groups at once: two have begun, two have nothing yet
     assert [request.num_response_tokens for request in suspended] == [2 * num_steps, 2 * num_steps, 0, 0]
-    assert [request.policy_version for request in suspended] == [0, 0, None, None]
+    begun = [(0, num_steps)]
+    assert [request.versions for request in suspended] == [[begun, begun], [begun, begun], [], []]
     assert suspended[2:] == REQUESTS[2:4]
     _publish(worker, model_path, 5)  # the same weights, called by another version
     worker.submit(suspended)
@@ -168,7 +171,12 @@ def test_suspended_groups_go_on_to_what_they_would_have_been(
     assert _tokens([groups[100 + index] for index in range(4)]) == _tokens(
         [whole[100 + index] for index in range(4)]
     )
-    assert [groups[100 + index].policy_version for index in range(4)] == [0, 0, 5, 5]
+    for index in range(4):
+        for rollout in groups[100 + index].rollouts:
+            assert rollout.versions == [
+                *begun * (index < 2),
+                (5, len(rollout.response_ids) - num_steps * (index < 2)),
+            ]
     for group_id, group in groups.items():
         assert [rollout.score for rollout in group.rollouts] == [
             rollout.score for rollout in whole[group_id].rollouts
@@ -181,11 +189,15 @@ def test_a_finished_sibling_waits_for_the_one_that_goes_on(whole: dict[int, Grou
         Response("103/0", first.response_ids, first.rollout_log_probs, first.finish_reason),
         Response("103/1", second.response_ids[:7], second.rollout_log_probs[:7], "abort"),
     ]
-    worker.submit([GroupRequest(103, PROMPTS[3], STEP, begun, policy_version=4)])
+    versions = [[(4, len(first.response_ids))], [(3, 2), (4, 5)]]
+    worker.submit([GroupRequest(103, PROMPTS[3], STEP, begun, versions)])
     assert worker.engine.num_unfinished() == 1
     group = _finish(worker, 1)[103]
     assert _tokens([group]) == _tokens([whole[103]])
-    assert group.policy_version == 4
+    assert [rollout.versions for rollout in group.rollouts] == [
+        versions[0],
+        [*versions[1], (0, len(second.response_ids) - 7)],
+    ]
 
 
 def test_greedy_groups_have_one_response_and_leave_sampled_ones_as_they_were(
@@ -198,7 +210,7 @@ def test_greedy_groups_have_one_response_and_leave_sampled_ones_as_they_were(
     alone = []
     for index in range(3):
         group = groups[-1 - index]
-        assert (len(group.rollouts), group.prompt, group.policy_version) == (1, PROMPTS[index], 0)
+        assert (len(group.rollouts), group.prompt) == (1, PROMPTS[index])
         worker.engine.submit([GenerationRequest("x", PROMPTS[index].prompt_ids, seed=index, is_greedy=True)])
         while worker.engine.num_unfinished():
             alone += [response.response_ids for response in worker.engine.step()]
@@ -226,10 +238,10 @@ def test_waiting_for_scores_alone_is_timed(whole: dict[int, Group], worker: Roll
         Response(f"104/{sample}", rollout.response_ids, rollout.rollout_log_probs, rollout.finish_reason)
         for sample, rollout in enumerate(whole[104].rollouts)
     ]
-    worker.submit([GroupRequest(104, PROMPTS[4], STEP, responses, policy_version=0)])
+    worker.submit([GroupRequest(104, PROMPTS[4], STEP, responses, [one.versions for one in whole[104].rollouts])])
     started = time.monotonic()
     progress = worker.poll(60.0)
-    assert [group for _, group in progress.groups] == [whole[104]]
+    assert progress.groups == [whole[104]]
     assert 0 < progress.reward_seconds <= time.monotonic() - started
     assert progress.num_open_tokens == 0
 
@@ -237,20 +249,13 @@ def test_waiting_for_scores_alone_is_timed(whole: dict[int, Group], worker: Roll
 def test_scores_of_what_was_stopped_are_passed_over(whole: dict[int, Group], worker: RolloutWorker) -> None:
     rollout = whole[105].rollouts[0]
     finished = Response("105/0", rollout.response_ids, rollout.rollout_log_probs, rollout.finish_reason)
-    request = GroupRequest(105, PROMPTS[5], STEP, [finished, Response("105/1", [], [], "abort")], policy_version=0)
+    responses = [finished, Response("105/1", [], [], "abort")]
+    request = GroupRequest(105, PROMPTS[5], STEP, responses, [rollout.versions, []])
     worker.submit([request])
     assert worker.suspend() == [request]
     worker.submit(REQUESTS[6:7])
     assert list(_finish(worker, 1)) == [106]
     assert worker.poll(0.01).groups == []
-
-
-def test_an_abort_counts_groups_and_tokens(worker: RolloutWorker) -> None:
-    worker.submit(REQUESTS[:3])
-    _step(worker, 5)
-    assert worker.abort() == (3, 2 * GROUP_SIZE * 5)  # two of the three groups had begun
-    assert worker.poll(0.01).groups == []
-    assert worker.abort() == (0, 0)
 
 
 def test_a_scorer_that_fails_is_a_verdict(worker: RolloutWorker) -> None:

@@ -1,9 +1,8 @@
-"""Dynamic sampling against a scripted source: what is kept, surplus, refused, and booked."""
+"""Dynamic sampling against a scripted source: what carries signal, what is refused, and what is booked."""
 
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
@@ -13,10 +12,12 @@ from hypothesis import strategies as st
 from dapo_core.compat import OURS, VERL
 from dapo_core.errors import RewardError, RolloutError
 from dapo_core.rollout import Group
-from dapo_core.sampler import FATES, NotEnoughSignal
+from dapo_core.sampler import NotEnoughSignal
+from dapo_core.token_account import FATES
 from tests.batches import UNSCORED
 from tests.sources import (
     MIXED,
+    ORDERS,
     RIGHT,
     TOKENS_PER_GROUP,
     WRONG,
@@ -28,12 +29,13 @@ from tests.sources import (
 )
 
 
-def test_only_mixed_groups_are_kept_and_the_rest_is_booked() -> None:
+@pytest.mark.parametrize("order", ["stream", "finish"])
+def test_only_mixed_groups_are_kept_and_the_rest_is_booked(order: str) -> None:
     source = ScriptedSource([RIGHT, MIXED, WRONG, MIXED], burst=4)
-    draw = make_sampler(source, train_prompts=4).draw(step=1)
-    # two draws of four give 4 mixed, 2 all right, 2 all wrong: 4 right + 4 * 1 right of 16 responses
+    draw = make_sampler(source, train_prompts=4, order=order).draw(step=1)
+    # eight prompts give 4 mixed, 2 all right, 2 all wrong: 4 right + 4 * 1 right of 16 responses
     assert [group.metric("acc") for group in draw.groups] == [[1.0, 0.0]] * 4
-    assert draw.num_gen_batches == 2
+    assert draw.num_drawn == 8
     assert booked(draw) == {"kept": 4, "all_right": 2, "all_wrong": 2}
     assert (draw.account.num_right, draw.account.num_finished) == (8, 16)
     assert draw.account.generated_tokens == 8 * TOKENS_PER_GROUP
@@ -42,87 +44,15 @@ def test_only_mixed_groups_are_kept_and_the_rest_is_booked() -> None:
     assert draw.account.reward_seconds == 0.5
 
 
-def test_the_draw_ends_as_soon_as_the_step_is_full() -> None:
-    source = ScriptedSource([MIXED], burst=1, partial_tokens=2)
-    draw = make_sampler(source, train_prompts=2, gen_prompts=6).draw(step=1)
-    assert [group.prompt.index for group in draw.groups] == [0, 1]
-    assert booked(draw) == {"kept": 2, "aborted": 4}
-    assert draw.account.tokens["aborted"] == 4 * 2
-    assert draw.account.generated_tokens == 2 * TOKENS_PER_GROUP + 4 * 2
-    assert source.num_in_flight == 0
-
-
-@pytest.mark.parametrize(
-    ("script", "num_gen_batches"),
-    [
-        ([WRONG, MIXED, MIXED, MIXED], 1),  # after the first, three in flight may still fill the step
-        ([WRONG, MIXED, WRONG, MIXED, MIXED], 2),  # after the third, one in flight and one kept cannot
-    ],
-)
-def test_fresh_prompts_are_drawn_only_when_those_in_flight_cannot_fill_the_step(
-    script: list[list[float]], num_gen_batches: int
-) -> None:
-    source = ScriptedSource(script, burst=1)
-    sampler = make_sampler(source, train_prompts=3)
-    assert sampler.draw(step=1).num_gen_batches == num_gen_batches
-    assert sampler.stream.position == 4 * num_gen_batches
-    assert source.fresh == list(range(4 * num_gen_batches))
-
-
-def test_surplus_is_carried_to_the_next_step_before_fresh_groups() -> None:
-    source = ScriptedSource([MIXED], burst=4)
-    sampler = make_sampler(source, train_prompts=3)
-    first = sampler.draw(step=1)
-    assert booked(first) == {"kept": 3, "surplus": 1}
-    assert [(born, group.prompt.index) for born, group in sampler.surplus] == [(1, 3)]
-    second = sampler.draw(step=2)
-    assert [group.prompt.index for group in second.groups] == [3, 4, 5]
-    assert booked(second) == {"kept": 3, "surplus": 2}
-    assert second.account.generated_tokens == 4 * TOKENS_PER_GROUP  # the carried one was generated in step 1
-
-
-@pytest.mark.parametrize(("max_staleness", "num_stale", "num_left"), [(0, 4, 0), (1, 0, 2)])
-def test_surplus_beyond_the_staleness_bound_is_dropped_and_counted(
-    max_staleness: int, num_stale: int, num_left: int
-) -> None:
-    source = ScriptedSource([MIXED] * 6 + [WRONG] * 6, burst=8)
-    sampler = make_sampler(
-        source, train_prompts=2, gen_prompts=6, max_staleness=max_staleness, on_exhausted="train_partial"
-    )
-    sampler.draw(step=1)
-    second = sampler.draw(step=2)
-    assert second.account.groups["stale"] == num_stale
-    assert second.account.tokens["stale"] == num_stale * TOKENS_PER_GROUP
-    assert [born for born, _ in sampler.surplus[:num_left]] == [1] * num_left
-
-
-def test_staleness_counts_from_the_step_that_generated_the_group() -> None:
-    source = ScriptedSource([MIXED], burst=8)
-    sampler = make_sampler(source, train_prompts=2, gen_prompts=8, max_staleness=2)
-    # 6 left after step 1, 4 after step 2, 2 after step 3, which are 3 steps old in step 4
-    draws = [sampler.draw(step) for step in (1, 2, 3, 4)]
-    assert [draw.account.groups["stale"] for draw in draws] == [0, 0, 0, 2]
-    assert [draw.num_gen_batches for draw in draws] == [1, 0, 0, 1]
-
-
-def test_groups_that_finish_during_the_abort_become_surplus() -> None:
-    source = ScriptedSource([MIXED, MIXED, MIXED, RIGHT, MIXED, MIXED], burst=2, num_late=2, partial_tokens=1)
-    sampler = make_sampler(source, train_prompts=2, gen_prompts=6)
-    draw = sampler.draw(step=1)
-    # in flight at the abort: mixed and all right finished meanwhile, two more dropped
-    assert booked(draw) == {"kept": 2, "surplus": 1, "all_right": 1, "aborted": 2}
-    assert [group.prompt.index for _, group in sampler.surplus] == [2]
-
-
 def test_exhausted_raises_with_counts_accuracy_and_keys() -> None:
     source = ScriptedSource([RIGHT, WRONG, WRONG, MIXED], burst=4)
     with pytest.raises(NotEnoughSignal) as caught:
         make_sampler(source, train_prompts=3, max_num_gen_batches=2).draw(step=1)
     message = str(caught.value)
-    # two draws: 2 all right, 4 all wrong, 2 mixed: 4 + 2 of 16 responses are right
-    assert "2 draws of 4 prompts gave 2 groups with signal, 3 are needed" in message
+    # 2 all right, 4 all wrong, 2 mixed: 4 + 2 of 16 responses are right
+    assert "8 drawn prompts and the groups that waited gave 2 groups with signal, 3 are needed" in message
     assert (
-        "of 8 finished groups 2 were all right and 4 all wrong, 25.0% were kept (mean accuracy 37.5%)" in message
+        "of 8 finished groups 2 were all right and 4 all wrong, 25.0% had signal (mean accuracy 37.5%)" in message
     )
     for key in (
         "sampler.max_num_gen_batches",
@@ -139,11 +69,11 @@ def test_exhausted_raises_with_counts_accuracy_and_keys() -> None:
         (
             [WRONG, MIXED],
             "train_partial",
-            [1, 3, 5, 0],
+            [1, 3, 5, 0],  # the eighth prompt drawn is the first of the next epoch
             {"kept": 4, "all_wrong": 4},
             "4 groups with signal, 5",
         ),
-        ([WRONG, MIXED], "skip_step", [], {"all_wrong": 4, "stale": 4}, "Skipping the step"),
+        ([WRONG, MIXED], "skip_step", [], {"all_wrong": 4, "surplus": 4}, "Skipping the step"),
         ([WRONG], "train_partial", [], {"all_wrong": 8}, "Skipping the step (sampler.on_exhausted=train_partial)"),
     ],
 )
@@ -161,6 +91,7 @@ def test_a_used_up_draw_trains_on_what_there_is_or_skips_the_step(
     assert booked(draw) == fates
     assert draw.account.waste_ratio == (0.5 if indices else 1.0)
     assert message in caplog.text
+    assert len(sampler.surplus) == fates.get("surplus", 0)  # a skipped step leaves its groups to the next
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -194,8 +125,8 @@ def test_float_noise_and_a_group_of_one_have_signal_for_verl_only() -> None:
     source = ScriptedSource([[0.1] * 3, [1.0] * 3], burst=4)
     ours = make_sampler(source, 2, metric="score", max_num_gen_batches=1, on_exhausted="train_partial").draw(1)
     assert booked(ours) == {"all_right": 4}
-    theirs = make_sampler(source, 2, compat=VERL, metric="score", max_num_gen_batches=1).draw(1)
-    assert booked(theirs) == {"kept": 2, "all_right": 2}
+    verl = make_sampler(source, 2, compat=VERL, metric="score", max_num_gen_batches=1).draw(1)
+    assert booked(verl) == {"kept": 2, "all_right": 2}
     alone = ScriptedSource([[1.0]], burst=4)  # a group of one
     ours = make_sampler(alone, 1, max_num_gen_batches=1, on_exhausted="skip_step").draw(1)
     assert booked(ours) == {"all_right": 4}
@@ -206,10 +137,10 @@ def test_an_accuracy_above_one_is_right() -> None:
     """As of a user's scorer that gives points and no `acc`."""
 
     class Points(ScriptedSource):
-        def finished(self) -> list[tuple[int, Group]]:
+        def finished(self) -> list[Group]:
             return [
-                (number, replace(group, rollouts=[replace(rollout, acc=10.0) for rollout in group.rollouts]))
-                for number, group in super().finished()
+                replace(group, rollouts=[replace(rollout, acc=10.0) for rollout in group.rollouts])
+                for group in super().finished()
             ]
 
     draw = make_sampler(Points([[10.0, 10.0]], burst=4), 1, max_num_gen_batches=1, on_exhausted="skip_step").draw(
@@ -223,7 +154,7 @@ def test_responses_without_a_score_make_no_signal() -> None:
     for compat in (OURS, VERL):
         draw = make_sampler(ScriptedSource(script, burst=4), 1, compat=compat).draw(1)
         assert booked(draw) == {"kept": 1, "all_right": 1, "all_wrong": 2}
-    assert draw.groups[0].rewards == [1.0, -1.0, 0.0]
+    assert [rollout.reward for rollout in draw.groups[0].rollouts] == [1.0, -1.0, 0.0]
     assert draw.groups[0].metric("seq_reward") == [1.0, -1.0]
 
 
@@ -235,16 +166,17 @@ def test_responses_without_a_score_make_no_signal() -> None:
             10_000,
             30.0,
             RolloutError,
-            "no group was kept for 31 s of training step 3. 1 draws of 4 prompts gave 0 groups with signal, 2 are "
-            "needed: of 0 finished groups|4 groups with 0 response tokens are in flight|no group finished",
+            "no group was kept for 31 s of training step 3. 4 drawn prompts and the groups that waited gave 0 "
+            "groups with signal, 2 are needed: of 0 finished groups|4 groups with 0 response tokens are in flight|"
+            "no group finished",
         ),
-        (  # after 12 s six groups have come: two all right, four all wrong; two of the second draw's are in flight
+        (  # after 12 s six groups have come: two all right, four all wrong; three others are in flight
             [RIGHT, WRONG, WRONG],
             2,
             11.5,
             NotEnoughSignal,
-            "no group was kept for 12 s|of 6 finished groups 2 were all right and 4 all wrong, 0.0% were kept "
-            "(mean accuracy 33.3%)|2 groups with 0 response tokens are in flight",
+            "no group was kept for 12 s|of 6 finished groups 2 were all right and 4 all wrong, 0.0% had signal "
+            "(mean accuracy 33.3%)|3 groups with 0 response tokens are in flight",
         ),
     ],
 )
@@ -276,27 +208,6 @@ def test_engines_that_fall_silent_after_a_kept_group_are_noticed() -> None:
         make_sampler(source, 2, clock=clock, max_seconds_without_kept=5.0).draw(step=1)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    script=st.lists(st.sampled_from([RIGHT, WRONG, MIXED]), min_size=1, max_size=9),
-    burst=st.integers(1, 9),
-    seed=st.integers(0, 1000),
-    in_flight=st.sampled_from(["abort", "carry_over"]),
-)
-def test_under_deterministic_the_order_of_finishing_decides_nothing(
-    script: list[list[float]], burst: int, seed: int, in_flight: str
-) -> None:
-    values = {"gen_prompts": 5, "on_exhausted": "train_partial", "in_flight": in_flight}
-    steady = make_sampler(ScriptedSource(script, burst=1), 3, is_deterministic=True, **values)
-    shuffled_source = ScriptedSource(script, burst, num_late=1, partial_tokens=1, order=random.Random(seed))
-    shuffled = make_sampler(shuffled_source, 3, is_deterministic=True, **values)
-    for step in range(1, 5):
-        expected = steady.draw(step)
-        assert shuffled.draw(step) == expected
-        assert expected.account.groups["aborted"] == expected.account.carried_out_groups == 0
-    assert shuffled.surplus == steady.surplus
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     script=st.lists(st.sampled_from([RIGHT, WRONG, MIXED]), min_size=1, max_size=20),
@@ -307,7 +218,7 @@ def test_under_deterministic_the_order_of_finishing_decides_nothing(
     max_staleness=st.integers(0, 3),
     on_exhausted=st.sampled_from(["train_partial", "skip_step"]),
     dynamic=st.booleans(),
-    in_flight=st.sampled_from(["abort", "carry_over"]),
+    order=st.sampled_from(ORDERS),
 )
 def test_the_account_balances_in_every_step(
     script: list[list[float]],
@@ -318,7 +229,7 @@ def test_the_account_balances_in_every_step(
     max_staleness: int,
     on_exhausted: str,
     dynamic: bool,
-    in_flight: str,
+    order: tuple[str, str],
 ) -> None:
     source = ScriptedSource(script, burst, num_late, partial_tokens=2)
     sampler = make_sampler(
@@ -329,14 +240,15 @@ def test_the_account_balances_in_every_step(
         max_staleness=max_staleness,
         on_exhausted=on_exhausted,
         dynamic=dynamic,
-        in_flight=in_flight,
+        order=order[0],
+        in_flight=order[1],
     )
     for step in range(1, 7):
         waiting, before = [*sampler.surplus, *sampler.unfinished], sampler.stream.position
         draw = sampler.draw(step)
         groups, tokens = draw.account.groups, draw.account.tokens
         num_drawn = sampler.stream.position - before
-        assert num_drawn == gen_prompts * draw.num_gen_batches
+        assert num_drawn == draw.num_drawn <= 3 * gen_prompts
         assert draw.account.carried_in_groups == len(waiting)
         assert draw.account.carried_in_tokens == sum(item.num_response_tokens for _, item in waiting)
         assert draw.account.carried_out_groups == len(sampler.unfinished)
@@ -346,7 +258,7 @@ def test_the_account_balances_in_every_step(
             sum(tokens[fate] for fate in FATES) + draw.account.carried_out_tokens
         )
         assert draw.account.generated_tokens >= 0
-        if in_flight == "abort":
+        if order[1] == "abort":
             assert draw.account.generated_tokens == (
                 (num_drawn - groups["aborted"]) * TOKENS_PER_GROUP + 2 * groups["aborted"]
             )
@@ -355,8 +267,8 @@ def test_the_account_balances_in_every_step(
             assert groups["aborted"] == 0
         assert groups["kept"] == len(draw.groups) <= train_prompts
         assert groups["surplus"] == len(sampler.surplus)
-        assert draw.num_gen_batches <= 3
         assert source.num_in_flight == 0
-        assert all(step - born <= max_staleness for born, _ in sampler.surplus)
+        if order[0] == "finish" or on_exhausted != "skip_step":  # a skipped step makes its groups wait
+            assert all(step - oldest_step <= max_staleness for oldest_step, _ in sampler.surplus)
         if dynamic:
             assert all(group.metric("acc") == [1.0, 0.0] for group in draw.groups)

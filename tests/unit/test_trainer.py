@@ -24,8 +24,9 @@ from dapo_core.data import Prompt, PromptStream
 from dapo_core.errors import CheckpointError, ConfigError, WorkerDied
 from dapo_core.identity import training_identity
 from dapo_core.metrics import METRICS_FILE, MetricsLog
-from dapo_core.sampler import Draw, NotEnoughSignal, TokenAccount
+from dapo_core.sampler import Draw, NotEnoughSignal
 from dapo_core.stopping import StopRequest, StopRequested
+from dapo_core.token_account import TokenAccount
 from dapo_core.trainer import Trainer, is_due
 from durable import read_json_lines
 from tests.checkpoints import FileShards, make_state, write_state
@@ -85,7 +86,7 @@ def test_all_of_a_state_is_taken_over(model_path: Path, tmp_path: Path) -> None:
         ({"algorithm": {"kl": {"coefficient": 0.5}}}, 0.5),  # what a person set counts
     ],
 )
-def test_a_training_changed_on_its_way_drops_groups_and_takes_a_new_kl_coefficient(
+def test_a_training_changed_on_its_way_samples_waiting_prompts_again_and_takes_a_new_kl_coefficient(
     model_path: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -96,8 +97,12 @@ def test_a_training_changed_on_its_way_drops_groups_and_takes_a_new_kl_coefficie
     state = replace(make_state(20), identity=identity, kl_coefficient=0.25)
     trainer = _trainer(model_path, tmp_path / "new", **sections)
     trainer.resume(write_state(tmp_path / "old" / "checkpoints", state))
-    assert (trainer.sampler.surplus, trainer.sampler.unfinished) == ([], [])
-    assert "4 groups sampled before the change are dropped" in caplog.text
+    requests = [request for _, request in trainer.sampler.unfinished]
+    assert [(request.group_id, request.prompt.index, request.responses) for request in requests] == [
+        (4, 4, []), (9, 9, []), (12, 7, []), (13, 8, []),
+    ]  # fmt: skip
+    assert trainer.sampler.surplus == []
+    assert "4 groups sampled before the change are not trained on" in caplog.text
     assert trainer.kl.coefficient == coefficient
 
 
@@ -123,17 +128,17 @@ def test_a_checkpoint_without_a_step_to_follow_is_refused(
     trainer = _trainer(model_path, tmp_path, train={"total_steps": 4})
     folder = tmp_path / ("checkpoints" if is_own else "other")
     start = write_state(folder, replace(make_state(step), identity=trainer.identity))
-    told = []
+    refusals = []
     try:
         require_same_training(trainer.config, start, tmp_path / "checkpoints", trainer.identity)
     except ConfigError as error:
-        told.append(str(error))
-    assert bool(told) == is_refused
+        refusals.append(str(error))
+    assert bool(refusals) == is_refused
     if is_refused:
-        assert told[0].startswith(
+        assert refusals[0].startswith(
             f"{start} is of training step {step}, so that train.total_steps=4 leaves no step"
         )
-        assert f"raise it above {step}" in told[0]
+        assert f"raise it above {step}" in refusals[0]
 
 
 @pytest.mark.parametrize("reason", [StopRequested(), NotEnoughSignal("few groups")])
@@ -202,8 +207,7 @@ def _stopped_in_its_draw(
 ) -> tuple[Path | None, TrainerState]:
     """The latest checkpoint of a training stopped in the draw after step 3, which took groups and prompts."""
     stop = StopRequest()
-    sampler = {"in_flight": "carry_over", "max_staleness": 9}
-    trainer = _trainer(model_path, output, sampler=sampler, train={"train_prompts": 4, "mini_prompts": 1})
+    trainer = _trainer(model_path, output, train={"train_prompts": 4, "mini_prompts": 1})
     state = replace(make_state(3), identity=trainer.identity)
     trainer.num_steps, trainer.policy_version, trainer.stream.position = (
         3,

@@ -51,7 +51,7 @@ class AnsweringSource(SlowSource):
         return super().take_reward_seconds()
 
     def _whole(self, request: GroupRequest) -> Group:
-        return Group(request.prompt, [self.rollouts[request.prompt.index]], policy_version=3)
+        return Group(request.group_id, request.prompt, [self.rollouts[request.prompt.index]])
 
 
 def test_metrics_by_hand() -> None:

@@ -1,0 +1,137 @@
+"""Trainings on a task whose long responses are wrong: what they learn from, and what the next step gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dapo_core.checkpoint.folder import latest_checkpoint
+from dapo_core.checkpoint.state import TrainerState, read_state
+from dapo_core.rollout import Group
+from dapo_core.sampler import Draw, Sampler
+from dapo_core.token_account import FATES
+from dapo_core.training import train
+from tests.trainings import World, config_of
+
+NUM_STEPS = 4
+TRAIN_PROMPTS = 4
+SCORER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 0, "acc": len(solution_str) < 120}
+"""
+
+
+@dataclass
+class Seen:
+    """What a training drew, and how each step ended."""
+
+    draws: list[Draw] = field(default_factory=list)
+    finished: list[Group] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    states: list[TrainerState] = field(default_factory=list)
+
+    @property
+    def kept(self) -> list[Group]:
+        return [group for draw in self.draws for group in draw.groups]
+
+
+def _train(world: World, ray_address: str, folder: Path, order: str, calls: Sequence[int]) -> Seen:
+    """Train to each of the numbers of steps by a call of its own, with weights that hardly change."""
+    (folder / "scorer.py").write_text(SCORER)
+    seen = Seen()
+    draw, record = Sampler.draw, Sampler._record
+
+    def drawing(sampler: Sampler, step: int) -> Draw:
+        seen.draws.append(draw(sampler, step))
+        return seen.draws[-1]
+
+    def recording(sampler: Sampler, finished: Sequence[Group], *rest: object) -> None:
+        seen.finished += finished
+        record(sampler, finished, *rest)  # type: ignore[arg-type]
+
+    def note(step: int, metrics: dict[str, float]) -> None:
+        seen.metrics.append(metrics)
+        checkpoint = latest_checkpoint(folder / "run" / "checkpoints")
+        assert checkpoint is not None
+        seen.states.append(read_state(checkpoint))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sampler, "draw", drawing)
+        patch.setattr(Sampler, "_record", recording)
+        for total_steps in calls:
+            config = config_of(
+                run={"deterministic": False},
+                custom_reward={"path": str(folder / "scorer.py")},
+                sampler={"order": order, "gen_prompts": 4 * TRAIN_PROMPTS, "dynamic": True},
+                rollout={"group_size": 2, "max_response_tokens": 240},
+                train={
+                    **{"num_ranks": 1, "train_prompts": TRAIN_PROMPTS, "mini_prompts": TRAIN_PROMPTS},
+                    **{"learning_rate": 1e-9, "total_steps": total_steps, "ray_address": ray_address},
+                },
+                checkpoint={"asynchronous": False},
+            )
+            train(config, world.data, world.model, folder / "run", note)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def stream(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return _train(world, ray_address, tmp_path_factory.mktemp("stream"), "stream", (NUM_STEPS - 1, NUM_STEPS))
+
+
+def _mean_length(groups: Sequence[Group]) -> float:
+    return float(np.mean([len(rollout.response_ids) for group in groups for rollout in group.rollouts]))
+
+
+def _has_signal(group: Group) -> bool:
+    return len({rollout.acc for rollout in group.rollouts}) == 2
+
+
+def test_trained_groups_are_as_long_as_those_with_signal_unless_the_first_to_finish_are_taken(
+    stream: Seen, world: World, ray_address: str, tmp_path: Path
+) -> None:
+    with_signal = sorted(
+        (group for group in stream.finished if _has_signal(group)), key=lambda group: group.group_id
+    )
+    num_kept = NUM_STEPS * TRAIN_PROMPTS
+    assert [group.group_id for group in stream.kept] == [group.group_id for group in with_signal[:num_kept]]
+    assert _mean_length(stream.kept) == _mean_length(with_signal[:num_kept])
+    finish = _train(world, ray_address, tmp_path, "finish", (NUM_STEPS,))
+    assert len(finish.kept) == num_kept
+    assert _mean_length(finish.kept) < 0.9 * _mean_length(stream.kept)
+    cut = [np.mean([line["sampler/kept_clip_ratio"] for line in seen.metrics]) for seen in (finish, stream)]
+    assert cut[0] < cut[1]
+    assert sum(line["sampler/aborted_groups"] for line in finish.metrics) > 0
+
+
+def test_unfinished_groups_go_on_from_where_they_were_with_the_version_of_each_token(stream: Seen) -> None:
+    num_continued = 0
+    for before, after in zip(stream.states, stream.draws[1:], strict=False):
+        begun = {request.group_id: request for _, request in before.unfinished if request.num_response_tokens}
+        for group in after.groups:
+            if group.group_id not in begun:
+                continue
+            request = begun[group.group_id]
+            for old, spans, rollout in zip(request.responses, request.versions, group.rollouts, strict=True):
+                assert rollout.response_ids[: len(old.response_ids)] == old.response_ids
+                assert rollout.versions[: len(spans)] == spans
+                assert sum(count for _, count in rollout.versions) == len(rollout.response_ids)
+                num_continued += len(rollout.versions) > len(spans) > 0
+    assert num_continued > 0
+    staleness = [line["sampler/staleness/max"] for line in stream.metrics]
+    assert staleness[0] == 0
+    assert 0 < max(staleness) <= 2  # one optimizer step a training step; max_staleness is 2
+
+
+def test_every_token_is_booked_across_steps_and_processes(stream: Seen) -> None:
+    carried_in = 0
+    for metrics, state in zip(stream.metrics, stream.states, strict=True):
+        fates = sum(metrics[f"sampler/{fate}_tokens"] for fate in FATES)
+        assert metrics["perf/generated_tokens"] + carried_in == fates + metrics["sampler/carried_out_tokens"]
+        carried_in = sum(item.num_response_tokens for _, item in [*state.surplus, *state.unfinished])
+        assert carried_in == metrics["sampler/surplus_tokens"] + metrics["sampler/carried_out_tokens"]
+        assert metrics["sampler/aborted_groups"] == metrics["sampler/stale_groups"] == 0
