@@ -1,6 +1,6 @@
 """Measures both inference engines on the load of the CPU recipe and prints one table.
 
-Each engine runs in a process of its own, so that its start is a true start.
+Each engine runs in a process of its own, so that its start time includes imports.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import statistics
 import tempfile
 import time
+from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,28 +20,16 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from dapo_core.engines.base import Engine
 
-EngineKind = Literal["vllm", "hf"]
 EXAMPLE = """example, on two cores, with one and with two threads per engine:
   taskset -c 0,1 .venv/bin/python bench/engines.py --threads 1 2
 """
 
 
 @dataclass(frozen=True)
-class Load:
-    """What every engine is asked to do."""
-
-    num_prompts: int
-    group_size: int
-    max_response_tokens: int
-    max_num_seqs: int
-    num_rounds: int
-
-
-@dataclass(frozen=True)
 class Measurement:
-    """Medians over the rounds after the first, which also pays for what is done once."""
+    """Medians over the rounds after the first, which includes one-time work."""
 
-    engine: EngineKind
+    engine: str
     num_threads: int
     start_seconds: float
     first_round_seconds: float
@@ -52,27 +41,21 @@ class Measurement:
 
 def main() -> None:
     """Build the model, measure each engine at each number of threads, print the table."""
-    arguments = _parser().parse_args()
-    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # as rollout workers have it
-    load = Load(
-        arguments.prompts,
-        arguments.group_size,
-        arguments.response_tokens,
-        arguments.max_num_seqs,
-        arguments.rounds,
-    )
+    load = _parser().parse_args()
+    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # as in rollout workers
     with tempfile.TemporaryDirectory() as folder:
-        model_path = arguments.model or build_recipe_model(Path(folder) / "model", arguments.warm_steps)
-        measurements = [
-            _in_own_process(kind, model_path, num_threads, load)
-            for num_threads in arguments.threads
-            for kind in arguments.engines
-        ]
+        if load.model is None:
+            load.model = build_recipe_model(Path(folder) / "model", load.warm_steps)
+        measurements = []
+        for num_threads in load.threads:
+            for kind in load.engines:
+                with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                    measurements.append(pool.submit(measure, kind, num_threads, load).result())
     print(table(measurements, load))
 
 
 def build_recipe_model(path: Path, num_steps: int) -> Path:
-    """The CPU recipe's model after a warm start of `num_steps`, so that responses have realistic lengths."""
+    """The CPU recipe's model after a warm start of `num_steps`, for responses of realistic lengths."""
     from dapo_core.arithmetic import generate_problems
     from dapo_core.config.warm_start import WarmStartConfig
     from dapo_core.warm_start import build_model
@@ -82,16 +65,16 @@ def build_recipe_model(path: Path, num_steps: int) -> Path:
     return path
 
 
-def measure(kind: EngineKind, model_path: Path, num_threads: int, load: Load) -> Measurement:
+def measure(kind: Literal["vllm", "hf"], num_threads: int, load: Namespace) -> Measurement:
     """One engine's figures on the load."""
     started = time.perf_counter()
     from dapo_core.engines.base import EngineSettings, build_engine
 
-    prompts = _prompts(model_path, load.num_prompts)
+    prompts = _prompts(load.model, load.prompts)
     settings = EngineSettings(
         dtype="float32",
-        max_model_tokens=max(len(prompt) for prompt in prompts) + load.max_response_tokens,
-        max_response_tokens=load.max_response_tokens,
+        max_model_tokens=max(len(prompt) for prompt in prompts) + load.response_tokens,
+        max_response_tokens=load.response_tokens,
         max_num_seqs=load.max_num_seqs,
         temperature=1.0,
         top_p=1.0,
@@ -100,11 +83,11 @@ def measure(kind: EngineKind, model_path: Path, num_threads: int, load: Load) ->
         memory_utilization=0.8,
         threads=num_threads,
     )
-    engine = build_engine(kind, model_path, settings, seed=0)
+    engine = build_engine(kind, load.model, settings, seed=0)
     start_seconds = time.perf_counter() - started
     seconds, cpu_seconds, num_tokens, load_seconds = [], [], [], []
-    for number in range(load.num_rounds + 1):
-        load_seconds.append(_time_weight_load(engine, model_path, number))
+    for number in range(load.rounds + 1):
+        load_seconds.append(_time_weight_load(engine, load.model, number))
         began, cpu_began = time.perf_counter(), time.process_time()
         num_tokens.append(_run_round(engine, prompts, load.group_size, number))
         seconds.append(time.perf_counter() - began)
@@ -118,16 +101,16 @@ def measure(kind: EngineKind, model_path: Path, num_threads: int, load: Load) ->
         statistics.median(tokens / spent for tokens, spent in zip(num_tokens[1:], seconds[1:], strict=True)),
         statistics.median(cpu_seconds[1:]),
         statistics.median(load_seconds[1:]),
-        statistics.mean(num_tokens) / (load.num_prompts * load.group_size),
+        statistics.mean(num_tokens) / (load.prompts * load.group_size),
     )
 
 
-def table(measurements: list[Measurement], load: Load) -> str:
+def table(measurements: list[Measurement], load: Namespace) -> str:
     """The figures as text; the ratio is throughput over that of the first row."""
     first = measurements[0].tokens_per_second
     lines = [
-        f"{load.num_prompts} prompts x {load.group_size} responses, at most {load.max_response_tokens} tokens "
-        f"each, {measurements[0].mean_response_tokens:.0f} on average; medians of {load.num_rounds} rounds",
+        f"{load.prompts} prompts x {load.group_size} responses, at most {load.response_tokens} tokens "
+        f"each, {measurements[0].mean_response_tokens:.0f} on average; medians of {load.rounds} rounds",
         "engine threads  start s  first round s  tokens/s  ratio  CPU s/round  load weights s",
     ]
     lines += [
@@ -145,26 +128,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--engines", nargs="+", choices=["vllm", "hf"], default=["vllm", "hf"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1], help="CPU threads per engine (default: 1)")
-    parser.add_argument("--prompts", type=int, default=32, help="prompts per round (default: %(default)s)")
-    parser.add_argument("--group-size", type=int, default=8, help="responses per prompt (default: %(default)s)")
-    parser.add_argument("--response-tokens", type=int, default=64, help="length limit (default: %(default)s)")
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=256, help="rows decoded at once (default: %(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: %(default)s)")
     parser.add_argument("--model", type=Path, help="a model folder instead of the recipe's model")
-    parser.add_argument("--warm-steps", type=int, default=100, help="of the recipe's model (default: %(default)s)")
+    for name, default, what in (
+        ("--prompts", 32, "prompts per round"),
+        ("--group-size", 8, "responses per prompt"),
+        ("--response-tokens", 64, "length limit"),
+        ("--max-num-seqs", 256, "rows decoded at once"),
+        ("--rounds", 5, "measured rounds"),
+        ("--warm-steps", 100, "warm-up steps of the recipe's model"),
+    ):
+        parser.add_argument(name, type=int, default=default, help=f"{what} (default: %(default)s)")
     return parser
-
-
-def _in_own_process(kind: EngineKind, model_path: Path, num_threads: int, load: Load) -> Measurement:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure, kind, model_path, num_threads, load).result()
 
 
 def _prompts(model_path: Path, num_prompts: int) -> list[list[int]]:
     from dapo_core.arithmetic import generate_problems
-    from dapo_core.data import load_tokenizer
+    from dapo_core.pretrained import load_tokenizer
 
     tokenizer = load_tokenizer(model_path)
     rows, _ = generate_problems(num_train=num_prompts, num_eval=1, max_level=2, seed=1)

@@ -160,8 +160,8 @@ def _answer(config: Config, store: ArtifactStore, data: Artifact, model: Artifac
 
 
 def _write_answers(config: Config, data: Artifact, model: Artifact, folder: Path) -> Mapping[str, Any]:
-    from dapo_core.data import load_tokenizer
     from dapo_core.engines.base import EngineSettings, GenerationRequest, build_engine
+    from dapo_core.pretrained import load_tokenizer
     from eval.answers.grading import grade
     from eval.problems.benchmarks import load_set
     from tasks.stages import eval_file

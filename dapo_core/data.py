@@ -6,12 +6,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dapo_core.errors import DataError, ModelError
+from dapo_core.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,19 +30,6 @@ class Prompt:
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the row's, in JSON types
-
-
-def load_tokenizer(model_path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder; raises ModelError when it has no chat template or cannot be read."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{model_path} has no readable tokenizer: {error}; check model.path") from None
-    if not tokenizer.chat_template:
-        raise ModelError(f"the tokenizer in {model_path} has no chat template; use an instruction-tuned model")
-    return tokenizer
 
 
 def tokenize_prompts(

@@ -8,7 +8,7 @@ names of transformers; engines and model folders use those of the files.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,23 @@ def expert_pieces(name: str, shape: Sequence[int]) -> list[FilePiece]:
         for expert in range(shape[0])
         for number, part in enumerate(parts)
     ]
+
+
+def match_files(
+    tensors: Mapping[str, torch.Tensor], file_names: Collection[str]
+) -> tuple[dict[str, torch.Size], list[str], list[str]]:
+    """How a model's tensors and those of its files correspond.
+
+    Returns the shape that each file tensor must have, the model's tensors that the files lack, and the files'
+    tensors that are not the model's.
+    """
+    shapes: dict[str, torch.Size] = {}
+    missing = []
+    for name, tensor in tensors.items():
+        pieces = file_pieces(name, tensor.shape, file_names)
+        shapes |= {piece.file_name: piece.view(tensor).shape for piece in pieces}
+        missing += [] if pieces else [name]
+    return shapes, missing, sorted(set(file_names) - shapes.keys())
 
 
 def file_views(name: str, whole: torch.Tensor, file_names: Collection[str]) -> dict[str, torch.Tensor]:

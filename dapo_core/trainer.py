@@ -34,7 +34,7 @@ from dapo_core.device import device_for
 from dapo_core.flops import ActorUtilization
 from dapo_core.kl import KLController
 from dapo_core.loss import LossTotals
-from dapo_core.policy.requirements import read_model_config
+from dapo_core.pretrained import load_model_config
 from dapo_core.rollout_correction import mismatch_metrics
 from dapo_core.sampler import Sampler
 from dapo_core.stopping import StopRequest
@@ -85,8 +85,9 @@ class Trainer:
         self.checkpoints = CheckpointWriter(output_dir / CHECKPOINTS, model_path, cluster.policy, config)
         device = device_for(config.train.device)
         self.dtypes = [device.resolve_dtype(section.dtype) for section in (config.train, config.rollout)]
+        model_config = load_model_config(model_path, config.model.trust_remote_code)
         self.utilization = ActorUtilization(
-            read_model_config(model_path), cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
+            model_config, cluster.policy.device_name(), self.dtypes[0], config.train.num_ranks
         )
         self.stop = StopRequest()  # placeholder; run() installs the real one
         self.num_steps = 0  # training steps done

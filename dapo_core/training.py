@@ -20,11 +20,12 @@ from dapo_core.checkpoint.resume import (
 )
 from dapo_core.checkpoint.state import read_step
 from dapo_core.cluster.start import start_cluster
-from dapo_core.data import Prompt, PromptStream, load_tokenizer, tokenize_prompts
+from dapo_core.data import Prompt, PromptStream, tokenize_prompts
 from dapo_core.errors import ConfigError, WorkerDied
 from dapo_core.identity import training_identity
 from dapo_core.model_folder import require_model_folder
-from dapo_core.policy.requirements import read_model_config, require_trainable
+from dapo_core.policy.requirements import require_trainable
+from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.reward.routing import require_scorers
 from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
 from dapo_core.trainer import OnStep, Trainer
@@ -100,8 +101,9 @@ def _read_prompts(
     """The prompts to train on and those to validate with, checked against the model and the scorers."""
     require_resume(config.checkpoint.resume)
     require_model_folder(model_path)
-    require_trainable(read_model_config(model_path), config.train.sequence_parallel)
-    tokenizer = load_tokenizer(model_path)
+    trusted = config.model.trust_remote_code
+    require_trainable(load_model_config(model_path, trusted), config.train.sequence_parallel)
+    tokenizer = load_tokenizer(model_path, trusted)
     prompts = tokenize_prompts(read_problems(train_path, (TRAINING,)), tokenizer, config.data.max_prompt_tokens)
     held_out: list[Prompt] = []
     if config.validation.every:

@@ -94,7 +94,7 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
         link_log(run, log_path)
         evaluation_set = load_set(eval_file(data), settings.benchmark, settings.prompt, settings.api)
         name = served_name(model.digest)
-        with serve_model(model.path, run.config.serve, log_path=log_path, name=name) as servers:
+        with serve_model(model.path, run.config.served, log_path=log_path, name=name) as servers:
             urls = ", ".join(server.base_url for server in servers)
             logger.info("%s serves on %s; asking %d items", servers[0].model, urls, len(evaluation_set.items))
             on_progress = StageProgress(run, label).on_progress

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.training import PromptsConfig, TrainingConfig
-from dapo_core.config.warm_start import WarmStartConfig
+from dapo_core.config.warm_start import ModelCodeConfig, WarmStartConfig
 from tasks.serve_model.config import ServeConfig
 
 
@@ -50,7 +50,7 @@ class DataConfig(PromptsConfig):
         return self
 
 
-class ModelConfig(Section):
+class ModelConfig(ModelCodeConfig):
     """The model to improve."""
 
     source: Literal["recipe", "path"] = key("path", "`recipe` builds a small model, `path` takes a local folder.")
@@ -154,6 +154,13 @@ class ChainConfig(TrainingConfig):
     serve: ServeConfig = Field(default_factory=ServeConfig)
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     flow: FlowConfig = Field(default_factory=FlowConfig)
+
+    @property
+    def served(self) -> ServeConfig:
+        """`serve` with the argument that model.trust_remote_code stands for."""
+        if not self.model.trust_remote_code:
+            return self.serve
+        return self.serve.model_copy(update={"extra_args": (*self.serve.extra_args, "--trust-remote-code")})
 
     @model_validator(mode="after")
     def _merged_checkpoint_is_kept(self) -> ChainConfig:

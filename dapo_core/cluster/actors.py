@@ -1,4 +1,4 @@
-"""Results of calls on Ray's actors, and which actor died when there is none."""
+"""Fetches results of Ray actors, and names the actor that died if there are none."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ray.exceptions import (
 
 from dapo_core.errors import CheckpointError, DapoError, WorkerDied
 
-PING_SECONDS = 5.0  # of silence, after which every actor is pinged
-SEARCH_SECONDS = 20.0  # to find the death behind a failed call: Ray takes 15 to give up a node
-# Ray's errors when an actor's process is gone, or unreachable, which is final for training as well.
+PING_SECONDS = 5.0  # of silence before every actor is pinged
+SEARCH_SECONDS = 20.0  # to find the death behind a failed call: Ray takes 15 to declare a node dead
+# Ray's errors for an actor whose process is gone or unreachable; training cannot continue after either.
 DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
-# Words in Ray's texts of some thousand characters; the first that is found counts.
+# Words in Ray's messages, which have thousands of characters; the first match counts.
 REASONS = (
     ("is unavailable", "it cannot be reached, so its process or its node is lost"),
     ("low on memory", "Ray ended it because its node ran low on memory"),
@@ -50,10 +50,10 @@ class _Actor:
 
 
 class Actors:
-    """Every actor of a training run by name: fetches what they return, and finds the one that died.
+    """The actors of a training by name: fetches their results, and finds the one that died.
 
-    A ping is a call of the actor's `place`. It queues behind the actor's other calls, so a busy or hanging actor
-    does not answer it, and one whose process is gone fails it at once.
+    A ping calls the actor's `place`. It queues behind the actor's other calls, so a busy or hanging actor does not
+    answer it, while it fails at once on one whose process is gone.
     """
 
     def __init__(self) -> None:
@@ -61,32 +61,31 @@ class Actors:
         self._next_ping = 0.0
 
     def add(self, role: str, handles: Sequence[Any]) -> None:
-        """Watch the actors of a role; `policy rank` names them `policy rank 0 of 2` and so on."""
+        """Watch the actors of a role, which names them: `policy rank 0 of 2` and so on."""
         self._actors += [
             _Actor(f"{role} {number} of {len(handles)}", handle, handle.place.remote())
             for number, handle in enumerate(handles)
         ]
 
     def get(self, references: Any, max_seconds: float = math.inf) -> Any:
-        """Results of the calls; the first failure ends the wait.
+        """Results of the calls, or the first error.
 
-        Errors of this project and of the system arrive as themselves, not as Ray's copies. Raises WorkerDied when
-        any actor's process is gone, whether or not its call is among these, and Ray's GetTimeoutError after
-        `max_seconds`.
+        DapoErrors and OSErrors are raised as themselves, not as Ray's copies. Raises WorkerDied when any actor has
+        died, even if its call is not among these, and Ray's GetTimeoutError after `max_seconds`.
         """
         deadline = time.monotonic() + max_seconds
         while True:
             seconds_left = max(deadline - time.monotonic(), 0.0)
             try:
                 return ray.get(references, timeout=min(seconds_left, PING_SECONDS))
-            except RayTaskError as error:  # also where a call failed because another actor died
+            except RayTaskError as error:  # possibly because another actor died
                 if isinstance(error.cause, CheckpointError):  # shards are saved and loaded together
                     self._search()
-                if isinstance(error.cause, DapoError | OSError):  # Ray's copy of the latter has no errno
+                if isinstance(error.cause, DapoError | OSError):  # Ray's copy of an OSError has no errno
                     raise error.cause from error
                 self._search()
                 raise
-            except ObjectLostError:  # with its node, or without a death
+            except ObjectLostError:  # with or without its node
                 self._search()
                 raise
             except DEATHS as error:
@@ -98,14 +97,14 @@ class Actors:
                 self.check()
 
     def check(self) -> None:
-        """Raise WorkerDied when an actor is known to be dead; pings every few seconds, however often called."""
+        """Raise WorkerDied if an actor is known to be dead; pings at most every few seconds."""
         if time.monotonic() >= self._next_ping:
             self._next_ping = time.monotonic() + PING_SECONDS
             self._collect_pings()
             self._ping()
 
     def _search(self) -> None:
-        """Raise WorkerDied when an actor is dead; waits until a ping fails or all have answered."""
+        """Raise WorkerDied if an actor is dead; waits until a ping fails or all are answered."""
         self._collect_pings()
         self._ping()
         with suppress(GetTimeoutError, *DEATHS):
@@ -118,7 +117,7 @@ class Actors:
                 actor.ping = actor.handle.place.remote()
 
     def _collect_pings(self) -> None:
-        """Record the answers so far; raises WorkerDied for an actor that can no longer answer."""
+        """Record the answers so far; raises WorkerDied for a dead actor."""
         waiting = [actor for actor in self._actors if actor.ping is not None]
         if not waiting:
             return
@@ -134,7 +133,7 @@ class Actors:
 
 
 def death_reason(error: RayError) -> str:
-    """Why a process is gone, in a phrase."""
+    """Why a process died, as a phrase."""
     text = str(error).strip()
     for word, phrase in REASONS:
         if word in text:

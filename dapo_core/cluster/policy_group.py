@@ -36,9 +36,9 @@ class Buckets:
 
 
 class PolicyGroup:
-    """All policy ranks, called as one; train.sequence_parallel consecutive ranks are given the same share."""
+    """All policy ranks, called as one; train.sequence_parallel consecutive ranks get the same share."""
 
-    def __init__(self, ranks: Sequence[Any], config: TrainingConfig, actors: Actors) -> None:
+    def __init__(self, ranks: Sequence[Any], config: TrainingConfig, actors: Actors, hidden_size: int) -> None:
         train = config.train
         self.ranks = ranks
         self.actors = actors
@@ -46,10 +46,10 @@ class PolicyGroup:
         self.sequence_parallel = train.sequence_parallel
         self.max_tokens = train.micro_batch_tokens * train.sequence_parallel  # of a micro-batch
         self.has_reference = config.algorithm.kl.place != "off"
-        self.hidden_size: int = actors.get(ranks[0].hidden_size.remote())
+        self.hidden_size = hidden_size  # which a sequence's cost depends on
 
     def anchor(self, batch: Batch, timer: PhaseTimer) -> tuple[Batch, torch.Tensor]:
-        """The batch with log-probs of the policy before any update, and of the reference where KL needs them.
+        """The batch with log-probs of the policy before any update, and of the reference if KL needs them.
 
         Also returns the policy's entropy at the response tokens: [B, R] float32.
         """
@@ -86,11 +86,11 @@ class PolicyGroup:
         return replace(updates[0], sums=sums, rank_tokens=rank_tokens)
 
     def onload(self) -> None:
-        """Weights to the devices, where train.offload_parameters keeps them away between phases."""
+        """Move weights to the devices if train.offload_parameters keeps them on the hosts between phases."""
         self.actors.get([rank.onload.remote() for rank in self.ranks])
 
     def offload(self) -> None:
-        """Weights and optimizer state to the hosts, as far as the train.offload keys say so."""
+        """Move weights and optimizer state to the hosts, as the train.offload keys say."""
         self.actors.get([rank.offload.remote() for rank in self.ranks])
 
     def weight_sizes(self) -> dict[str, int]:
@@ -98,7 +98,7 @@ class PolicyGroup:
         return self.actors.get(self.ranks[0].weight_sizes.remote())
 
     def gather_weights(self, buckets: Sequence[list[str]]) -> Buckets:
-        """The named whole tensors, which stay in Ray's object store until the result is dropped."""
+        """The named whole tensors, kept in Ray's object store until the result is dropped."""
         gathered = []
         for names in buckets:
             first, *others = [rank.gather_weights.remote(names) for rank in self.ranks]
@@ -109,17 +109,17 @@ class PolicyGroup:
     def save(self, folder: str, asynchronous: bool) -> None:
         """Write every rank's part of parameters, optimizer and random generators into the folder.
 
-        Asynchronous: returns when they are copied to host memory and writes meanwhile; see is_saved. Raises
-        OSError with its errno where a rank could not write, CheckpointError while another save runs.
+        Asynchronous: returns once they are copied to host memory and continues to write; see is_saved. Raises
+        OSError with its errno if a rank cannot write, CheckpointError while another save runs.
         """
         self.actors.get([rank.save.remote(folder, asynchronous) for rank in self.ranks])
 
     def is_saved(self) -> bool:
-        """True without an unfinished asynchronous save; raises what the first rank to fail raised, once."""
+        """True if no asynchronous save is unfinished; raises the first rank's error once."""
         try:
             return all(self.actors.get([rank.is_saved.remote() for rank in self.ranks]))
         except (CheckpointError, OSError):
-            self.actors.get([rank.end_save.remote() for rank in self.ranks])  # all fail, some a moment later
+            self.actors.get([rank.end_save.remote() for rank in self.ranks])  # all fail, not at once
             raise
 
     def checkpoint_bytes(self) -> int:
@@ -127,11 +127,11 @@ class PolicyGroup:
         return sum(self.actors.get([rank.checkpoint_bytes.remote() for rank in self.ranks]))
 
     def load(self, folder: str) -> None:
-        """Continue from the shards in the folder, written by any number of ranks."""
+        """Load the folder's shards, which any number of ranks wrote."""
         self.actors.get([rank.load.remote(folder) for rank in self.ranks])
 
     def device_name(self) -> str:
-        """What the vendor calls the first rank's device."""
+        """The vendor's name of the first rank's device."""
         return self.actors.get(self.ranks[0].device_name.remote())
 
     def memory_metrics(self) -> dict[str, float]:
@@ -143,7 +143,7 @@ class PolicyGroup:
         return split_batch(batch, self.num_data_ranks, self.max_tokens, self.hidden_size)
 
     def _deal(self, shares: Sequence[RankShare]) -> Iterator[tuple[Any, Any]]:
-        """Each rank with a reference to its share, which travels once for the ranks of a group."""
+        """Each rank with a reference to its share, which is stored once for the ranks of a group."""
         references = [ray.put(share) for share in shares]
         for number, rank in enumerate(self.ranks):
             yield rank, references[number // self.sequence_parallel]

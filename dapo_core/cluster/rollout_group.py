@@ -1,4 +1,4 @@
-"""All rollout workers, seen as one source of groups."""
+"""All rollout workers as one source of groups."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SILENCE_SECONDS = 1.0  # after which `finished` returns without an answer
 
 
 class RolloutGroup:
-    """All rollout workers, seen as one source of groups: requests go in, scored groups come out.
+    """All rollout workers as one source of groups: takes requests, returns scored groups.
 
-    A worker answers within an engine's step; RolloutError when one does not within `max_seconds`. Waiting for
-    groups raises WorkerDied for a dead policy rank as well.
+    A worker answers within one engine step; RolloutError is raised after `max_seconds`. Waiting for groups raises
+    WorkerDied for dead policy ranks, too.
     """
 
     def __init__(self, workers: Sequence[Any], max_seconds: float, actors: Actors) -> None:
@@ -37,16 +37,16 @@ class RolloutGroup:
 
     @property
     def num_in_flight(self) -> int:
-        """Groups submitted and neither returned nor stopped."""
+        """Groups that are neither returned nor stopped."""
         return sum(self._in_flight)
 
     @property
     def num_tokens_in_flight(self) -> int:
-        """Response tokens of these, as of the last report."""
+        """Response tokens of these, as of each worker's last poll."""
         return sum(self._tokens)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Give each group to the worker that has the fewest."""
+        """Send each group to the worker that has the fewest."""
         shares: list[list[GroupRequest]] = [[] for _ in self.workers]
         for request in requests:
             number = self._in_flight.index(min(self._in_flight))
@@ -56,7 +56,7 @@ class RolloutGroup:
         self._get([worker.submit.remote(share) for worker, share in calls if share])
 
     def finished(self) -> list[Group]:
-        """Groups that a worker finished; empty when none did within about a second."""
+        """Finished groups; empty if there are none within about a second."""
         self.actors.check()
         for number, worker in enumerate(self.workers):
             if self._in_flight[number] and number not in self._polls.values():
@@ -76,13 +76,13 @@ class RolloutGroup:
         return late, sorted((request for own in requests for request in own), key=lambda own: own.group_id)
 
     def take_reward_seconds(self) -> float:
-        """Seconds since the last call in which a worker waited for scores alone, of the worker with the most."""
+        """Seconds in which a worker waited for scores alone since the last call; the largest over workers."""
         most = max(self._reward_seconds)
         self._reward_seconds = [0.0] * len(self.workers)
         return most
 
     def load_weights(self, buckets: Buckets, policy_version: int) -> list[int]:
-        """Load the weights into every engine; returns the policy version that each then holds."""
+        """Load the weights into every engine; returns the policy version that each holds afterwards."""
         return self.actors.get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:

@@ -1,35 +1,32 @@
-"""Ray itself, and the processes of ranks and workers in their placement groups."""
+"""Starts Ray, and policy ranks and rollout workers as its actors."""
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
-from ray._private import services
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
+from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
-from dapo_core.data import load_tokenizer
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import EngineSettings, build_engine
 from dapo_core.errors import ConfigError
 from dapo_core.policy.rank import Policy
+from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -39,11 +36,6 @@ logger = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 300.0
 CLOSE_SECONDS = 5.0
-# Of the whole job, so that the workers which Ray starts in advance have it and are used.
-WORKER_ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns; spinning threads would starve each other
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -56,47 +48,49 @@ class Cluster:
 
 @contextmanager
 def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cluster]:
-    """Policy ranks and rollout workers with the model loaded; on leaving, all of them end.
+    """Policy ranks and rollout workers with the model loaded; all of them end on exit.
 
-    Starts a private Ray on this machine unless train.ray_address names a running one, of which only the actors
-    started here end. Raises ConfigError when the cluster lacks the devices, and WorkerDied when a process dies
-    while it starts; after any WorkerDied the same process may start another cluster.
+    Starts a private Ray on this machine unless train.ray_address names a running one. Raises ConfigError if the
+    cluster lacks the devices, and WorkerDied if a process dies while it starts. After WorkerDied the same process
+    can start another cluster.
     """
     started = time.monotonic()
-    if config.train.ray_address is None:  # all devices are this machine's
-        device_for(config.train.device).require()
+    train, rollout = config.train, config.rollout
+    device = device_for(train.device)
+    if train.ray_address is None:  # all devices are this machine's
+        device.require()
+    num_cpus = train.num_ranks * train.threads_per_rank + rollout.num_workers * rollout.threads_per_worker
     groups: list[PlacementGroup] = []
     ranks: list[Any] = []
     workers: list[Any] = []
-    try:
-        _connect(config)
+    with connected_to_ray(train, num_cpus) as folder:
         logger.info("Ray is up after %.0f s", time.monotonic() - started)
-        device = device_for(config.train.device)
-        ranks += _place(_PolicyRank, config.train.num_ranks, config.train.threads_per_rank, device, groups)
-        workers += _place(
-            _RolloutRank, config.rollout.num_workers, config.rollout.threads_per_worker, device, groups
-        )
-        actors = Actors()
-        actors.add("policy rank", ranks)
-        actors.add("rollout worker", workers)
-        address = actors.get(ranks[0].rendezvous.remote())
-        starting = [
-            rank.start.remote(number, len(ranks), address, str(model_path), config)
-            for number, rank in enumerate(ranks)
-        ]
-        starting += [worker.start.remote(str(model_path), config) for worker in workers]
-        actors.get(starting)
-        counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
-        logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
-        limit = config.sampler.max_seconds_without_kept
-        yield Cluster(PolicyGroup(ranks, config, actors), RolloutGroup(workers, limit, actors))
-    finally:
-        _end(ranks, workers, groups if config.train.ray_address else [])
+        try:
+            ranks += _place(_PolicyRank, train.num_ranks, train.threads_per_rank, device, groups)
+            workers += _place(_RolloutRank, rollout.num_workers, rollout.threads_per_worker, device, groups)
+            actors = Actors()
+            actors.add("policy rank", ranks)
+            actors.add("rollout worker", workers)
+            # In a private folder, ranks meet without a port that others could reach.
+            address = f"file://{folder}/rendezvous" if folder else actors.get(ranks[0].rendezvous.remote())
+            starting = [
+                rank.start.remote(number, len(ranks), address, str(model_path), config)
+                for number, rank in enumerate(ranks)
+            ]
+            starting += [worker.start.remote(str(model_path), config) for worker in workers]
+            actors.get(starting)
+            counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
+            logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
+            model_config = load_model_config(model_path, config.model.trust_remote_code)
+            policy = PolicyGroup(ranks, config, actors, model_config.get_text_config().hidden_size)
+            yield Cluster(policy, RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors))
+        finally:
+            _end(ranks, workers, groups if train.ray_address else [])
 
 
 def _end(ranks: Sequence[Any], workers: Sequence[Any], groups: Sequence[PlacementGroup]) -> None:
-    """End all processes, hanging ones too, remove the placement groups of a shared Ray, and leave Ray."""
-    for rank in ranks:  # first: a worker may wait for weights that a rank will never send
+    """End all processes, even hanging ones, and remove the placement groups of a shared Ray."""
+    for rank in ranks:  # first: a worker may be waiting for weights that a rank will never send
         ray.kill(rank)
     closing = [worker.close.remote() for worker in workers]
     if closing:  # a hanging worker is killed, and its scoring processes end with it
@@ -105,56 +99,10 @@ def _end(ranks: Sequence[Any], workers: Sequence[Any], groups: Sequence[Placemen
         ray.kill(worker)
     for group in groups:
         remove_placement_group(group)
-    ray.shutdown()
-
-
-def _connect(config: TrainingConfig) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    common: dict[str, Any] = {
-        "logging_level": "warning",
-        "log_to_driver": True,
-        "runtime_env": {"env_vars": WORKER_ENVIRONMENT},
-    }
-    if config.train.ray_address:
-        with _signals_are_ours():
-            ray.init(address=config.train.ray_address, **common)
-        return
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private Ray on loopback; writes no token file
-    num_cpus = (
-        config.train.num_ranks * config.train.threads_per_rank
-        + config.rollout.num_workers * config.rollout.threads_per_worker
-    )
-    with _signals_are_ours():
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **common)
-
-
-@contextmanager
-def _signals_are_ours() -> Iterator[None]:
-    """Keep SIGTERM's handler while Ray starts inside, and its processes alive on signals to our process group.
-
-    The last checkpoint of a training that is stopped needs them. Ray has no public way for either: it installs a
-    handler of its own, and shields its processes from SIGINT only (test_stopping.py fails when its parts move).
-    """
-    popen = services.ConsolePopen
-    services.ConsolePopen = partial(popen, start_new_session=True)  # type: ignore[assignment,misc]
-    handler = signal.getsignal(signal.SIGTERM)
-    is_main = threading.current_thread() is threading.main_thread()
-    try:
-        yield
-    except SystemExit as error:  # raised by Ray's handler
-        if is_main and error.code == signal.SIGTERM and callable(handler):
-            handler(signal.SIGTERM, None)
-        raise
-    finally:
-        services.ConsolePopen = popen  # type: ignore[misc]
-        if is_main:
-            signal.signal(signal.SIGTERM, handler)
 
 
 def _place(actor_class: type, count: int, threads: int, device: Device, groups: list[PlacementGroup]) -> list[Any]:
-    """`count` actors in a new placement group, which is appended to `groups`."""
+    """Starts `count` actors in a new placement group, which is appended to `groups`."""
     bundle: dict[str, float] = {"CPU": threads}
     if device.kind != "cpu":
         bundle[device.ray_resource] = 1
@@ -183,27 +131,27 @@ def _place(actor_class: type, count: int, threads: int, device: Device, groups: 
 
 
 class _Process:
-    """Calls that every process of a training run answers."""
+    """A process of a training."""
 
     def place(self) -> str:
-        """Where the process runs; also answers pings."""
+        """Where the process runs; also called as a ping."""
         return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
 
 
 class _PolicyRank(_Process, Policy):
-    """A policy rank as an actor; `start` constructs it, because that is collective."""
+    """A policy rank as an actor, constructed by `start` because that is collective."""
 
     def __init__(self) -> None:
         pass
 
     def rendezvous(self) -> str:
-        """The address at which all ranks can meet this one."""
+        """The address at which all ranks meet."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def start(self, rank: int, num_ranks: int, address: str, model_path: str, config: TrainingConfig) -> None:
-        """Join the other ranks and load this one's part of the model."""
+        """Join the other ranks and load this rank's part of the model."""
         device = device_for(config.train.device)
         device.require()
         torch.set_num_threads(config.train.threads_per_rank)
@@ -213,7 +161,7 @@ class _PolicyRank(_Process, Policy):
 
 
 class _RolloutRank(_Process, RolloutWorker):
-    """A rollout worker as an actor; `start` constructs it."""
+    """A rollout worker as an actor, constructed by `start`."""
 
     def __init__(self) -> None:
         pass
@@ -230,11 +178,11 @@ class _RolloutRank(_Process, RolloutWorker):
             seed=config.run.seed,
             device=str(device.torch_device()),
         )
-        super().__init__(engine, load_tokenizer(model_path), config)
+        super().__init__(engine, load_tokenizer(model_path, config.model.trust_remote_code), config)
 
 
 def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
-    """The engine's settings as the configuration has them."""
+    """The settings of a rollout worker's engine."""
     return EngineSettings(
         dtype=str(device.resolve_dtype(config.rollout.dtype)).removeprefix("torch."),
         max_model_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
@@ -246,4 +194,5 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         memory_bytes=int(config.rollout.memory_gigabytes * 1024**3),
         memory_utilization=config.rollout.memory_utilization,
         threads=config.rollout.threads_per_worker,
+        trust_remote_code=config.model.trust_remote_code,
     )

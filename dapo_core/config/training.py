@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.sampler import SamplerConfig
+from dapo_core.config.warm_start import ModelCodeConfig
 
 MOST_HORIZONS_PER_STEP = 5  # adaptive KL changes its coefficient by at most 1/5 for each horizon that passes
 
@@ -19,10 +20,7 @@ class RunConfig(Section):
     """The name and the randomness of a run."""
 
     name: str = volatile(
-        "dapo",
-        "Name in reports and in Prefect; unset: the file's name.",
-        min_length=1,
-        max_length=80,
+        "dapo", "Name in reports and in Prefect; unset: the file's name.", min_length=1, max_length=80
     )
     seed: int = key(0, "Seed of data generation, warm start, shuffling and sampling.", ge=0, le=2**31 - 1)
     deterministic: bool = key(
@@ -266,6 +264,7 @@ class TrainingConfig(Section):
 
     run: RunConfig = Field(default_factory=RunConfig)
     data: PromptsConfig = Field(default_factory=PromptsConfig)
+    model: ModelCodeConfig = Field(default_factory=ModelCodeConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     custom_reward: CustomRewardConfig = Field(default_factory=CustomRewardConfig)

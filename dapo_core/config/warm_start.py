@@ -1,8 +1,17 @@
-"""The section `model.recipe`."""
+"""The keys of `model` that the training core reads."""
 
 from __future__ import annotations
 
 from dapo_core.config.fields import Section, key
+
+
+class ModelCodeConfig(Section):
+    """Whether Python files of a model folder may run."""
+
+    trust_remote_code: bool = key(
+        False,
+        "Run the Python files of the model folder, in training, engines and servers, with your rights.",
+    )
 
 
 class WarmStartConfig(Section):

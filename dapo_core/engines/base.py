@@ -1,4 +1,4 @@
-"""The interface of inference engines, and what all of them check."""
+"""The interface of inference engines, and the checks that they share."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ FinishReason = Literal["stop", "length", "abort"]
 class GenerationRequest:
     """One response to sample. `seed` alone decides its randomness, not what else is in the engine's batch.
 
-    A response that was aborted is continued from the tokens that it has. A greedy one takes the likeliest token
-    each time, whatever the settings' temperature, top_p and top_k; it may share a batch with sampled ones.
+    An aborted response continues from the tokens it has. A greedy one takes the likeliest token each time and
+    ignores temperature, top_p and top_k; it may share a batch with sampled ones.
     """
 
     request_id: str
     prompt_ids: Sequence[int]
     seed: int
-    response_ids: Sequence[int] = ()  # sampled already, possibly under older weights
+    response_ids: Sequence[int] = ()  # already sampled, possibly under older weights
     rollout_log_probs: Sequence[float] = ()  # of response_ids, from the weights that sampled them
     is_greedy: bool = False
 
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response, whole or cut short by an abort.
+    """One sampled response, complete or cut short by an abort.
 
-    `response_ids` begins with those of its request and includes the end-of-sequence token when the model emitted
-    it. `rollout_log_probs[t]` is the log-probability of `response_ids[t]` under the distribution that was sampled
-    from (after temperature); of a greedy response, under the model's own (temperature 1, every token).
+    `response_ids` starts with those of the request and includes the end-of-sequence token if the model emitted it.
+    `rollout_log_probs[t]` is the log-probability of `response_ids[t]` under the distribution that was sampled from
+    (after temperature), or, for a greedy response, under the model's own (temperature 1, all tokens).
     """
 
     request_id: str
@@ -50,18 +50,19 @@ class Response:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine loads the model and samples."""
+    """How an engine loads the model and samples from it."""
 
     dtype: str  # "float32", "bfloat16", ...
     max_model_tokens: int  # prompt + response
     max_response_tokens: int
     max_num_seqs: int  # sequences decoded at once
-    temperature: float  # above 0; for the likeliest tokens, requests are greedy
+    temperature: float  # above 0; requests are greedy on their own
     top_p: float
     top_k: int  # -1: off
     memory_bytes: int  # for the KV cache on a CPU
     memory_utilization: float  # share of the device's memory on an accelerator
     threads: int  # CPU threads
+    trust_remote_code: bool = False  # run Python files of the model folder
 
 
 @dataclass
@@ -73,20 +74,20 @@ class Row:
     rollout_log_probs: list[float]
 
     def response(self, reason: FinishReason) -> Response:
-        """What the row holds."""
+        """The response so far."""
         return Response(self.request.request_id, self.response_ids, self.rollout_log_probs, reason)
 
 
 class Engine(ABC):
     """Continuous-batching text generation with replaceable weights.
 
-    The owner calls `submit`, then `step` until what it waits for came back. Not thread-safe.
+    The owner calls `submit`, then `step` until the responses are returned. Not thread-safe.
     """
 
     def __init__(
         self, settings: EngineSettings, shapes: Mapping[str, tuple[int, ...]], optional: Collection[str]
     ) -> None:
-        """`shapes` are those of all tensors by Hugging Face name; `optional` tensors are copies of another one."""
+        """`shapes` are of all tensors by Hugging Face name; `optional` tensors are copies of others."""
         self.settings = settings
         self.policy_version = 0
         self._shapes = shapes
@@ -102,21 +103,18 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self) -> list[Response]:
-        """Decode one token for the running sequences (or prefill) and return the responses that finished."""
+        """Decode one token of each running sequence, or prefill; returns the responses that finished."""
 
     def num_unfinished(self) -> int:
-        """Requests submitted and neither returned nor aborted."""
+        """Requests that are neither returned nor aborted."""
         return len(self._rows)
 
     def num_unfinished_tokens(self) -> int:
-        """Response tokens that the unfinished requests have so far, those they came with included."""
+        """Response tokens of the unfinished requests, including those they were submitted with."""
         return sum(len(row.response_ids) for row in self._rows.values())
 
     def abort(self, request_ids: Sequence[str]) -> list[Response]:
-        """Stop unfinished requests; returns what they have so far, with finish reason `abort`.
-
-        Other ids are ignored.
-        """
+        """Stop unfinished requests and return their partial responses; other ids are ignored."""
         stopped = {name: self._rows.pop(name) for name in request_ids if name in self._rows}
         self._drop(stopped)
         return [row.response("abort") for row in stopped.values()]
@@ -124,8 +122,8 @@ class Engine(ABC):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Replace all weights (Hugging Face names, full tensors) and drop every cached prefix.
 
-        Raises RolloutError when requests are unfinished, and for tensors that do not fit, are unknown or missing;
-        the engine's weights are then a mixture, and its policy version is still the old one.
+        Raises RolloutError while requests are unfinished, and for missing, unknown or misshapen tensors. Then the
+        weights are a mixture, and the policy version is the old one.
         """
         self._require_idle("load weights")
         self._replace_weights(check_weights(weights, self._shapes, self._optional))
@@ -134,18 +132,18 @@ class Engine(ABC):
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """Log-probabilities of given (prompt_ids, response_ids) pairs at temperature 1, one list [R] each.
 
-        The probe that proves that the engine holds the policy's weights; refused while requests are unfinished.
+        Raises RolloutError while requests are unfinished.
         """
         self._require_idle("compute log-probs")
         return self._log_probs(sequences)
 
     @abstractmethod
     def close(self) -> None:
-        """Free the model and everything the engine started."""
+        """Free the model and end everything the engine started."""
 
     @abstractmethod
     def _queue(self, row: Row) -> None:
-        """Take a new row."""
+        """Schedule a new row."""
 
     @abstractmethod
     def _drop(self, request_ids: Collection[str]) -> None:
@@ -153,11 +151,11 @@ class Engine(ABC):
 
     @abstractmethod
     def _replace_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Take weights that fit."""
+        """Copy in weights that were checked."""
 
     @abstractmethod
     def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
-        """The log-probs of `log_probs`, from an idle engine."""
+        """`log_probs` of an idle engine."""
 
     def _require_idle(self, what: str) -> None:
         if self._rows:
@@ -169,7 +167,7 @@ class Engine(ABC):
 def build_engine(
     kind: Literal["vllm", "hf"], model_path: str | Path, settings: EngineSettings, seed: int, device: str = "cpu"
 ) -> Engine:
-    """An engine with the folder's weights. vLLM finds its device itself; `device` is where Hugging Face runs."""
+    """An engine with the folder's weights. `device` is for Hugging Face; vLLM finds its own."""
     if kind == "vllm":
         from dapo_core.engines.vllm_engine import VllmEngine
 
@@ -184,9 +182,9 @@ def check_weights(
     shapes: Mapping[str, tuple[int, ...]],
     optional: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights as they come; raises RolloutError at the first that does not fit, or at the end if some lack.
+    """Yields the weights; raises RolloutError at the first that does not fit, and at the end if some are missing.
 
-    `shapes` are all names the engine knows, of which `optional` may be left out.
+    `shapes` holds every name the engine knows; `optional` ones may be missing.
     """
     missing = set(shapes) - set(optional)
     for name, tensor in weights:
@@ -197,7 +195,7 @@ def check_weights(
             )
         if tuple(tensor.shape) != shapes[name]:
             raise RolloutError(
-                f"{name} comes with shape {tuple(tensor.shape)}, the engine's model has {shapes[name]}; trainer "
+                f"{name} has shape {tuple(tensor.shape)}, the engine's model needs {shapes[name]}; trainer "
                 "and engine must hold the same architecture (model.path)"
             )
         missing.discard(name)

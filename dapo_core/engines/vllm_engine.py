@@ -1,4 +1,4 @@
-"""vLLM inside this process: continuous batching, and weights replaced in place."""
+"""vLLM in this process, with weights that are replaced in place."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from dapo_core.engines.base import Engine, EngineSettings, GenerationRequest, Re
 from dapo_core.errors import ModelError, RolloutError
 
 HEAD = "lm_head.weight"
-# Multiples of 32 run fast on a CPU; a smaller block lets siblings share more of a short prompt.
-CPU_BLOCK_TOKENS = 32
-# Tokens of one prefill step on a CPU, where a prompt is never split.
-CPU_PREFILL_TOKENS = 8192
+CPU_BLOCK_TOKENS = 32  # multiples of 32 are fast; small blocks let siblings share more of a short prompt
+CPU_PREFILL_TOKENS = 8192  # of one prefill step on a CPU, where prompts are not split
 
 
 class VllmEngine(Engine):
-    """One vLLM engine in this process; a process holds one at a time."""
+    """The vLLM engine of this process, which can hold one at a time."""
 
     def __init__(self, model_path: str | Path, settings: EngineSettings, seed: int) -> None:
         shapes, config = read_shapes(model_path), _read_config(model_path)
@@ -38,7 +36,7 @@ class VllmEngine(Engine):
         self._stop_ids = read_eos_ids(model_path)
         self._max_tokens = settings.max_model_tokens
         if self._max_tokens != config.get("text_config", config).get("max_position_embeddings"):
-            self._max_tokens += 1  # vLLM samples one token even when only a full sequence's log-probs are wanted
+            self._max_tokens += 1  # vLLM samples one token even where only prompt log-probs are needed
         self._engine = _start(model_path, settings, seed, self._max_tokens)
 
     def _queue(self, row: Row) -> None:
@@ -73,7 +71,7 @@ class VllmEngine(Engine):
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._engine.apply_model(functools.partial(_pack_again, is_head_tied=self._is_head_tied))
         if not self._engine.reset_prefix_cache():
-            raise RolloutError("vLLM kept its prefix cache after new weights; restart the rollout worker")
+            raise RolloutError("vLLM did not clear its prefix cache after new weights; restart the training")
 
     def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         for number, (prompt_ids, response_ids) in enumerate(sequences):
@@ -95,7 +93,8 @@ class VllmEngine(Engine):
     def close(self) -> None:
         if self._engine is None:
             return
-        self._engine.engine_core.shutdown()  # LLMEngine has no shutdown of its own
+        # LLMEngine has no public shutdown, and without one the KV cache and worker processes outlive it.
+        self._engine.engine_core.shutdown()
         self._engine = None
         self._rows.clear()
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -108,18 +107,18 @@ class VllmEngine(Engine):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # The ids that end a response are stop_token_ids, the same for every engine.
-        wanted = SamplingParams(
+        # stop_token_ids end a response, as in every engine.
+        sampling = SamplingParams(
             ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA, **parameters
         )
         try:
-            self._engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, wanted)
+            self._engine.add_request(request_id, {"prompt_token_ids": list(token_ids)}, sampling)
         except ValueError as error:
             raise RolloutError(f"vLLM refuses request {request_id}: {error}") from error
 
 
 def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors in the folder's safetensors files, by name; raises ModelError when there are none."""
+    """Shapes of the tensors in the folder's safetensors files, by name; raises ModelError if there are none."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(Path(model_path).glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as tensors:
@@ -130,19 +129,19 @@ def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def _start(model_path: str | Path, settings: EngineSettings, seed: int, max_tokens: int) -> Any:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process: weights are handed over, not sent
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process, so that weights need not be sent
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm.platforms import current_platform
 
     platform_options: dict[str, Any] = {"gpu_memory_utilization": settings.memory_utilization}
     if current_platform.is_cpu():
-        torch._dynamo.config.disable = True  # before vLLM decorates its samplers: no C++ compiler, no seconds lost
+        torch._dynamo.config.disable = True  # before vLLM compiles its samplers, which needs a C++ compiler
         torch.set_num_threads(settings.threads)
         platform_options = {
             "kv_cache_memory_bytes": settings.memory_bytes,
             "block_size": CPU_BLOCK_TOKENS,
-            "enforce_eager": True,  # compiling takes 25 s and wins nothing on a small model
+            "enforce_eager": True,  # compiling takes 25 s and gains nothing on a small model
             # vLLM 0.32 fails on a split prompt with a seed: "CPU Generator does not use offset"
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_tokens, CPU_PREFILL_TOKENS, settings.max_num_seqs),
@@ -158,16 +157,20 @@ def _start(model_path: str | Path, settings: EngineSettings, seed: int, max_toke
             seed=seed,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
+            trust_remote_code=settings.trust_remote_code,
             **platform_options,
         )
     )
-    # It warns at each load of modules that own no weights; check_weights has already said what is missing.
+    # Each reload warns of modules without weights; check_weights has already found what is missing.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     return engine
 
 
 def _pack_again(model: torch.nn.Module, is_head_tied: bool) -> None:
-    """Pack experts and a tied head for a CPU's kernels: vLLM 0.32's reload_weights leaves their packed copies."""
+    """Pack experts and a tied head for the CPU's kernels again, which vLLM 0.32's reload_weights leaves out.
+
+    vLLM has no public way; tests/integration/test_weight_sync.py fails when these parts move.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform
 
@@ -182,7 +185,7 @@ def _pack_again(model: torch.nn.Module, is_head_tied: bool) -> None:
 
 
 def _seed(request: GenerationRequest) -> int:
-    """The request's seed; a continued one gets another, since vLLM would repeat the same randomness."""
+    """The request's seed; another one for a continued response, where vLLM would repeat the same randomness."""
     if not request.response_ids:
         return request.seed
     digest = hashlib.sha256(f"{request.seed}/{len(request.response_ids)}".encode()).digest()
@@ -190,7 +193,7 @@ def _seed(request: GenerationRequest) -> int:
 
 
 def _chosen(positions: Any, token_ids: Sequence[int]) -> list[float]:
-    """The log-prob of each token, of all that vLLM gives for its position."""
+    """The log-prob of each token, from those that vLLM returns at its position."""
     return [position[token].logprob for position, token in zip(positions, token_ids, strict=True)]
 
 

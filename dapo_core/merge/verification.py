@@ -13,7 +13,8 @@ from dapo_core.errors import CheckpointError
 from dapo_core.merge.sources import Source
 from dapo_core.merge.writer import OutputTensor
 from dapo_core.model_folder import MERGE_MANIFEST
-from dapo_core.parameter_names import expert_pieces, file_pieces, sample_of, tied_names
+from dapo_core.parameter_names import expert_pieces, file_pieces, match_files, sample_of, tied_names
+from dapo_core.pretrained import load_model_config
 
 if TYPE_CHECKING:
     import torch
@@ -37,16 +38,9 @@ def empty_model(model_files: Path) -> nn.Module:
 
 def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], label: str) -> None:
     """Raise CheckpointError unless the outputs are the model's parameters and persistent buffers."""
-    expected: dict[str, tuple[int, ...]] = {}
-    missing: list[str] = []
     tied = tied_names(model)
-    for name, tensor in model.state_dict().items():
-        if name in tied:
-            continue
-        pieces = file_pieces(name, tensor.shape, outputs)
-        missing += [] if pieces else [name]
-        expected |= {piece.file_name: tuple(piece.view(tensor).shape) for piece in pieces}
-    unexpected = sorted(outputs.keys() - expected.keys())
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    expected, missing, unexpected = match_files(tensors, outputs)
     if missing or unexpected:
         raise CheckpointError(
             f"{label} does not hold the tensors of {type(model).__name__}, which its config.json names: "
@@ -57,7 +51,7 @@ def require_architecture(model: nn.Module, outputs: Mapping[str, OutputTensor], 
     if wrong:
         name = wrong[0]
         raise CheckpointError(
-            f"{name} in {label} is {outputs[name].shape}, {type(model).__name__} needs {expected[name]} ("
+            f"{name} in {label} is {outputs[name].shape}, {type(model).__name__} needs {tuple(expected[name])} ("
             f"{len(wrong)} such tensors): config.json and shards belong to different models"
         )
 
@@ -129,9 +123,7 @@ def _build(model_files: Path) -> nn.Module:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            str(model_files), local_files_only=True, trust_remote_code=False
-        )
+        config = load_model_config(model_files)
     except Exception as error:  # the text may hold anything
         raise CheckpointError(f"config.json in {model_files} cannot be read by transformers: {error}") from error
     names = config.architectures

@@ -1,4 +1,4 @@
-"""Attention over a packed row: each sequence attends to itself alone, and no mask of all pairs exists."""
+"""Attention over a packed row, where each sequence attends only to itself, without a mask of all pairs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dapo_core.policy.sequence_parallel import heads_to_tokens, repeats_of_key_h
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-PACKED_ATTENTION = "packed"  # name in transformers' registry; having no mask function, it is given no mask
+PACKED_ATTENTION = "packed"  # name in transformers' registry, which passes no mask to unknown mask functions
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class PaddedBlock:
 
 
 class Packing:
-    """Where the sequences of a packed row of N tokens lie; handed to every attention layer.
+    """Where the sequences of a packed row of N tokens are; passed to every attention layer.
 
-    No dataclass: mixed precision under FSDP2 would copy it, tensors and all, before every layer.
+    Not a dataclass, which mixed precision under FSDP2 would copy with its tensors before every layer.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device, group: ProcessGroup | None = None) -> None:
-        """The packing of a row of sequences with the given lengths, one after the other.
+        """The packing of consecutive sequences with the given lengths.
 
-        A sequence shorter than half of a block's longest starts the next block, so no more than half of a block
-        is padding. group: ranks that hold a slice of the row each; None when it is whole.
+        A sequence shorter than half of a block's longest starts the next block, so at most half of a block is
+        padding. group: the ranks that hold a slice of the row each; None for a whole row.
         """
         self.group = group
         self.layers: set[int] = set()  # numbers of the layers that attended so far
@@ -74,8 +74,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence: [1, n, H, D] from queries, keys and values [1, H, n, D].
 
-    Right padding makes the causal kernel exact without a mask: no token looks to its right. Raises ModelError for
-    what the architecture adds to the scores.
+    With right padding the causal kernel is exact without a mask. Raises ModelError for architectures that change
+    the scores.
     """
     packing, scale, window = (options.get(name) for name in ("packing", "scaling", "sliding_window"))
     if packing is None or any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
@@ -103,7 +103,7 @@ def _attend(
     shape = (block.num_sequences, block.num_tokens)
     query, key, value = (part.index_select(0, block.tokens).unflatten(0, shape).transpose(1, 2) for part in states)
     mask = _band(block.num_tokens, window, query.device) if window and window < block.num_tokens else None
-    # Only CUDA's flash kernel shares key heads; any other call would fall back to all pairs of scores.
+    # Only CUDA's flash kernel shares key heads; others would compute all pairs of scores.
     is_flash = query.is_cuda and query.dtype != torch.float32 and mask is None and query.shape[-1] <= 256
     if not is_flash:
         repeats = query.shape[1] // key.shape[1]

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of response tokens, without the logits of all of them at once."""
+"""Log-probs and entropy of response tokens from logits in chunks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class TokenLogProbs(nn.Module):
-    """A causal language model whose forward pass gives log-probs; the module that FSDP2 treats as its root.
+    """A causal language model whose forward pass returns log-probs; FSDP2's root module.
 
-    Logits exist for `chunk_tokens` tokens at a time and are computed again in the backward pass, so memory does
-    not grow with tokens times vocabulary.
+    Logits exist for `chunk_tokens` tokens at a time and are recomputed in the backward pass, so memory does not
+    grow with tokens times vocabulary.
     """
 
     def __init__(self, causal_lm: Any, chunk_tokens: int) -> None:
@@ -28,7 +28,7 @@ class TokenLogProbs(nn.Module):
         self.chunk_tokens = chunk_tokens
 
     def forward(self, row: PackedRow, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the row's targets and, if asked for, the entropy there (else empty): [M] float32 each."""
+        """Log-probs of the row's targets and, if requested, the entropy there (else empty): [M] float32 each."""
         hidden = self.causal_lm.base_model(
             input_ids=row.token_ids, position_ids=row.position_ids, use_cache=False, packing=row.packing
         ).last_hidden_state

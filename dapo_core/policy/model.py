@@ -1,10 +1,10 @@
-"""The causal language model of a folder, sharded with FSDP2; each rank reads its own rows of the files only."""
+"""A folder's causal language model under FSDP2, of which each rank reads only its own rows."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from dapo_core.device import Device
 from dapo_core.errors import ModelError
-from dapo_core.model_folder import require_model_folder, weight_files
-from dapo_core.parameter_names import COMPUTED_BUFFERS, FilePiece, file_pieces, sample_of
-from dapo_core.policy.requirements import read_model_config
+from dapo_core.model_folder import weight_files
+from dapo_core.parameter_names import (
+    COMPUTED_BUFFERS,
+    FilePiece,
+    file_pieces,
+    match_files,
+    sample_of,
+    tied_names,
+)
+from dapo_core.pretrained import empty_causal_lm
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainConfig
@@ -33,15 +40,16 @@ def load_sharded(
     device: Device,
     wrap: Callable[[nn.Module], nn.Module],
     trainable: bool = True,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
-    """The folder's causal language model inside `wrap`, which keeps it as its attribute `causal_lm`, under FSDP2.
+    """The folder's causal language model under FSDP2, inside `wrap`, which keeps it as its attribute `causal_lm`.
 
-    Each decoder layer is a unit, the wrapper the root. A trainable model has float32 master weights and computes
-    in `train.dtype`; another one is kept in that dtype. Collective. Raises ModelError when the folder's tensors
-    are not the model's parameters.
+    Each decoder layer is a unit, the wrapper is the root. A trainable model has float32 master weights and
+    computes in `train.dtype`; others are stored in that dtype. Collective. Raises ModelError if the folder's
+    tensors are not the model's parameters.
     """
     dtype = device.resolve_dtype(train.dtype)
-    causal_lm = empty_causal_lm(model_path, torch.float32 if trainable else dtype)
+    causal_lm = empty_causal_lm(model_path, torch.float32 if trainable else dtype, trust_remote_code)
     files = weight_files(model_path)
     _require_same_tensors(model_path, causal_lm, files)
     layers = decoder_layers(causal_lm)
@@ -65,34 +73,16 @@ def load_sharded(
     return model
 
 
-def empty_causal_lm(model_path: str | Path, dtype: torch.dtype) -> nn.Module:
-    """The folder's architecture without memory for its parameters, which are on the meta device; buffers are real.
-
-    Raises ModelError when the folder is incomplete or no causal language model.
-    """
-    from transformers import AutoModelForCausalLM
-
-    require_model_folder(model_path)
-    try:
-        config = read_model_config(model_path)
-        with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{model_path} cannot be loaded as a causal language model: {error}") from error
-    model.tie_weights()
-    return model
-
-
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, before they are sharded: modules of the classes that must not be split.
+    """The transformer blocks of a model that is not sharded yet; raises ModelError if none are found.
 
-    Raises ModelError when the architecture names none, or they are not in it.
+    Only `_no_split_modules` names their classes in transformers; test_sharded_model.py fails when it moves.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} does not say which of its modules are decoder layers (_no_split_modules), so "
+            f"{type(model).__name__} does not name its decoder layers (_no_split_modules), so "
             "it cannot be sharded by layer; set model.path to an architecture such as Qwen2, Qwen3, Qwen3-MoE or "
             "Llama"
         )
@@ -100,42 +90,21 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole weights that a forward pass without a backward pass leaves in every unit."""
+    """Free the gathered weights that a forward pass without a backward pass leaves in every unit."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that modules register inside have a shape and no memory."""
-    from torch.nn.modules.module import register_module_parameter_registration_hook
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:  # a tied parameter stays the same object
-            return None
-        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-
-    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _require_same_tensors(model_path: str | Path, causal_lm: nn.Module, files: Mapping[str, Path]) -> None:
-    """Raise ModelError unless the files hold every parameter, tied ones once, and nothing else that matters."""
-    missing: list[str] = []
-    used: set[str] = set()
-    for name, parameter in causal_lm.named_parameters():
-        pieces = file_pieces(name, parameter.shape, files)
-        used.update(piece.file_name for piece in pieces)
-        missing += [] if pieces else [name]
-    tied = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)}
+    """Raise ModelError unless the files hold every parameter, tied ones once, and no other weights."""
+    _, missing, others = match_files(dict(causal_lm.named_parameters()), files)
+    tied = tied_names(causal_lm)
+    # Only this name in transformers says which tensors of published files a model leaves out (test_packing.py).
     ignored = [*(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ()), COMPUTED_BUFFERS]
-    unexpected = sorted(
-        name for name in files.keys() - used - tied if not any(re.search(pattern, name) for pattern in ignored)
-    )
+    unexpected = [
+        name for name in others if name not in tied and not any(re.search(pattern, name) for pattern in ignored)
+    ]
     if missing or unexpected:
         raise ModelError(
             f"the files of {model_path} and {type(causal_lm).__name__} do not hold the same tensors: "
@@ -147,7 +116,7 @@ def _require_same_tensors(model_path: str | Path, causal_lm: nn.Module, files: M
 
 
 def _mesh(device: Device, train: TrainConfig) -> DeviceMesh:
-    """All ranks in one dimension, or copies x shards where `train.fsdp_size` asks for several copies (HSDP)."""
+    """One dimension of shards, or copies x shards where `train.fsdp_size` asks for several copies (HSDP)."""
     num_ranks = torch.distributed.get_world_size()
     size = train.fsdp_size or num_ranks
     if size == num_ranks:
@@ -156,7 +125,7 @@ def _mesh(device: Device, train: TrainConfig) -> DeviceMesh:
 
 
 def _materialise(model: nn.Module, device: Device) -> None:
-    """Memory on the device for this rank's shards; buffers keep their values."""
+    """Allocate this rank's shards on the device; buffers keep their values."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device.torch_device())
     for name, buffer in model.named_buffers():
@@ -181,7 +150,7 @@ def _fill(causal_lm: nn.Module, files: Mapping[str, Path]) -> None:
 
 
 def _stored(file: Any, name: str, shape: torch.Size, path: Path) -> Any:
-    """The tensor in the open file, not read yet."""
+    """The tensor in the open file, before it is read."""
     try:
         stored = file.get_slice(name)
     except SafetensorError as error:
@@ -189,20 +158,20 @@ def _stored(file: Any, name: str, shape: torch.Size, path: Path) -> Any:
     if tuple(stored.get_shape()) != shape:
         raise ModelError(
             f"{name} in {path} has shape {stored.get_shape()}, the model needs {list(shape)}: config.json and "
-            "weights belong to different models; set model.path to a folder as it was published"
+            "weights belong to different models; set model.path to an unmodified folder"
         )
     return stored
 
 
 def first_row(parameter: DTensor) -> int:
-    """The row of the whole parameter that is the first of this rank's shard; FSDP2 cuts as torch.chunk does."""
+    """The row of the whole parameter at which this rank's shard starts; FSDP2 splits like torch.chunk."""
     dim = next(index for index, placement in enumerate(parameter.placements) if placement.is_shard())
     size = -(-parameter.shape[0] // parameter.device_mesh.size(dim))
     return min(parameter.device_mesh.get_local_rank(dim) * size, parameter.shape[0])
 
 
 def _copy_rows(piece: FilePiece, stored: Any, local: torch.Tensor, start: int) -> None:
-    """Copy the rows of the stored tensor that `local`, a shard from row `start` on, holds; reads no others."""
+    """Read into `local`, a shard that starts at row `start`, its rows of the stored tensor."""
     if piece.expert is None:
         local.copy_(stored[start : start + local.shape[0]])
     elif start <= piece.expert < start + local.shape[0]:
@@ -210,7 +179,7 @@ def _copy_rows(piece: FilePiece, stored: Any, local: torch.Tensor, start: int) -
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
-    """Move the shards of an FSDP2 model; the parameters stay the objects that the optimizer knows."""
+    """Move the shards of an FSDP2 model; its parameters remain the same objects, as the optimizer needs."""
     before = next(model.parameters()).device
     model.to(device)
     _free_cached(before, device)
@@ -226,6 +195,6 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
 
 
 def _free_cached(before: torch.device, device: torch.device) -> None:
-    """Give the memory that torch caches back to the device that was left, for other processes."""
+    """Release torch's cached memory on the device that was left, for other processes."""
     if before.type not in ("cpu", "meta") and before != device:
         getattr(torch, before.type).empty_cache()

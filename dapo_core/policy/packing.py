@@ -1,4 +1,4 @@
-"""A micro-batch as one row of sequences without padding, and which of its tokens predict the responses."""
+"""A micro-batch as one row of sequences without padding, and the positions that predict response tokens."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class PackedRow:
 
 
 def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) -> PackedRow:
-    """The batch as one row; with a sequence-parallel group, this rank's equal slice of it.
+    """The batch as one row, or this rank's equal slice of it under sequence parallelism.
 
-    A row that does not divide over the group ends with padding, which is a separate sequence.
+    A row that does not divide evenly ends with padding, as a separate sequence.
     """
     num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     counts = batch.prompt_lengths + batch.response_lengths
@@ -52,15 +52,15 @@ def pack(batch: Batch, device: torch.device, group: ProcessGroup | None = None) 
 
     size = len(token_ids) // num_ranks
     first = rank * size
-    is_ours = (responses > first) & (responses <= first + size)  # a token is predicted by the one before it
+    is_local = (responses > first) & (responses <= first + size)  # a token is predicted by the one before it
     lengths = [*counts.tolist(), num_padding] if num_padding else counts.tolist()
     return PackedRow(
         token_ids=token_ids[first : first + size].unsqueeze(0).to(device),
         position_ids=positions[first : first + size].unsqueeze(0).to(device),
         packing=Packing(lengths, device, group),
-        predictors=(responses[is_ours] - 1 - first).to(device),
-        targets=token_ids[responses[is_ours]].to(device),
-        cells=cells[is_ours],
+        predictors=(responses[is_local] - 1 - first).to(device),
+        targets=token_ids[responses[is_local]].to(device),
+        cells=cells[is_local],
     )
 
 

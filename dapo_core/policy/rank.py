@@ -1,4 +1,4 @@
-"""The policy: one FSDP2 rank that computes log-probs, learns from micro-batches, and hands out its weights."""
+"""One FSDP2 rank of the policy: log-probs, optimizer steps, and its weights for the engines."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from dapo_core.parameter_names import file_pieces
 from dapo_core.policy.log_probs import TokenLogProbs
 from dapo_core.policy.model import HOST, load_sharded, move_model, move_optimizer, reshard
 from dapo_core.policy.packing import pack, probe_row
-from dapo_core.policy.requirements import read_model_config, require_trainable
+from dapo_core.policy.requirements import require_trainable
 from dapo_core.policy.sequence_parallel import sequence_group
+from dapo_core.pretrained import load_model_config
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -36,17 +37,17 @@ class Update:
 
     sums: LossSums  # of one rank's share, or of the mini-batch
     grad_norm: float  # of the whole model, the same on every rank
-    is_skipped: bool  # the norm was not finite, so the weights did not change
+    is_skipped: bool  # the norm is not finite, so the weights are unchanged
     learning_rate: float
-    policy_version: int  # optimizer steps done, this one included
+    policy_version: int  # optimizer steps done, including this one
     rank_tokens: tuple[int, ...] = ()  # prompt and response tokens of each data-parallel rank
 
 
 class Policy:
-    """One rank of the sharded model, with its optimizer, and of the reference model where KL asks for one.
+    """One rank of the sharded model with its optimizer, and of the reference model if KL needs one.
 
-    Collective: every rank calls the same method at the same time. Ranks r * sp to r * sp + sp - 1, where sp is
-    train.sequence_parallel, are given the same share and work on a slice each of its rows.
+    Collective: all ranks call the same method at the same time. With sp = train.sequence_parallel, ranks r * sp to
+    r * sp + sp - 1 get the same share, and each works on a slice of its rows.
     """
 
     def __init__(self, model_path: str | Path, config: TrainingConfig) -> None:
@@ -57,11 +58,12 @@ class Policy:
         self.device: Device = device_for(self.train.device)
         self.num_optimizer_steps = 0
         if config.run.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-            torch.use_deterministic_algorithms(True)  # an operation without a deterministic kernel fails
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+            torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise
         self.group = sequence_group(self.train.sequence_parallel)
-        self.model_config = read_model_config(model_path)
+        self.model_config = load_model_config(model_path, config.model.trust_remote_code)
         require_trainable(self.model_config, self.train.sequence_parallel)
+        self.trust_remote_code = config.model.trust_remote_code
         self.model = self._load(model_path, is_trainable=True)
         files = weight_names(model_path)
         self.pieces = {
@@ -82,7 +84,7 @@ class Policy:
     def log_probs(self, share: RankShare, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the share's response tokens and the policy's entropy there: two [b, R] float32.
 
-        At the sampling temperature unless another is given; 0 beyond each response.
+        At the sampling temperature by default; 0 beyond each response.
         """
         return self._score(self.model, share, temperature or self.temperature, with_entropy=True)
 
@@ -105,8 +107,8 @@ class Policy:
         parts = []
         for number in range(len(share.micro_batches)):
             is_last = number == len(share.micro_batches) - 1
-            # Each backward pass reduces gradients to this rank's shards, since whole ones take as much as the
-            # model in float32; copies of the weights (HSDP) add theirs up once.
+            # Each backward pass reduces gradients to shards: whole ones are as large as the float32 model. Copies
+            # of the weights (HSDP) sum theirs once, after the last.
             self.model.set_requires_all_reduce(is_last)  # type: ignore[operator]
             loss, sums = self._micro_loss(share.micro_batch(number), totals, share.batch.num_responses)
             (loss * torch.distributed.get_world_size()).backward()  # FSDP2 averages over ranks
@@ -121,17 +123,17 @@ class Policy:
     def save(self, folder: str, asynchronous: bool) -> None:
         """Write this rank's part of parameters, optimizer and random generators into the folder. Collective.
 
-        Asynchronous: returns when they are copied to host memory and writes meanwhile; see is_saved.
-        Raises OSError with its errno where a rank could not write, else CheckpointError, on every rank.
+        Asynchronous: returns once they are copied to host memory and continues to write; see is_saved. Raises
+        OSError with its errno if a rank cannot write, else CheckpointError, on every rank.
         """
         self.shards.save(folder, self.num_optimizer_steps, asynchronous)
 
     def is_saved(self) -> bool:
-        """True without an unfinished asynchronous save; raises what one raised, once. Not collective."""
+        """True if no asynchronous save is unfinished; raises its error once. Not collective."""
         return self.shards.is_saved()
 
     def end_save(self) -> None:
-        """Wait for the unfinished asynchronous save and ignore its outcome. Not collective."""
+        """Wait for an unfinished asynchronous save and ignore its outcome. Not collective."""
         self.shards.end_save()
 
     def checkpoint_bytes(self) -> int:
@@ -139,13 +141,13 @@ class Policy:
         return self.shards.num_bytes()
 
     def load(self, folder: str) -> None:
-        """Continue from shards that any number of ranks wrote; weights stay where they are. Collective."""
+        """Load shards that any number of ranks wrote; weights stay on their device. Collective."""
         self.num_optimizer_steps = self.shards.load(folder)
         if self.train.offload_optimizer:
             move_optimizer(self.optimizer, HOST)
 
     def weight_sizes(self) -> dict[str, int]:
-        """Bytes of each tensor in float32, by its name in the model's files; tied parameters once."""
+        """Bytes of each tensor in float32 by its name in the model's files; tied parameters once."""
         return {
             piece.file_name: piece.view(torch.empty(parameter.shape, device="meta")).numel() * 4
             for name, parameter in self._causal_lm().named_parameters()
@@ -153,7 +155,7 @@ class Policy:
         }
 
     def gather_weights(self, names: list[str]) -> dict[str, torch.Tensor] | None:
-        """Whole tensors of the model's files on the CPU: a dict on rank 0, None elsewhere. Collective."""
+        """Whole tensors on the CPU by their names in the model's files; None except on rank 0. Collective."""
         wanted = set(names)
         gathered: dict[str, torch.Tensor] = {}
         is_first = torch.distributed.get_rank() == 0
@@ -165,13 +167,13 @@ class Policy:
         return gathered if is_first else None
 
     def onload(self) -> None:
-        """Weights to the device, where train.offload_parameters keeps them away between phases."""
+        """Move weights to the device if train.offload_parameters keeps them on the host between phases."""
         if self.train.offload_parameters:
             for model in self._models():
                 move_model(model, self.device.torch_device())
 
     def offload(self) -> None:
-        """Weights and optimizer state to the host, as far as the train.offload keys say so."""
+        """Move weights and optimizer state to the host, as the train.offload keys say."""
         if self.train.offload_optimizer:
             move_optimizer(self.optimizer, HOST)
         if self.train.offload_parameters:
@@ -179,25 +181,22 @@ class Policy:
                 move_model(model, HOST)
 
     def device_name(self) -> str:
-        """What the vendor calls this rank's device."""
+        """The vendor's name of this rank's device."""
         return self.device.name()
 
     def memory_metrics(self) -> dict[str, float]:
         """Memory of this rank and of its node in GiB, by metric name."""
         return self.device.memory_metrics()
 
-    def hidden_size(self) -> int:
-        """Width of the residual stream, which a sequence's cost depends on."""
-        return self.model_config.get_text_config().hidden_size
-
     def _load(self, model_path: str | Path, is_trainable: bool) -> nn.Module:
-        """The model inside TokenLogProbs; a probe of two sequences proves that every layer can pack."""
+        """The model inside TokenLogProbs; a probe of two sequences checks that every layer packs."""
         model = load_sharded(
             model_path,
             self.train,
             self.device,
             lambda causal_lm: TokenLogProbs(causal_lm, self.train.logits_chunk_tokens),
             is_trainable,
+            self.trust_remote_code,
         )
         row = probe_row(self.device.torch_device(), self.group)
         with torch.no_grad():
@@ -222,7 +221,7 @@ class Policy:
     def _score(
         self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and, if asked for, entropy of the whole share, without gradient: [b, R] float32, else 0."""
+        """Log-probs of the whole share and, if requested, entropy (else 0), without gradient: [b, R] float32."""
         device = self.device.torch_device()
         scores = torch.zeros(2, *share.batch.response_mask.shape)
         model.eval()
@@ -232,11 +231,11 @@ class Policy:
                 row = pack(micro, device, self.group)
                 part = torch.zeros(2, micro.response_mask.numel())
                 for field, values in zip(part, model(row, temperature, with_entropy), strict=True):
-                    field[row.cells[: len(values)]] = values.cpu()  # entropy not asked for has no values
+                    field[row.cells[: len(values)]] = values.cpu()  # entropy is empty unless requested
                 part = part.unflatten(1, micro.response_mask.shape)[:, : len(indices)]
                 scores[:, torch.tensor(indices), : part.shape[2]] = part
-        reshard(model)  # without a backward pass the root stays whole
-        if self.group is not None:  # each rank of the group has its slices of the rows, and 0 elsewhere
+        reshard(model)  # without a backward pass the root stays gathered
+        if self.group is not None:  # each rank of the group has its slice of the rows, and 0 elsewhere
             scores = scores.to(device)
             torch.distributed.all_reduce(scores, group=self.group)
         log_probs, entropy = scores.cpu()

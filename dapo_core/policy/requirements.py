@@ -1,8 +1,7 @@
-"""Which models can be trained on packed rows; checked from their configuration, before work starts."""
+"""Which models can be trained on packed rows, checked from their configuration before any work starts."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ModelError
@@ -10,9 +9,10 @@ from dapo_core.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# transformers has no public way to ask for these; test_packing.py fails when its names move.
+# transformers has no public way to ask for these, nor for _supports_attention_backend; test_packing.py fails when
+# the names move.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_AFTER_HEAD = (  # what architectures call a change of the logits after the output head
+_AFTER_HEAD = (  # names of changes to the logits after the output head
     "final_logit_softcapping",
     "output_logit_soft_cap",
     "logits_soft_cap",
@@ -22,18 +22,11 @@ _AFTER_HEAD = (  # what architectures call a change of the logits after the outp
 )
 
 
-def read_model_config(model_path: str | Path) -> PretrainedConfig:
-    """The architecture of a Hugging Face model folder."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(str(model_path), local_files_only=True)
-
-
 def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) -> None:
-    """Raise ModelError, naming the architecture, unless the policy can train such a model.
+    """Raise ModelError unless the policy can train the architecture.
 
-    Attention must be replaceable in every layer, logits must be the output head's, and heads must divide over the
-    sequence-parallel ranks.
+    Attention must be replaceable in every layer, logits must come straight from the output head, and heads must
+    divide over the sequence-parallel ranks.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -53,7 +46,7 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
     if changes:
         raise ModelError(
             f"{name} changes logits after the output head ({', '.join(f'{k}={v}' for k, v in changes.items())}), "
-            "which log-probs in chunks leave out; set model.path to an architecture such as Qwen2, Qwen3, "
+            "which is not supported; set model.path to an architecture such as Qwen2, Qwen3, "
             "Qwen3-MoE or Llama"
         )
     if text_config.num_attention_heads % sequence_parallel:

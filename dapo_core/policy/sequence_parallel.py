@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism (arXiv:2309.14509): ranks hold slices of a row, and heads while they attend."""
+"""Ulysses sequence parallelism (arXiv:2309.14509): ranks swap slices of a row for attention heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sequence_group(sequence_parallel: int) -> ProcessGroup | None:
-    """The group of `sequence_parallel` consecutive ranks that this one is in; None for 1. Collective."""
+    """This rank's group of `sequence_parallel` consecutive ranks; None for 1. Collective."""
     if sequence_parallel == 1:
         return None
     group, _ = dist.new_subgroups(group_size=sequence_parallel)
@@ -29,22 +29,18 @@ def tokens_to_heads(states: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """All tokens of this rank's heads, [N, H / sp, D], from all heads of its tokens, [N / sp, H, D]."""
     num_ranks = dist.get_world_size(group)
     blocks = states.unflatten(1, (num_ranks, -1)).transpose(0, 1)  # [sp, N / sp, H / sp, D]
-    return _exchange(blocks, group).flatten(0, 1)
+    return _AllToAll.apply(blocks, group).flatten(0, 1)
 
 
 def heads_to_tokens(states: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """All heads of this rank's tokens, [N / sp, H, D], from all tokens of its heads, [N, H / sp, D]."""
     num_ranks = dist.get_world_size(group)
-    blocks = _exchange(states.unflatten(0, (num_ranks, -1)), group)  # [sp, N / sp, H / sp, D]
+    blocks = _AllToAll.apply(states.unflatten(0, (num_ranks, -1)), group)  # [sp, N / sp, H / sp, D]
     return blocks.transpose(0, 1).flatten(1, 2)
 
 
-def _exchange(blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    return _AllToAll.apply(blocks, group)
-
-
 class _AllToAll(torch.autograd.Function):
-    """Sends block i to rank i of the group and receives its block; gradients go back the same way."""
+    """Sends block i to rank i and receives a block from each; gradients travel back the same way."""
 
     @staticmethod
     def forward(context: Any, blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -56,4 +52,4 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchange(gradients[0], context.group), None
+        return _AllToAll.apply(gradients[0], context.group), None

@@ -144,7 +144,7 @@ def serve(
     lengths = [] if config else ["data.max_prompt_tokens=1", "evaluate.max_response_tokens=1"]
     settings = load_config_or_defaults(config, [*lengths, *(overrides or ())])
     log_path = Path(settings.store.path) / ".logs" / f"serve-{os.getpid()}.log"
-    serve_until_interrupted(model, settings.serve, log_path, dict(os.environ))
+    serve_until_interrupted(model, settings.served, log_path, dict(os.environ))
 
 
 def _folder(path: Path) -> Path:

@@ -23,6 +23,7 @@ _SERVE_KEYS = {
     "--kv-cache-memory-bytes": "serve.memory_gigabytes",
     "--host": "serve.host",
     "--port": "serve.port",
+    "--trust-remote-code": "model.trust_remote_code",
     "--served-model-name": "nothing: the evaluation asks for its own name",
     "--hf-token": "nothing: a server loads a local folder",
     "--api-key": "the environment variable VLLM_API_KEY, which `ps` does not show",

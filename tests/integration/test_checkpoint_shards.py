@@ -21,8 +21,9 @@ import torch
 from dapo_core.batch import RankShare, split_batch
 from dapo_core.checkpoint.shards import Shards, _Writer
 from dapo_core.cluster.actors import Actors
+from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.cluster.policy_group import PolicyGroup
-from dapo_core.cluster.start import _connect, _PolicyRank
+from dapo_core.cluster.start import _PolicyRank
 from dapo_core.device import Device
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
@@ -353,18 +354,15 @@ def test_weights_and_moments_stay_where_they_are_kept(two_ranks: TwoRanks) -> No
 def group(model_path: Path, ray_address: str) -> Iterator[PolicyGroup]:
     """Two ranks behind Ray."""
     config = _config(model_path, 2, ray_address=ray_address)
-    _connect(config)
-    ranks = [ray.remote(_PolicyRank).options(num_cpus=1).remote() for _ in range(2)]
-    try:
+    with connected_to_ray(config.train, num_cpus=0):
+        ranks = [ray.remote(_PolicyRank).options(num_cpus=1).remote() for _ in range(2)]
         address = ray.get(ranks[0].rendezvous.remote())
         ray.get([rank.start.remote(n, 2, address, str(model_path), config) for n, rank in enumerate(ranks)])
         actors = Actors()
         actors.add("policy rank", ranks)
-        yield PolicyGroup(ranks, config, actors)
-    finally:
+        yield PolicyGroup(ranks, config, actors, hidden_size=64)
         for rank in ranks:
             ray.kill(rank)
-        ray.shutdown()
 
 
 def _ask_until_saved(group: PolicyGroup) -> None:

@@ -1,4 +1,4 @@
-"""Processes that die under SIGKILL or hang: the message says which, the call ends in time, and all can restart."""
+"""Processes that are killed or hang: the error names them, the call ends in time, and training can restart."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from ray.exceptions import (
 import dapo_core.cluster.actors
 from dapo_core.batch import Batch
 from dapo_core.cluster.actors import Actors, death_reason
+from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.cluster.rollout_group import RolloutGroup
-from dapo_core.cluster.start import Cluster, _connect, start_cluster
+from dapo_core.cluster.start import Cluster, start_cluster
 from dapo_core.data import Prompt
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
 from dapo_core.rollout import GroupRequest
@@ -38,11 +39,11 @@ from tests.batches import random_batch
 from tests.trainings import World, config_of
 
 FAR = 60.0
-QUICK = 10.0  # a call on a dead process, and leaving it: far below a collective's time limit of half an hour
-PAUSE = 0.3  # from stopping a process to killing it: the others go on until they wait for it
+QUICK = 10.0  # for a call on a dead process and for cleaning up, far below a collective's limit of half an hour
+PAUSE = 0.3  # from stopping a process to killing it, in which the others come to wait for it
 SCORER = "def compute_score(**_):\n    return 1.0\n"
 ERRORS = {
-    "ours": DataError("no rows"),
+    "dapo": DataError("no rows"),
     "shards": CheckpointError("the shards cannot be loaded: rank 0: RuntimeError('Connection closed by peer')"),
     "fail": RuntimeError("Connection closed by peer"),
 }
@@ -52,7 +53,7 @@ KILLED = r"died: it was killed, as the kernel does when memory runs out, or cras
 
 @contextmanager
 def killed_within(place: str) -> Iterator[None]:
-    """The process at `place` gets no further in the call made inside, and is killed during it."""
+    """The process at `place` is stopped, and killed during the call made inside."""
     match = re.match(r"pid (\d+) on ", place)
     assert match is not None
     os.kill(int(match[1]), signal.SIGSTOP)
@@ -68,7 +69,7 @@ def killed_within(place: str) -> Iterator[None]:
 
 @pytest.fixture
 def actors(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    class Actor:  # local, so that its process need not load what this module does
+    class Actor:  # local, so that its process need not import this module
         def place(self) -> str:
             return f"pid {os.getpid()} on here"
 
@@ -78,45 +79,44 @@ def actors(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
             raise ERRORS[what]
 
     monkeypatch.setattr(dapo_core.cluster.actors, "PING_SECONDS", 0.5)
-    _connect(config_of(train={"ray_address": ray_address}))
-    actors = [ray.remote(Actor).options(num_cpus=1).remote() for _ in range(3)]
-    yield actors
-    for actor in actors:
-        ray.kill(actor)
-    ray.shutdown()
+    with connected_to_ray(config_of(train={"ray_address": ray_address}).train, num_cpus=0):
+        actors = [ray.remote(Actor).options(num_cpus=1).remote() for _ in range(3)]
+        yield actors
+        for actor in actors:
+            ray.kill(actor)
 
 
-def test_a_death_ends_every_call_and_is_told_from_errors(actors: list[Any]) -> None:
+def test_a_death_ends_every_call_and_is_distinguished_from_errors(actors: list[Any]) -> None:
     sound, hanging, victim = actors
     watched = Actors()
     watched.add("policy rank", actors)
     place = watched.get(victim.place.remote())
-    with pytest.raises(RayTaskError, match="Connection closed by peer"):  # nobody died: it stays what it is
+    with pytest.raises(RayTaskError, match="Connection closed by peer"):  # no actor died
         watched.get([sound.call.remote("fail")])
     with pytest.raises(DataError, match=r"^no rows$"):
-        watched.get([sound.call.remote("ours")])
+        watched.get([sound.call.remote("dapo")])
     with pytest.raises(CheckpointError, match="the shards cannot be loaded"):
         watched.get([sound.call.remote("shards")])
     hanging_call = hanging.call.remote("hang")
-    said = rf"^policy rank 2 of 3 \({place}\) {KILLED}$"
-    with killed_within(place), pytest.raises(WorkerDied, match=said):
+    message = rf"^policy rank 2 of 3 \({place}\) {KILLED}$"
+    with killed_within(place), pytest.raises(WorkerDied, match=message):
         watched.get([hanging_call, victim.call.remote("hang")])
-    with pytest.raises(WorkerDied, match=said):  # though nothing is asked of the dead one
+    with pytest.raises(WorkerDied, match=message):  # though the dead actor is not called
         watched.get([hanging_call])
     rollouts = RolloutGroup([sound], FAR, watched)
-    with pytest.raises(WorkerDied, match=said):  # while groups are waited for, which takes minutes
+    with pytest.raises(WorkerDied, match=message):  # while waiting for groups, which takes minutes
         take_groups(rollouts)
-    with pytest.raises(WorkerDied, match=said) as caught:  # as a broken collective ends
+    with pytest.raises(WorkerDied, match=message) as caught:  # after a broken collective
         watched.get([sound.call.remote("fail")])
-    with pytest.raises(WorkerDied, match=said):  # as a save or a load ends that the dead one had a part in
+    with pytest.raises(WorkerDied, match=message):  # after a save or load that the dead actor took part in
         watched.get([sound.call.remote("shards")])
     assert isinstance(caught.value.__cause__, RayActorError)
     with pytest.raises(DataError, match=r"^no rows$"):
-        watched.get([sound.call.remote("ours")])
+        watched.get([sound.call.remote("dapo")])
 
 
-def test_a_worker_that_hangs_is_not_waited_for_without_end(actors: list[Any]) -> None:
-    class Hanging:  # local, so that its process need not load what this module does
+def test_waiting_for_a_hanging_worker_ends(actors: list[Any]) -> None:
+    class Hanging:  # local, so that its process need not import this module
         """A rollout worker whose engine never returns from its first step."""
 
         def submit(self, requests: Any) -> None:
@@ -175,7 +175,7 @@ def update(cluster: Cluster, batch: Batch) -> float:
 
 @contextmanager
 def left_after_a_death(config: Config, model: Path, said: str) -> Iterator[Cluster]:
-    """A cluster that is left because of a death: quickly, and with no process more than before it was entered."""
+    """A cluster that ends because of a death, quickly and with all of its processes."""
     before = set(descendants(os.getpid()))
     died_at: list[float] = []
     with ExitStack() as stack:
@@ -189,7 +189,7 @@ def left_after_a_death(config: Config, model: Path, said: str) -> Iterator[Clust
         os.sched_yield()
 
 
-def test_what_died_is_named_and_started_again(ray_address: str, world: World, tmp_path: Path) -> None:
+def test_a_dead_process_is_named_and_can_be_restarted(ray_address: str, world: World, tmp_path: Path) -> None:
     (tmp_path / "scorer.py").write_text(SCORER)
     config = config_of(
         train={"ray_address": ray_address},
@@ -202,7 +202,7 @@ def test_what_died_is_named_and_started_again(ray_address: str, world: World, tm
         with killed_within(ray.get(cluster.policy.ranks[1].place.remote())):
             update(cluster, batch)
     with left_after_a_death(config, world.model, "rollout worker 0 of 1") as cluster:
-        assert update(cluster, batch) == first  # as the model that it was started from
+        assert update(cluster, batch) == first  # from the same model
         cluster.rollouts.submit(REQUESTS)
         groups: list[Any] = []
         while not groups:

@@ -1,4 +1,4 @@
-"""Both engines, for real, on a tiny model: what they sample, what they say of it, whose weights they hold."""
+"""Both engines on a tiny model: the responses they sample, their log-probs, and the weights they hold."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shared_engine(request: pytest.FixtureRequest, model_path: Path) -> Iterator[
 
 @pytest.fixture
 def engine(shared_engine: Engine, model_path: Path) -> Iterator[Engine]:
-    """The shared engine, idle and with the folder's weights and the first settings, whatever the last test did."""
+    """The shared engine; reset afterwards to an idle state, the folder's weights and the default settings."""
     yield shared_engine
     unfinished = [f"{number}" for number in range(NUM_REQUESTS)]
     shared_engine.abort(unfinished)
@@ -103,6 +103,10 @@ def largest_difference(given: list[float], expected: torch.Tensor) -> float:
     return (torch.tensor(given) - expected).abs().max().item()
 
 
+def require_equal(given: list[float], expected: torch.Tensor) -> None:
+    assert largest_difference(given, expected) < 1e-4
+
+
 def end_bias(model: Any) -> Any:
     """The model with an end token so likely that responses end at different lengths."""
     # Tied embeddings: scaling the row scales its logit in both directions, so about half of the contexts like it.
@@ -112,15 +116,27 @@ def end_bias(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_rollout_log_probs_are_those_of_the_distribution_sampled_from(engine, model_path, temperature):
+def test_responses_end_where_they_should_with_the_log_probs_they_were_sampled_with(
+    engine, model_path, temperature
+):
+    """40 requests of different lengths through 16 rows, the second half submitted later: rows are reused."""
     engine.settings = replace(SETTINGS, temperature=temperature)
-    model = load_model(model_path)
+    model = end_bias(load_model(model_path))
+    engine.load_weights(model.named_parameters(), policy_version=1)
     requests = make_requests()
-    responses = run(engine, requests)
+    engine.submit(requests[:20])
+    responses = {response.request_id: response for _ in range(9) for response in engine.step()}
+    engine.submit(requests[20:])
+    responses |= finish(engine)
+    assert len(responses) == NUM_REQUESTS
+    assert {response.finish_reason for response in responses.values()} == {"stop", "length"}
     for request in requests:
         response = responses[request.request_id]
         expected = reference_log_probs(model, request.prompt_ids, response.response_ids, temperature)
-        assert largest_difference(response.rollout_log_probs, expected) < 1e-4
+        require_equal(response.rollout_log_probs, expected)
+        assert END not in response.response_ids[:-1]
+        assert (response.response_ids[-1] == END) == (response.finish_reason == "stop")
+        assert response.finish_reason == "stop" or len(response.response_ids) == MAX_RESPONSE_TOKENS
 
 
 def test_log_probs_equal_a_plain_forward(engine, model_path):
@@ -133,20 +149,7 @@ def test_log_probs_equal_a_plain_forward(engine, model_path):
         (whole[:70], whole[70:]),
     ]
     for (prompt_ids, response_ids), given in zip(sequences, engine.log_probs(sequences), strict=True):
-        assert largest_difference(given, reference_log_probs(model, prompt_ids, response_ids)) < 1e-4
-
-
-def test_responses_stop_at_the_end_token_and_at_the_limit(engine, model_path):
-    engine.load_weights(end_bias(load_model(model_path)).named_parameters(), policy_version=1)
-    responses = run(engine, make_requests()).values()
-    assert {response.finish_reason for response in responses} == {"stop", "length"}
-    for response in responses:
-        if response.finish_reason == "stop":
-            assert response.response_ids[-1] == END
-            assert END not in response.response_ids[:-1]
-        else:
-            assert len(response.response_ids) == MAX_RESPONSE_TOKENS
-            assert END not in response.response_ids
+        require_equal(given, reference_log_probs(model, prompt_ids, response_ids))
 
 
 def test_a_response_depends_on_its_seed_not_on_its_neighbours(engine):
@@ -160,7 +163,7 @@ def test_a_response_depends_on_its_seed_not_on_its_neighbours(engine):
     assert together["0"].response_ids != together["1"].response_ids  # siblings: one prompt, two seeds
 
 
-def test_responses_follow_the_model_s_distribution(engine, model_path):
+def test_responses_follow_the_distribution_of_the_model(engine, model_path):
     """4000 first tokens: each of the ten likeliest within 4.5 standard deviations of its probability."""
     engine.settings = replace(SETTINGS, max_response_tokens=1)
     prompt_ids = [5, 6, 7, 8]
@@ -179,7 +182,7 @@ def test_responses_follow_the_model_s_distribution(engine, model_path):
 
 
 def test_greedy_responses_take_the_likeliest_tokens_beside_sampled_ones(engine, model_path):
-    """24 sampled and 8 greedy requests through 16 rows: alone and mixed, each kind is the same."""
+    """24 sampled and 8 greedy requests through 16 rows give the same responses alone and mixed."""
     engine.settings = replace(SETTINGS, temperature=0.7, top_k=50, top_p=0.9)
     model = end_bias(load_model(model_path))
     engine.load_weights(model.named_parameters(), policy_version=1)
@@ -203,11 +206,11 @@ def test_greedy_responses_take_the_likeliest_tokens_beside_sampled_ones(engine, 
         )
         assert response.response_ids == expected[0, len(request.prompt_ids) :].tolist()
         at_temperature_one = reference_log_probs(model, request.prompt_ids, response.response_ids)
-        assert largest_difference(response.rollout_log_probs, at_temperature_one) < 1e-4
+        require_equal(response.rollout_log_probs, at_temperature_one)
     assert {mixed[request.request_id].finish_reason for request in greedy} == {"stop", "length"}
 
 
-def test_new_weights_show_in_log_probs_and_past_the_prefix_cache(engine, model_path):
+def test_new_weights_change_log_probs_and_clear_the_prefix_cache(engine, model_path):
     requests = make_requests(2)
     requests = [replace(request, prompt_ids=list(range(4, 68))) for request in requests]  # two whole cache blocks
     before = run(engine, requests)
@@ -221,16 +224,17 @@ def test_new_weights_show_in_log_probs_and_past_the_prefix_cache(engine, model_p
     old_model = load_model(model_path)
     for request in requests:
         response = after[request.request_id]
-        expected = reference_log_probs(model, request.prompt_ids, response.response_ids)
         old = reference_log_probs(old_model, request.prompt_ids, response.response_ids)
-        assert largest_difference(response.rollout_log_probs, expected) < 1e-4
+        require_equal(
+            response.rollout_log_probs, reference_log_probs(model, request.prompt_ids, response.response_ids)
+        )
         assert largest_difference(response.rollout_log_probs, old) > 0.01
     sequences = [(request.prompt_ids, before[request.request_id].response_ids) for request in requests]
     for (prompt_ids, response_ids), given in zip(sequences, engine.log_probs(sequences), strict=True):
-        assert largest_difference(given, reference_log_probs(model, prompt_ids, response_ids)) < 1e-4
+        require_equal(given, reference_log_probs(model, prompt_ids, response_ids))
 
 
-def test_abort_gives_what_was_sampled_and_leaves_the_rest(engine):
+def test_abort_returns_partial_responses_and_does_not_disturb_the_others(engine):
     requests = make_requests(4)
     undisturbed = run(engine, requests)
     engine.submit(requests)
@@ -253,8 +257,8 @@ def test_abort_gives_what_was_sampled_and_leaves_the_rest(engine):
     assert engine.step() == []
 
 
-def test_an_aborted_response_goes_on_where_it_was(engine, model_path):
-    """Under other weights: a token's log-prob is that of the weights which sampled it; one length limit holds."""
+def test_an_aborted_response_continues_under_new_weights(engine, model_path):
+    """Each token's log-prob is from the weights that sampled it; the length limit counts all of them."""
     old_model, new_model = load_model(model_path), end_bias(load_model(model_path))
     requests = make_requests(8)
     engine.submit(requests)
@@ -279,30 +283,13 @@ def test_an_aborted_response_goes_on_where_it_was(engine, model_path):
         assert response.response_ids[:5] == partial[request.request_id].response_ids
         old = reference_log_probs(old_model, request.prompt_ids, response.response_ids)
         new = reference_log_probs(new_model, request.prompt_ids, response.response_ids)
-        assert largest_difference(response.rollout_log_probs, torch.cat([old[:5], new[5:]])) < 1e-4
+        require_equal(response.rollout_log_probs, torch.cat([old[:5], new[5:]]))
         assert len(response.response_ids) <= MAX_RESPONSE_TOKENS
         if response.finish_reason == "length":
             assert len(response.response_ids) == MAX_RESPONSE_TOKENS
 
 
-def test_more_requests_than_rows_all_finish(engine, model_path):
-    """40 requests through 16 rows, with responses of different lengths: rows are reused."""
-    model = end_bias(load_model(model_path))
-    engine.load_weights(model.named_parameters(), policy_version=1)
-    requests = make_requests()
-    engine.submit(requests[:20])
-    responses = {response.request_id: response for _ in range(9) for response in engine.step()}
-    engine.submit(requests[20:])
-    while engine.num_unfinished():
-        responses.update({response.request_id: response for response in engine.step()})
-    assert len(responses) == NUM_REQUESTS
-    for request in requests:
-        response = responses[request.request_id]
-        expected = reference_log_probs(model, request.prompt_ids, response.response_ids)
-        assert largest_difference(response.rollout_log_probs, expected) < 1e-4
-
-
-def test_weights_that_do_not_fit_are_named_and_whole_ones_mend_the_engine(engine, model_path):
+def test_wrong_weights_are_named_and_complete_ones_make_the_engine_usable_again(engine, model_path):
     weights = dict(load_model(model_path).named_parameters())
     norm = "model.norm.weight"
     with pytest.raises(RolloutError, match=r"1 of \d+ tensors are missing: model.norm.weight"):
@@ -310,46 +297,23 @@ def test_weights_that_do_not_fit_are_named_and_whole_ones_mend_the_engine(engine
     with pytest.raises(RolloutError, match=r"no tensor model.extra.weight"):
         engine.load_weights([*weights.items(), ("model.extra.weight", torch.zeros(2))], 1)
     with pytest.raises(
-        RolloutError, match=r"model.norm.weight comes with shape \(63,\), the engine's model has \(64,\)"
+        RolloutError, match=r"model.norm.weight has shape \(63,\), the engine's model needs \(64,\)"
     ):
         engine.load_weights([*weights.items(), (norm, torch.zeros(63))], 1)
     assert engine.policy_version == 0
-    engine.load_weights(weights.items(), 2)
-    sequences = [([5, 6, 7], [8, 9])]
+    tied_head = ("lm_head.weight", weights["model.embed_tokens.weight"])  # may be given as well
     expected = reference_log_probs(load_model(model_path), [5, 6, 7], [8, 9])
-    assert largest_difference(engine.log_probs(sequences)[0], expected) < 1e-4
+    for version, whole in ((2, weights.items()), (3, [*weights.items(), tied_head])):
+        engine.load_weights(whole, version)
+        require_equal(engine.log_probs([([5, 6, 7], [8, 9])])[0], expected)
 
 
-def test_a_tied_head_may_come_along(engine, model_path):
-    model = load_model(model_path)
-    weights = [*model.named_parameters(), ("lm_head.weight", model.lm_head.weight)]
-    engine.load_weights(weights, 3)
-    expected = reference_log_probs(model, [5, 6, 7], [8, 9])
-    assert largest_difference(engine.log_probs([([5, 6, 7], [8, 9])])[0], expected) < 1e-4
-
-
-def test_weights_and_log_probs_wait_for_unfinished_requests(engine):
+def test_weights_and_log_probs_are_refused_while_requests_are_unfinished(engine):
     engine.submit(make_requests(1))
     with pytest.raises(RolloutError, match="cannot load weights while 1 requests are unfinished"):
         engine.load_weights([], 1)
     with pytest.raises(RolloutError, match="cannot compute log-probs while 1 requests are unfinished"):
         engine.log_probs([([5], [6])])
-
-
-@pytest.mark.parametrize("kind", ["hf", "vllm"])
-def test_an_untied_head_is_a_weight_of_its_own(kind, tmp_path):
-    path = build_tiny_qwen3(tmp_path / "untied", tie_word_embeddings=False)
-    engine = build_engine(kind, path, SETTINGS, seed=0)
-    model = load_model(path)
-    weights = {name: tensor for name, tensor in model.named_parameters() if name != "lm_head.weight"}
-    with pytest.raises(RolloutError, match=r"are missing: lm_head.weight"):
-        engine.load_weights(weights.items(), 1)
-    with torch.no_grad():
-        model.lm_head.weight[10:].mul_(1.5)
-    engine.load_weights(model.named_parameters(), 2)
-    expected = reference_log_probs(model, [5, 6, 7], [8, 9])
-    assert largest_difference(engine.log_probs([([5, 6, 7], [8, 9])])[0], expected) < 1e-4
-    engine.close()
 
 
 def test_hf_continues_with_the_randomness_of_the_uninterrupted_response(model_path):

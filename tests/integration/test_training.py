@@ -1,4 +1,4 @@
-"""Training end to end over real parts: Ray, two FSDP2 ranks over gloo, an engine, checkpoints, SIGKILLs."""
+"""Training end to end: Ray, two FSDP2 ranks over gloo, an engine, checkpoints, SIGKILLs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import os
 import random
 import re
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from durable import read_json_lines
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.processes import supervisor
 from tests.metric_names import expand
+from tests.processes import start_time_of, wait_until
 from tests.trainings import NUM_PROBLEMS, World, config_of, settings
 
 UNINTERRUPTED_STEPS = 4
@@ -57,7 +58,7 @@ NOT_OF_THE_RESULT = (
 
 @dataclass(frozen=True)
 class Run:
-    """A training output and what was seen of it: before it was continued, and at the end."""
+    """A training output, as it was before it was continued and as it ended."""
 
     folder: Path
     first: TrainResult
@@ -74,7 +75,7 @@ def checkpoint_names(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Four steps in one go, then four more by a second call on the same output, which saves while it goes on."""
+    """Four steps, then four more by a second call on the same output, which saves asynchronously."""
     folder = tmp_path_factory.mktemp("run")
     checkpoints: list[list[str]] = []
     first = train(
@@ -112,11 +113,11 @@ def test_phases_add_up_to_the_step(run: Run) -> None:
         spent = sum(line[phase] for phase in phases)
         assert spent <= line["timing_s/step"]
         shares.append(1 - spent / line["timing_s/step"])
-    # What is left is bookkeeping: other processes may hold it up in one step, a phase left out is so in all.
+    # The rest is bookkeeping. Other processes may delay it in one step; a missing phase would show in all.
     assert min(shares) < 0.02, shares
 
 
-def test_each_step_s_numbers_fit_each_other(run: Run) -> None:
+def test_the_metrics_of_a_step_are_consistent(run: Run) -> None:
     assert [line["step"] for line in run.first_metrics] == [1, 2, 3, 4]
     carried_in = 0.0
     for line in run.first_metrics:
@@ -171,10 +172,8 @@ def test_a_second_call_continues_at_the_next_step(run: Run) -> None:
     assert lines[7]["training/epoch"] == pytest.approx(after.prompt_position / NUM_PROBLEMS)
 
 
-def test_how_the_work_lies_on_the_devices_changes_no_number(
-    run: Run, world: World, ray_address: str, tmp_path: Path
-) -> None:
-    """Two ranks share each sequence and hold all weights each, instead of half of either; two engines generate."""
+def test_placement_changes_no_number(run: Run, world: World, ray_address: str, tmp_path: Path) -> None:
+    """Two ranks share each sequence and hold all weights each, instead of half of both; two engines generate."""
     train(
         config_of(
             rollout={"num_workers": 2},
@@ -200,26 +199,20 @@ def test_how_the_work_lies_on_the_devices_changes_no_number(
         assert other["global_seqlen/balanced_max"] < other["perf/total_num_tokens"]
         for name in METRIC_NAMES:
             if not name.startswith((*NOT_OF_THE_RESULT, "global_seqlen/")):
-                # differences of nearly equal numbers, such as a KL, keep the noise of what they are made of
+                # differences of nearly equal numbers, such as a KL, keep the noise of their terms
                 assert line[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), (line["step"], name)
 
 
-def is_alive(pid: int, start_time: str) -> bool:
-    fields = supervisor._stat_fields(pid)
-    return bool(fields) and fields[0] != "Z" and fields[19] == start_time
-
-
-def wait_until_gone(processes: dict[int, str], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while living := {pid for pid, start_time in processes.items() if is_alive(pid, start_time)}:
-        assert time.monotonic() < deadline, f"processes {living} are still there after {seconds} s"
-        time.sleep(0.1)
+def started_since(before: dict[int, str]) -> Callable[[], bool]:
+    """A check that is true once every process is gone that started below this one since `before`."""
+    started = {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
+    return lambda: all(start_time_of(pid) != at for pid, at in started.items())
 
 
 def test_killed_in_every_role_it_ends_with_the_same_bits(
     run: Run, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dapo train` as a stage runs it: a rank and a worker are replaced by itself, the command is typed again."""
+    """`dapo train` as a stage runs it: it restarts a rank and a worker itself, and the command is run again."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     crash = importlib.import_module("crash")
     recipe, chance = tmp_path / "recipe.yaml", random.Random(os.getpid())
@@ -229,8 +222,7 @@ def test_killed_in_every_role_it_ends_with_the_same_bits(
         crash.Moment(role, after_step, chance.uniform(0, 0.2))
         for role, after_step in (("rank", 1), ("worker", 3), ("group", 5))
     ]
-    kills = list(crash.train_through_kills(training, moments))
-    assert [kill.moment for kill in kills] == moments
+    assert crash.train_through_kills(training, moments) == len(moments)
     log = training.log_path.read_text(errors="replace")
     assert re.search(r"policy rank [01] of 2 .*died: .*training restarts in 0 s from", log), log[-3000:]
     assert re.search(r"rollout worker 0 of 1 .*died: .*training restarts in 0 s from", log), log[-3000:]
@@ -248,15 +240,14 @@ def test_an_error_ends_every_process_and_names_what_to_change(world: World, tmp_
     )
     with pytest.raises(NotEnoughSignal, match=r"^12 drawn prompts .* gave 0 groups .* and 12 all wrong"):
         train(config, world.data, world.model, tmp_path)
-    started = {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
-    wait_until_gone(started, seconds=10)
+    wait_until(started_since(before), "every process is gone")
     assert read_json_lines(tmp_path / METRICS_FILE) == []
 
 
 def test_a_step_without_a_finished_group_ends_in_time_with_every_process(
     world: World, ray_address: str, tmp_path: Path
 ) -> None:
-    """The scorer never answers; its own time limit is far off."""
+    """The scorer never answers, and its own time limit is longer."""
     before = supervisor.descendants(os.getpid())
     scorer = tmp_path / "scorer.py"
     scorer.write_text("import time\n\n\ndef compute_score(*arguments, **named):\n    time.sleep(600)\n")
@@ -271,13 +262,12 @@ def test_a_step_without_a_finished_group_ends_in_time_with_every_process(
     message = str(caught.value)
     assert "no group was kept for" in message
     assert "6 groups with" in message
-    assert "6 groups with 0 response tokens" not in message  # they are generated, and wait for scores
+    assert "6 groups with 0 response tokens" not in message  # they are generated and wait for scores
     assert "no group finished" in message
-    started = {pid: at for pid, at in supervisor.descendants(os.getpid()).items() if pid not in before}
-    wait_until_gone(started, seconds=10)
+    wait_until(started_since(before), "every process is gone")
 
 
-def test_a_worker_s_error_arrives_as_what_it_is(world: World, ray_address: str, tmp_path: Path) -> None:
+def test_an_error_of_a_worker_keeps_its_type_and_message(world: World, ray_address: str, tmp_path: Path) -> None:
     config = config_of(
         rollout={"memory_gigabytes": 1e-6}, train={"total_steps": 1, "num_ranks": 1, "ray_address": ray_address}
     )

@@ -1,4 +1,4 @@
-"""What the options of a training do to it, seen in the metrics of one or two real steps."""
+"""The effect of training options, seen in the metrics of one or two steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Start = Callable[..., list[dict[str, float]]]
 def start(world: World, ray_address: str, tmp_path: Path) -> Start:
     """Train one rank in the running Ray with the given keys, by section; returns the lines of metrics.jsonl.
 
-    A second call continues the first. `scorer` is the source of a file for custom_reward.path.
+    `scorer` is the source of a file for custom_reward.path.
     """
 
     def run(scorer: str | None = None, **changes: dict[str, Any]) -> list[dict[str, float]]:
@@ -56,7 +56,7 @@ def start(world: World, ray_address: str, tmp_path: Path) -> Start:
 
 
 def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """With advantages that leave a response out of its own baseline, and losses over a constant length."""
+    """With leave-one-out advantages, and losses divided by a constant length."""
     caplog.set_level(logging.INFO, "dapo_core.trainer")
     first, second = lines = start(
         LENGTH_SCORER,
@@ -92,24 +92,16 @@ def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
         assert {name: float(value) for name, value in NAME_VALUE.findall(text)} == expected
 
 
-def test_kl_in_the_reward_with_a_coefficient_that_follows_its_target(start: Start) -> None:
-    """Responses of one token, so that a response's sum of KL is its mean. The third step is a resumed run's."""
-    settings = {
-        "algorithm": {
-            "kl": {
-                "place": "reward",
-                "coefficient": 2.0,
-                "estimator": "mse",
-                "controller": "adaptive",
-                "target": 0.1,
-                "horizon": 32.0,
-            }
-        },
-        "reward": NO_OVERLONG,
-        "rollout": {"max_response_tokens": 1},
-    }
-    start(LENGTH_SCORER, **settings, train={**ONE_UPDATE, "total_steps": 2})
-    lines = start(LENGTH_SCORER, **settings, train={**ONE_UPDATE, "total_steps": 3})
+def test_kl_in_the_reward_with_an_adaptive_coefficient(start: Start) -> None:
+    """Responses of one token, so that a response's KL sum is its mean."""
+    adaptive = {"controller": "adaptive", "target": 0.1, "horizon": 32.0}
+    lines = start(
+        LENGTH_SCORER,
+        algorithm={"kl": {"place": "reward", "coefficient": 2.0, "estimator": "mse", **adaptive}},
+        reward=NO_OVERLONG,
+        rollout={"max_response_tokens": 1},
+        train={**ONE_UPDATE, "total_steps": 3},
+    )
     assert [line["response_length/mean"] for line in lines] == [1, 1, 1]
     kl, coefficient = [line["actor/reward_kl_penalty"] for line in lines], 2.0
     assert kl[0] == pytest.approx(0, abs=1e-9)  # the policy still is the reference
@@ -124,8 +116,8 @@ def test_kl_in_the_reward_with_a_coefficient_that_follows_its_target(start: Star
         coefficient *= 1 + error * NUM_RESPONSES / 32  # Ziegler et al., section 2.2
 
 
-def test_rollout_correction_on_what_a_used_up_draw_gave(start: Start) -> None:
-    """The engine computes in half the policy's precision; groups whose sum is even give no signal."""
+def test_rollout_correction_on_a_partial_step(start: Start) -> None:
+    """The engine computes in bfloat16; groups with an even answer give no signal."""
     (line,) = start(
         LENGTH_SCORER.replace("len(solution_str)", "(int(ground_truth) % 2) * len(solution_str)"),
         algorithm={
@@ -172,11 +164,11 @@ def test_grpo(start: Start) -> None:
     assert (line["critic/score/min"], line["critic/score/max"]) == (0, 2)
     assert line["reward/overlong_ratio"] == 0
     assert line["critic/rewards/mean"] == line["critic/score/mean"]
-    assert line["response_length/clip_ratio"] > 0  # some would have been penalised
+    assert line["response_length/clip_ratio"] > 0  # responses that DAPO would penalise
     assert line["policy_version"] == 2
     assert line["actor/kl_coef"] == 0.001
-    assert line["actor/kl_loss"] > 1e-4  # by the second update the policy has left the reference
-    assert line["actor/ppo_kl"] > 1e-4  # and its anchor
+    assert line["actor/kl_loss"] > 1e-4  # in the second update the policy differs from the reference
+    assert line["actor/ppo_kl"] > 1e-4  # and from its anchor
     assert line["actor/pg_clipfrac"] > 0
 
 
@@ -212,7 +204,7 @@ def test_compat_verl_learns_from_the_rounding_of_equal_rewards_on_two_ranks(star
     assert line["actor/grad_norm"] > 0.01
 
 
-def test_a_skipped_step_moves_on_in_the_data_and_not_in_the_policy(start: Start, tmp_path: Path) -> None:
+def test_a_skipped_step_advances_the_data_and_not_the_policy(start: Start, tmp_path: Path) -> None:
     (line,) = start(sampler={"dynamic": True, "max_num_gen_batches": 1, "on_exhausted": "skip_step"})
     assert (line["sampler/all_wrong_groups"], line["sampler/kept_groups"]) == (6, 0)
     assert line["policy_version"] == 0

@@ -1,4 +1,4 @@
-"""Validation, the best checkpoint, a training that begins from another one's checkpoint, and a stopped one."""
+"""Validation, the best checkpoint, training from another training's checkpoint, and stopping."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True)
 class Begun:
-    """A training of four steps on two ranks, validated at every one."""
+    """A training of four steps on two ranks, validated after each."""
 
     output: Path
     scorer: Path
     validated: dict[int, float]  # step -> accuracy
 
     def hold(self, output: Path, step: int) -> Path:
-        """Have a training wait in the draw after the step; returns the file that is there once it does."""
+        """Make a training wait in the draw after the step; returns the file that appears once it does."""
         held = self.scorer.with_name("held")
         held.unlink(missing_ok=True)
         text = json.dumps([str(output / METRICS_FILE), step])
@@ -67,11 +67,11 @@ class Begun:
         return held
 
     def let_go(self) -> None:
-        """Hold no training any more."""
+        """Let trainings continue."""
         self.scorer.with_name("hold").unlink()
 
     def config(self, ray_address: str | None, **changes: dict[str, Any]) -> Config:
-        """Of it, with other keys."""
+        """Its configuration with other keys."""
         sections = {
             "custom_reward": {"path": str(self.scorer)},
             "reward": {"timeout_seconds": FAR},
@@ -91,10 +91,10 @@ def begun(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFacto
     scorer.write_text(SCORER)
     begun = Begun(folder / "output", scorer, {})
 
-    def note(step: int, metrics: dict[str, float]) -> None:
+    def record(step: int, metrics: dict[str, float]) -> None:
         begun.validated[step] = metrics["validation/accuracy"]
 
-    train(begun.config(ray_address), world.data, world.model, begun.output, note, held_out_path=world.data)
+    train(begun.config(ray_address), world.data, world.model, begun.output, record, held_out_path=world.data)
     return begun
 
 
@@ -106,7 +106,7 @@ def test_validation_is_reported_and_decides_which_checkpoint_is_kept(begun: Begu
         )
         assert line["validation/num_prompts"] == 20
         assert 0 < line["timing_s/testing"] < line["timing_s/step"]
-    assert len(set(begun.validated.values())) > 1, "weights that change answer differently"
+    assert len(set(begun.validated.values())) > 1, "different weights answer differently"
     best = max(begun.validated, key=lambda step: (begun.validated[step], -step))
     folder = begun.output / "checkpoints"
     assert [path.name for path in checkpoint_folders(folder)] == sorted({f"step_{best:06d}", "step_000004"})
@@ -115,7 +115,7 @@ def test_validation_is_reported_and_decides_which_checkpoint_is_kept(begun: Begu
     assert read_step_metrics(kept)["validation/accuracy"] == begun.validated[best]
 
 
-def test_a_training_that_had_ended_starts_nothing(
+def test_a_finished_training_starts_nothing(
     begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one killed at its end, with the last step unreported and a checkpoint too many."""
@@ -133,10 +133,10 @@ def test_a_training_that_had_ended_starts_nothing(
     assert not list(checkpoints.glob("*.partial"))
 
 
-def test_another_begins_from_its_checkpoint_with_what_is_allowed(
+def test_another_training_starts_from_its_checkpoint_with_allowed_changes(
     begun: Begun, world: World, ray_address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On one rank instead of two, at another rate; what is not allowed is refused before anything starts."""
+    """On one rank instead of two, at another rate; other changes are refused before anything starts."""
     changed: dict[str, Any] = {"num_ranks": 1, "learning_rate": 1e-2, "total_steps": 5}
     resume = {"resume": str(begun.output)}
 
@@ -184,7 +184,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = FAR) -> None:
 
 
 def stopped_by_itself(begun: Begun, world: World, config: Config, output: Path) -> TrainingStopped:
-    """What a training raises that gets SIGTERM in the draw after step 1, from a thread of its own process."""
+    """The error of a training that gets SIGTERM in the draw after step 1."""
     held = begun.hold(output, 1)
 
     def send() -> None:
@@ -200,7 +200,7 @@ def stopped_by_itself(begun: Begun, world: World, config: Config, output: Path) 
 
 
 def stopped_by_ctrl_c(begun: Begun, world: World, config: Config, output: Path) -> tuple[int, str]:
-    """Exit code and lines of `dapo train` on a Ray of its own: its group gets SIGINT in the draw after step 3."""
+    """Exit code and log of `dapo train` with a private Ray whose group gets SIGINT in the draw after step 3."""
     held = begun.hold(output, 3)
     recipe = output.with_suffix(".yaml")
     recipe.write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -212,8 +212,8 @@ def stopped_by_ctrl_c(begun: Begun, world: World, config: Config, output: Path) 
         try:
             wait_for(lambda: held.exists() or command.poll() is not None, seconds=3 * FAR)  # Ray and three steps
             below = descendants(command.pid)
-            assert len(below) > 3  # ranks and workers, and what they are started by
-            assert command.pid not in map(os.getpgid, below)  # nor would SIGTERM to the group reach one
+            assert len(below) > 3  # Ray's processes, ranks and workers
+            assert command.pid not in map(os.getpgid, below)  # a signal to the group reaches none of them
             os.killpg(command.pid, signal.SIGINT)
             exit_code = command.wait(FAR)
             wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), seconds=10)
@@ -224,7 +224,7 @@ def stopped_by_ctrl_c(begun: Begun, world: World, config: Config, output: Path) 
         return exit_code, log.read()
 
 
-def test_a_training_that_is_stopped_ends_with_the_bits_of_one_that_was_not(
+def test_a_stopped_and_continued_training_ends_with_the_same_bits(
     begun: Begun, world: World, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the last step is due to be saved: each stop leaves the checkpoint that the next one continues from."""
@@ -238,7 +238,7 @@ def test_a_training_that_is_stopped_ends_with_the_bits_of_one_that_was_not(
         f"training was stopped after step 1 of 4; its checkpoint is {checkpoints / 'step_000001'}; "
         "the same command continues"
     )
-    assert signal.getsignal(signal.SIGTERM) == handler  # nor Ray's
+    assert signal.getsignal(signal.SIGTERM) == handler  # not Ray's
     exit_code, log = stopped_by_ctrl_c(begun, world, begun.config(None, checkpoint=seldom), output)
     assert exit_code == 130, log
     assert "SIGINT received: writing a last checkpoint after step 3, then ending" in log

@@ -1,22 +1,22 @@
-"""Weights from a real policy rank into real engines, and the probe that tells when they did not arrive."""
+"""Weights from a policy rank into engines, and the probe that detects when they did not arrive."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from dapo_core import weight_sync
-from dapo_core.batch import Batch, split_batch
-from dapo_core.data import load_tokenizer
+from dapo_core.batch import split_batch
 from dapo_core.engines.base import build_engine
 from dapo_core.errors import RolloutError
 from dapo_core.policy.model import reshard
 from dapo_core.policy.rank import Policy
+from dapo_core.pretrained import load_tokenizer
 from dapo_core.rollout import RolloutWorker
 from dapo_core.weight_sync import probe_difference, publish_weights
 from tests.batches import random_batch
@@ -24,53 +24,24 @@ from tests.configs import make_config
 from tests.ranks import run_ranks
 from tests.tiny_models import ARCHITECTURES, Architecture, build_tiny, tiny_engine_settings
 
-MANY_TOKENS = 4096
+PROBE = random_batch(num_groups=2, group_size=2)
 
 
-@dataclass(frozen=True)
-class InProcessPolicy:
-    """One rank behind the calls of cluster.PolicyGroup."""
-
-    rank: Policy
-
-    def log_probs(self, batch: Batch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropy at the response tokens: two [B, R]."""
-        shares, _ = split_batch(batch, 1, MANY_TOKENS)
-        return self.rank.log_probs(shares[0], temperature)
-
-    def weight_sizes(self) -> dict[str, int]:
-        """Bytes of each parameter by name."""
-        return self.rank.weight_sizes()
-
-    def gather_weights(self, buckets: list[list[str]]) -> list[dict[str, torch.Tensor] | None]:
-        """The weights in buckets."""
-        return [self.rank.gather_weights(names) for names in buckets]
-
-
-@dataclass
 class InProcessRollouts:
-    """One worker behind the calls of cluster.RolloutGroup; notes the buckets it was given."""
+    """One worker behind the calls of cluster.RolloutGroup; keeps the names in the buckets that it loaded."""
 
-    worker: RolloutWorker
-    buckets: list[list[str]]
+    def __init__(self, worker: RolloutWorker) -> None:
+        self.worker = worker
+        self.buckets: list[list[str]] = []
 
     def load_weights(self, buckets: list[dict[str, torch.Tensor]], policy_version: int) -> list[int]:
         """All buckets into the engine."""
         self.buckets = [list(bucket) for bucket in buckets]
-        pairs = (pair for bucket in buckets for pair in bucket.items())
-        return [self.worker.load_weights(pairs, policy_version)]
+        return [self.worker.load_weights((pair for bucket in buckets for pair in bucket.items()), policy_version)]
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         """The engine's log-probs, for one engine."""
         return [self.worker.log_probs(sequences)]
-
-
-@dataclass(frozen=True)
-class InProcessCluster:
-    """Policy and engine in this process, with the attributes of cluster.Cluster."""
-
-    policy: InProcessPolicy
-    rollouts: InProcessRollouts
 
 
 @pytest.fixture(scope="module", params=[("qwen3", True), ("qwen3", False)], ids=["tied", "untied"])
@@ -84,41 +55,45 @@ def shared_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         torch.distributed.destroy_process_group()
 
 
-def _start(path: Path, engine_name: str, architecture: Architecture, is_tied: bool) -> InProcessCluster:
+def _start(path: Path, engine_name: str, architecture: Architecture, is_tied: bool) -> Any:
+    """A policy rank and an engine in this process, with the attributes of cluster.Cluster."""
     model_path = build_tiny(path, architecture, seed=5, tie_word_embeddings=is_tied)
-    policy = Policy(model_path, make_config(model_path))
+    rank = Policy(model_path, make_config(model_path))
     engine = build_engine(engine_name, model_path, tiny_engine_settings(), seed=0)
     worker = RolloutWorker(engine, load_tokenizer(model_path), make_config(model_path))
-    return InProcessCluster(InProcessPolicy(policy), InProcessRollouts(worker, []))
+    policy = SimpleNamespace(
+        rank=rank,
+        log_probs=lambda batch, temperature: rank.log_probs(split_batch(batch, 1, 4096)[0][0], temperature),
+        weight_sizes=rank.weight_sizes,
+        gather_weights=lambda buckets: [rank.gather_weights(names) for names in buckets],
+    )
+    return SimpleNamespace(policy=policy, rollouts=InProcessRollouts(worker))
 
 
 @pytest.fixture
-def cluster(shared_cluster: InProcessCluster) -> Iterator[InProcessCluster]:
-    """The cluster with the policy's first weights in both places, whatever a test did."""
+def cluster(shared_cluster: Any) -> Iterator[Any]:
+    """The shared cluster; policy and engine get their first weights back afterwards."""
     first = {name: shard.detach().clone() for name, shard in _shards(shared_cluster).items()}
     yield shared_cluster
     with torch.no_grad():
         for name, shard in _shards(shared_cluster).items():
             shard.copy_(first[name])
-    publish_weights(shared_cluster, 0)  # type: ignore[arg-type]
+    publish_weights(shared_cluster, 0)
 
 
-PROBE = random_batch(num_groups=2, group_size=2)
-
-
-def _shards(cluster: InProcessCluster) -> dict[str, torch.nn.Parameter]:
-    """What the optimizer changes; a forward pass without gradient leaves the root's parameters gathered."""
+def _shards(cluster: Any) -> dict[str, torch.nn.Parameter]:
+    """The parameters that the optimizer changes; reshards the root, which a forward pass may leave gathered."""
     model: Any = cluster.policy.rank.model
     reshard(model)
     return dict(model.causal_lm.named_parameters())
 
 
-def _multiply(cluster: InProcessCluster, name: str, factor: float) -> None:
+def _multiply(cluster: Any, name: str, factor: float) -> None:
     with torch.no_grad():
         _shards(cluster)[name].mul_(factor)
 
 
-def _engine_log_probs(cluster: InProcessCluster) -> torch.Tensor:
+def _engine_log_probs(cluster: Any) -> torch.Tensor:
     """The engine's log-probs of the probe's first response."""
     start, count = int(PROBE.prompt_lengths[0]), int(PROBE.response_lengths[0])
     ids = PROBE.token_ids[0].tolist()
@@ -126,7 +101,7 @@ def _engine_log_probs(cluster: InProcessCluster) -> torch.Tensor:
 
 
 def _require_every_weight_arrives(cluster: Any, is_tied: bool) -> None:
-    """Each weight changes by a factor of its own, so that no two could be taken for each other."""
+    """Each weight changes by a different factor, so that no two can be confused."""
     for number, name in enumerate(_shards(cluster)):
         _multiply(cluster, name, 1.02 + 0.01 * number)
     before = _engine_log_probs(cluster)
@@ -159,7 +134,7 @@ def test_every_architecture_arrives_in_the_transformers_engine(
     run_ranks(1, _sync_into_transformers, tmp_path, architecture, is_tied)
 
 
-def test_an_engine_with_old_weights_is_noticed(cluster: Any) -> None:
+def test_an_engine_with_old_weights_is_detected(cluster: Any) -> None:
     assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
     _multiply(cluster, "model.layers.0.mlp.down_proj.weight", 1.5)
     with pytest.raises(RolloutError) as caught:

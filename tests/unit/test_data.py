@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.data import Prompt, PromptStream, load_tokenizer, tokenize_prompts
+from dapo_core.data import Prompt, PromptStream, tokenize_prompts
 from dapo_core.errors import DataError, ModelError
+from dapo_core.pretrained import load_tokenizer
 from eval.problems.items import Problem
 from tests.tiny_models import tiny_tokenizer
 

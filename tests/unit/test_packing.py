@@ -1,4 +1,4 @@
-"""Packed rows: the layout by hand, and log-probs that do not depend on what else is in the row."""
+"""Packed rows: their layout, and log-probs that do not depend on the other sequences of a row."""
 
 from __future__ import annotations
 
@@ -184,3 +184,11 @@ def test_what_cannot_be_packed_is_named(family: str, keys: dict[str, Any], messa
 @pytest.mark.parametrize("sequence_parallel", [1, 2, 4])
 def test_what_can_be_trained_is_not_refused(family: str, sequence_parallel: int) -> None:
     require_trainable(_config(family), sequence_parallel)
+
+
+def test_transformers_still_names_layers_and_ignored_tensors_as_we_read_them() -> None:
+    """No public way: policy/model.py would shard no layer, and refuse published files with extra heads."""
+    from transformers import Glm4MoeForCausalLM, Qwen3ForCausalLM
+
+    assert Qwen3ForCausalLM._no_split_modules
+    assert Glm4MoeForCausalLM._keys_to_ignore_on_load_unexpected

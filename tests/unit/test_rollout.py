@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from dapo_core.data import Prompt, load_tokenizer
+from dapo_core.data import Prompt
 from dapo_core.engines.base import EngineSettings, GenerationRequest, Response, build_engine
+from dapo_core.pretrained import load_tokenizer
 from dapo_core.rollout import Group, GroupRequest, RolloutWorker, sample_seed
 from tests.configs import make_config
 from tests.tiny_models import build_tiny_qwen3

@@ -41,9 +41,10 @@ READS = {
     "train_policy": (
         *("run.seed", "run.deterministic", "data.max_prompt_tokens", "data.shuffle", "algorithm.", "reward."),
         *("custom_reward.", "sampler.", "rollout.", "train.", "checkpoint.", "validation."),
+        "model.trust_remote_code",
     ),
     "merge_checkpoint": ("merge.",),
-    "evaluate_model": ("serve.", "evaluate."),
+    "evaluate_model": ("serve.", "evaluate.", "model.trust_remote_code"),
 }
 BY_CONTENT = {"data.train_path", "data.eval_path", "model.path", "custom_reward.path"}  # not the place
 

@@ -7,12 +7,11 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from ray._private import services
 
-from dapo_core.cluster.start import _signals_are_ours
+from dapo_core.cluster.connection import _keep_signal_handling
 from dapo_core.stopping import ECHO_SECONDS, StopRequest, StopRequested
 from tests.sources import Clock
 
@@ -127,7 +126,7 @@ def test_a_signal_while_ray_starts_is_ours_and_so_is_the_handler_afterwards() ->
     before = signal.getsignal(signal.SIGTERM)
 
     def start(is_signalled: bool) -> None:
-        with _signals_are_ours():
+        with _keep_signal_handling():
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
             if is_signalled:
                 signal.raise_signal(signal.SIGTERM)
@@ -143,7 +142,7 @@ def test_a_signal_while_ray_starts_is_ours_and_so_is_the_handler_afterwards() ->
 
 
 def test_ray_still_starts_its_processes_through_the_part_that_is_patched() -> None:
-    with _signals_are_ours():
-        popen: Any = services.ConsolePopen
-        assert popen.keywords == {"start_new_session": True}
-    assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)
+    with _keep_signal_handling() as processes:
+        services.ConsolePopen(["true"]).wait()
+        assert len(processes) == 1
+        assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)

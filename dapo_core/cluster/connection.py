@@ -1,0 +1,207 @@
+"""The connection to Ray: a private one on this machine, or a running cluster."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray._private import ray_constants, services
+from ray.exceptions import AuthenticationError
+
+from dapo_core.errors import ConfigError, WorkerDied
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import TrainConfig
+
+logger = logging.getLogger(__name__)
+
+AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+# A socket's path has at most 107 bytes; this is what Ray appends to a folder.
+MAX_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+# Set for the whole job, so that Ray can use the worker processes that it starts in advance.
+WORKER_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # ranks and engines take turns: spinning threads would starve each other
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo"}  # all ranks are on this machine
+_OPTIONS: dict[str, Any] = {"logging_level": "warning", "log_to_driver": True}
+
+
+@contextmanager
+def connected_to_ray(train: TrainConfig, num_cpus: int) -> Iterator[Path | None]:
+    """Ray inside the block: the cluster of train.ray_address, or a private one with `num_cpus` CPUs.
+
+    Yields the private one's folder, which only this user can enter, or None.
+    Raises ConfigError when a cluster refuses this process, and WorkerDied when Ray does not start or answer.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    with _private_ray(num_cpus) if train.ray_address is None else _joined_ray(train.ray_address) as folder:
+        yield folder
+
+
+@contextmanager
+def _joined_ray(address: str) -> Iterator[Path | None]:
+    try:
+        with _keep_signal_handling():
+            ray.init(address=address, runtime_env={"env_vars": WORKER_ENVIRONMENT}, **_OPTIONS)
+    except (AuthenticationError, ConnectionError, TimeoutError) as error:
+        if isinstance(error, AuthenticationError) or "AuthenticationError" in str(error.__cause__):
+            raise ConfigError(
+                f"the Ray cluster at train.ray_address={address} refuses this process: start it with {AUTH_MODE}="
+                f"token and the cluster's token in {AUTH_TOKEN} or {AUTH_TOKEN_PATH} (docs/security.md)"
+            ) from error
+        raise WorkerDied(f"the Ray cluster at train.ray_address={address} does not answer: {error}") from error
+    if os.environ.get(AUTH_MODE, "").lower() != "token":
+        logger.warning(
+            "the Ray cluster at %s is used without a token: whoever reaches its ports can run code as its user; "
+            "docs/security.md says how to start it with one",
+            address,
+        )
+    try:
+        yield None
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _private_ray(num_cpus: int) -> Iterator[Path | None]:
+    """A Ray on loopback that only processes with this training's token can use; its folder goes with it."""
+    folder = _private_folder()
+    # Without a mode, a Ray that starts asks for the token; this process does not see a mode set after its import.
+    with _environment({AUTH_MODE: None, AUTH_TOKEN: private_token()}):
+        _start(folder, num_cpus)
+        try:
+            yield folder
+        finally:
+            ray.shutdown(wait_for_processes=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.cache  # as Ray has it: a process reads its token once
+def private_token() -> str:
+    """The random token of this process's private Ray; it is never written to a file."""
+    return secrets.token_hex(32)
+
+
+def _private_folder() -> Path:
+    """A new folder for Ray's logs and sockets that only this user can enter, with a path short enough."""
+    place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix="dapo-ray-", dir=place))
+    if len(os.fsencode(folder)) <= MAX_FOLDER_BYTES:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="dapo-ray-", dir="/tmp"))
+
+
+def _start(folder: Path, num_cpus: int) -> None:
+    """Start Ray; raises WorkerDied, with none of its processes left, when it does not."""
+    # It advises how to turn authentication off.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    with _keep_signal_handling() as processes, _loopback():
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                runtime_env={"env_vars": WORKER_ENVIRONMENT | LOOPBACK_ENVIRONMENT},
+                _temp_dir=str(folder / "ray"),  # which Ray makes open to all, inside of a folder that is not
+                **_OPTIONS,
+            )
+        except BaseException as error:
+            _end_processes(processes)
+            is_failure = isinstance(error, Exception) and (
+                not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError)
+            )
+            if not is_failure:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise WorkerDied(f"Ray did not start on this machine: {reason} (its logs are in {folder})") from error
+
+
+def _end_processes(processes: list[subprocess.Popen[Any]]) -> None:
+    with suppress(Exception):
+        ray.shutdown()
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Ray that starts inside binds to 127.0.0.1 alone.
+
+    Ray has no public way: it replaces a loopback `_node_ip_address` by the machine's own, and reads the variable
+    that sets this constant (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER) on import, when it is not known whether a cluster
+    will be joined. test_ray_security.py fails when it moves.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Environment variables inside the block; None unsets one."""
+    before = {name: os.environ.get(name) for name in values}
+    _set_environment(values)
+    try:
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
+def _keep_signal_handling() -> Iterator[list[subprocess.Popen[Any]]]:
+    """Keep this process's SIGTERM handler while Ray starts, and Ray's processes alive on signals to the group.
+
+    Yields a list of the processes that Ray starts. A stopped training needs them for its last checkpoint. Ray has
+    no public way for either: it installs its own handler, and shields its processes only from SIGINT
+    (test_stopping.py fails when these parts move).
+    """
+    popen = services.ConsolePopen
+    processes: list[subprocess.Popen[Any]] = []
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
+        processes.append(popen(*arguments, **options, start_new_session=True))
+        return processes[-1]
+
+    services.ConsolePopen = start  # type: ignore[assignment,misc]
+    handler = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    try:
+        yield processes
+    except SystemExit as error:  # raised by Ray's handler
+        if is_main and error.code == signal.SIGTERM and callable(handler):
+            handler(signal.SIGTERM, None)
+        raise
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
+        if is_main:
+            signal.signal(signal.SIGTERM, handler)

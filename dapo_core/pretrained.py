@@ -1,0 +1,100 @@
+"""Configurations, tokenizers and models of Hugging Face folders: the only place where transformers loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo_core.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+def load_model_config(model_path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The folder's architecture; raises ModelError when it cannot be read."""
+    from transformers import AutoConfig
+
+    with _model_errors(model_path, "has no configuration that transformers can read"):
+        return AutoConfig.from_pretrained(
+            str(model_path), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+
+
+def load_tokenizer(model_path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer; raises ModelError when it cannot be read or has no chat template."""
+    from transformers import AutoTokenizer
+
+    with _model_errors(model_path, "has no readable tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(model_path), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    if not tokenizer.chat_template:
+        raise ModelError(f"the tokenizer in {model_path} has no chat template; use an instruction-tuned model")
+    return tokenizer
+
+
+def load_causal_lm(model_path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """The folder's causal language model with its weights, on the CPU; raises ModelError."""
+    from transformers import AutoModelForCausalLM
+
+    with _model_errors(model_path, "cannot be loaded as a causal language model"):
+        return AutoModelForCausalLM.from_pretrained(
+            str(model_path),
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def empty_causal_lm(model_path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
+    """The folder's causal language model with its parameters on the meta device and real buffers.
+
+    Raises ModelError when the folder holds no causal language model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = load_model_config(model_path, trust_remote_code)
+    with _model_errors(model_path, "cannot be loaded as a causal language model"), _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        )
+    model.tie_weights()
+    return model
+
+
+@contextmanager
+def _model_errors(model_path: str | Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{model_path} needs Python files of its own, which do not run; read them, and set "
+                "model.trust_remote_code=true if you trust them"
+            ) from error
+        raise ModelError(f"{model_path} {what}: {error}; check model.path") from error
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters that modules register inside have a shape and no memory."""
+    from torch import nn
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:  # a tied parameter stays the same object
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
