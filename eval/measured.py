@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,7 +88,8 @@ def _model(name: str | None, model: str) -> str:
 def _engine(versions: Mapping[str, str], sides: Mapping[str, Side]) -> str:
     """The installed versions, else what the servers called themselves; both where the two sides differ."""
     installed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    named = {side: result.engine for side, result in sides.items() if result.engine}
+    # vLLM adds a hash of its settings, which the name of the model alone changes.
+    named = {side: re.sub(r"-[0-9a-f]{8}$", "", result.engine) for side, result in sides.items() if result.engine}
     if len(set(named.values())) > 1:
         served = ", ".join(f"{side} {engine}" for side, engine in named.items())
         return f"{installed}; {served}" if installed else served

@@ -231,10 +231,10 @@ def test_what_was_measured_and_how_fast() -> None:
     lines = render_markdown(report).splitlines()
     assert "- benchmark: math500, 4 items" in lines
     assert any(line.replace(" ", "").startswith("|amongfinishedanswers|50.0%|") for line in lines)
-    served = {"before": "vllm-0.32.0-ab", "after": "vllm-0.33.0-cd"}
+    served = {"before": "vllm-0.32.0-0123abcd", "after": "vllm-0.33.0-4567abcd"}
     sides = {side: replace(getattr(result, side), engine=engine) for side, engine in served.items()}
     engine = describe_measurement(replace(result, **sides), UNKNOWN)["engine"]
-    assert engine == "before vllm-0.32.0-ab, after vllm-0.33.0-cd"
+    assert engine == "before vllm-0.32.0, after vllm-0.33.0"
     old = [replace(row, ended_at=None) for row in rows]
     assert speed_of(old).tokens_per_second is None
 
