@@ -10,6 +10,7 @@ from prefect.runtime import flow_run
 from pydantic import Field
 
 from flows.notify import report_failure
+from tasks.page import wait_until_sent
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,10 +37,16 @@ def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
         description = inspect.getdoc(function) or ""
         lines = [f"    {each}: {DESCRIPTIONS[each]}" for each in inspect.signature(function).parameters]
         function.__doc__ = "\n".join([description, "", "Args:", *lines])
-        hooks: dict[str, Any] = {f"on_{end}": [report_failure] for end in ("failure", "crashed", "cancellation")}
+        hooks: dict[str, Any] = {"on_completion": [complete_page]}
+        hooks |= {f"on_{end}": [complete_page, report_failure] for end in ("failure", "crashed", "cancellation")}
         return flow(name=name, description=description, flow_run_name=name_run, **hooks)(function)
 
     return decorate
+
+
+def complete_page(*_: object) -> None:
+    """Hook: the run ends when Prefect's page has all of its artifacts."""
+    wait_until_sent()
 
 
 def name_run() -> str:

@@ -52,7 +52,7 @@ STEP_COLUMNS = {
     "tokens/s per device": "perf/throughput",
 }
 
-# No stage waits for the server; the process waits for this thread when it ends.
+# No stage waits for the server; a flow run waits for this thread when it ends.
 sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefect-page")
 
 
@@ -90,6 +90,11 @@ def show_report(run: Run, folder: Path, verdict: str) -> None:
     place = f"With plots: {_code(str(folder / REPORT_PAGE))}"
     text = f"{place}\n\n{report}\n\nStages on this page: {stages}\n"
     PageArtifact(run, "report", "markdown", verdict).show(text)
+
+
+def wait_until_sent() -> None:
+    """Wait until the page has everything shown so far: Prefect's client cannot send while Python shuts down."""
+    sender.submit(lambda: None).result()
 
 
 def unwrapped(markdown: str) -> str:

@@ -104,7 +104,7 @@ def test_an_artifact_is_created_once_and_updated_and_a_refusal_is_a_warning(
             artifact.show(data)
         assert time.monotonic() - began < 1.0  # no stage waits for the server
         threading.Thread(target=api.serve_forever, args=(0.01,), daemon=True).start()
-        page.sender.submit(lambda: None).result(20)
+        page.wait_until_sent()
         api.shutdown()
     update = f"/api/artifacts/{ARTIFACT_ID}"
     assert api.requests == [
@@ -124,7 +124,7 @@ def test_an_artifact_waits_for_a_server_that_is_away_but_not_for_ever(
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):  # nothing listens there
         began = time.monotonic()
         PageArtifact(mine(tmp_path), "report", "markdown", "verdict").show("text")
-        page.sender.submit(lambda: None).result(20)
+        page.wait_until_sent()
     assert time.monotonic() - began > 0.5
     assert caplog.text.count("Prefect's page lacks mine-report: ConnectError") == 1
 
@@ -134,5 +134,5 @@ def test_outside_a_flow_run_no_server_is_asked_or_started(tmp_path: Path, monkey
     sent: list[object] = []
     monkeypatch.setattr(PageArtifact, "_send", lambda _, data: sent.append(data))
     PageArtifact(mine(tmp_path), "report", "markdown", "verdict").show("text")
-    page.sender.submit(lambda: None).result(20)
+    page.wait_until_sent()
     assert sent == []

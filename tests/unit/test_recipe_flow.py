@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -26,6 +27,7 @@ from flows.dapo_nightly import dapo_nightly
 from flows.prefect_settings import PROJECT_SETTINGS
 from flows.recipe_flow import name_run
 from flows.single_stages import STAGE_FLOWS
+from tasks import page
 from tests.operated import ROOT
 
 CONFIG = "configs/arith_cpu.yaml"
@@ -50,6 +52,14 @@ def test_a_wrong_value_ends_the_flow_before_it_leaves_anything(flow: Flow[..., A
     with pytest.raises(ConfigError, match=refused):
         flow.fn(str(ROOT / CONFIG), (f"store.path={store}", "train.total_steps='-1'"))
     assert not store.exists()
+
+
+def test_a_flow_ends_when_its_page_is_complete() -> None:
+    sent: list[str] = []
+    page.sender.submit(lambda: (time.sleep(0.2), sent.append("report")))
+    for hook in dapo_full.on_completion_hooks:
+        hook(dapo_full, None, None)  # type: ignore[arg-type]
+    assert sent == ["report"]
 
 
 @pytest.mark.slow
