@@ -53,8 +53,8 @@ def write_state(folder: Path, state: TrainerState) -> Path:
     """A checkpoint of the state alone, without shards."""
     checkpoint = folder / f"step_{state.step:06d}"
     checkpoint.mkdir(parents=True)
-    for name, text in state_files(state).items():
-        (checkpoint / name).write_text(text, encoding="utf-8")
+    for name, content in state_files(state).items():
+        (checkpoint / name).write_bytes(content)
     return checkpoint
 
 

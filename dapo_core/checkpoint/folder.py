@@ -5,7 +5,7 @@
             .metadata, *.distcp     parameters and optimizer (torch.distributed.checkpoint)
             checkpoint_manifest.json  digests of all files, the training and the step
             trainer_state.json      step, position in the data, metrics, identity
-            carried_groups.json     groups carried to the next step
+            carried_groups.json, carried_tokens.safetensors  groups carried to the next step
             config.yaml             the resolved configuration, for people
             huggingface/            config, tokenizer, generation config of the model
             tensor_names.json       names of the tensors in the model's files

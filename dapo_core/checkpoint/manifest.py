@@ -13,7 +13,7 @@ from pathlib import Path
 from dapo_core.checkpoint.archive import read_records
 from dapo_core.checkpoint.folder import latest_checkpoint, named_step, refuse_links
 from dapo_core.checkpoint.metadata import METADATA_FILE, read_metadata
-from dapo_core.checkpoint.state import GROUPS_FILE, STATE_FILE, read_state
+from dapo_core.checkpoint.state import GROUPS_FILE, STATE_FILE, TOKENS_FILE, read_state
 from dapo_core.digests import Part, file_parts
 from dapo_core.errors import CheckpointError
 from durable import write_atomically
@@ -81,7 +81,8 @@ def verify_checkpoint(checkpoint: Path) -> None:
     by_shard: dict[str, list[tuple[int, int]]] = {}
     for place in metadata.storage_data.values():
         by_shard.setdefault(place.relative_path, []).append((place.offset, place.length))
-    unlisted = {METADATA_FILE, STATE_FILE, GROUPS_FILE, *by_shard} - (manifest.files.keys() if manifest else set())
+    needed = {METADATA_FILE, STATE_FILE, GROUPS_FILE, TOKENS_FILE, *by_shard}
+    unlisted = needed - (manifest.files.keys() if manifest else set())
     if manifest is not None and unlisted:
         raise CheckpointError(f"{checkpoint / min(unlisted)} is not in {MANIFEST_FILE}")
     for name, places in sorted(by_shard.items()):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from dapo_core.data import Prompt
 from dapo_core.engines.base import Response
@@ -16,9 +20,10 @@ from dapo_core.rollout import Group, GroupRequest, Rollout, VersionSpans
 
 STATE_FILE = "trainer_state.json"
 GROUPS_FILE = "carried_groups.json"  # separate, so that metrics of many checkpoints are read without it
-CARRIED = ("surplus", "unfinished")  # the fields in it
+TOKENS_FILE = "carried_tokens.safetensors"  # of their responses, one after the other
 
 Parsed = TypeVar("Parsed")
+Sampled = TypeVar("Sampled", Rollout, Response)
 
 
 @dataclass(frozen=True)
@@ -35,39 +40,89 @@ class TrainerState:
     identity: dict[str, Any]  # settings and data that all attempts at the training share
 
 
-def state_files(state: TrainerState) -> dict[str, str]:
-    """The state as texts of files, by file name."""
-    values = dataclasses.asdict(state)
-    groups = {name: values.pop(name) for name in CARRIED}
-    return {STATE_FILE: json.dumps(values), GROUPS_FILE: json.dumps(groups)}
+def state_files(state: TrainerState) -> dict[str, bytes]:
+    """The state as contents of files, by file name."""
+    responses = _responses(state.surplus, state.unfinished)
+    num_tokens = [len(response.response_ids) for response in responses]
+    ids = chain.from_iterable(response.response_ids for response in responses)
+    log_probs = chain.from_iterable(response.rollout_log_probs for response in responses)
+    tokens: dict[str, np.ndarray] = {
+        "num_tokens": np.array(num_tokens, dtype=np.int64),
+        "response_ids": np.fromiter(ids, np.int32, sum(num_tokens)),
+        "rollout_log_probs": np.fromiter(log_probs, np.float64, sum(num_tokens)),  # as Python holds them
+    }
+    groups = {
+        "surplus": [
+            (step, asdict(replace(group, rollouts=_emptied(group.rollouts)))) for step, group in state.surplus
+        ],
+        "unfinished": [
+            (step, asdict(replace(request, responses=_emptied(request.responses))))
+            for step, request in state.unfinished
+        ],
+    }
+    values = asdict(replace(state, surplus=[], unfinished=[]))
+    del values["surplus"], values["unfinished"]
+    return {
+        STATE_FILE: json.dumps(values).encode(),
+        GROUPS_FILE: json.dumps(groups).encode(),
+        TOKENS_FILE: save(tokens),
+    }
 
 
 def read_state(checkpoint: Path) -> TrainerState:
     """The trainer's state of a checkpoint; raises CheckpointError when it cannot be read."""
-    surplus, unfinished = _read(checkpoint / GROUPS_FILE, _carried)
+    surplus, unfinished = _read(checkpoint / GROUPS_FILE, lambda text: _carried(json.loads(text)))
+    responses = _responses(surplus, unfinished)
+    _read(checkpoint / TOKENS_FILE, lambda content: _fill(responses, load(content)))
     return _read(
-        checkpoint / STATE_FILE, lambda values: TrainerState(surplus=surplus, unfinished=unfinished, **values)
+        checkpoint / STATE_FILE,
+        lambda text: TrainerState(surplus=surplus, unfinished=unfinished, **json.loads(text)),
     )
 
 
 def read_step_metrics(checkpoint: Path) -> dict[str, float]:
     """Metrics of a checkpoint's step; raises CheckpointError when they cannot be read."""
-    return _read(checkpoint / STATE_FILE, lambda values: dict(values["metrics"]))
+    return _read(checkpoint / STATE_FILE, lambda text: dict(json.loads(text)["metrics"]))
 
 
 def read_step(checkpoint: Path) -> int:
     """Training steps done at a checkpoint; raises CheckpointError when that cannot be read."""
-    return _read(checkpoint / STATE_FILE, lambda values: int(values["step"]))
+    return _read(checkpoint / STATE_FILE, lambda text: int(json.loads(text)["step"]))
 
 
-def _read(path: Path, parse: Callable[[Any], Parsed]) -> Parsed:
+def _read(path: Path, parse: Callable[[bytes], Parsed]) -> Parsed:
     try:
-        return parse(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return parse(path.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error!r}); remove the folder {path.parent.name} "
             "to continue from the checkpoint before it"
         ) from error
+
+
+def _responses(
+    surplus: Sequence[tuple[int, Group]], unfinished: Sequence[tuple[int, GroupRequest]]
+) -> list[Rollout | Response]:
+    """Those of all groups, in the order of their tokens in the file."""
+    finished = chain.from_iterable(group.rollouts for _, group in surplus)
+    return [*finished, *chain.from_iterable(request.responses for _, request in unfinished)]
+
+
+def _emptied(responses: Sequence[Sampled]) -> list[Sampled]:
+    """The responses without their tokens."""
+    return [replace(response, response_ids=[], rollout_log_probs=[]) for response in responses]
+
+
+def _fill(responses: Sequence[Rollout | Response], tokens: dict[str, np.ndarray]) -> None:
+    """Give the responses their tokens; raises ValueError when these are of other responses."""
+    num_tokens, ids, log_probs = tokens["num_tokens"], tokens["response_ids"], tokens["rollout_log_probs"]
+    total = int(num_tokens.sum())
+    if len(num_tokens) != len(responses) or (num_tokens < 0).any() or {len(ids), len(log_probs)} != {total}:
+        raise ValueError(f"{len(ids)} tokens of {len(num_tokens)} responses, {len(responses)} are carried")
+    places = pairwise(accumulate(num_tokens.tolist(), initial=0))
+    for response, (start, end) in zip(responses, places, strict=True):
+        response.response_ids[:] = ids[start:end].tolist()
+        response.rollout_log_probs[:] = log_probs[start:end].tolist()
 
 
 def _carried(values: dict[str, Any]) -> tuple[list[tuple[int, Group]], list[tuple[int, GroupRequest]]]:

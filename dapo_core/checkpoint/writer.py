@@ -76,9 +76,9 @@ class CheckpointWriter:
         self.shards = shards
         self.config = config
         self._training_id = training_id(folder)
-        self._texts = {  # of files that are the same in every checkpoint
-            CONFIG_FILE: dump_config(config),
-            NAMES_FILE: json.dumps(sorted(weight_names(model_path))),
+        self._same_files = {  # in every checkpoint
+            CONFIG_FILE: dump_config(config).encode(),
+            NAMES_FILE: json.dumps(sorted(weight_names(model_path))).encode(),
         }
         self._last_state: TrainerState | None = None  # after the latest step, whether or not it was due
         self._in_flight: _Write | None = None
@@ -176,18 +176,18 @@ class CheckpointWriter:
         self._tidy()
         if write.target.exists():
             raise CheckpointError("it exists already, and this training should have continued from it")
-        texts = {**state_files(state), **self._texts}
+        contents = {**state_files(state), **self._same_files}
         write.num_bytes = (
             self.shards.checkpoint_bytes()
-            + sum(len(text.encode()) for text in texts.values())
+            + sum(map(len, contents.values()))
             + sum(path.stat().st_size for path in model_files(self.model_path))
         )
         if shutil.disk_usage(self.folder).free < write.num_bytes:
             raise OSError(errno.ENOSPC, "nothing was written")
         write.partial.mkdir()
-        for name, text in texts.items():
-            write.files[name] = content_part(text.encode())
-            (write.partial / name).write_bytes(text.encode())
+        for name, content in contents.items():
+            write.files[name] = content_part(content)
+            (write.partial / name).write_bytes(content)
         copy_model_files(self.model_path, write.partial / HUGGINGFACE_FOLDER)
         for path in model_files(write.partial / HUGGINGFACE_FOLDER):
             write.files[path.relative_to(write.partial).as_posix()] = content_part(path.read_bytes())

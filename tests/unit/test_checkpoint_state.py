@@ -7,12 +7,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load, save
 
 from dapo_core.checkpoint.folder import LATEST_FILE, best_checkpoints, checkpoint_folders, latest_checkpoint
 from dapo_core.checkpoint.state import (
     GROUPS_FILE,
     STATE_FILE,
+    TOKENS_FILE,
     read_state,
     read_step,
     read_step_metrics,
@@ -25,8 +28,8 @@ from tests.checkpoints import make_state
 def _write_state(folder: Path, step: int, accuracy: float | None = None) -> Path:
     checkpoint = folder / f"step_{step:06d}"
     checkpoint.mkdir()
-    for name, text in state_files(make_state(step, accuracy)).items():
-        (checkpoint / name).write_text(text, encoding="utf-8")
+    for name, content in state_files(make_state(step, accuracy)).items():
+        (checkpoint / name).write_bytes(content)
     return checkpoint
 
 
@@ -44,8 +47,8 @@ def test_numbers_that_are_not_finite_come_back(tmp_path: Path) -> None:
     odd = [math.inf, -math.inf, math.nan]
     group = state.surplus[0][1]
     group.rollouts[0].rollout_log_probs[:] = odd
-    for name, text in state_files(replace(state, metrics=dict(zip("abc", odd, strict=True)))).items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
+    for name, content in state_files(replace(state, metrics=dict(zip("abc", odd, strict=True)))).items():
+        (tmp_path / name).write_bytes(content)
     read = read_state(tmp_path)
     for values in (read.surplus[0][1].rollouts[0].rollout_log_probs, list(read.metrics.values())):
         assert values[:2] == odd[:2]
@@ -87,6 +90,22 @@ def test_a_state_that_cannot_be_read_names_the_way_out(tmp_path: Path, name: str
         match=rf"{name} cannot be read .* remove the folder step_000005 to continue from the checkpoint before",
     ):
         read_state(checkpoint)
+
+
+@pytest.mark.parametrize("damage", ["cut", "of a state without groups", "uneven", "absent"])
+def test_tokens_that_are_not_those_of_the_groups_are_refused(tmp_path: Path, damage: str) -> None:
+    path = _write_state(tmp_path, 5) / TOKENS_FILE
+    contents = {
+        "cut": path.read_bytes()[:-4],
+        "of a state without groups": state_files(replace(make_state(5), surplus=[], unfinished=[]))[TOKENS_FILE],
+        "uneven": save({**load(path.read_bytes()), "response_ids": np.zeros(1, np.int32)}),
+    }
+    if damage == "absent":
+        path.unlink()
+    else:
+        path.write_bytes(contents[damage])
+    with pytest.raises(CheckpointError, match=r"carried_tokens\.safetensors cannot be read"):
+        read_state(path.parent)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"metrics": {}}', '{"step": 1}', '{"step": 1, "metrics": null}'])

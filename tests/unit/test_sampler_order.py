@@ -248,8 +248,8 @@ def _through_a_checkpoint(sampler: Sampler, folder: Path) -> tuple[int, list, li
         metrics={},
         identity={},
     )
-    for name, text in state_files(state).items():
-        (folder / name).write_text(text, encoding="utf-8")
+    for name, content in state_files(state).items():
+        (folder / name).write_bytes(content)
     read = read_state(folder)
     assert read == state
     return read.prompt_position, read.surplus, read.unfinished
