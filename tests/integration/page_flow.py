@@ -14,6 +14,7 @@ from prefect import flow
 
 from flows.config import load_config
 from flows.notify import report_failure, report_result
+from flows.recipe_flow import complete_page
 from tasks.artifacts.artifact import Artifact
 from tasks.chain import fetch_model, prepare_data, write_report
 from tasks.page import StageProgress
@@ -57,17 +58,24 @@ def train_policy(run: Run, data: Artifact, model: Artifact, code: str) -> Artifa
     return run.produce("train_policy", key, build)
 
 
-@flow(name="seen", on_failure=[report_failure])
+def evaluate(run: Run, label: str, data: Artifact, model: Artifact, outcomes: str) -> Artifact:
+    def build(folder: Path) -> dict[str, Any]:
+        folder.rmdir()
+        write_results(folder, outcomes)
+        return {}
+
+    return run.produce(label, LINKS[label].key(run.config, data, model), build)
+
+
+@flow(name="seen", on_completion=[complete_page], on_failure=[complete_page, report_failure])
 def seen(config: str, overrides: tuple[str, ...], code: str) -> None:
     settings = load_config(config, overrides)
     with Run.start(settings) as run:
         data = prepare_data(run)
         model = fetch_model(run, data)
         training = train_policy(run, data, model, code)
-        before, after = (
-            Artifact("evaluate_model", "0" * 64, str(write_results(run.folder / side, verdicts)), "0" * 64)
-            for side, verdicts in (("before", "rwww"), ("after", "rrrw"))
-        )
+        before = evaluate(run, "evaluate_before", data, model, "rwww")
+        after = evaluate(run, "evaluate_after", data, training, "rrrw")
         report = write_report(run, before, after, training)
     report_result(run, report, settings.flow.webhook)
 
