@@ -33,6 +33,7 @@ def training_identity(config: TrainingConfig, stream: PromptStream, model_path: 
     if values["custom_reward.path"] is not None:  # the content counts, not the place
         values["custom_reward.path"] = hashlib.sha256(Path(values["custom_reward.path"]).read_bytes()).hexdigest()
     values |= {"data.shuffle": config.data.shuffle, "data.max_prompt_tokens": config.data.max_prompt_tokens}
+    values |= {"model.trust_remote_code": config.model.trust_remote_code}
     values |= {"prompts": stream.digest, "model": model_fingerprint(model_path)}
     return json.loads(json.dumps(values))  # as read from a checkpoint
 

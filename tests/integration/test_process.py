@@ -337,8 +337,7 @@ def test_the_private_prefect_server_of_a_run_gets_its_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
-    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "dapo:very-secret")
     code = "import os, time; print(os.environ['PREFECT_SERVER_API_AUTH_STRING'][:5], flush=True); time.sleep(60)"
     monkeypatch.setattr(prefect_server, "PREFECT", python(code))
-    with prefect_server._private_server("http://127.0.0.1:1/api", 1) as server:
+    with prefect_server._private_server("http://127.0.0.1:1/api", 1, "dapo:very-secret") as server:
         wait_until(lambda: server.tail(1) == ["dapo:"], "its password")

@@ -64,7 +64,13 @@ def _result(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
+def others() -> set[int]:
+    """Processes below this one before the private Ray starts, such as the shared one of other tests."""
+    return set(descendants(os.getpid()))
+
+
+@pytest.fixture(scope="module")
+def folder(others: set[int]) -> Iterator[Path]:
     """A private Ray's folder."""
     before = dict(os.environ)
     with connected_to_ray(TrainConfig(), num_cpus=2) as folder:
@@ -76,18 +82,19 @@ def folder() -> Iterator[Path]:
     }
 
 
-def _listeners() -> list[Any]:
-    """Addresses at which this process or one below it listens."""
+def _listeners(others: set[int]) -> list[Any]:
+    """Addresses at which this process or one below it listens, without the others and those below them."""
+    below_others = {pid for other in others for pid in descendants(other)}
     return [
         socket.laddr
-        for pid in (os.getpid(), *descendants(os.getpid()))
+        for pid in {os.getpid(), *descendants(os.getpid())} - others - below_others
         for socket in psutil.Process(pid).net_connections("tcp")
         if socket.status == psutil.CONN_LISTEN
     ]
 
 
-def test_it_listens_on_loopback_alone(folder: Path) -> None:
-    addresses = {ipaddress.ip_address(listener.ip) for listener in _listeners()}
+def test_it_listens_on_loopback_alone(folder: Path, others: set[int]) -> None:
+    addresses = {ipaddress.ip_address(listener.ip) for listener in _listeners(others)}
     assert addresses
     assert all((getattr(address, "ipv4_mapped", None) or address).is_loopback for address in addresses)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -99,7 +106,7 @@ def test_it_listens_on_loopback_alone(folder: Path) -> None:
             assert (client.connect_ex((host, port)) == 0) == is_open
 
 
-def test_a_stranger_needs_the_token(folder: Path) -> None:
+def test_a_stranger_needs_the_token(folder: Path, others: set[int]) -> None:
     address = ray.get_runtime_context().gcs_address
     without, wrong, right = (
         _start(STRANGER, address, **environment)
@@ -116,7 +123,7 @@ def test_a_stranger_needs_the_token(folder: Path) -> None:
     output = _result(right)
     assert "RESULT 42" in output, output
     (node,) = ray.nodes()
-    for listener in _listeners():
+    for listener in _listeners(others):
         request = urllib.request.Request(
             f"http://127.0.0.1:{listener.port}/api/job_agent/jobs/",
             data=json.dumps({"entrypoint": f"touch {folder}/stolen"}).encode(),
