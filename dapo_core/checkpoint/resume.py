@@ -22,7 +22,7 @@ from dapo_core.checkpoint.folder import (
     tidy,
 )
 from dapo_core.checkpoint.manifest import verify_checkpoint
-from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state
+from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state_without_groups
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.identity import refuse_other_training
 from dapo_core.metrics import METRICS_FILE, MetricsLog
@@ -149,7 +149,7 @@ def require_same_training(config: TrainingConfig, start: Path, folder: Path, ide
 
     The last checkpoint of the output's own training is fine: see finish_if_done.
     """
-    state, total_steps = read_state(start), config.train.total_steps
+    state, total_steps = read_state_without_groups(start), config.train.total_steps
     for change in refuse_other_training(start, state.identity, identity, config.checkpoint.allow_changed):
         logger.warning("checkpoint.allow_changed: continuing from %s with %s", start.name, change)
     if state.step > total_steps or (state.step == total_steps and start.parent != folder):
@@ -172,11 +172,11 @@ def resume_metrics(output: Path, state: TrainerState, is_own: bool = True) -> Me
 
 
 def finish_if_done(config: TrainingConfig, start: Path, output: Path) -> TrainerState | None:
-    """The state of a training that has done its last step, None while steps are left.
+    """The state, without its groups, of a training that has done its last step; None while steps are left.
 
     Completes what a kill after that step may have cut short: the metrics and the removal of old checkpoints.
     """
-    state = read_state(start)
+    state = read_state_without_groups(start)
     if state.step < config.train.total_steps:
         return None
     resume_metrics(output, state)

@@ -74,10 +74,12 @@ def read_state(checkpoint: Path) -> TrainerState:
     surplus, unfinished = _read(checkpoint / GROUPS_FILE, lambda text: _carried(json.loads(text)))
     responses = _responses(surplus, unfinished)
     _read(checkpoint / TOKENS_FILE, lambda content: _fill(responses, load(content)))
-    return _read(
-        checkpoint / STATE_FILE,
-        lambda text: TrainerState(surplus=surplus, unfinished=unfinished, **json.loads(text)),
-    )
+    return replace(read_state_without_groups(checkpoint), surplus=surplus, unfinished=unfinished)
+
+
+def read_state_without_groups(checkpoint: Path) -> TrainerState:
+    """The same without the carried groups, of which there may be gigabytes."""
+    return _read(checkpoint / STATE_FILE, lambda text: TrainerState(surplus=[], unfinished=[], **json.loads(text)))
 
 
 def read_step_metrics(checkpoint: Path) -> dict[str, float]:

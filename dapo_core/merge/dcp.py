@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from dapo_core.checkpoint.archive import Section, read_records
+from dapo_core.checkpoint.archive import VALUES, Section, read_records
 from dapo_core.checkpoint.folder import (
     CHECKPOINTS,
     HUGGINGFACE_FOLDER,
@@ -102,7 +102,7 @@ class DcpSource:
                 empty = torch.load(section, map_location="meta", weights_only=True)
             except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
                 raise CheckpointError(f"{label} cannot be read ({error})") from error
-        values = [record for record_name, record in records.items() if record_name.startswith("data/")]
+        values = [record for record_name, record in records.items() if record_name.startswith(VALUES)]
         num_bytes = prod(chunk.sizes) * stored.dtype.itemsize
         if (
             not isinstance(empty, torch.Tensor)
