@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-USER, PASSWORD = "dapo", "for-nobodys-eyes"
+USER, PASSWORD = "dapo", "postgres-password"
 STARTUP_SECONDS = 60.0
 
 

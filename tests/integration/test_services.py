@@ -22,7 +22,7 @@ LONG_STAGE = "model.recipe.num_steps=100000"
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    site = Site(tmp_path, password="for-nobodys-eyes")
+    site = Site(tmp_path, password="correct-horse-battery")
     yield site
     site.end_everything()
 

@@ -193,7 +193,7 @@ class Anyone(BaseHTTPRequestHandler):
 def test_a_server_that_other_machines_reach_needs_a_password(
     host: str, answers: int, status: str, found: str
 ) -> None:
-    """Through the machine's own network address; that the URL says 127.0.0.1 protects nobody."""
+    """Through the machine's own network address, although the URL says 127.0.0.1."""
     with ThreadingHTTPServer((host, 0), Anyone) as server:
         server.status = answers  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

@@ -129,7 +129,7 @@ def test_a_lock_file_that_lost_its_name_is_not_locked_twice(
             pytest.fail("two hold the lock")
 
 
-def test_a_glance_at_a_lock_keeps_nobody_out(tmp_path: Path) -> None:
+def test_looking_at_a_lock_does_not_hold_it(tmp_path: Path) -> None:
     """`is_locked` holds a shared lock for a moment, in which another process may start."""
     path = tmp_path / "lock"
     with locked(path):

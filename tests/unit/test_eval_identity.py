@@ -1,4 +1,4 @@
-"""Two models under one name are told apart; the same weights on a noisy server are not."""
+"""Two models served under one name are distinguished; numerical noise does not make one look like two."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def test_secrets_of_the_environment_are_replaced_also_when_percent_encoded(
 
 
 def test_the_password_of_an_auth_string_is_a_secret_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "dapo:for-nobody")
-    assert redact("user dapo, password for-nobody") == "user dapo, password [redacted]"
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "dapo:correct-horse")
+    assert redact("user dapo, password correct-horse") == "user dapo, password [redacted]"
 
 
 def test_settings_and_placeholders_are_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

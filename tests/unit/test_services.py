@@ -33,7 +33,7 @@ from tasks.processes.child import background_command
 from tests.operated import ROOT
 
 SLEEP = ("sleep", "600")
-PASSWORD = "for-nobodys-eyes"
+PASSWORD = "correct-horse-battery"
 POSTGRES = f"postgresql+asyncpg://me:{PASSWORD}@host:5433/db"
 
 
