@@ -52,16 +52,18 @@ _SENTENCE = re.compile(r"(?<=[.?!])\s*(?=[A-Z])|(?<=[。！？])|\n+")
 class Hit:
     """A training row whose problem is also in an evaluation set."""
 
+    train_set: str
     row: int
     evaluation_set: str
     item: str  # its id there
+    is_equal: bool  # in all words and signs
     overlap: float  # share of the item's words in runs that both have; 1.0 for equal texts
     train_text: str
     item_text: str
 
 
-def find_hits(texts: Sequence[str], sets: Mapping[str, Sequence[Problem]]) -> list[Hit]:
-    """The training problems that are also in one of the evaluation sets, by row and then by set.
+def find_hits(train_set: str, texts: Sequence[str], sets: Mapping[str, Sequence[Problem]]) -> list[Hit]:
+    """The problems of a training set that are also in one of the evaluation sets, by row and then by set.
 
     Memory is that of the evaluation sets and of BATCH_ROWS training rows; give each distinct text once.
     """
@@ -71,19 +73,19 @@ def find_hits(texts: Sequence[str], sets: Mapping[str, Sequence[Problem]]) -> li
     return [
         hit
         for start in range(0, len(texts), BATCH_ROWS)
-        for hit in items.find(start, texts[start : start + BATCH_ROWS])
+        for hit in items.find(train_set, start, texts[start : start + BATCH_ROWS])
     ]
 
 
-def rows_to_drop(hits: Sequence[Hit], num_rows: int, mode: Mode, name: str) -> set[int]:
-    """The rows of the hits under `remove`, none under `warn`; `name` is the training set's.
+def rows_to_drop(hits: Sequence[Hit], num_rows: int, mode: Mode) -> set[int]:
+    """The rows of one training set's hits under `remove`, none under `warn`.
 
     Raises DataError for any hit under `error`, and when nothing would be left.
     """
     rows = {hit.row for hit in hits}
     if not rows:
         return rows
-    words = f"{len(rows)} of {num_rows} training problems of {name} are also in {_counts(hits)}"
+    words = f"{len(rows)} of {num_rows} training problems of {hits[0].train_set} are also in {_counts(hits)}"
     if mode == "error":
         first = "; ".join(f"row {hit.row} is {hit.evaluation_set} {hit.item}" for hit in hits[:3])
         raise DataError(
@@ -167,18 +169,20 @@ class _Items:
             self.places.setdefault(int(hashes[place]), []).append((item, place - int(firsts[item])))
         self.known = np.unique(hashes[hashes != 0])
 
-    def find(self, start: int, texts: Sequence[str]) -> Iterator[Hit]:
+    def find(self, train_set: str, start: int, texts: Sequence[str]) -> Iterator[Hit]:
         """The hits of consecutive training rows, the first of which is row `start`."""
         tokens = [tokens_of(text, self.shared) for text in texts]
         overlaps = self._overlaps([_words(row) for row in tokens])
         for row, text in enumerate(texts):
-            found = dict.fromkeys(self.by_tokens.get(tuple(tokens[row]), ()), 1.0) if tokens[row] else {}
+            equal = self.by_tokens.get(tuple(tokens[row]), []) if tokens[row] else []
+            found = dict.fromkeys(equal, 1.0)
             for item, overlap in overlaps.get(row, {}).items():
                 if overlap >= MIN_OVERLAP and not _marks(self.tokens[item]) - _marks(tokens[row]):
                     found.setdefault(item, overlap)
             for item, overlap in sorted(found.items()):
                 name, problem = self.items[item]
-                yield Hit(start + row, name, problem.id, round(overlap, 3), text, problem.text)
+                is_equal, overlap = item in equal, round(overlap, 3)
+                yield Hit(train_set, start + row, name, problem.id, is_equal, overlap, text, problem.text)
 
     def _overlaps(self, words: Sequence[Sequence[str]]) -> dict[int, dict[int, float]]:
         """{row: {item: share of the item's words in runs that the row has too}}."""

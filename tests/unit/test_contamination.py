@@ -23,7 +23,7 @@ BEADS = (
 
 def found(train: list[str], held_out: list[str]) -> list[tuple[int, str, float]]:
     problems = [Problem(str(number), text, "1") for number, text in enumerate(held_out)]
-    return [(hit.row, hit.item, hit.overlap) for hit in find_hits(train, {"set": problems})]
+    return [(hit.row, hit.item, hit.overlap) for hit in find_hits("train", train, {"set": problems})]
 
 
 @pytest.mark.parametrize(
@@ -81,32 +81,32 @@ def test_rows_keep_their_numbers_over_batches_and_items_their_sets(monkeypatch: 
     monkeypatch.setattr(contamination, "BATCH_ROWS", 2)
     sets = {"one": [Problem("7", "What is 3 + 1?", "4")], "two": [Problem("9", "what is 3+1", "4")]}
     rows = [f"What is {number} + 1?" for number in range(5)]
-    hits = [(hit.row, hit.evaluation_set, hit.item) for hit in find_hits(rows, sets)]
+    hits = [(hit.row, hit.evaluation_set, hit.item) for hit in find_hits("train", rows, sets)]
     assert hits == [(3, "one", "7"), (3, "two", "9")]
-    assert find_hits([], sets) == find_hits(rows, {}) == []
+    assert find_hits("train", [], sets) == find_hits("train", rows, {}) == []
 
 
 def test_what_becomes_of_them(caplog: pytest.LogCaptureFixture) -> None:
     hits = [
-        Hit(4, "aime24", "2", 1.0, "t", "e"),
-        Hit(4, "math500", "a", 0.7, "t", "e"),
-        Hit(5, "math500", "a", 0.9, "t", "e"),
+        Hit("x.parquet", 4, "aime24", "2", True, 1.0, "t", "e"),
+        Hit("x.parquet", 4, "math500", "a", False, 0.7, "t", "e"),
+        Hit("x.parquet", 5, "math500", "a", False, 0.9, "t", "e"),
     ]
     counted = (
         r"2 of 9 training problems of x\.parquet are also in aime24 \(1 of its items\), math500 \(1 of its items\)"
     )
-    assert rows_to_drop([], 9, "error", "x.parquet") == set()
+    assert rows_to_drop([], 9, "error") == set()
     with caplog.at_level(logging.WARNING):
-        assert rows_to_drop(hits, 9, "remove", "x.parquet") == {4, 5}
-        assert rows_to_drop(hits, 9, "warn", "x.parquet") == set()
+        assert rows_to_drop(hits, 9, "remove") == {4, 5}
+        assert rows_to_drop(hits, 9, "warn") == set()
     assert [record.getMessage().rpartition("; ")[2].split(":")[0] for record in caplog.records] == [
         "they are left out",
         "they stay",
     ]
     with pytest.raises(DataError, match=rf"{counted} \(row 4 is aime24 2; .*data\.contamination=remove"):
-        rows_to_drop(hits, 9, "error", "x.parquet")
+        rows_to_drop(hits, 9, "error")
     with pytest.raises(DataError, match=r"2 of 2 .*none is left.*data\.contamination=warn"):
-        rows_to_drop(hits, 2, "remove", "x.parquet")
+        rows_to_drop(hits, 2, "remove")
 
 
 @pytest.mark.skipif(DATA is None, reason="DAPO_TEST_DATA names no folder of published data sets")
@@ -123,7 +123,9 @@ def test_published_sets() -> None:
 
     table = pq.read_table(folder / "dapo_math_17k" / "dapo_math_17k.parquet", columns=["prompt"])
     texts = list(dict.fromkeys(prompt[-1]["content"] for prompt in table["prompt"].to_pylist()))
-    hits = find_hits(texts, {name: problems(name) for name in ("math500", "aime24", "aime25", "amc23")})
+    hits = find_hits(
+        "dapo-math-17k", texts, {name: problems(name) for name in ("math500", "aime24", "aime25", "amc23")}
+    )
     rows = {
         name: {hit.row for hit in hits if hit.evaluation_set == name}
         for name in ("math500", "aime24", "aime25", "amc23")
