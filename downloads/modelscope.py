@@ -7,6 +7,7 @@ a digest of the listing, which has a sha256 for every file, takes its place.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,6 +63,8 @@ def fetch_files(
 def _api() -> Any:
     os.environ.setdefault("TQDM_DISABLE", "1")  # its bars cannot be switched off otherwise
     from modelscope_hub.api import HubApi
+
+    logging.getLogger("modelscope_hub").setLevel(logging.ERROR)  # its failures come as errors
 
     return HubApi()
 
