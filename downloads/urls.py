@@ -63,27 +63,7 @@ def unpack(archive: Path, folder: Path) -> None:
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
-        if archive.name.lower().endswith(".zip"):
-            with zipfile.ZipFile(archive) as content:
-                _require_room(sum(item.file_size for item in content.infolist()), folder, archive)
-                for item in content.infolist():
-                    if stat.S_ISLNK(item.external_attr >> 16):
-                        raise WrongContent(
-                            f"{archive.name} holds a link, {item.filename}, which could lead anywhere"
-                        )
-                    _require_inside(item.filename, archive)
-                content.extractall(staged)
-        else:
-            with tarfile.open(archive) as content:
-                members = content.getmembers()
-                _require_room(sum(item.size for item in members), folder, archive)
-                for member in members:
-                    if not (member.isfile() or member.isdir()):
-                        raise WrongContent(
-                            f"{archive.name} holds {member.name}, which is no file but a link or device"
-                        )
-                    _require_inside(member.name, archive)
-                content.extractall(staged, members, filter="data")
+        _unzip(archive, staged) if archive.name.lower().endswith(".zip") else _untar(archive, staged)
     except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
         raise WrongContent(f"{archive.name} cannot be unpacked: {error}") from error
     top = list(staged.iterdir())
@@ -93,8 +73,28 @@ def unpack(archive: Path, folder: Path) -> None:
         path.rename(folder / path.name)
 
 
-def _require_inside(name: str, archive: Path) -> None:
+def _unzip(archive: Path, folder: Path) -> None:
+    with zipfile.ZipFile(archive) as content:
+        items = content.infolist()
+        _require_room(sum(item.file_size for item in items), folder, archive)
+        for item in items:
+            _require_plain(item.filename, archive, not stat.S_ISLNK(item.external_attr >> 16))
+        content.extractall(folder)
+
+
+def _untar(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as content:
+        members = content.getmembers()
+        _require_room(sum(member.size for member in members), folder, archive)
+        for member in members:
+            _require_plain(member.name, archive, member.isfile() or member.isdir())
+        content.extractall(folder, members, filter="data")
+
+
+def _require_plain(name: str, archive: Path, is_plain: bool) -> None:
     path = PurePosixPath(name.replace("\\", "/"))
+    if not is_plain:
+        raise WrongContent(f"{archive.name} holds {name}, a link or device")
     if path.is_absolute() or ".." in path.parts:
         raise WrongContent(f"{archive.name} holds {name}, which leads out of the folder")
 
