@@ -52,7 +52,7 @@ def evaluate(
 ) -> None:
     """Evaluate a served model on every item of a dataset; the API key comes from VLLM_API_KEY."""
     from eval.client import Endpoint
-    from eval.problems.benchmarks import load_set
+    from eval.problems.registry import load_set
     from flows.config import load_config_or_defaults
     from tasks.evaluation_settings import evaluate_servers, served_model_identity
     from tasks.serve_model.command import API_KEY_VARIABLE

@@ -21,6 +21,7 @@ from redaction import redact
 from tasks.artifacts.artifact import Artifact, DamagedArtifact, StoreError, hash_file
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
+from tasks.data.sources import eval_sources, train_sources
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
 
 MODEL_LABEL = "merge_checkpoint"
@@ -97,7 +98,7 @@ def model_card(
 ) -> str:
     """README.md as the Hugging Face Hub reads it: data, recipe, scores with their intervals, versions."""
     versions = {name: version for manifest in manifests.values() for name, version in manifest["versions"].items()}
-    base_model, benchmark = base_model_of(config), _benchmark(config, report)
+    base_model, benchmark = base_model_of(config), _benchmark(report)
     return render(
         "model_card.md.j2",
         header=_header(run, report, base_model),
@@ -144,10 +145,9 @@ def _portable_text(run: RecordedRun) -> Callable[[str], str]:
 
 def _own_paths(config: ChainConfig) -> list[str]:
     """The keys that name the user's own files."""
-    data, model, scorer, prompt = config.data, config.model, config.custom_reward, config.evaluate.prompt
+    model, scorer, prompt = config.model, config.custom_reward, config.evaluate.prompt
     paths = {
-        "data.train_path": data.train_path,
-        "data.eval_path": data.eval_path,
+        **{source.key: source.path for source in (*train_sources(config), *eval_sources(config))},
         "model.path": model.path,
         "custom_reward.path": scorer.path,
         "evaluate.prompt": None if prompt in (DEFAULT, *TEMPLATES) else prompt,
@@ -155,9 +155,8 @@ def _own_paths(config: ChainConfig) -> list[str]:
     return [f"`{key}`" for key, path in paths.items() if path is not None]
 
 
-def _benchmark(config: ChainConfig, report: Mapping[str, Any]) -> str:
-    own = "generated problems" if config.data.source == "arithmetic" else "a set of the user's own"
-    return report["settings"]["benchmark"] or own
+def _benchmark(report: Mapping[str, Any]) -> str:
+    return report["settings"]["benchmark"] or "a set of the user's own"
 
 
 def _header(run: RecordedRun, report: Mapping[str, Any], base_model: str | None) -> str:

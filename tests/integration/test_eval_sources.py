@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from eval.problems import ProblemsError, sources
-from eval.problems.benchmarks import load_set
+from eval.problems.registry import load_set
 from eval.problems.sources import fetch
 
 ROOT = Path(__file__).resolve().parents[2]

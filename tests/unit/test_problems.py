@@ -18,13 +18,13 @@ from dapo_core.reward.scorers import SCORERS, VERL_SCORERS
 from dapo_core.validation import held_out_prompts
 from eval.answers.grading import ChoiceGrader
 from eval.problems import ProblemsError
-from eval.problems.benchmarks import BENCHMARKS, TRAINING, load_set
 from eval.problems.files import read_problems, require_columns
 from eval.problems.items import Item
+from eval.problems.registry import BENCHMARKS, TRAINING, load_set
 from eval.problems.sources import file_sha256
 from flows.cli.evaluation import DATASETS
 from tasks.config import EvaluateConfig
-from tasks.dataset import build_dataset
+from tasks.data.prepare import build_dataset
 from tests.configs import make_config
 from tests.tiny_models import tiny_tokenizer
 

@@ -24,10 +24,12 @@ from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.chain import take_model_folder
-from tasks.dataset import build_dataset
+from tasks.data.prepare import build_dataset
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run, current_stage
-from tasks.stages import CHAIN, LINKS, Stage, eval_file
+from tasks.data.layout import EVAL_FILE
+from tasks.data_config import ColumnsConfig
+from tasks.stages import CHAIN, LINKS, Stage
 from tests.configs import make_config
 from tests.recorded_runs import small_config
 from tests.tiny_models import build_tiny_qwen3
@@ -36,7 +38,7 @@ CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
 STAGES = tuple(dict.fromkeys(link.stage for link in CHAIN))
 # The keys that each stage reads, by prefix; a change of any of them builds it again.
 READS = {
-    "prepare_data": ("run.seed", "data.source", "data.arithmetic."),
+    "prepare_data": ("run.seed", "data.arithmetic.", "data.max_refused_ratio"),
     "fetch_model": ("run.seed", "model.source", "model.recipe."),
     "train_policy": (
         *("run.seed", "run.deterministic", "data.max_prompt_tokens", "data.shuffle", "algorithm.", "reward."),
@@ -46,7 +48,9 @@ READS = {
     "merge_checkpoint": ("merge.",),
     "evaluate_model": ("serve.", "evaluate.", "model.trust_remote_code"),
 }
-BY_CONTENT = {"data.train_path", "data.eval_path", "model.path", "custom_reward.path"}  # not the place
+# In the key by what they name or mean: the place does not count.
+BY_CONTENT = {"data.train", "data.eval", "data.prompt_template", "data.system_prompt", "model.path"}
+BY_CONTENT |= {"custom_reward.path", *(f"data.columns.{name}" for name in ColumnsConfig.model_fields)}
 
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, bool | None]]:
@@ -124,7 +128,7 @@ def files_config(folder: Path, held_out: Path, *overrides: str) -> Config:
     train_rows, _ = generate_problems(16, 4, 2, 0)
     if not (folder / "train.parquet").exists():
         write_parquet(train_rows, folder / "train.parquet")
-    paths = (f"data.train_path={folder / 'train.parquet'}", f"data.eval_path={held_out}", "data.source=path")
+    paths = (f"data.train={folder / 'train.parquet'}", f"data.eval={held_out}")
     return load_config(CONFIG, [*paths, f"store.path={folder / 'store'}", *overrides])
 
 
