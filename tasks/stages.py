@@ -100,6 +100,7 @@ TRAIN_POLICY = Stage(
         "run.seed",
         "run.deterministic",
         "data.max_prompt_tokens",
+        "data.too_long",
         "data.shuffle",
         "model.trust_remote_code",
         "algorithm",
