@@ -120,8 +120,8 @@ def iterate_rows(path: Path, schemas: Sequence[Schema] = ()) -> Iterator[list[Ro
         return
     for columns in _batches(path, files):
         names = list(columns)
-        if rows := [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]:
-            yield rows
+        if columns and (count := len(columns[names[0]])):
+            yield [{name: columns[name][row] for name in names} for row in range(count)]
 
 
 def files_of(path: Path) -> list[Path]:

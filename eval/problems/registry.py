@@ -77,7 +77,7 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
     if prepared and name is not None and prepared != {name}:
         raise ProblemsError(f"{path} was prepared from {', '.join(sorted(prepared))}, not from {name}; name these")
     if len(prepared) == 1:
-        known = SETS.get(*prepared, known)
+        known = SETS.get(next(iter(prepared)), known)
     if known.num_items not in (None, len(problems)):
         raise ProblemsError(
             f"{path} has {len(problems)} problems, but {known.name} has exactly {known.num_items}: accuracy on "

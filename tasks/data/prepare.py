@@ -102,7 +102,7 @@ def schema_of(batches: Iterator[list[Row]]) -> Any:
     """The Arrow schema that holds all rows. Raises DataError when two have a column of different types."""
     import pyarrow as pa
 
-    schemas = []
+    schemas: list[Any] = []
     for batch in batches:
         try:
             schema = pa.Table.from_pylist(batch).schema

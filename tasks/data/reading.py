@@ -64,7 +64,9 @@ class SetCount:
             )
 
 
-def iterate_source(config: ChainConfig, source: Source, count: SetCount) -> Iterator[tuple[Problem, Row]]:
+def iterate_source(
+    config: ChainConfig, source: Source, count: SetCount
+) -> Iterator[tuple[Problem, dict[str, Any]]]:
     """The usable problems of a set with their prepared rows, in its order. Raises ProblemsError."""
     rows: Iterator[tuple[int, Row, Problem | Unusable]]
     if source.is_generated:
