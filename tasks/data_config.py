@@ -63,6 +63,17 @@ class SetConfig(Section):
     prompt_template: str | None = key(None, "As data.prompt_template.")
     system_prompt: str | None = key(None, "As data.system_prompt.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_are_known(cls, values: Any) -> Any:
+        unknown = sorted(values.keys() - cls.model_fields.keys()) if isinstance(values, dict) else []
+        if unknown:
+            raise ValueError(
+                f"a set of data.train or data.eval has no key {', '.join(unknown)}; it has "
+                f"{', '.join(cls.model_fields)}"
+            )
+        return values
+
 
 class DataConfig(PromptsConfig):
     """Training prompts and the held-out evaluation sets."""

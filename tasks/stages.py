@@ -42,6 +42,9 @@ NOT_COUNTED = (
     "eval/report.py",
     "eval/templates",
     "eval/training.py",
+    "tasks/artifacts",
+    "tasks/config.py",
+    "tasks/data_config.py",
     "tasks/serve_model/checks.py",
     "tasks/serve_model/config.py",
     "tasks/serve_model/failure.py",
@@ -78,7 +81,10 @@ def _result_value(config: ChainConfig, section: str) -> Any:
 PREPARE_DATA = Stage(
     name="prepare_data",
     sections=("run.seed", "data.arithmetic", "data.max_refused_ratio"),
-    code=("dapo_core/arithmetic.py", "eval/problems", "eval/answers", "tasks/data", "tasks/data_config.py"),
+    code=(
+        *("tasks/data", "eval/problems", "eval/answers", "dapo_core/arithmetic.py"),
+        *("dapo_core/reward", "dapo_core/compat.py"),  # whether every data source has a scorer
+    ),
     packages=("pyarrow", "datasets"),
 )
 FETCH_MODEL = Stage(

@@ -117,15 +117,15 @@ def iterate_rows(path: Path, schemas: Sequence[Schema] = ()) -> Iterator[list[Ro
     """
     files = files_of(path)
     if files[0].suffix == ".parquet":
-        yield from _parquet_rows(files, schemas)
+        yield from filter(None, _parquet_rows(files, schemas))
         return
     if files[0].suffix == ".json" and (rows := _rows_by_index(files[0])) is not None:
         yield rows
         return
     for columns in _batches(path, files):
         names = list(columns)
-        if rows := [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]:
-            yield rows
+        if columns and (count := len(columns[names[0]])):
+            yield [{name: columns[name][row] for name in names} for row in range(count)]
 
 
 def files_of(path: Path) -> list[Path]:
@@ -155,16 +155,20 @@ def _parquet_rows(files: Sequence[Path], schemas: Sequence[Schema]) -> Iterator[
 
     for file in files:
         try:
-            with pq.ParquetFile(file) as parquet:
-                names, wanted = parquet.schema_arrow.names, None
-                if schemas:
-                    schema = find_schema(file, names, schemas)
-                    wanted = [name for name in names if name in (*schema.columns, *schema.others)]
-                for batch in parquet.iter_batches(BATCH_ROWS, columns=wanted):
-                    if batch.num_rows:
-                        yield batch.to_pylist()
+            parquet = pq.ParquetFile(file)
+            wanted = _columns_read(file, parquet.schema_arrow.names, schemas)
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=wanted):
+                yield batch.to_pylist()
         except (pa.ArrowException, OSError) as error:
             raise ProblemsError(f"{file} cannot be read as parquet: {error}") from None
+
+
+def _columns_read(file: Path, names: Sequence[str], schemas: Sequence[Schema]) -> list[str] | None:
+    """The columns that the first schema that fits reads; None, which means all, without schemas."""
+    if not schemas:
+        return None
+    schema = find_schema(file, names, schemas)
+    return [name for name in names if name in (*schema.columns, *schema.others)]
 
 
 def _batches(path: Path, files: Sequence[Path]) -> Iterator[dict[str, list[Any]]]:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from eval.answers.grading import GraderName
 from eval.problems import ProblemsError
-from eval.problems.files import merge_repeats, read_problems
+from eval.problems.files import columns_of, merge_repeats, read_problems
 from eval.problems.items import EvaluationSet, Item, Problem
 from eval.problems.problem_set import ProblemSet
 from eval.problems.prompts import DEFAULT, Api, find_template, make_prompt
-from eval.problems.rows import CHAT, SOLVED
+from eval.problems.rows import CHAT, PREPARED, SOLVED
 from eval.problems.sets import (
     aime24,
     aime25,
@@ -71,12 +71,13 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
     Raises ProblemsError for unusable rows, and for a file that is not the complete set of that name.
     """
     known = OWN if name is None else find_set(name)
-    problems = merge_repeats(path, read_problems(path, known.schemas))
+    is_prepared = path.suffix == ".parquet" and set(PREPARED.columns).issubset(columns_of(path))
+    problems = merge_repeats(path, read_problems(path, (PREPARED,) if is_prepared else known.schemas))
     prepared = {problem.dataset for problem in problems if problem.grader}
     if prepared and name is not None and prepared != {name}:
         raise ProblemsError(f"{path} was prepared from {', '.join(sorted(prepared))}, not from {name}; name these")
     if len(prepared) == 1:
-        known = SETS.get(*prepared, known)
+        known = SETS.get(next(iter(prepared)), known)
     if known.num_items not in (None, len(problems)):
         raise ProblemsError(
             f"{path} has {len(problems)} problems, but {known.name} has exactly {known.num_items}: accuracy on "

@@ -60,7 +60,12 @@ def problem_of(row: Row, text: str, gold: str, details: Row | None = None, **fie
 
 
 def chat_of(value: Any) -> tuple[Message, ...] | None:
-    """A list of {role, content} as messages, the last of them not blank; None for anything else."""
+    """A list of {role, content}, or its JSON, as messages, the last of them not blank; None for anything else."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
     if not isinstance(value, list) or not value:
         return None
     is_chat = all(isinstance(m, dict) and m.get("role") and isinstance(m.get("content"), str) for m in value)
@@ -115,4 +120,6 @@ CHAT = Schema(
     read_chat,
     ("extra_info", "problem", "dataset", "weight", "template", "grader"),
 )
+# What preparation writes: the same, with the set of each row and how it is asked and graded.
+PREPARED = Schema((*CHAT.columns, "dataset", "template", "grader"), read_chat, CHAT.others)
 SOLVED = Schema(("problem",), read_solved, (*Schema.others, "solution", "answer", "type", "subfield"))

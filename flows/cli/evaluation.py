@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-DATASETS = ("math500", "aime24", "aime25", "amc23", "gsm8k", "olympiadbench", "minerva", "arithmetic", "choice")
-
 
 @app.command(
     "eval",
@@ -36,7 +34,7 @@ def evaluate(
     ],
     output: Annotated[Path, typer.Option(help="Results folder; an unfinished one is continued.")],
     dataset: Annotated[
-        str | None, typer.Option(help=f"Known dataset, checked for completeness: {', '.join(DATASETS)}.")
+        str | None, typer.Option(help="Registered set, checked for completeness; dapo datasets lists them.")
     ] = None,
     data: Annotated[
         str | None,

@@ -21,14 +21,15 @@ class Asking:
     """A template, its name if it is one of evaluate.prompt, and what is said before it."""
 
     template: str
+    keeps_chat: bool  # where rows have one
     text: str
     columns: tuple[str, ...]  # that the text names, beside {problem}
     system_prompt: str | None = None
     system_column: str | None = None
 
     def messages(self, problem: Problem, row: Row) -> list[Message]:
-        """The chat that asks the problem of a row: its own messages under `given`, else the template."""
-        chat = list(problem.messages or ()) if self.template == "given" else []
+        """The chat that asks the problem of a row: its own where that is kept, else the template."""
+        chat = list(problem.messages or ()) if self.keeps_chat else []
         if not chat:
             values = {"problem": problem.text, **{name: str(row.get(name) or "") for name in self.columns}}
             chat = [
@@ -39,10 +40,10 @@ class Asking:
             chat = [{"role": "system", "content": system}, *(m for m in chat if m["role"] != "system")]
         return chat
 
-    @property
-    def is_template(self) -> bool:
-        """True if an evaluation that names the template asks the same."""
-        return self.template in TEMPLATES and self.system_prompt is None and self.system_column is None
+    def template_of(self, problem: Problem) -> str:
+        """The template of evaluate.prompt that asks the same; `given` for a chat that has to be kept as it is."""
+        is_own = self.template not in TEMPLATES or self.system_prompt is not None or self.system_column is not None
+        return "given" if is_own or (self.keeps_chat and problem.messages) else self.template
 
 
 def find_asking(prompt: str, system_prompt: str | None, default: str, columns: ColumnsConfig) -> Asking:
@@ -52,7 +53,9 @@ def find_asking(prompt: str, system_prompt: str | None, default: str, columns: C
     """
     name = default if prompt == DEFAULT else prompt
     if name in TEMPLATES:
-        return Asking(name, TEMPLATES[name].text, (), system_prompt, columns.system)
+        return Asking(
+            name, prompt == DEFAULT or name == "given", TEMPLATES[name].text, (), system_prompt, columns.system
+        )
     text = prompt
     if "{" not in prompt:
         if not Path(prompt).is_file():
@@ -69,4 +72,6 @@ def find_asking(prompt: str, system_prompt: str | None, default: str, columns: C
             "data.prompt_template names a column that holds the answer: the prompt would show it; "
             "write \\boxed{...} for a box"
         )
-    return Asking("own", text, tuple(name for name in named if name != "problem"), system_prompt, columns.system)
+    return Asking(
+        "own", False, text, tuple(name for name in named if name != "problem"), system_prompt, columns.system
+    )

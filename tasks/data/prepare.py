@@ -28,8 +28,11 @@ def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
     Memory is that of the held-out sets, a digest of each training problem and one batch of rows. Raises DataError
     or ProblemsError for unusable rows of the user's files, and what require_scorers raises.
     """
-    num_eval = write_held_out(config, folder / EVAL_FILE)
-    counts = write_training(config, folder / TRAIN_FILE)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        files = [Path(work) / name for name in (EVAL_FILE, TRAIN_FILE)]
+        num_eval, counts = write_held_out(config, files[0]), write_training(config, files[1])
+        for file in files:
+            file.replace(folder / file.name)
     return {
         "train_rows": sum(count.kept for count in counts),
         "eval_rows": num_eval,
@@ -43,12 +46,12 @@ def write_held_out(config: ChainConfig, path: Path) -> int:
     for source in eval_sources(config):
         counts.append(SetCount(source.name))
         found = [row for _, row in iterate_source(config, source, counts[-1])]
-        counts[-1].require_usable(0.0)
+        counts[-1].require_usable(0.0, "An evaluation set is complete: correct the rows or data.columns.")
         num_distinct = len({json.dumps(row["prompt"]) for row in found})
         if source.known.num_items not in (None, num_distinct):
             raise ProblemsError(
                 f"{source.key}: {source.name} has {num_distinct} problems, but {source.known.num_items} when "
-                "complete: accuracy would not compare with published figures; use the complete file, or give it as your own"
+                "complete: accuracy would not compare with published figures; use the complete file"
             )
         rows += found
     write_rows(iter([rows]), schema_of(iter([rows])), path)
@@ -58,6 +61,8 @@ def write_held_out(config: ChainConfig, path: Path) -> int:
 def write_training(config: ChainConfig, path: Path) -> list[SetCount]:
     """Write the usable, distinct problems of data.train; returns what became of each set's rows."""
     counts, seen, data_sources = [], Seen(), set[str]()
+    ratio = config.data.max_refused_ratio
+    advice = f"Correct the rows or data.columns, or raise data.max_refused_ratio={ratio:g}."
     with tempfile.TemporaryFile("w+", dir=path.parent, encoding="utf-8") as spool:
         owners = list[SetCount]()  # of each kept row
         for source in train_sources(config):
@@ -70,7 +75,7 @@ def write_training(config: ChainConfig, path: Path) -> list[SetCount]:
                 owners.append(count)
                 data_sources.add(row["data_source"])
                 spool.write(json.dumps(row, ensure_ascii=False) + "\n")
-            count.require_usable(config.data.max_refused_ratio)
+            count.require_usable(ratio, advice)
         require_scorers(data_sources, config.reward, config.custom_reward)
         for number in seen.contradicted:
             owners[number].remove(CONTRADICTED, f"row {number} of the distinct problems")
@@ -97,7 +102,7 @@ def schema_of(batches: Iterator[list[Row]]) -> Any:
     """The Arrow schema that holds all rows. Raises DataError when two have a column of different types."""
     import pyarrow as pa
 
-    schemas = []
+    schemas: list[Any] = []
     for batch in batches:
         try:
             schema = pa.Table.from_pylist(batch).schema

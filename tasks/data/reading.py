@@ -53,19 +53,20 @@ class SetCount:
         if len(examples) < MAX_EXAMPLES:
             examples.append(example[:EXAMPLE_CHARACTERS])
 
-    def require_usable(self, max_refused_ratio: float) -> None:
-        """Raise DataError when too large a share is unusable, or nothing is left."""
+    def require_usable(self, max_refused_ratio: float, advice: str) -> None:
+        """Raise DataError, which ends in the advice, when too large a share is unusable or nothing is left."""
         num_refused = self.refused.total()
         if num_refused > max_refused_ratio * self.read or num_refused == self.read:
             found = "; ".join(f"{count} with {reason}" for reason, count in self.refused.most_common())
             first = "; ".join(examples[0] for reason, examples in self.examples.items() if reason in self.refused)
             raise DataError(
-                f"{self.name}: {num_refused} of {self.read} rows cannot be used ({found}), more than "
-                f"data.max_refused_ratio={max_refused_ratio:g}. Correct them or data.columns. {first}"
+                f"{self.name}: {num_refused} of {self.read} rows cannot be used ({found}). {advice} First: {first}"
             )
 
 
-def iterate_source(config: ChainConfig, source: Source, count: SetCount) -> Iterator[tuple[Problem, Row]]:
+def iterate_source(
+    config: ChainConfig, source: Source, count: SetCount
+) -> Iterator[tuple[Problem, dict[str, Any]]]:
     """The usable problems of a set with their prepared rows, in its order. Raises ProblemsError."""
     rows: Iterator[tuple[int, Row, Problem | Unusable]]
     if source.is_generated:
@@ -103,7 +104,7 @@ def to_row(source: Source, problem: Problem, row: Row) -> dict[str, Any]:
         "problem": problem.text,
         "dataset": source.name,
         "weight": source.weight,
-        "template": source.asking.template if source.asking.is_template else "given",
+        "template": source.asking.template_of(problem),
         "grader": source.known.grader,
     }
 

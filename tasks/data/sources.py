@@ -15,7 +15,7 @@ from eval.problems.items import Problem
 from eval.problems.problem_set import ProblemSet, Split
 from eval.problems.prompts import DEFAULT
 from eval.problems.registry import OWN, SETS, find_set
-from eval.problems.rows import Row, Schema, chat_of, needed, problem_of, text_of
+from eval.problems.rows import Row, Schema, Unusable, chat_of, needed, problem_of, text_of
 from eval.problems.sources import fetch
 from tasks.artifacts.artifact import canonical_json, sha256_of
 from tasks.config import ChainConfig
@@ -154,8 +154,8 @@ def mapped_schema(columns: ColumnsConfig) -> Schema:
 
     def read(row: Row) -> Problem:
         messages = chat_of(row[asked]) if "messages" in given else None
-        if "messages" in given:
-            needed(messages and "chat", f"no chat messages in {asked}")
+        if "messages" in given and messages is None:
+            raise Unusable(f"no chat messages in {asked}")
         text = messages[-1]["content"] if messages else needed(text_of(row, asked), f"no {asked}")
         usual = {"id": "id", "subject": "subject", "level": "level", "data_source": "data_source"}
         details = {name: row.get(given[column]) for name, column in usual.items() if column in given}

@@ -98,7 +98,7 @@ def model_card(
 ) -> str:
     """README.md as the Hugging Face Hub reads it: data, recipe, scores with their intervals, versions."""
     versions = {name: version for manifest in manifests.values() for name, version in manifest["versions"].items()}
-    base_model, benchmark = base_model_of(config), _benchmark(report)
+    base_model, benchmark = base_model_of(config), _benchmark(config, report)
     return render(
         "model_card.md.j2",
         header=_header(run, report, base_model),
@@ -109,6 +109,8 @@ def model_card(
         manifests=manifests,
         base_model=base_model,
         own_paths=_own_paths(config),
+        trained_on=[source.name for source in train_sources(config)],
+        evaluated_with=[source.name for source in eval_sources(config)],
         versions={name: version for name, version in sorted(versions.items()) if version != "absent"},
     )
 
@@ -155,8 +157,9 @@ def _own_paths(config: ChainConfig) -> list[str]:
     return [f"`{key}`" for key, path in paths.items() if path is not None]
 
 
-def _benchmark(report: Mapping[str, Any]) -> str:
-    return report["settings"]["benchmark"] or "a set of the user's own"
+def _benchmark(config: ChainConfig, report: Mapping[str, Any]) -> str:
+    own = "generated problems" if config.data.eval[0].set == "arithmetic" else "a set of the user's own"
+    return report["settings"]["benchmark"] or own
 
 
 def _header(run: RecordedRun, report: Mapping[str, Any], base_model: str | None) -> str:

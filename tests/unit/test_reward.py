@@ -28,7 +28,7 @@ from dapo_core.reward.scorers import (
     score_math_as_verl,
 )
 from eval.answers.math_dapo import unwrap
-from eval.problems.registry import load_set
+from eval.problems.registry import SETS, load_set
 
 
 def test_right_and_wrong_are_plus_and_minus_one() -> None:

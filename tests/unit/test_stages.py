@@ -19,16 +19,17 @@ from dapo_core.arithmetic import generate_problems, write_parquet
 from dapo_core.config.fields import is_volatile
 from dapo_core.errors import ConfigError, DataError, ModelError
 from eval.problems import ProblemsError
+from eval.problems.registry import load_set
 from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.chain import take_model_folder
+from tasks.data.layout import EVAL_FILE
 from tasks.data.prepare import build_dataset
+from tasks.data_config import ColumnsConfig
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run, current_stage
-from tasks.data.layout import EVAL_FILE
-from tasks.data_config import ColumnsConfig
 from tasks.stages import CHAIN, LINKS, Stage
 from tests.configs import make_config
 from tests.recorded_runs import small_config
@@ -164,22 +165,24 @@ def test_a_changed_training_row_trains_again_but_is_not_evaluated_again(tmp_path
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_own_data_is_taken_byte_by_byte(tmp_path: Path, suffix: str) -> None:
+def test_own_data_is_asked_as_its_file_is(tmp_path: Path, suffix: str) -> None:
     held_out = math500_file(tmp_path / f"mine{suffix}")
     if suffix == ".parquet":
         write_parquet(generate_problems(16, 3, 1, 0)[1], held_out)
     data = prepared(files_config(tmp_path, held_out))
-    assert eval_file(data).name == f"eval{suffix}"
-    assert eval_file(data).read_bytes() == held_out.read_bytes()
-    assert data.manifest()["metrics"] == {"train_rows": 16, "eval_rows": 3}
+    assert load_set(Path(data.path) / EVAL_FILE) == load_set(held_out)
+    metrics = data.manifest()["metrics"]
+    assert (metrics["train_rows"], metrics["eval_rows"]) == (16, 3)
 
 
 def test_own_data_that_cannot_be_used_is_refused_and_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.eval_path=.*gone\.jsonl cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"data\.eval\.0: .*gone\.jsonl is not a file"):
         LINKS["prepare_data"].key(files_config(tmp_path, tmp_path / "gone.jsonl"))
     held_out = math500_file(tmp_path / "eval.jsonl")
     held_out.write_text(held_out.read_text() + '{"problem": "?", "answer": ""}\n')
-    with pytest.raises(ProblemsError, match=r"of 4 rows, 1 with neither an answer nor a boxed solution"):
+    with pytest.raises(
+        DataError, match=r"1 of 4 rows cannot be used \(1 with neither an answer nor a boxed.*complete"
+    ):
         prepared(files_config(tmp_path, held_out))
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "train.parquet")
     with pytest.raises(ProblemsError, match=r"train\.parquet lacks the columns data_source, prompt, reward_model"):
