@@ -18,13 +18,14 @@ from tests.file_list import file_list
 from tests.imports import files_imported, modules_of
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = ("flows", "tasks", "dapo_core", "eval", "durable.py", "redaction.py")
+OWN = ("flows", "tasks", "dapo_core", "eval", "downloads", "durable.py", "redaction.py")
 OWN_MODULES = {name.removesuffix(".py") for name in OWN}
 MAY_IMPORT = {
-    "flows": {"flows", "tasks", "dapo_core", "eval", "durable", "redaction"},
-    "tasks": {"tasks", "dapo_core", "eval", "durable", "redaction"},
+    "flows": {"flows", "tasks", "dapo_core", "eval", "downloads", "durable", "redaction"},
+    "tasks": {"tasks", "dapo_core", "eval", "downloads", "durable", "redaction"},
     "dapo_core": {"dapo_core", "eval", "durable", "redaction"},
-    "eval": {"eval", "durable", "redaction"},
+    "eval": {"eval", "downloads", "durable", "redaction"},
+    "downloads": {"downloads", "durable", "redaction"},
     "durable.py": set(),
     "redaction.py": set(),
 }

@@ -1,0 +1,90 @@
+"""Errors of downloads: each says what happened, what it means and what to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+
+class DownloadError(Exception):
+    """Base of the errors that downloads raise on purpose. Takes one message and is picklable."""
+
+    is_lasting = True  # until the user changes something; the others may pass when tried again
+
+
+class BadReference(DownloadError, ValueError):
+    """A reference is misspelt, or names no digest where one is needed."""
+
+
+class NotFound(DownloadError):
+    """The repository, its revision or a file in it does not exist, or not for this user."""
+
+
+class AccessDenied(DownloadError):
+    """The hub wants a token, another token, or its terms accepted."""
+
+
+class WrongContent(DownloadError):
+    """What came has another size or digest than was announced."""
+
+
+class DiskTooSmall(DownloadError):
+    """The files do not fit on the disk. Raised before the first byte."""
+
+
+class Unreachable(DownloadError):
+    """The hub does not answer, or is busy; worth another attempt unless a setting of this machine is the cause."""
+
+    is_lasting = False
+    retry_after: float | None = None  # seconds that the server asks to wait
+
+
+class Offline(Unreachable):
+    """The environment forbids asking the hub."""
+
+    is_lasting = True
+
+
+_PROXY = re.compile(r"proxy", re.IGNORECASE)
+_TLS = re.compile(r"CERTIFICATE|\bSSL|\bTLS", re.IGNORECASE)
+_DNS = re.compile(r"gaierror|NameResolution|getaddrinfo|Name or service not known|name resolution", re.IGNORECASE)
+
+
+def unreachable(address: str, error: BaseException) -> Unreachable:
+    """What an exception of an HTTP library means: a proxy, a certificate, a name, or the network."""
+    reasons = list(_causes(error))
+    text = " ".join(f"{type(reason).__name__} {reason}" for reason in reasons)
+    root = reasons[-1]
+    said = f"{type(root).__name__}: {root}" if str(root) else type(root).__name__
+    if _PROXY.search(text):
+        problem = Unreachable(
+            f"{address} cannot be reached through the proxy ({said}); correct HTTPS_PROXY, HTTP_PROXY or "
+            "ALL_PROXY, (http://USER:PASSWORD@HOST:PORT), or list the host in NO_PROXY"
+        )
+        problem.is_lasting = "407" in text  # it wants a user and password
+        return problem
+    if _TLS.search(text):
+        problem = Unreachable(
+            f"{address} shows a certificate that this machine does not trust ({said}); where a proxy of your "
+            "network signs connections, put its certificate in a file that SSL_CERT_FILE and REQUESTS_CA_BUNDLE "
+            "name"
+        )
+        problem.is_lasting = True
+        return problem
+    if _DNS.search(text):
+        return Unreachable(
+            f"the name of {address} cannot be resolved ({said}); check the network, the spelling of the endpoint, "
+            "or set HTTPS_PROXY if this machine reaches the internet through one"
+        )
+    return Unreachable(f"{address} cannot be reached ({said}); check the network and the endpoint, and try again")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what caused it, outermost first."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        inner = current.args[0] if current.args and isinstance(current.args[0], BaseException) else None
+        current = inner or getattr(current, "reason", None) or current.__cause__ or current.__context__
+        if not isinstance(current, BaseException):
+            return

@@ -1,0 +1,125 @@
+"""Repositories of the Hugging Face hub and its mirrors, asked through huggingface_hub.
+
+The client finds endpoint (HF_ENDPOINT), token (HF_TOKEN or `hf auth login`) and offline mode (HF_HUB_OFFLINE).
+Files come through downloads.transfer: hf_hub_download of huggingface_hub 2 begins a file again that a kill cut.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from downloads.errors import AccessDenied, DownloadError, NotFound, Offline, Unreachable, unreachable
+from downloads.nearest import nearest
+from downloads.snapshot import Kind, RemoteFile, Snapshot
+from downloads.transfer import BUSY, Request, retried, retry_after
+
+TIMEOUT_SECONDS = 30.0
+
+
+def resolve(repo: str, revision: str | None, kind: Kind) -> Snapshot:
+    """The commit of a revision and its files, in one request. Raises DownloadError."""
+    from huggingface_hub import HfApi
+
+    def ask() -> Any:
+        return HfApi().repo_info(
+            repo, repo_type=kind, revision=revision, files_metadata=True, timeout=TIMEOUT_SECONDS
+        )
+
+    info = retried(lambda: _asked(ask, repo, revision, kind))
+    files = tuple(
+        RemoteFile(file.rfilename, file.size, file.lfs.sha256 if file.lfs else None, file.blob_id)
+        for file in info.siblings or ()
+    )
+    return Snapshot("hf", repo, str(info.sha), files, kind, revision)
+
+
+def request_for(snapshot: Snapshot, file: RemoteFile) -> Request:
+    """Where a file of the snapshot is. Raises Offline."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    if constants.HF_HUB_OFFLINE:
+        raise _offline(snapshot.repo)
+    url = hf_hub_url(snapshot.repo, file.path, repo_type=snapshot.kind, revision=snapshot.commit)
+    return Request(url, build_hf_headers(), _denied(snapshot.repo, snapshot.kind))
+
+
+def _asked(ask: Any, repo: str, revision: str | None, kind: Kind) -> Any:
+    from huggingface_hub import errors
+
+    try:
+        return ask()
+    except errors.OfflineModeIsEnabled:
+        raise _offline(repo) from None
+    except errors.GatedRepoError:
+        raise AccessDenied(f"{repo}: {_denied(repo, kind)}") from None
+    except errors.RevisionNotFoundError:
+        raise NotFound(f"{repo} has no revision {revision}{_nearest_revision(repo, revision, kind)}") from None
+    except errors.RepositoryNotFoundError as error:
+        raise NotFound(
+            f"there is no {kind} {repo} at {_endpoint()}, or it is private (HTTP {error.response.status_code})"
+            f"{_nearest_repository(repo, kind)}; {_denied(repo, kind)}"
+        ) from None
+    except errors.HFValidationError as error:
+        raise NotFound(f"{repo} cannot be the name of a {kind}: {error}") from None
+    except errors.HfHubHTTPError as error:
+        raise _http_error(error, repo, kind) from None
+    except (errors.HTTPError, OSError) as error:
+        raise unreachable(_endpoint(), error) from error
+
+
+def _http_error(error: Any, repo: str, kind: Kind) -> DownloadError:
+    status = error.response.status_code
+    if status in (401, 403):
+        return AccessDenied(f"{repo}: {_denied(repo, kind)} (HTTP {status})")
+    if status in BUSY or status >= 500:
+        busy = Unreachable(f"{_endpoint()} answers HTTP {status} for {repo}; run it again later")
+        busy.retry_after = retry_after(error.response.headers)
+        return busy
+    return DownloadError(
+        f"{_endpoint()} refuses to describe {repo}: HTTP {status}: {error.server_message or error}"
+    )
+
+
+def _denied(repo: str, kind: Kind) -> str:
+    place = f"{_endpoint()}/{'datasets/' if kind == 'dataset' else ''}{repo}"
+    return (
+        f"accept its terms at {place} if it is gated, and set HF_TOKEN to a token of that account that may read "
+        "it (or type: hf auth login)"
+    )
+
+
+def _offline(repo: str) -> Offline:
+    return Offline(
+        f"HF_HUB_OFFLINE is set, so {repo} cannot be asked for; unset it, or name a local folder with "
+        "model.source=path (of data: a local file)"
+    )
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def _nearest_revision(repo: str, revision: str | None, kind: Kind) -> str:
+    from huggingface_hub import HfApi, errors
+
+    try:
+        refs = HfApi().list_repo_refs(repo, repo_type=kind)
+    except (errors.HTTPError, OSError):
+        return "; check its name on the hub"
+    return nearest(revision or "", [ref.name for ref in (*refs.branches, *refs.tags)])
+
+
+def _nearest_repository(repo: str, kind: Kind) -> str:
+    from huggingface_hub import HfApi, errors
+
+    ask = HfApi().list_models if kind == "model" else HfApi().list_datasets
+    try:
+        found = [each.id for each in ask(search=repo.partition("/")[2], limit=20)]
+    except (errors.HTTPError, OSError):
+        return ""
+    close = difflib.get_close_matches(repo, found, n=3, cutoff=0.6)
+    return f" (did you mean {', '.join(close)}?)" if close else ""

@@ -1,0 +1,284 @@
+"""Files over HTTP: several at once, resumed where a cut or a kill left them, verified before they get their name.
+
+A file grows in the folder PARTS beside its place. It is moved there once size and digest are right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import hashlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+
+from downloads.errors import AccessDenied, DownloadError, NotFound, Unreachable, WrongContent, unreachable
+from downloads.snapshot import RemoteFile
+
+PARTS = ".parts"
+MAX_PARALLEL = 8
+ATTEMPTS = 5  # in a row without a byte
+BACKOFF_SECONDS = 1.0
+MAX_WAIT_SECONDS = 600.0  # that a server may ask for
+TIMEOUT_SECONDS = 60.0
+CHUNK_BYTES = 1024**2
+BUSY = frozenset({408, 425, 429})  # beside every 5xx
+_RANGE = re.compile(r"bytes (\d+)-\d+/(?:\d+|\*)")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Where a file is, the headers that ask for it, and what to do when it is refused."""
+
+    url: str
+    headers: Mapping[str, str]
+    if_denied: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a download is."""
+
+    num_done: int  # files
+    num_files: int
+    bytes_done: int
+    total_bytes: int  # of files whose size is known
+
+
+OnProgress = Callable[[Progress], None]
+
+
+class Meter:
+    """Counts files and bytes of parallel downloads and passes the sums on."""
+
+    def __init__(self, files: Sequence[RemoteFile], on_progress: OnProgress | None) -> None:
+        self._lock = threading.Lock()
+        self._on_progress = on_progress
+        self._num_files = len(files)
+        self._total = sum(file.size or 0 for file in files)
+        self._done: dict[str, int] = {}
+        self._finished: set[str] = set()
+
+    def set(self, path: str, num_bytes: int) -> None:
+        """The file has so many bytes now."""
+        with self._lock:
+            self._done[path] = num_bytes
+            self._report()
+
+    def add(self, path: str, num_bytes: int) -> None:
+        """The file has so many bytes more, or fewer."""
+        with self._lock:
+            self._done[path] = self._done.get(path, 0) + num_bytes
+            self._report()
+
+    def finish(self, path: str) -> None:
+        """The file is complete and verified."""
+        with self._lock:
+            self._finished.add(path)
+            self._report()
+
+    def _report(self) -> None:
+        if self._on_progress is not None:
+            done = sum(self._done.values())
+            self._on_progress(Progress(len(self._finished), self._num_files, done, max(self._total, done)))
+
+
+def fetch_files(
+    files: Sequence[RemoteFile], request_for: Callable[[RemoteFile], Request], folder: Path, meter: Meter
+) -> None:
+    """Download the files into the folder. Raises the first DownloadError; what has come stays for the next "
+    "call."""
+    with httpx.Client(follow_redirects=True, timeout=TIMEOUT_SECONDS) as client:
+        download = _Download(client, request_for, folder, meter)
+        with ThreadPoolExecutor(MAX_PARALLEL) as pool:
+            largest_first = sorted(files, key=lambda file: -(file.size or 0))
+            futures = [pool.submit(download.fetch, file) for file in largest_first]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:
+                download.stopping.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                client.close()
+                raise
+
+
+def size_of(request: Request) -> int | None:
+    """What a server says a file's size is, None where it does not say."""
+    headers = {**request.headers, "Accept-Encoding": "identity"}
+    try:
+        response = httpx.head(request.url, headers=headers, follow_redirects=True, timeout=TIMEOUT_SECONDS)
+    except httpx.HTTPError:
+        return None  # the download says what is wrong
+    length = response.headers.get("Content-Length", "")
+    return int(length) if response.is_success and length.isdigit() else None
+
+
+def is_right(path: Path, file: RemoteFile) -> bool:
+    """Whether the file at `path` has the size and the digest of the remote one."""
+    size = path.stat().st_size
+    if file.size is not None and size != file.size:
+        return False
+    if file.sha256 is not None:
+        with path.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest() == file.sha256
+    if file.git_oid is not None:
+        with path.open("rb") as content:
+            return git_oid(content.read()) == file.git_oid
+    return True
+
+
+def git_oid(content: bytes) -> str:
+    """The sha1 that git gives a file of this content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def retried(ask: Callable[[], T]) -> T:
+    """The answer to a short question; a busy server is asked again after the time that it names, but not for "
+    "long."""
+    for attempt in range(ATTEMPTS - 1):
+        try:
+            return ask()
+        except Unreachable as error:
+            if error.retry_after is None or error.retry_after > MAX_WAIT_SECONDS / 10:
+                raise
+            time.sleep(max(error.retry_after, BACKOFF_SECONDS * 2**attempt))
+    return ask()
+
+
+def retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds that an answer asks to wait: of Retry-After, or of the Hugging Face hub's RateLimit; 0 if "
+    "neither."""
+    text = headers.get("Retry-After", "").strip()
+    if text.isdigit():
+        return float(text)
+    if text:
+        with contextlib.suppress(ValueError):
+            return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    window = re.search(r";\s*t\s*=\s*(\d+)", headers.get("RateLimit", ""))
+    return float(window[1]) if window else 0.0
+
+
+class _Download:
+    """What the threads of one download share."""
+
+    def __init__(
+        self, client: httpx.Client, request_for: Callable[[RemoteFile], Request], folder: Path, meter: Meter
+    ) -> None:
+        self.client = client
+        self.request_for = request_for
+        self.folder = folder
+        self.meter = meter
+        self.stopping = threading.Event()
+
+    def fetch(self, file: RemoteFile) -> None:
+        target, part = self.folder / file.path, self.folder / PARTS / file.path
+        if target.is_file() and is_right(target, file):
+            self.meter.set(file.path, target.stat().st_size)
+        else:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            self._receive_all(file, part)
+            if not is_right(part, file):  # what an earlier attempt left may be of other content
+                part.unlink()
+                self._receive_all(file, part)
+            if not is_right(part, file):
+                raise self._wrong(file, part)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part.replace(target)
+        self.meter.finish(file.path)
+
+    def _receive_all(self, file: RemoteFile, part: Path) -> None:
+        failures = 0
+        while True:
+            before = _size(part)
+            try:
+                return self._receive(file, part)
+            except Unreachable as error:
+                failures = 0 if _size(part) > before else failures + 1
+                wait = max(error.retry_after or 0.0, BACKOFF_SECONDS * 2**failures)
+                if error.is_lasting or failures >= ATTEMPTS or wait > MAX_WAIT_SECONDS or self.stopping.wait(wait):
+                    raise
+
+    def _receive(self, file: RemoteFile, part: Path) -> None:
+        """Append to `part` what it lacks. Raises Unreachable for what the next attempt may mend."""
+        have = _size(part)
+        if file.size is not None and have >= file.size > 0:
+            self.meter.set(file.path, have)
+            return
+        request = self.request_for(file)
+        headers = {**request.headers, "Accept-Encoding": "identity"}
+        if have:
+            headers["Range"] = f"bytes={have}-"
+        with self._answer(file, request, headers) as response:
+            begin = _RANGE.match(response.headers.get("Content-Range", ""))
+            resumes = response.status_code == 206 and begin is not None and int(begin[1]) == have
+            self.meter.set(file.path, have if resumes else 0)
+            with part.open("ab" if resumes else "wb") as content:
+                for chunk in response.iter_bytes(CHUNK_BYTES):
+                    content.write(chunk)
+                    self.meter.add(file.path, len(chunk))
+                    if self.stopping.is_set():
+                        raise Unreachable(f"{file.path} was left when another file failed")
+        if file.size is not None and _size(part) < file.size:
+            raise Unreachable(f"{request.url} ended after {_size(part)} of {file.size} bytes")
+
+    @contextlib.contextmanager
+    def _answer(self, file: RemoteFile, request: Request, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
+        """The response with the content. Raises DownloadError for any other one."""
+        try:
+            with self.client.stream("GET", request.url, headers=dict(headers)) as response:
+                if response.status_code == 416:
+                    (self.folder / PARTS / file.path).unlink(missing_ok=True)
+                if not response.is_success:
+                    raise _refusal(file, request, response)
+                yield response
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
+            raise unreachable(httpx.URL(request.url).host, error) from error
+
+    def _wrong(self, file: RemoteFile, part: Path) -> WrongContent:
+        with part.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        size = part.stat().st_size
+        part.unlink()
+        named = f"sha256 {file.sha256}" if file.sha256 else f"git blob {file.git_oid}"
+        sizes = f"{size} bytes, and {file.size} were announced" if size != file.size else f"{size} bytes"
+        return WrongContent(
+            f"{self.request_for(file).url} is not the file that was named: its sha256 is {found} ({sizes}), not "
+            f"{named}, at two attempts. Nothing of it was kept. A mirror may be out of date: name another "
+            "endpoint; of a URL, name the new digest if the new content is wanted"
+        )
+
+
+def _refusal(file: RemoteFile, request: Request, response: httpx.Response) -> DownloadError:
+    status, url = response.status_code, request.url
+    if status in (401, 403):
+        return AccessDenied(f"{url} is refused (HTTP {status}): {request.if_denied}")
+    if status in (404, 410):
+        return NotFound(
+            f"{url} does not exist (HTTP {status}), although it was named: a mirror may list files that it has "
+            "not copied; name another endpoint, or correct the address"
+        )
+    if status == 407:
+        return DownloadError(
+            f"the proxy on the way to {url} wants a user and password: HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT"
+        )
+    if status == 416:
+        return Unreachable(f"{url} has fewer bytes than an earlier attempt left of {file.path}")
+    if status in BUSY or status >= 500:
+        busy = Unreachable(f"{url} answers HTTP {status}; run it again later")
+        busy.retry_after = retry_after(response.headers)
+        return busy
+    return DownloadError(f"{url} answers HTTP {status}")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
