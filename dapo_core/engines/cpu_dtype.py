@@ -39,7 +39,7 @@ _TINY_MODEL = {
 
 
 def runs_bfloat16(cache: Path | None = None) -> bool:
-    """False where vLLM's bfloat16 kernels are killed on this CPU; remembered in `cache` for this CPU and these versions."""
+    """False where vLLM's bfloat16 kernels are killed on this CPU; remembered for it and these versions."""
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dapo"
     file = folder / f"bfloat16-{_machine()}.json"
     folder.mkdir(parents=True, exist_ok=True)
