@@ -100,7 +100,7 @@ def main(folder: str) -> None:
         kv_cache_memory_bytes=16 * 1024**2,
     )
     sampling = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
-    llm.generate([{"prompt_token_ids": [3, 4, 5]}], sampling, use_tqdm=False)
+    llm.generate([[3, 4, 5]], sampling, use_tqdm=False)
 
 
 if __name__ == "__main__":
