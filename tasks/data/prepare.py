@@ -14,7 +14,7 @@ from eval.problems import ProblemsError
 from eval.problems.registry import read_held_out
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
-from tasks.data.reading import CONTRADICTED, Seen, SetCount, batched, iterate_source
+from tasks.data.reading import CONTRADICTED, Seen, SetCount, advice_for, batched, iterate_source
 from tasks.data.sources import eval_sources, train_sources
 
 BATCH_ROWS = 1000
@@ -61,8 +61,6 @@ def write_held_out(config: ChainConfig, path: Path) -> int:
 def write_training(config: ChainConfig, path: Path) -> list[SetCount]:
     """Write the usable, distinct problems of data.train; returns what became of each set's rows."""
     counts, seen, data_sources = [], Seen(), set[str]()
-    ratio = config.data.max_refused_ratio
-    advice = f"Correct the rows or data.columns, or raise data.max_refused_ratio={ratio:g}."
     with tempfile.TemporaryFile("w+", dir=path.parent, encoding="utf-8") as spool:
         owners = list[SetCount]()  # of each kept row
         for source in train_sources(config):
@@ -75,7 +73,7 @@ def write_training(config: ChainConfig, path: Path) -> list[SetCount]:
                 owners.append(count)
                 data_sources.add(row["data_source"])
                 spool.write(json.dumps(row, ensure_ascii=False) + "\n")
-            count.require_usable(ratio, advice)
+            count.require_usable(config.data.max_refused_ratio, advice_for(config))
         require_scorers(data_sources, config.reward, config.custom_reward)
         for number in seen.contradicted:
             owners[number].remove(CONTRADICTED, f"row {number} of the distinct problems")

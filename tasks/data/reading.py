@@ -87,6 +87,19 @@ def iterate_source(
             yield problem, to_row(source, problem, row)
 
 
+def read_source(config: ChainConfig, source: Source) -> list[Problem]:
+    """The usable problems of a set as they are asked. Raises DataError or ProblemsError as preparation does."""
+    count = SetCount(source.name)
+    problems = [read_chat(row) for _, row in iterate_source(config, source, count)]
+    count.require_usable(config.data.max_refused_ratio, advice_for(config))
+    return problems
+
+
+def advice_for(config: ChainConfig) -> str:
+    """What to do about too many unusable training rows."""
+    return f"Correct the rows or data.columns, or raise data.max_refused_ratio={config.data.max_refused_ratio:g}."
+
+
 def to_row(source: Source, problem: Problem, row: Row) -> dict[str, Any]:
     """A problem in DAPO-Math-17k's schema, with its bare text, its set and how it is asked and graded."""
     info = dict(problem.extra_info)

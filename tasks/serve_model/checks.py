@@ -22,7 +22,7 @@ def require_servable(model_path: str | Path, settings: ServeConfig, environment:
     Where serve.extra_args or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 change the model's length, vLLM checks it.
     """
     require_model_folder(model_path)
-    _require_whole_files(Path(model_path))
+    require_whole_files(Path(model_path))
     is_overridden = any(word.startswith(("--hf-overrides", "--hf_overrides")) for word in settings.extra_args)
     if is_overridden or environment.get(_ALLOW_LONGER_VARIABLE) == "1":
         return
@@ -50,6 +50,13 @@ def require_positions(model_path: str | Path, data: PromptsConfig, rollout: Roll
         )
 
 
+def is_half_precision(model_path: str | Path) -> bool:
+    """Whether the model's own precision, which `auto` means, has 16 bits."""
+    config = _read_config(Path(model_path))
+    text = config.get("text_config") or config
+    return (text.get("dtype") or text.get("torch_dtype") or config.get("dtype")) in ("bfloat16", "float16")
+
+
 def longest_sequence(config: Mapping[str, Any]) -> int | None:
     """An upper bound on the positions of a model with this config.json; None when it does not say.
 
@@ -64,7 +71,8 @@ def longest_sequence(config: Mapping[str, Any]) -> int | None:
     return int(max(lengths) * max(factor, 1.0)) if lengths else None
 
 
-def _require_whole_files(folder: Path) -> None:
+def require_whole_files(folder: Path) -> None:
+    """Raise ModelError for a safetensors file that is shorter or longer than its header says."""
     from safetensors import SafetensorError, safe_open
 
     has_index = (folder / INDEX_FILE).is_file()
