@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from eval.answers.choice import option_letters
 from eval.pages import render
@@ -29,17 +29,8 @@ _KINDS = {  # the first that matches the whole answer
 _FORMULA = re.compile(r"[\d\\^_=<>{}()\[\]+*/|]|^[A-Za-z]$")
 
 
-def set_entry(
-    use: Literal["train", "eval"],
-    source: Source,
-    files: Mapping[str, str],
-    count: SetCount,
-    answers: Mapping[str, int],
-) -> dict[str, Any]:
-    """What the card says of one set. `files` has the sha256 of each by name, `answers` the kept rows by kind.
-
-    The rows read are those refused, as unusable, those removed and those kept.
-    """
+def set_entry(source: Source, count: SetCount) -> dict[str, Any]:
+    """What the card says of one set: of the rows read, unusable ones are refused, others removed or kept."""
 
     def by_reason(counts: Mapping[str, int]) -> dict[str, Any]:
         return {
@@ -49,15 +40,15 @@ def set_entry(
 
     return {
         "name": source.name,
-        "use": use,
+        "use": "train" if source.split == "train" else "eval",
         "source": source.reference or ("generated" if source.path is None else str(source.path)),
         "licence": source.known.licence,
-        "files": dict(files),
+        "files": source.files(),
         "read": count.read,
         "refused": by_reason(count.refused),
         "removed": by_reason(count.removed),
         "kept": count.kept,
-        "answers": dict(answers),
+        "answers": dict(count.answers.most_common()),
     }
 
 

@@ -13,7 +13,7 @@ import logging
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
@@ -53,7 +53,7 @@ class Hit:
     """A training row whose problem is also in an evaluation set."""
 
     train_set: str
-    row: int
+    row: int  # among the set's distinct problems
     evaluation_set: str
     item: str  # its id there
     is_equal: bool  # in all words and signs
@@ -62,16 +62,18 @@ class Hit:
     item_text: str
 
 
-def find_hits(train_set: str, texts: Iterable[str], sets: Mapping[str, Sequence[Problem]]) -> list[Hit]:
+def find_hits(
+    train_set: str, texts: Callable[[], Iterator[str]], sets: Mapping[str, Sequence[Problem]]
+) -> list[Hit]:
     """The problems of a training set that are also in one of the evaluation sets, by row and then by set.
 
-    The texts are those of distinct problems, and are iterated twice. Memory is that of the evaluation sets and of
+    `texts`, called twice, gives those of its distinct problems. Memory is that of the evaluation sets and of
     BATCH_ROWS texts.
     """
-    shared = shared_sentences(texts)
+    shared = shared_sentences(texts())
     shared |= frozenset().union(*(shared_sentences([item.text for item in items]) for items in sets.values()))
     items = _Items([(name, problem) for name, problems in sets.items() for problem in problems], shared)
-    hits, start, rows = list[Hit](), 0, iter(texts)
+    hits, start, rows = list[Hit](), 0, texts()
     while batch := list(islice(rows, BATCH_ROWS)):
         hits += items.find(train_set, start, batch)
         start += len(batch)

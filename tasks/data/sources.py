@@ -70,6 +70,16 @@ class Source:
         if self.path is not None:
             find_schema(self.path, columns_of(self.path), self.schemas)
 
+    def files(self) -> dict[str, str]:
+        """sha256 of each of its files by name; none of generated problems. Raises ProblemsError."""
+        if self.is_generated:
+            return {}
+        place = self.local()
+        return {
+            str(file.relative_to(place)) if file != place else file.name: sha256_of(file)
+            for file in files_of(place)
+        }
+
     def local(self) -> Path:
         """Its file or folder, fetched if it is remote. Raises ProblemsError."""
         return fetch(str(self.reference)) if self.path is None else self.path

@@ -23,7 +23,7 @@ BEADS = (
 
 def found(train: list[str], held_out: list[str]) -> list[tuple[int, str, float]]:
     problems = [Problem(str(number), text, "1") for number, text in enumerate(held_out)]
-    return [(hit.row, hit.item, hit.overlap) for hit in find_hits("train", train, {"set": problems})]
+    return [(hit.row, hit.item, hit.overlap) for hit in find_hits("train", lambda: iter(train), {"set": problems})]
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_rows_keep_their_numbers_over_batches_and_items_their_sets(monkeypatch: 
     monkeypatch.setattr(contamination, "BATCH_ROWS", 2)
     sets = {"one": [Problem("7", "What is 3 + 1?", "4")], "two": [Problem("9", "what is 3+1", "4")]}
     rows = [f"What is {number} + 1?" for number in range(5)]
-    hits = [(hit.row, hit.evaluation_set, hit.item) for hit in find_hits("train", rows, sets)]
+    hits = [(hit.row, hit.evaluation_set, hit.item) for hit in find_hits("train", lambda: iter(rows), sets)]
     assert hits == [(3, "one", "7"), (3, "two", "9")]
-    assert find_hits("train", [], sets) == find_hits("train", rows, {}) == []
+    assert find_hits("train", lambda: iter(()), sets) == find_hits("train", lambda: iter(rows), {}) == []
 
 
 def test_what_becomes_of_them(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from eval.problems.problem_set import Split
 from eval.problems.registry import OWN
 from tasks.data.asking import Asking
 from tasks.data.card import CARD_JSON, CARD_MARKDOWN, answer_kind, make_card, set_entry, write_card
@@ -19,25 +21,30 @@ LENGTHS = {
 }  # fmt: skip
 
 
-def entry(use: Literal["train", "eval"] = "train", name: str = "my.jsonl") -> dict[str, Any]:
-    source = Source("data.train.0", name, "train", OWN, "hf:a/b@abc", None, 1.0, Asking("given", "{problem}", ()))
+def entry(folder: Path, split: Split = "train", name: str = "my.jsonl") -> dict[str, Any]:
+    path = folder / name
+    path.write_text("{}", encoding="utf-8")
+    asking = Asking("given", True, "{problem}", ())
+    source = Source("data.train.0", name, split, OWN, None, path, 1.0, asking)
     count = SetCount(name, read=100, kept=93)
     for row in range(MAX_EXAMPLES + 4):
         count.refuse(row, "no gold answer", {"problem": "a | `b`\nc", "answer": None})
     for row in range(3):
         count.remove("the same problem again", f"{row}: What is 1 + 1?")
-    return set_entry(use, source, {"x.parquet": "0" * 64}, count, {"whole number": 80, "fraction": 10})
+    count.answers.update({"fraction": 10, "whole number": 80})
+    return set_entry(source, count)
 
 
 def test_a_card_says_what_became_of_every_row(tmp_path: Path) -> None:
     hits = [Hit("my.jsonl", 3, "aime24", "7", True, 1.0, "What is 1 + 1?", "what is 1+1")]
-    card = make_card([entry(), entry("eval", "aime24")], hits, "remove")
+    card = make_card([entry(tmp_path), entry(tmp_path, "test", "aime24.jsonl")], hits, "remove")
     write_card(card, tmp_path, LENGTHS)
     stored = json.loads((tmp_path / CARD_JSON).read_text(encoding="utf-8"))
     assert stored == {**card, "prompt_lengths": LENGTHS}
     refused = stored["sets"][0]["refused"]["no gold answer"]
     assert (refused["rows"], len(refused["examples"])) == (MAX_EXAMPLES + 4, MAX_EXAMPLES)
     assert stored["sets"][0]["kept"] == 90
+    assert stored["sets"][0]["files"] == {"my.jsonl": hashlib.sha256(b"{}").hexdigest()}
     assert stored["contamination"]["sets"] == {"aime24": {"items": 1, "rows": 1, "equal_rows": 1}}
     text = (tmp_path / CARD_MARKDOWN).read_text(encoding="utf-8")
     for words in (
@@ -47,18 +54,18 @@ def test_a_card_says_what_became_of_every_row(tmp_path: Path) -> None:
         "3 removed: the same problem again",
         "7 refused: no gold answer",
         "the 1 training rows are left out",
-        "aime24 `7`, row 3 of my.jsonl, overlap 100.0 %",
+        "aime24 `7`, problem 3 of my.jsonl, overlap 100.0 %",
         "2 are longer (data.too_long=drop)",
         "| 0 to 32  |      80 |",
     ):
         assert words in text, text
-    write_card(make_card([entry()], [], "warn"), tmp_path)
+    write_card(make_card([entry(tmp_path)], [], "warn"), tmp_path)
     assert "None was found." in (tmp_path / CARD_MARKDOWN).read_text(encoding="utf-8")
 
 
 def test_text_that_is_no_text_is_written_all_the_same(tmp_path: Path) -> None:
     hit = Hit("my.jsonl", 3, "aime24", "7", True, 1.0, "lone \ud800", "lone \ud800")
-    write_card(make_card([entry()], [hit], "warn"), tmp_path)
+    write_card(make_card([entry(tmp_path)], [hit], "warn"), tmp_path)
     assert json.loads((tmp_path / CARD_JSON).read_bytes())["contamination"]["hits"][0]["item_text"] == "lone ?"
 
 

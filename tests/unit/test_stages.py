@@ -39,10 +39,10 @@ CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
 STAGES = tuple(dict.fromkeys(link.stage for link in CHAIN))
 # The keys that each stage reads, by prefix; a change of any of them builds it again.
 READS = {
-    "prepare_data": ("run.seed", "data.arithmetic.", "data.max_refused_ratio"),
+    "prepare_data": ("run.seed", "data.arithmetic.", "data.contamination", "data.max_refused_ratio"),
     "fetch_model": ("run.seed", "model.source", "model.recipe."),
     "train_policy": (
-        *("run.seed", "run.deterministic", "data.max_prompt_tokens", "data.shuffle", "algorithm.", "reward."),
+        *("run.seed", "run.deterministic", "data.max_prompt_tokens", "data.too_long", "data.shuffle", "algorithm.", "reward."),
         *("custom_reward.", "sampler.", "rollout.", "train.", "checkpoint.", "validation."),
         "model.trust_remote_code",
     ),
