@@ -28,7 +28,7 @@ def prepare_data(
 ) -> None:
     """Write train.parquet and the held-out set of a recipe."""
     from flows.config import load_config
-    from tasks.dataset import build_dataset
+    from tasks.data.prepare import build_dataset
 
     counts = build_dataset(load_config(config, overrides or ()), _new_folder(output))
     typer.echo(f"{output}: {counts['train_rows']} training and {counts['eval_rows']} held-out problems")
@@ -48,7 +48,7 @@ def fetch_model(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from dapo_core.errors import ConfigError
     from dapo_core.warm_start import build_model
-    from eval.problems.files import read_file
+    from eval.problems.files import iterate_rows
     from flows.config import load_config
 
     settings = load_config(config, overrides or ())
@@ -56,7 +56,8 @@ def fetch_model(
         raise ConfigError(
             f"model.source={settings.model.source} has nothing to build; model.path is used as it is"
         )
-    metrics = build_model(read_file(data), _new_folder(output), settings.model.recipe, settings.run.seed)
+    rows = [dict(row) for batch in iterate_rows(data) for row in batch]
+    metrics = build_model(rows, _new_folder(output), settings.model.recipe, settings.run.seed)
     typer.echo(f"{output}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}")
 
 

@@ -161,6 +161,21 @@ def test_a_second_attempt_goes_on_from_the_first_or_from_where_that_began(
     assert resume_words(resume, attempt) == words
 
 
+@pytest.mark.parametrize(("error", "status"), [(TypeError("a bug"), 2), (KeyError("passes on"), None)])
+def test_a_bug_has_a_traceback_and_a_status_that_has_nothing_tried_again(
+    error: Exception, status: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("flows.cli.app", fail)
+    with pytest.raises(SystemExit if status else KeyError) as end:
+        main()
+    if status:
+        assert getattr(end.value, "code", None) == status
+        assert "TypeError: a bug" in capsys.readouterr().err
+
+
 def test_an_error_whose_lines_were_shown_is_told_without_them() -> None:
     error = ChildProcessFailed("train ended with exit code 1. Its last lines, from t.log:\n  | boom")
     assert describe(error) == f"ChildProcessFailed: {error}"
@@ -291,11 +306,11 @@ def test_prepare_data_counts_the_rows_it_refuses(tmp_path: Path) -> None:
     rows = [{"data_source": "math_dapo", "prompt": p, "reward_model": {"ground_truth": "2"}} for p in prompts]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
     (tmp_path / "e.jsonl").write_text('{"problem": "1 + 1?", "answer": "2"}\n')
-    changes = (f"data.train_path={tmp_path}/t.parquet", f"data.eval_path={tmp_path}/e.jsonl", "data.source=path")
+    changes = (f"data.train={tmp_path}/t.parquet", f"data.eval={tmp_path}/e.jsonl")
     options = [word for change in changes for word in ("--set", change)]
     output = tmp_path / "data"
     said = refusal("prepare-data", CONFIG, "--output", output, *options)
-    assert re.search(r"/t\.parquet: of 4 rows, 2 with an empty prompt.* \(rows 1, 3\)", said)
+    assert re.search(r"t\.parquet: 2 of 4 rows cannot be used \(2 with an empty prompt.*row 1: ", said)
     assert list(output.iterdir()) == []  # so that the mended file can be prepared to the same place
 
 
