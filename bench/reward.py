@@ -1,6 +1,6 @@
 """Scoring against decode-everything: CPU seconds of the reward pool beside the same rule on the whole text.
 
-    python bench/reward.py [--model FOLDER] [--responses 4096] [--tokens 1500] [--data-source math_dapo|openai/gsm8k]
+    python bench/reward.py [--model FOLDER] [--responses 4096] [--tokens 1500] [--data-source math_dapo]
 
 The peer is what a plain reward function does: decode the whole response, then apply the rule. Ours is the reward
 pool, with the CPU seconds of its processes should it start any. Unequal scores or a ratio below the required one
