@@ -28,6 +28,7 @@ from tasks.references import COMMIT
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import report_run
 from tasks.runs.run import Run
+from tasks.serve_model.checks import require_positions, require_servable
 from tasks.serve_model.command import served_name
 from tasks.serve_model.servers import serve_model
 from tasks.stage_command import link_log, run_dapo
@@ -46,19 +47,19 @@ def prepare_data(run: Run) -> Artifact:
 
 
 @stage_task("fetch-model")
-def fetch_model(run: Run, data: Artifact) -> Artifact:
+def fetch_model(run: Run, data: Artifact | None) -> Artifact:
     """The model to improve, a Hugging Face folder: built, taken from a local folder, or fetched.
 
-    A cut download is continued by the next attempt.
+    Only a built one needs the data. A cut download is continued by the next attempt.
     """
-    key = LINKS["fetch_model"].key(run.config, data)
+    key = LINKS["fetch_model"].key(run.config, *[data] * (data is not None))
     model = run.config.model
 
     def build(folder: Path) -> Mapping[str, Any]:
         if model.source == "path":
             return take_model_folder(run.config, folder)
         words: list[str | Path] = ["fetch-model", run.config_path, "--output", folder]
-        if model.source == "recipe":
+        if data is not None and model.source == "recipe":
             words += ["--data", Path(data.path) / TRAIN_FILE]
         else:
             words += ["--commit", key.inputs[COMMIT]]
@@ -66,7 +67,11 @@ def fetch_model(run: Run, data: Artifact) -> Artifact:
         run_dapo(words, run, key, on_line=StageProgress(run, "fetch_model").on_line)
         return {} if model.source == "recipe" else fetched_metrics(model, key.inputs, folder)
 
-    return run.produce("fetch_model", key, build)
+    artifact = run.produce("fetch_model", key, build)
+    if model.source not in ("recipe", "path"):  # of a folder check_inputs knows it before the run begins
+        require_positions(artifact.path, run.config.data, run.config.rollout)
+        require_servable(artifact.path, run.config.serve, os.environ)
+    return artifact
 
 
 def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 import jinja2
+from rich.filesize import decimal
 
 import downloads
 from dapo_core.errors import ModelError
@@ -50,7 +51,7 @@ def describe_fetch(model: ModelConfig) -> str:
         return f"would fetch {_name(model)}, which cannot be resolved now: {error}"
     chosen = {*_chosen(model, snapshot)}
     sizes = [file.size for file in snapshot.files if file.path in chosen]
-    total = "" if None in sizes else f", {sum(size or 0 for size in sizes) / 1e9:.2f} GB"
+    total = "" if None in sizes else f", {decimal(sum(size or 0 for size in sizes))}"
     return f"fetches {_name(model)} at {snapshot.commit[:12]}: {len(chosen)} files{total}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -81,8 +81,10 @@ def stage(
             raise typer.BadParameter(f"{name} has no sides; evaluate-model has", param_hint="--side")
         options["side"] = side
     from flows.prefect_server import provide_prefect_api
+    from tasks.runs.run import require_outputs
 
-    settings = begin(config, overrides, _needs(name, side))
+    settings = begin(config, overrides)
+    require_outputs(settings, _needs(settings, name, side))
     wait_for_api = provide_prefect_api(Path(settings.store.path))
     from flows.single_stages import STAGE_FLOWS
 
@@ -95,29 +97,28 @@ def stage(
         typer.echo(output)
 
 
-def _needs(name: StageName, side: str | None) -> tuple[str, ...]:
+def _needs(settings: Config, name: StageName, side: str | None) -> tuple[str, ...]:
     """The labels of the stages that this one takes its inputs from."""
     from tasks.stages import LINKS
 
     if name == "compare":
         return ("evaluate_before", "evaluate_after", "train_policy")
     label = f"evaluate_{side or 'after'}" if name == "evaluate-model" else name.replace("-", "_")
-    return LINKS[label].needs
+    return LINKS[label].needs_of(settings)
 
 
-def begin(config: Path, overrides: list[str] | None, needs: Sequence[str] = ()) -> Config:
+def begin(config: Path, overrides: list[str] | None) -> Config:
     """The configuration of a run that can start; from here on, log lines begin with time and stage.
 
-    Raises any error that would end the run, also when the output of a stage that it `needs` is missing.
+    Raises any error that would end the run.
     """
     from flows.config import load_config
     from flows.console import print_chain
     from flows.prefect_settings import apply_prefect_settings
-    from tasks.runs.run import check_start, require_outputs
+    from tasks.runs.run import check_start
 
     settings = load_config(config, overrides or ())
     check_start(settings)
-    require_outputs(settings, needs)
     apply_prefect_settings()
     print_chain()
     return settings
