@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-fast check bench ablation files format
+.PHONY: help demo test test-fast check bench ablation files keys format
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -37,6 +37,9 @@ ablation: $(INSTALLED) ## the demo's training without one ingredient of DAPO at 
 
 files: $(INSTALLED) ## write docs/files.md, the list of all files
 	$(BIN)/python -m tests.file_list > docs/files.md
+
+keys: $(INSTALLED) ## write docs/keys.md, the list of all configuration keys
+	$(BIN)/dapo config explain --page > docs/keys.md
 
 format: $(INSTALLED) ## rewrite the sources in the project's format
 	$(BIN)/ruff format .

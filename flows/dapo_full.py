@@ -6,6 +6,7 @@ from flows.config import WebhookConfig, load_config
 from flows.notify import report_result
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
 from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
+from tasks.preflight.run import require_fetched, require_ready
 from tasks.runs.run import Run
 
 
@@ -13,6 +14,7 @@ from tasks.runs.run import Run
 def dapo_full(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) -> dict[str, Any]:
     """Train a model with DAPO and report whether it got better."""
     settings = load_config(config, overrides)
+    require_ready(settings)
     with Run.start(settings) as run:
         return run_chain(run, settings.flow.webhook)
 
@@ -24,6 +26,7 @@ def run_chain(run: Run, webhook: WebhookConfig, skips_if_locked: bool = False) -
     """
     data = prepare_data(run)
     model = fetch_model(run, data)
+    require_fetched(run.config, data, model)
     before = evaluate_model(run, data, model, "evaluate_before")
     training = train_policy(run, data, model, skips_if_locked)
     merged = merge_checkpoint(run, training)

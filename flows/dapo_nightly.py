@@ -11,6 +11,7 @@ from pydantic import Field
 from flows.config import load_config
 from flows.dapo_full import run_chain
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
+from tasks.preflight.run import require_ready
 from tasks.runs.run import Run, RunSkipped
 from tasks.training_lock import check_free, hold, nightly_lock_path, training_lock_path
 
@@ -29,6 +30,7 @@ def dapo_nightly(
     """Train and report as dapo-full does; skipped when another training runs or it starts too late."""
     scheduled = flow_run.scheduled_start_time
     settings = load_config(config, (*overrides, *seed_of_night(scheduled, fresh_seed)))
+    require_ready(settings)
     try:
         with Run.start(settings, flow="dapo-nightly") as run:
             if flow_run.run_count == 1:  # a run that started in time may be tried again at any time

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -44,6 +43,7 @@ from flows.services import (
 )
 from tasks.artifacts.artifact import StoreError
 from tasks.artifacts.store import ArtifactStore
+from tasks.preflight.finding import FAIL, OK, WARN, Finding
 from tasks.processes.child import ChildProcessFailed, run_command
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OK, WARN, FAIL = "ok", "warn", "fail"
 PROJECT = "dapo-pipeline"
 # Their CUDA builds, which plain `pip install` takes, break `import transformers` beside a CPU torch.
 BREAK_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
@@ -62,16 +61,6 @@ LITTLE_MEMORY_BYTES = 4 * GIB
 # Exits with HELD_ELSEWHERE when another process holds the lock of the file that it gets as an argument.
 HELD_ELSEWHERE = 3
 TRY_LOCK = f"import durable, pathlib, sys; exit({HELD_ELSEWHERE} * durable.is_locked(pathlib.Path(sys.argv[1])))"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check found; `advice` says what to do when its status is not ok."""
-
-    check: str
-    status: str
-    found: str
-    advice: str = ""
 
 
 def examine(store: Path, project: Path, wait_seconds: float) -> Iterator[Finding]:

@@ -17,10 +17,12 @@ from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 
 if TYPE_CHECKING:
     from dapo_core.config.derived import Quantity
+    from tasks.preflight.finding import Finding
     from tasks.runs.collect_garbage import Unused
     from tasks.runs.history import Difference, RecordedRun
     from tasks.runs.plan import PlannedStage
 
+_STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 WIDTH = 200  # where no terminal says how wide it is
 RUNS_WIDTH = 100  # of a list of runs, so that it can be quoted
 
@@ -133,6 +135,16 @@ def print_garbage(found: Sequence[Unused], is_dry_run: bool, short_ids: Mapping[
     total = sum(item.frees_bytes for item in going)
     plural = "" if len(going) == 1 else "s"
     Console(highlight=False, soft_wrap=True).print(f"{len(going)} folder{plural} {gone}, {total:,} bytes in all")
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """What checks found, and what to do where they are not ok."""
+    table = Table("check", "", Column("found", overflow="fold"), Column("what to do", overflow="fold"))
+    for finding in findings:
+        status = Text(finding.status, style=_STATUS_STYLES[finding.status])
+        table.add_row(finding.check, status, Text(finding.found), Text(finding.advice))
+    if findings:
+        print_table(table)
 
 
 def print_json(value: Any) -> None:

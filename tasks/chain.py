@@ -28,7 +28,6 @@ from tasks.references import COMMIT
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import report_run
 from tasks.runs.run import Run
-from tasks.serve_model.checks import require_positions, require_servable
 from tasks.serve_model.command import served_name
 from tasks.serve_model.servers import serve_model
 from tasks.stage_command import link_log, run_dapo
@@ -67,11 +66,7 @@ def fetch_model(run: Run, data: Artifact | None) -> Artifact:
         run_dapo(words, run, key, on_line=StageProgress(run, "fetch_model").on_line)
         return {} if model.source == "recipe" else fetched_metrics(model, key.inputs, folder)
 
-    artifact = run.produce("fetch_model", key, build)
-    if model.source not in ("recipe", "path"):  # of a folder check_inputs knows it before the run begins
-        require_positions(artifact.path, run.config.data, run.config.rollout)
-        require_servable(artifact.path, run.config.serve, os.environ)
-    return artifact
+    return run.produce("fetch_model", key, build)
 
 
 def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.training import PromptsConfig, TrainingConfig
 from dapo_core.config.warm_start import ModelCodeConfig, WarmStartConfig
+from tasks.lengths import Lengths, bounds_of, explain
 from tasks.serve_model.config import ServeConfig
 
 
@@ -205,13 +206,22 @@ class ChainConfig(TrainingConfig):
             )
         return self
 
+    @property
+    def lengths(self) -> Lengths:
+        """The keys that bound tokens of prompts and responses."""
+        return Lengths(
+            prompt=self.data.max_prompt_tokens,
+            response=self.rollout.max_response_tokens,
+            buffer=self.reward.overlong.buffer_tokens,
+            answer=self.evaluate.max_response_tokens,
+            served=self.serve.max_model_len,
+            micro_batch=self.train.micro_batch_tokens,
+        )
+
     @model_validator(mode="after")
-    def _requests_fit_the_server(self) -> ChainConfig:
-        served = self.data.max_prompt_tokens + self.evaluate.max_response_tokens
-        if served > self.serve.max_model_len:
-            raise ValueError(
-                f"data.max_prompt_tokens + evaluate.max_response_tokens = {served} is above "
-                f"serve.max_model_len={self.serve.max_model_len}: the server would refuse requests; "
-                "raise serve.max_model_len"
-            )
+    def _lengths_fit(self) -> ChainConfig:
+        """All contradictions of lengths at once, those of a training and those of the servers."""
+        found, advice = explain(self.lengths, bounds_of(self))
+        if found:
+            raise ValueError("\n".join([*found, advice]))
         return self

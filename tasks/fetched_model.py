@@ -48,11 +48,11 @@ def describe_fetch(model: ModelConfig) -> str:
     try:
         snapshot = resolve_once(reference_of(model), "model")
     except downloads.Unreachable as error:
-        return f"would fetch {_name(model)}, which cannot be resolved now: {error}"
+        return f"would fetch {model_name(model)}, which cannot be resolved now: {error}"
     chosen = {*_chosen(model, snapshot)}
     sizes = [file.size for file in snapshot.files if file.path in chosen]
     total = "" if None in sizes else f", {decimal(sum(size or 0 for size in sizes))}"
-    return f"fetches {_name(model)} at {snapshot.commit[:12]}: {len(chosen)} files{total}"
+    return f"fetches {model_name(model)} at {snapshot.commit[:12]}: {len(chosen)} files{total}"
 
 
 def link_known_files(store: ArtifactStore, stage: str, inputs: Mapping[str, str], folder: Path) -> None:
@@ -76,7 +76,7 @@ def fetched_metrics(model: ModelConfig, inputs: Mapping[str, str], folder: Path)
     """What the manifest of a fetched model shows."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {
-        "source": _name(model),
+        "source": model_name(model),
         "commit": inputs[COMMIT],
         "files": len(files),
         "bytes": sum(path.stat().st_size for path in files),
@@ -94,7 +94,7 @@ def fetch_model_files(
     snapshot = downloads.resolve(reference_of(model, pinned))
     if commit not in (None, snapshot.commit):
         raise ModelError(
-            f"{_name(model)} changed while the run was under way: its commit was {commit} and is "
+            f"{model_name(model)} changed while the run was under way: its commit was {commit} and is "
             f"{snapshot.commit}; run it again for the new one"
         )
     downloads.fetch(snapshot, folder, _chosen(model, snapshot), on_progress)
@@ -143,13 +143,14 @@ def _files_to_fetch(model: ModelConfig, paths: Sequence[str]) -> list[str]:
     try:
         return files_to_fetch(paths, model.allow_pickle, model.trust_remote_code)
     except ModelError as error:
-        raise ModelError(f"{_name(model)} cannot be trained: {error}") from None
+        raise ModelError(f"{model_name(model)} cannot be trained: {error}") from None
 
 
 def _is_archive(snapshot: Snapshot) -> bool:
     return snapshot.hub == "url" and is_archive(snapshot.files[0].path)
 
 
-def _name(model: ModelConfig) -> str:
+def model_name(model: ModelConfig) -> str:
+    """The reference as text."""
     reference = reference_of(model)
     return reference if isinstance(reference, str) else ", ".join(reference)

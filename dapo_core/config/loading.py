@@ -120,7 +120,7 @@ def _parse(text: str | TextIO, source: str) -> Any:
         raise ConfigError(f"{source} is not valid YAML: {error}") from None
 
 
-def _nearest(root: type[BaseModel], name: str) -> str:
+def nearest(root: type[BaseModel], name: str) -> str:
     """` (did you mean X?)` for the known key or section nearest in spelling, also in another section."""
     keys = list(known_fields(root))
     sections = sorted({key.rsplit(".", 1)[0] for key in keys} - {name.rsplit(".", 1)[0]})
@@ -151,7 +151,7 @@ def _explain(root: type[BaseModel], problem: ErrorDetails) -> str:
         case "value_error":
             return message
         case "extra_forbidden":
-            return f"unknown key {name} = {value!r}{_nearest(root, name)}"
+            return f"unknown key {name} = {value!r}{nearest(root, name)}"
         case "model_type":
             return f"{name} is a section with keys, not the value {value!r}"
         case "tuple_type":

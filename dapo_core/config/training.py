@@ -356,22 +356,3 @@ class TrainingConfig(Section):
                 "rollout.top_p=1 and rollout.top_k=-1, or both corrections to off"
             )
         return self
-
-    @model_validator(mode="after")
-    def _lengths_fit(self) -> TrainingConfig:
-        overlong, limit = self.reward.overlong, self.rollout.max_response_tokens
-        if overlong.enabled and overlong.buffer_tokens >= limit:
-            raise ValueError(
-                f"reward.overlong.buffer_tokens={overlong.buffer_tokens} is not below "
-                f"rollout.max_response_tokens={limit}: every response would be penalised; lower the buffer"
-            )
-        longest = self.data.max_prompt_tokens + limit
-        most = self.train.micro_batch_tokens * self.train.sequence_parallel
-        if longest > most:
-            raise ValueError(
-                f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is above "
-                f"train.micro_batch_tokens={self.train.micro_batch_tokens} x train.sequence_parallel="
-                f"{self.train.sequence_parallel} = {most}: the longest sequence would not fit "
-                "into one micro-batch; raise train.micro_batch_tokens"
-            )
-        return self

@@ -33,7 +33,11 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
     text_config = model_config.get_text_config()
     name = model_config.model_type
     if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{name} is no causal language model of transformers; set model.path to one")
+        kind = "reads images or sound too, and training takes text alone" if _is_multimodal(model_config) else ""
+        raise ModelError(
+            f"{name} {kind or 'is no causal language model of transformers'}; set model.path to a text model such "
+            "as Qwen3"
+        )
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
     others = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
     if others or not model_class._supports_attention_backend:
@@ -54,3 +58,7 @@ def require_trainable(model_config: PretrainedConfig, sequence_parallel: int) ->
             f"{name} has {text_config.num_attention_heads} attention heads, which do not divide over "
             f"train.sequence_parallel={sequence_parallel} ranks; lower train.sequence_parallel"
         )
+
+
+def _is_multimodal(model_config: PretrainedConfig) -> bool:
+    return any(hasattr(model_config, name) for name in ("vision_config", "audio_config", "thinker_config"))

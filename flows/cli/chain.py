@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from flows.cli.options import ConfigArgument, JsonOption, SetOption
+from flows.cli.options import ConfigArgument, JsonOption, SetOption, SmokeOption
 
 if TYPE_CHECKING:
     from flows.config import Config
@@ -36,6 +36,7 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     Where the store has every output and no Prefect server runs, none is started: only the report is written.
     """
     from flows.prefect_server import named_api, provide_prefect_api
+    from tasks.preflight.run import require_ready
     from tasks.runs.history import REPORT_FOLDER
     from tasks.runs.plan import is_built
 
@@ -45,6 +46,7 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
         logger.info("every output is in the store: only a report is to be written, without a Prefect server")
         print_report(report_again(settings))
         return
+    require_ready(settings)
     wait_for_api = provide_prefect_api(store)
     from flows.dapo_full import dapo_full
 
@@ -81,9 +83,10 @@ def stage(
             raise typer.BadParameter(f"{name} has no sides; evaluate-model has", param_hint="--side")
         options["side"] = side
     from flows.prefect_server import provide_prefect_api
-    from tasks.runs.run import require_outputs
+    from tasks.runs.run import check_start, require_outputs
 
     settings = begin(config, overrides)
+    check_start(settings)
     require_outputs(settings, _needs(settings, name, side))
     wait_for_api = provide_prefect_api(Path(settings.store.path))
     from flows.single_stages import STAGE_FLOWS
@@ -108,17 +111,12 @@ def _needs(settings: Config, name: StageName, side: str | None) -> tuple[str, ..
 
 
 def begin(config: Path, overrides: list[str] | None) -> Config:
-    """The configuration of a run that can start; from here on, log lines begin with time and stage.
-
-    Raises any error that would end the run.
-    """
+    """The configuration; from here on, log lines begin with time and stage."""
     from flows.config import load_config
     from flows.console import print_chain
     from flows.prefect_settings import apply_prefect_settings
-    from tasks.runs.run import check_start
 
     settings = load_config(config, overrides or ())
-    check_start(settings)
     apply_prefect_settings()
     print_chain()
     return settings
@@ -163,6 +161,7 @@ def plan(
     config: ConfigArgument,
     overrides: SetOption = None,
     is_whole: Annotated[bool, typer.Option("--all", help="Every change, not the first of each stage.")] = False,
+    is_smoke: SmokeOption = False,
     is_json: JsonOption = False,
 ) -> None:
     """Show what a run would do, without running anything: each stage, and why it is not cached.
@@ -170,19 +169,26 @@ def plan(
     cached: its output is in the store. building: a process makes it. resumes: an unfinished attempt is continued.
     damaged: its output changed on disk and is made again. stale: the last run of the same run.name had it with
     another key, or its input is to be built. runs: it is not in the store.
+
+    Before that it checks all that files and a second can tell: model, data, lengths, scorer, devices, disk. What
+    would end the run is refused with the keys to change, all at once; warnings follow the table.
     """
     from flows.config import load_config
-    from flows.tables import print_json, print_plan
+    from flows.tables import print_findings, print_json, print_plan
+    from tasks.preflight.finding import OK
+    from tasks.preflight.run import examine
     from tasks.runs.plan import plan_chain
-    from tasks.runs.run import check_inputs
 
     settings = load_config(config, overrides or ())
-    check_inputs(settings)
+    findings = examine(settings, is_smoke)
+    findings.require()
     stages = plan_chain(settings)
     if is_json:
         print_json([vars(stage) for stage in stages])
         return
     print_plan(stages, is_whole)
+    print_findings([finding for finding in findings if finding.status != OK])
+    typer.echo(f"preflight: {len(findings)} checks, nothing in the way (dapo doctor {config} shows them)")
 
 
 @config_app.command(
@@ -204,3 +210,27 @@ def config_show(config: ConfigArgument, overrides: SetOption = None) -> None:
     settings = load_config(config, overrides or ())
     typer.echo(dump_config(settings), nl=False)
     print_derived(derive(settings))
+
+
+@config_app.command(
+    "explain",
+    epilog="Example: dapo config explain sampler.gen_prompts train.learning_rate",
+    short_help="Say what keys mean, what they take, and what they change.",
+)
+def config_explain(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY", help="section.key, the key alone, or a section; repeatable."),
+    ] = None,
+    is_page: Annotated[bool, typer.Option("--page", help="All keys, as docs/keys.md has them.")] = False,
+) -> None:
+    """Say what keys mean: default, bounds, and the stages that a change makes again (those after them follow)."""
+    from flows.keys import explain, keys_page
+
+    if bool(names) == is_page:
+        raise typer.BadParameter("name one key or more, or --page for all", param_hint="KEY")
+    if is_page:
+        typer.echo(keys_page(), nl=False)
+    for name in names or ():
+        for key in explain(name):
+            typer.echo("\n".join(key.lines()))

@@ -9,12 +9,10 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.options import StoreOption
+from flows.cli.options import SetOption, SmokeOption, StoreOption
 from flows.services import DEFAULT_STORE, bring_up, read_deployments, take_down
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-
-STATUS_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @app.command(
@@ -76,32 +74,42 @@ def down(
         typer.echo(f"no service of {store} is running")
 
 
-@app.command(epilog="Example: dapo doctor --store .dapo", short_help="Check packages, store, devices and Prefect.")
+@app.command(
+    epilog="Example: dapo doctor configs/mine.yaml",
+    short_help="Check packages, store, devices, Prefect, a recipe.",
+)
 def doctor(
-    store: StoreOption = DEFAULT_STORE,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="Also check this recipe's model, data and devices.")
+    ] = None,
+    overrides: SetOption = None,
+    is_smoke: SmokeOption = False,
+    store: Annotated[Path | None, typer.Option(help="Artifact store; default: the recipe's, else .dapo.")] = None,
     wait_seconds: Annotated[
         float, typer.Option(help="How long to wait until a scheduled deployment has a run to come.", min=0)
     ] = 90.0,
 ) -> None:
-    """Check packages, store, devices and Prefect, and say what to do; exit status 1 when something fails."""
+    """Check packages, store, devices, Prefect and a recipe, and say what to do; exit status 1 if something fails.
+
+    Of a recipe: all that files and a second can tell before any stage, as `dapo plan` and `dapo run` check it.
+    """
     from flows.prefect_settings import apply_prefect_settings
 
     apply_prefect_settings()
     logging.getLogger("tasks").setLevel(logging.WARNING)
-    from rich.markup import escape
-    from rich.table import Table
-
+    from flows.config import load_config
     from flows.doctor import FAIL, examine
-    from flows.tables import print_table
+    from flows.tables import print_findings
+    from tasks.preflight.run import examine as examine_recipe
 
-    table = Table("check", "", "found", "what to do")
-    findings = list(examine(store, Path.cwd(), wait_seconds))
-    for finding in findings:
-        style = STATUS_STYLES[finding.status]
-        table.add_row(
-            finding.check, f"[{style}]{finding.status}[/]", escape(finding.found), escape(finding.advice)
-        )
-    print_table(table)
+    if config is None and (is_smoke or overrides):
+        raise typer.BadParameter("--smoke and --set are of a recipe; name it", param_hint="CONFIG")
+    settings = None if config is None else load_config(config, overrides or ())
+    folder = store or (DEFAULT_STORE if settings is None else Path(settings.store.path))
+    findings = list(examine(folder, Path.cwd(), wait_seconds))
+    if settings is not None:
+        findings += examine_recipe(settings, is_smoke)
+    print_findings(findings)
     if any(finding.status == FAIL for finding in findings):
         raise typer.Exit(1)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dapo_core.errors import CheckpointError, ConfigError, ModelError
 from downloads import Unreachable
 from redaction import redacted
 from tasks.artifacts.artifact import Artifact, DamagedArtifact
@@ -81,8 +82,11 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
 
 
 def is_built(config: ChainConfig) -> bool:
-    """Whether the store has the output of every stage."""
-    return all(stage.state == "cached" for stage in plan_chain(config))
+    """Whether the store has the output of every stage; not where a file that a key is made of cannot be read."""
+    try:
+        return all(stage.state == "cached" for stage in plan_chain(config))
+    except (ConfigError, ModelError, CheckpointError):  # the preflight says why, with all else that it finds
+        return False
 
 
 def _plan_waiting(

@@ -22,7 +22,7 @@ def require_servable(model_path: str | Path, settings: ServeConfig, environment:
     Where serve.extra_args or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 change the model's length, vLLM checks it.
     """
     require_model_folder(model_path)
-    _require_whole_files(Path(model_path))
+    require_whole_files(Path(model_path))
     is_overridden = any(word.startswith(("--hf-overrides", "--hf_overrides")) for word in settings.extra_args)
     if is_overridden or environment.get(_ALLOW_LONGER_VARIABLE) == "1":
         return
@@ -64,7 +64,8 @@ def longest_sequence(config: Mapping[str, Any]) -> int | None:
     return int(max(lengths) * max(factor, 1.0)) if lengths else None
 
 
-def _require_whole_files(folder: Path) -> None:
+def require_whole_files(folder: Path) -> None:
+    """Raise ModelError for a safetensors file that is shorter or longer than its header says."""
     from safetensors import SafetensorError, safe_open
 
     has_index = (folder / INDEX_FILE).is_file()

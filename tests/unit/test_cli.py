@@ -283,7 +283,7 @@ def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
         for place, problem in ((file, "File exists"), (file / "data", "Not a directory")):
             said = f"--output {place} cannot be made: {problem}; name another folder"
             assert said in refusal(*command, "--output", place)
-    assert "never built" in dapo("plan", CONFIG, "--set", f"store.path={file}").stdout
+    assert "set store.path to another directory" in refusal("plan", CONFIG, "--set", f"store.path={file}")
 
 
 def test_prepare_data_counts_the_rows_it_refuses(tmp_path: Path) -> None:

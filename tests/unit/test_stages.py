@@ -49,7 +49,13 @@ READS = {
     "merge_checkpoint": ("merge.",),
     "evaluate_model": ("serve.", "evaluate.", "model.trust_remote_code"),
 }
-BY_CONTENT = {"data.train_path", "data.eval_path", "model.path", "model.chat_template", "custom_reward.path"}  # not the place
+BY_CONTENT = {
+    "data.train_path",
+    "data.eval_path",
+    "model.path",
+    "model.chat_template",
+    "custom_reward.path",
+}  # not the place
 
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, bool | None]]:

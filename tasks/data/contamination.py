@@ -1,0 +1,211 @@
+r"""Training problems that are also in an evaluation set: as equal texts, or as texts that share runs of 13 words.
+
+A text is compared by its words (letters, numbers, LaTeX commands, single Chinese characters) and its signs,
+without layout, drawings, and sentences that many problems of a set share, which are instructions. Two problems are
+the same if words and signs are equal, or if runs of 13 words that both have cover most of the evaluation problem
+and all of its numbers and signs are in the training problem: runs alone find variants such as z^4 + z^2 + 1 and
+z^4 - z^2 + 1. docs/data.md has what the rule finds in published sets.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from dapo_core.errors import DataError
+
+if TYPE_CHECKING:
+    from eval.problems.items import Problem
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["remove", "warn", "error"]
+
+RUN_WORDS = 13  # GPT-3, arXiv:2005.14165, appendix C
+MIN_OVERLAP = 0.6  # of the evaluation problem's words
+SHARED_SHARE, SHARED_ROWS = 0.001, 3  # a sentence in that many problems of a set is an instruction
+SAMPLED_ROWS = 20_000  # among which such sentences are looked for
+BATCH_ROWS = 10_000
+
+_CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
+# A hyphen between two words is no sign.
+_TOKEN = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+|\d+|(?<![a-z]{{2}})-|-(?![a-z]{{2}})|[+*/^=<>!|]")
+_SIGNS = frozenset("+-=<>")
+_DRAWING = re.compile(r"\[asy\].*?\[/asy\]", re.DOTALL)
+_LAYOUT = re.compile(
+    r"\\(?:begin|end)\{[^{}]*\}|\\(?:left|right|[bB]igg?|displaystyle|text(?:style|bf|it)?|math(?:rm|bf)|mbox"
+    r"|operatorname|limits|quad|qquad|[lc]?dots)(?![a-zA-Z])"
+)
+_FRACTION = re.compile(r"\\[dtc]?frac(?![a-zA-Z])(?:\s*(\d)(?=\d))?")
+_SENTENCE = re.compile(r"(?<=[.?!])\s*(?=[A-Z])|(?<=[。！？])|\n+")
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A training row whose problem is also in an evaluation set."""
+
+    train_set: str
+    row: int
+    evaluation_set: str
+    item: str  # its id there
+    is_equal: bool  # in all words and signs
+    overlap: float  # share of the item's words in runs that both have; 1.0 for equal texts
+    train_text: str
+    item_text: str
+
+
+def find_hits(train_set: str, texts: Sequence[str], sets: Mapping[str, Sequence[Problem]]) -> list[Hit]:
+    """The problems of a training set that are also in one of the evaluation sets, by row and then by set.
+
+    Memory is that of the evaluation sets and of BATCH_ROWS training rows; give each distinct text once.
+    """
+    shared = shared_sentences(texts)
+    shared |= frozenset().union(*(shared_sentences([item.text for item in items]) for items in sets.values()))
+    items = _Items([(name, problem) for name, problems in sets.items() for problem in problems], shared)
+    return [
+        hit
+        for start in range(0, len(texts), BATCH_ROWS)
+        for hit in items.find(train_set, start, texts[start : start + BATCH_ROWS])
+    ]
+
+
+def rows_to_drop(hits: Sequence[Hit], num_rows: int, mode: Mode) -> set[int]:
+    """The rows of one training set's hits under `remove`, none under `warn`.
+
+    Raises DataError for any hit under `error`, and when nothing would be left.
+    """
+    rows = {hit.row for hit in hits}
+    if not rows:
+        return rows
+    words = f"{len(rows)} of {num_rows} training problems of {hits[0].train_set} are also in {_counts(hits)}"
+    if mode == "error":
+        first = "; ".join(f"row {hit.row} is {hit.evaluation_set} {hit.item}" for hit in hits[:3])
+        raise DataError(
+            f"{words} ({first}): accuracy would measure memory. Set data.contamination=remove to train without "
+            "them, or warn to keep them"
+        )
+    if mode == "warn":
+        logger.warning("%s; they stay: accuracy there will partly measure memory", words)
+        return set()
+    if len(rows) == num_rows:
+        raise DataError(
+            f"{words}, so none is left to train on. Name another data.train or data.eval, or set "
+            "data.contamination=warn to train on the evaluation set all the same"
+        )
+    logger.warning("%s; they are left out", words)
+    return rows
+
+
+def _counts(hits: Sequence[Hit]) -> str:
+    items = Counter(name for name, _ in dict.fromkeys((hit.evaluation_set, hit.item) for hit in hits))
+    return ", ".join(f"{name} ({count} of its items)" for name, count in items.items())
+
+
+def shared_sentences(texts: Sequence[str]) -> frozenset[str]:
+    """Sentences and lines that many of the texts have: instructions, not problems."""
+    step = max(1, len(texts) // SAMPLED_ROWS)
+    sample = [texts[row] for row in range(0, len(texts), step)]
+    counts = Counter(sentence for text in sample for sentence in set(_sentences(text)))
+    least = max(SHARED_ROWS, SHARED_SHARE * len(sample))
+    return frozenset(sentence for sentence, count in counts.items() if count >= least)
+
+
+def tokens_of(text: str, shared: Set[str] = frozenset()) -> list[str]:
+    """The words and signs of a text that count; those of shared sentences do if it has no others."""
+    kept = [sentence for sentence in _sentences(text) if sentence not in shared]
+    text = " ".join(kept) if kept else text
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text).replace("\u2212", "-")
+    if "\\" in text:
+        text = _FRACTION.sub(r"\\frac \1 ", _LAYOUT.sub(" ", text))
+    return _TOKEN.findall(text.lower())
+
+
+def _sentences(text: str) -> list[str]:
+    if "[asy]" in text:
+        text = _DRAWING.sub(" ", text)
+    return [sentence for part in _SENTENCE.split(text) if (sentence := part.strip())]
+
+
+def _words(tokens: Sequence[str]) -> list[str]:
+    return [token for token in tokens if token.isalnum()]
+
+
+def _marks(tokens: Sequence[str]) -> Counter[str]:
+    """Numbers and signs, which tell a problem from its variants."""
+    return Counter(token for token in tokens if token in _SIGNS or token.isdigit())
+
+
+class _Items:
+    """The evaluation problems, as tokens and as hashes of their runs."""
+
+    def __init__(self, items: Sequence[tuple[str, Problem]], shared: Set[str]) -> None:
+        self.items = items
+        self.shared = shared
+        self.tokens = [tokens_of(problem.text, shared) for _, problem in items]
+        self.by_tokens: dict[tuple[str, ...], list[int]] = {}
+        for number, tokens in enumerate(self.tokens):
+            self.by_tokens.setdefault(tuple(tokens), []).append(number)
+        words = [_words(tokens) for tokens in self.tokens]
+        self.num_words = [len(row) for row in words]
+        self.vocabulary = {
+            word: number for number, word in enumerate(dict.fromkeys(chain.from_iterable(words)), start=1)
+        }
+        weights = np.random.default_rng(0).integers(1, 2**63, len(self.vocabulary) + 1, dtype=np.uint64)
+        self.weights = weights * np.uint64(2) + np.uint64(1)
+        hashes, rows = self._run_hashes(words)
+        self.places: dict[int, list[tuple[int, int]]] = {}  # hash of a run -> (item, its first word) of each
+        firsts = np.cumsum([0, *(length + 1 for length in self.num_words)])
+        for place in np.flatnonzero(hashes).tolist():
+            item = int(rows[place])
+            self.places.setdefault(int(hashes[place]), []).append((item, place - int(firsts[item])))
+        self.known = np.unique(hashes[hashes != 0])
+
+    def find(self, train_set: str, start: int, texts: Sequence[str]) -> Iterator[Hit]:
+        """The hits of consecutive training rows, the first of which is row `start`."""
+        tokens = [tokens_of(text, self.shared) for text in texts]
+        overlaps = self._overlaps([_words(row) for row in tokens])
+        for row, text in enumerate(texts):
+            equal = self.by_tokens.get(tuple(tokens[row]), []) if tokens[row] else []
+            found = dict.fromkeys(equal, 1.0)
+            for item, overlap in overlaps.get(row, {}).items():
+                if overlap >= MIN_OVERLAP and not _marks(self.tokens[item]) - _marks(tokens[row]):
+                    found.setdefault(item, overlap)
+            for item, overlap in sorted(found.items()):
+                name, problem = self.items[item]
+                is_equal, overlap = item in equal, round(overlap, 3)
+                yield Hit(train_set, start + row, name, problem.id, is_equal, overlap, text, problem.text)
+
+    def _overlaps(self, words: Sequence[Sequence[str]]) -> dict[int, dict[int, float]]:
+        """{row: {item: share of the item's words in runs that the row has too}}."""
+        hashes, rows = self._run_hashes(words)
+        covered: dict[tuple[int, int], set[int]] = {}
+        for place in np.flatnonzero(np.isin(hashes, self.known)).tolist():
+            for item, first in self.places[int(hashes[place])]:
+                covered.setdefault((int(rows[place]), item), set()).update(range(first, first + RUN_WORDS))
+        overlaps: dict[int, dict[int, float]] = {}
+        for (row, item), places in covered.items():
+            overlaps.setdefault(row, {})[item] = len(places) / self.num_words[item]
+        return overlaps
+
+    def _run_hashes(self, words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
+        """(a hash for each run of words, 0 where a word is in no item or the row ends, and the run's row)."""
+        known = self.vocabulary.get
+        numbers = np.array([known(word, 0) for row in words for word in (*row, "")], dtype=np.int64)
+        rows = np.repeat(np.arange(len(words)), [len(row) + 1 for row in words])
+        num_runs = max(0, len(numbers) - RUN_WORDS + 1)
+        hashes = np.zeros(num_runs, dtype=np.uint64)
+        is_whole = np.ones(num_runs, dtype=bool)
+        for offset in range(RUN_WORDS):
+            part = numbers[offset : offset + num_runs]
+            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + self.weights[part]
+            is_whole &= part != 0
+        return np.where(is_whole, hashes, np.uint64(0)), rows[:num_runs]

@@ -1,0 +1,151 @@
+"""The keys that bound tokens of prompts and responses: what contradicts what, and one set of them that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import TrainingConfig
+
+KEYS = {
+    "prompt": "data.max_prompt_tokens",
+    "response": "rollout.max_response_tokens",
+    "buffer": "reward.overlong.buffer_tokens",
+    "answer": "evaluate.max_response_tokens",
+    "served": "serve.max_model_len",
+    "micro_batch": "train.micro_batch_tokens",
+}
+ROUND_TOKENS = 16  # a proposed limit of prompts is a multiple of this
+BUFFER_PART = 5  # of the response limit, as in the DAPO paper: 4,096 of 20,480
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The keys in `KEYS` with their values, in tokens."""
+
+    prompt: int
+    response: int
+    buffer: int
+    answer: int
+    served: int
+    micro_batch: int
+
+    def changes(self, other: Lengths) -> list[str]:
+        """The `--set` words that lead from these lengths to the others."""
+        return [
+            f"--set {key}={getattr(other, name)}"
+            for name, key in KEYS.items()
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the lengths must fit; the model's positions and the longest prompts only where these are known."""
+
+    sequence_parallel: int = 1
+    has_buffer: bool = True
+    positions: int | None = None
+    longest_prompt: int | None = None  # to train on or to validate with
+    longest_question: int | None = None  # of the evaluation
+
+
+def bounds_of(config: TrainingConfig) -> Bounds:
+    """The bounds that a configuration sets by itself."""
+    return Bounds(config.train.sequence_parallel, config.reward.overlong.enabled)
+
+
+def explain(lengths: Lengths, bounds: Bounds) -> tuple[list[str], str]:
+    """Every conflict with its numbers, and one set of keys without any; two empty values when all fit."""
+    found = [message for is_so, message in (*_of_keys(lengths, bounds), *_of_inputs(lengths, bounds)) if is_so]
+    if not found:
+        return [], ""
+    other = fitted(lengths, bounds)
+    if other is None:
+        longest = max(bounds.longest_prompt or 0, bounds.longest_question or 0)
+        return found, (
+            f"no lengths fit: prompts of {longest} tokens leave a response no room in {bounds.positions} "
+            "positions; take shorter prompts, or a model with more positions"
+        )
+    return found, "these fit together: " + " ".join(lengths.changes(other))
+
+
+def _of_keys(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
+    """Contradictions among the keys, each with whether it holds."""
+    longest, served = lengths.prompt + lengths.response, lengths.prompt + lengths.answer
+    most = lengths.micro_batch * bounds.sequence_parallel
+    return [
+        (
+            bounds.has_buffer and lengths.buffer >= lengths.response,
+            f"reward.overlong.buffer_tokens={lengths.buffer} is not below rollout.max_response_tokens="
+            f"{lengths.response}: every response would be penalised; lower the buffer",
+        ),
+        (
+            longest > most,
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is above train.micro_batch_tokens="
+            f"{lengths.micro_batch} x train.sequence_parallel={bounds.sequence_parallel} = {most}: the longest "
+            "sequence would not fit into one micro-batch; raise train.micro_batch_tokens",
+        ),
+        (
+            served > lengths.served,
+            f"data.max_prompt_tokens + evaluate.max_response_tokens = {served} is above serve.max_model_len="
+            f"{lengths.served}: the server would refuse requests; raise serve.max_model_len",
+        ),
+    ]
+
+
+def _of_inputs(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
+    """Contradictions between the keys, the model and the prompts."""
+    longest, positions = lengths.prompt + lengths.response, bounds.positions
+    prompt, question = bounds.longest_prompt or 0, bounds.longest_question or 0
+    return [
+        (
+            positions is not None and longest > positions,
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {lengths.prompt} + {lengths.response} is "
+            f"above the model's {positions} positions",
+        ),
+        (
+            positions is not None and lengths.served > positions,
+            f"serve.max_model_len={lengths.served} is above the model's {positions} positions: vLLM would refuse "
+            "it",
+        ),
+        (
+            prompt > lengths.prompt,
+            f"data.max_prompt_tokens={lengths.prompt} is below the longest prompt, {prompt} tokens",
+        ),
+        (
+            question > lengths.prompt and question + lengths.answer > lengths.served,
+            f"the longest evaluation prompt, {question} tokens, + evaluate.max_response_tokens={lengths.answer} "
+            f"is above serve.max_model_len={lengths.served}: the server would refuse it",
+        ),
+    ]
+
+
+def fitted(lengths: Lengths, bounds: Bounds) -> Lengths | None:
+    """Lengths without a conflict, with few changes; None when they leave a response no room."""
+    limit, known = bounds.positions, bounds.longest_prompt
+    prompt = max(lengths.prompt, known or 0)
+    if limit is not None and prompt + max(lengths.response, lengths.answer) > limit:
+        rounded = -(-(known or limit // 4) // ROUND_TOKENS) * ROUND_TOKENS
+        prompt = min(prompt, rounded if known is None or rounded <= limit // 2 else known)
+    question = max(prompt, bounds.longest_question or 0)
+    response, answer = lengths.response, lengths.answer
+    served = max(lengths.served, question + answer)
+    if limit is not None:
+        response, answer, served = min(response, limit - prompt), min(answer, limit - question), min(served, limit)
+    if response < 2 or answer < 1:
+        return None
+    buffer = lengths.buffer
+    if bounds.has_buffer and (buffer >= response or (response < lengths.response and 2 * buffer > response)):
+        buffer = max(response // BUFFER_PART, 1)
+    micro_batch = max(lengths.micro_batch, -(-(prompt + response) // bounds.sequence_parallel))
+    return replace(
+        lengths,
+        prompt=prompt,
+        response=response,
+        buffer=buffer,
+        answer=answer,
+        served=served,
+        micro_batch=micro_batch,
+    )

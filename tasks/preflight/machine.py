@@ -1,0 +1,176 @@
+"""Checks of the machine that a recipe's stages run on: devices, memory, compilers, Ray, ports and disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from dapo_core.device import device_for
+from dapo_core.errors import ConfigError
+from tasks.config import ChainConfig
+from tasks.preflight.finding import FAIL, OK, WARN, Findings
+from tasks.serve_model.command import choose_ports, serve_environments, vllm_device
+
+if TYPE_CHECKING:
+    from tasks.preflight.model import ModelFacts
+
+GIB = 1024**3
+RAY_SECONDS = 20.0
+OPTIMIZER_BYTES = 12  # of a parameter in a checkpoint: the weight and AdamW's two moments in float32
+TRAINING_BYTES = 16  # of a parameter in training: these and the gradient
+MERGED_BYTES = 4  # of a parameter in the merged model
+CACHE_ROOM = 1.25  # vLLM rounds to blocks and keeps some
+
+
+def check_machine(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
+    """Everything that the stages need of the machine."""
+    _check_devices(config, findings)
+    _check_serving(config, findings)
+    _check_cache(config, facts, findings)
+    _check_memory(config, facts, findings)
+    _check_ray(config, findings)
+    _check_disk(config, facts, findings)
+
+
+def _check_devices(config: ChainConfig, findings: Findings) -> None:
+    """The devices of policy ranks and rollout workers; those of a cluster are Ray's to know."""
+    train, device = config.train, device_for(config.train.device)
+    if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        findings.add(
+            "engine", FAIL, "rollout.engine=vllm, and vLLM is not installed here",
+            "install requirements/ for your device, or --set rollout.engine=hf",
+        )  # fmt: skip
+    if train.ray_address is not None:
+        return
+    with findings.catching("devices"):
+        device.require()
+        if device.kind == "cpu":
+            cores = len(os.sched_getaffinity(0))
+            wanted = train.num_ranks * train.threads_per_rank
+            findings.add("devices", OK, f"{cores} cores; {wanted} threads of policy ranks")
+            return
+        names = device.visible(os.environ)
+        if config.num_devices > len(names):
+            raise ConfigError(
+                f"train.num_ranks={train.num_ranks} + rollout.num_workers={config.rollout.num_workers} = "
+                f"{config.num_devices} devices, and this machine shows {len(names)} of {device.kind} "
+                f"({device.visible_variable}); lower them, or set train.ray_address to a cluster"
+            )
+        findings.add("devices", OK, f"{config.num_devices} of {len(names)} {device.kind} devices")
+
+
+def _check_serving(config: ChainConfig, findings: Findings) -> None:
+    """Devices, ports and compiler of the servers."""
+    serve = config.serve
+    with findings.catching("serving"):
+        serve_environments(serve, os.environ)
+        choose_ports(serve)
+        if vllm_device().kind == "cpu":
+            needs_compiler = not serve.eager and not any(map(shutil.which, ("g++", "c++", "clang++")))
+            if needs_compiler:
+                raise ConfigError(
+                    "serve.eager=false compiles the model, and no C++ compiler is here; --set serve.eager=true"
+                )
+            if serve.memory_gigabytes is None:
+                findings.add(
+                    "serving", WARN,
+                    "serve.memory_gigabytes is unset: on a CPU vLLM then takes most of the memory for its cache",
+                    "--set serve.memory_gigabytes=1.0",
+                )  # fmt: skip
+    if config.train.compile and config.train.device == "cpu" and not shutil.which("g++"):
+        findings.add("compiler", FAIL, "train.compile=true needs g++ on a CPU", "--set train.compile=false")
+
+
+def _check_cache(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
+    """Whether keys and values of one longest sequence fit the caches whose size the recipe names."""
+    if facts.token_bytes is None:
+        return
+    rollout, longest = config.rollout, config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    caches = [("serve.memory_gigabytes", config.serve.memory_gigabytes, config.serve.max_model_len, 1)]
+    if rollout.engine == "vllm" and config.train.device == "cpu":
+        caches.append(("rollout.memory_gigabytes", rollout.memory_gigabytes, longest, 2))  # float32
+    for key, gigabytes, tokens, factor in caches:
+        needed = tokens * facts.token_bytes * factor / GIB
+        if gigabytes is not None and needed > gigabytes:
+            findings.add(
+                "cache", FAIL,
+                f"{key}={gigabytes:g} holds no sequence of {tokens} tokens, whose keys and values take "
+                f"{needed:.2f} GiB: vLLM would refuse it",
+                f"--set {key}={needed * CACHE_ROOM + 0.05:.1f}, or shorter lengths",
+            )  # fmt: skip
+
+
+def _check_memory(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
+    """Host memory of a training on this machine's CPU."""
+    if config.train.device != "cpu" or config.train.ray_address is not None or not facts.parameters:
+        return
+    needed = facts.parameters * (TRAINING_BYTES + 4 * config.rollout.num_workers)
+    if config.rollout.engine == "vllm":
+        needed += int(config.rollout.num_workers * config.rollout.memory_gigabytes * GIB)
+    total = psutil.virtual_memory().total
+    if needed > total:
+        findings.add(
+            "memory", FAIL,
+            f"{facts.parameters / 1e9:.2f} billion parameters take at least {needed / GIB:.0f} GiB to train with "
+            f"{config.rollout.num_workers} engines, and this machine has {total / GIB:.0f}",
+            "set model.path to a smaller model, or train.device and train.ray_address to a cluster",
+        )  # fmt: skip
+
+
+def _check_ray(config: ChainConfig, findings: Findings) -> None:
+    """A cluster that the recipe names: reachable, and with room."""
+    address, train, rollout = config.train.ray_address, config.train, config.rollout
+    if address is None:
+        return
+    command = [sys.executable, "-m", "dapo_core.cluster.room", address]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RAY_SECONDS, check=False)
+        said = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["it said nothing"]
+    except subprocess.TimeoutExpired:
+        done, said = None, [f"no answer within {RAY_SECONDS:.0f} s"]
+    if done is None or done.returncode:
+        advice = "start Ray there (docs/operating.md), or unset train.ray_address for a private one"
+        findings.add("Ray", FAIL, f"train.ray_address={address} cannot be used: {said[-1]}", advice)
+        return
+    room = json.loads(said[-1])
+    wanted = {device_for(train.device).ray_resource: config.num_devices}
+    wanted["CPU"] = train.num_ranks * train.threads_per_rank + rollout.num_workers * rollout.threads_per_worker
+    for name, count in wanted.items():
+        total, free = room["total"].get(name, 0), room["free"].get(name, 0)
+        found = f"{count} {name} are needed, {address} has {total:g}, of which {free:g} are free"
+        if count > total:
+            findings.add("Ray", FAIL, found, "lower train.num_ranks, rollout.num_workers or threads, or add nodes")
+        elif count > free:
+            findings.add("Ray", WARN, found, "the training waits until they are free")
+        else:
+            findings.add("Ray", OK, found)
+
+
+def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
+    """The store can be written to, and has room for checkpoints and the merged model."""
+    store = Path(config.store.path).absolute()
+    existing = next(path for path in (store, *store.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        findings.add(
+            "store", FAIL, f"{store} cannot be written to: {existing}", "set store.path to another directory"
+        )
+        return
+    keep = config.checkpoint
+    copies = keep.keep_last + keep.keep_best + 1  # one more while it is written
+    needed, free = facts.parameters * (OPTIMIZER_BYTES * copies + MERGED_BYTES), shutil.disk_usage(existing).free
+    found = f"{free / GIB:.1f} GiB are free in {config.store.path}"
+    if needed > free:
+        findings.add(
+            "disk", FAIL, f"{found}; {copies} checkpoints and the merged model take about {needed / GIB:.1f}",
+            "another store.path, a lower checkpoint.keep_last, or `dapo gc --keep-runs N`",
+        )  # fmt: skip
+    else:
+        findings.add("disk", OK, found + (f", about {needed / GIB:.1f} are needed" if needed else ""))

@@ -1,0 +1,83 @@
+"""Checks of a model folder: complete, trainable, servable, with a tokenizer that renders the recipe's prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo_core.engines.base import read_eos_ids
+from dapo_core.errors import ModelError
+from dapo_core.model_folder import require_model_folder
+from dapo_core.policy.requirements import require_trainable
+from dapo_core.pretrained import load_model_config, load_tokenizer
+from tasks.config import ChainConfig
+from tasks.preflight.finding import OK, Findings
+from tasks.serve_model.checks import longest_sequence, require_whole_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the checks of other things need to know of a model; None where it could not be read."""
+
+    tokenizer: PreTrainedTokenizerBase | None = None
+    positions: int | None = None
+    token_bytes: int | None = None  # keys and values of one token in 16-bit numbers
+    weight_bytes: int = 0  # of the files
+    parameters: int = 0
+
+
+def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelFacts:
+    """The facts of the folder; what training, engines or servers would refuse is a finding."""
+    num_before = len(findings)
+    with findings.catching("model"):
+        require_model_folder(folder)
+        require_whole_files(folder)
+    if len(findings) > num_before:
+        return ModelFacts()
+    model_config, tokenizer = None, None
+    with findings.catching("model"):
+        model_config = load_model_config(folder, config.model.trust_remote_code)
+        require_trainable(model_config, config.train.sequence_parallel)
+    with findings.catching("tokenizer"):
+        tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
+        read_eos_ids(folder)
+        if model_config is not None:
+            _require_embeddings(folder, tokenizer, model_config)
+    if model_config is None:
+        return ModelFacts(tokenizer)
+    text = model_config.get_text_config()
+    weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    item_bytes = 4 if "float32" in str(getattr(text, "dtype", None) or getattr(model_config, "dtype", "")) else 2
+    if len(findings) == num_before:
+        said = f"{weight_bytes / 1024**3:.2f} GiB of {model_config.model_type}, trainable; chat template present"
+        findings.add("model", OK, said)
+    return ModelFacts(
+        tokenizer,
+        longest_sequence(model_config.to_dict()),
+        _token_bytes(text),
+        weight_bytes,
+        weight_bytes // item_bytes,
+    )
+
+
+def _require_embeddings(folder: Path, tokenizer: PreTrainedTokenizerBase, model_config: Any) -> None:
+    rows = getattr(model_config.get_text_config(), "vocab_size", None)
+    if rows is not None and len(tokenizer) > rows:
+        raise ModelError(
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, the model's embedding {rows} rows "
+            "(config.json, vocab_size): tokens beyond it would fail; set model.path to a folder whose files "
+            "belong together"
+        )
+
+
+def _token_bytes(text: Any) -> int | None:
+    layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
+    width = getattr(text, "hidden_size", None)
+    if not (layers and heads and width):
+        return None
+    head_width = getattr(text, "head_dim", None) or width // heads
+    return 2 * layers * (getattr(text, "num_key_value_heads", None) or heads) * head_width * 2

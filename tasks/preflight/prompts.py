@@ -1,0 +1,216 @@
+"""Checks of a recipe's problems: lengths under the tokenizer, the scorer on gold answers, and answer formats."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from dapo_core.errors import DataError
+from dapo_core.reward.routing import require_scorers, routes, scorer_name
+from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Scorer
+from eval.answers.grading import GRADERS
+from eval.answers.pool import CallFailed, Pool, StartFailed
+from tasks.config import ChainConfig
+from tasks.lengths import bounds_of, explain
+from tasks.preflight.finding import FAIL, OK, WARN, Findings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from eval.problems.items import EvaluationSet, Problem
+    from tasks.preflight.model import ModelFacts
+
+NUM_MEASURED = 256  # prompts of a set whose tokens are counted: those with the longest texts
+NUM_SCORED = 3  # problems of a data source whose gold answer the scorer reads
+SHOWN_CHARACTERS = 160  # of a prompt's end, where it says how to answer
+# How a prompt asks for its answer, and how a response gives it.
+FORMS = {"\\boxed{}": "\\boxed{%s}", "Answer:": "Answer: %s", "####": "#### %s"}
+_ASKED = {"\\boxed{}": re.compile(r"\\+boxed"), "Answer:": re.compile(r"Answer: ?\S"), "####": re.compile("####")}
+_SOLUTIONS = ("solution", "reference_solution", "reasoning", "answer")  # of extra_info
+
+
+def check_lengths(
+    config: ChainConfig, facts: ModelFacts, problems: Sequence[Problem], evaluation: EvaluationSet | None,
+    findings: Findings,
+) -> None:  # fmt: skip
+    """The longest prompts of both sets, the model's positions and the keys: all conflicts, with keys that fit."""
+    bounds = replace(bounds_of(config), positions=facts.positions)
+    said = []
+    with findings.catching("prompt lengths"):
+        if facts.tokenizer is not None and problems:
+            chats: list[Any] = [problem.messages for problem in problems]
+            bounds = replace(bounds, longest_prompt=_longest(facts.tokenizer, chats))
+            said.append(f"training prompts have up to {bounds.longest_prompt} tokens")
+        if facts.tokenizer is not None and evaluation is not None:
+            longest = _longest(facts.tokenizer, [item.prompt for item in evaluation.items])
+            both = max(longest, bounds.longest_prompt or 0) if config.validation.every else bounds.longest_prompt
+            bounds = replace(bounds, longest_question=longest, longest_prompt=both)
+            said.append(f"evaluation prompts up to {longest}")
+    found, advice = explain(config.lengths, bounds)
+    if found:
+        findings.add("lengths", FAIL, "; ".join(found), advice)
+    elif said:
+        limit = f", the model has {facts.positions} positions" if facts.positions else ""
+        findings.add("lengths", OK, " and ".join(said) + limit)
+
+
+def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Findings) -> None:
+    """The scorer of each data source on gold answers of its own, in the form its prompt asks for."""
+    sources = {str(problem.data_source): [] for problem in problems}  # type: dict[str, list[Problem]]
+    for problem in problems:
+        if len(own := sources[str(problem.data_source)]) < NUM_SCORED:
+            own.append(problem)
+    with findings.catching("scorer"):
+        require_scorers(sources, config.reward, config.custom_reward)
+        with _Scoring(config) as scoring:
+            for source, own in sources.items():
+                _check_source(source, own, scoring, findings)
+
+
+def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet | None, findings: Findings) -> None:
+    """The prompts of training and evaluation side by side; a warning where they ask for different forms."""
+    if not problems or evaluation is None:
+        return
+    texts = [problems[0].text, _text_of(evaluation.items[0].prompt)]
+    asked = [asked_forms(text) for text in texts]
+    shown = "; ".join(
+        f"{which} {', '.join(forms) or 'no form of answer'}: ...{text[-SHOWN_CHARACTERS:]!r}"
+        for which, forms, text in zip(("training asks for", "evaluation for"), asked, texts, strict=True)
+    )
+    if set(asked[0]) == set(asked[1]):
+        findings.add("prompts", OK, shown)
+        return
+    findings.add(
+        "prompts", WARN, shown,
+        "what is trained is then not what is measured: make both ask alike (evaluate.prompt=given sends the "
+        "file's own, evaluate.prompt=FILE a template of yours)",
+    )  # fmt: skip
+
+
+def check_grader(evaluation: EvaluationSet, findings: Findings) -> None:
+    """The evaluation's grader on gold answers of the set's own, in a box."""
+    with GRADERS[evaluation.grader]() as grader:
+        for item in evaluation.items[:NUM_SCORED]:
+            graded = grader.grade(FORMS["\\boxed{}"] % item.gold, "stop", item.gold)
+            if graded.verdict != "right":
+                findings.add(
+                    "grader", FAIL,
+                    f"the grader {evaluation.grader} calls the gold answer {item.gold!r} of {item.id} "
+                    f"{graded.verdict}",
+                    "set evaluate.benchmark to how it is graded (choice: options A to G), or correct the file",
+                )  # fmt: skip
+                return
+
+
+def asked_forms(text: str) -> list[str]:
+    """The forms of `FORMS` that a prompt's text asks for."""
+    return [form for form, pattern in _ASKED.items() if pattern.search(text)]
+
+
+def _longest(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any]) -> int:
+    """Tokens of the longest prompt, looked for among the longest texts; a text is sent without a template."""
+    longest = sorted(prompts, key=lambda prompt: len(_text_of(prompt)), reverse=True)[:NUM_MEASURED]
+    try:
+        texts = [
+            prompt
+            if isinstance(prompt, str)
+            else str(
+                tokenizer.apply_chat_template(
+                    [dict(message) for message in prompt], add_generation_prompt=True, tokenize=False
+                )
+            )
+            for prompt in longest
+        ]
+    except (TemplateError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the model's chat template refuses a prompt: {error}; change the prompt's messages, or the template "
+            "in the model's folder"
+        ) from None
+    return max(len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids)
+
+
+def _text_of(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+
+class _Scoring:
+    """The recipe's scorers; those that may hang, and the user's own, in a process that can be killed."""
+
+    def __init__(self, config: ChainConfig) -> None:
+        custom, self.reward = config.custom_reward, config.reward
+        self.is_custom = custom.path is not None
+        self._table = routes(config.reward.scorers)
+        self._scorers = VERL_SCORERS if config.algorithm.compat == "verl" else SCORERS
+        arguments = (str(custom.path), custom.name) if self.is_custom else ()
+        self._pool = Pool(
+            "dapo_core.reward.custom:load_scorer", arguments, timeout_seconds=config.reward.timeout_seconds
+        )
+
+    def __enter__(self) -> _Scoring:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+
+    def name(self, source: str) -> str:
+        """What messages call the source's scorer."""
+        return "custom_reward.path" if self.is_custom else scorer_name(source, self._table)
+
+    def is_right(self, problem: Problem, response: str) -> bool:
+        """Whether the response is right. Raises CallFailed and StartFailed for a scorer that fails."""
+        source = str(problem.data_source)
+        name = None if self.is_custom else scorer_name(source, self._table)
+        scorer: Scorer | None = None if name is None else self._scorers[name]
+        if scorer is not None and scorer.window_characters is not None:
+            return scorer(response[-scorer.window_characters :], problem.gold).verdict == "right"
+        call = (name, source, response, problem.gold, dict(problem.extra_info))
+        return bool(self._pool.submit(*call).result()[1] == "right")
+
+
+def _check_source(source: str, problems: Sequence[Problem], scoring: _Scoring, findings: Findings) -> None:
+    scorer = scoring.name(source)
+    right: dict[str, int] = {}
+    try:
+        for problem in problems:
+            for form, response in _gold_responses(problem):
+                right[form] = right.get(form, 0) + scoring.is_right(problem, response)
+    except (CallFailed, StartFailed) as error:
+        detail = (getattr(error, "failure", None) or str(error)).strip().splitlines()
+        findings.add(
+            "scorer", FAIL, f"{scorer} fails on a gold answer of data_source {source}: {detail[-1]}",
+            "correct the file of custom_reward.path",
+        )  # fmt: skip
+        return
+    read = [form for form, count in right.items() if count == len(problems)]
+    asked = asked_forms(problems[0].text)
+    gold = f"{len(problems)} gold answers of data_source {source}, such as {problems[0].gold!r}"
+    if not any(right.values()):
+        status = WARN if scoring.is_custom else FAIL  # a file of the user's may give points, not verdicts
+        findings.add(
+            "scorer", status, f"{scorer} calls all {gold}, wrong in every form ({', '.join(right)})",
+            f"correct reward_model.ground_truth, add {source}=SCORER to reward.scorers (scorers are "
+            f"{', '.join(sorted(SCORERS))}), or set custom_reward.path",
+        )  # fmt: skip
+    elif asked and not any(form in read for form in asked):
+        findings.add(
+            "scorer", WARN, f"prompts of {source} ask for {', '.join(asked)}; {scorer} reads {', '.join(read)}",
+            f"no response would be right: add {source}=SCORER to reward.scorers (math_boxed reads boxes), or "
+            "change the prompts",
+        )  # fmt: skip
+    else:
+        findings.add("scorer", OK, f"{scorer} calls {gold}, right as {', '.join(read)}")
+
+
+def _gold_responses(problem: Problem) -> Iterator[tuple[str, str]]:
+    """The gold answer in each form, and the set's own reference solution where it has one."""
+    for form, pattern in FORMS.items():
+        yield form, pattern % problem.gold
+    for name in _SOLUTIONS:
+        text = problem.extra_info.get(name)
+        if isinstance(text, str) and len(text) > len(problem.gold):
+            yield f"the set's own {name}", text
+            return

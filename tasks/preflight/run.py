@@ -1,0 +1,91 @@
+"""The preflight of a recipe: all checks before any stage, and again once the first two have fetched the rest."""
+
+from __future__ import annotations
+
+import logging
+
+from dapo_core.checkpoint.resume import require_resume
+from dapo_core.config.loading import dump_config
+from dapo_core.reward.routing import require_scorers
+from eval.problems.prompts import find_template
+from tasks.artifacts.artifact import Artifact
+from tasks.config import ChainConfig
+from tasks.preflight.finding import OK, WARN, Findings, describe
+from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here
+from tasks.preflight.machine import check_machine
+from tasks.preflight.model import ModelFacts, check_model
+from tasks.preflight.prompts import check_answers, check_forms, check_grader, check_lengths
+from tasks.preflight.smoke import check_engines
+from tasks.stages import data_files
+
+logger = logging.getLogger(__name__)
+
+
+_ready: set[str] = set()  # configurations that passed in this process
+
+
+def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
+    """Everything that files and a second can tell of the recipe before its first stage.
+
+    With `is_smoke`, where nothing else is in the way, also one response of each kind of engine.
+    """
+    findings = Findings()
+    with findings.catching("data"):
+        data_files(config)
+    inputs = inputs_here(config, findings)
+    with findings.catching("reward"):
+        require_scorers((), config.reward, config.custom_reward)
+    with findings.catching("resume"):
+        require_resume(config.checkpoint.resume)
+    with findings.catching("prompt"):
+        find_template(config.evaluate.prompt, default="given")
+    facts = _examine_inputs(config, inputs, findings)
+    check_machine(config, facts, findings)
+    if is_smoke and inputs.model is not None and not findings.failed:
+        check_engines(inputs.model, config, inputs.evaluation, findings)
+    for what in inputs.later:
+        findings.add("later", OK, f"{what} is checked once it was fetched")
+    return findings
+
+
+def examine_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Findings:
+    """What could not be told before the first two stages: of their outputs."""
+    findings = Findings()
+    with findings.catching("data"):
+        _examine_inputs(config, inputs_fetched(config, data, model), findings)
+    return findings
+
+
+def require_ready(config: ChainConfig) -> None:
+    """Log the warnings of `examine`; raise PreflightError with everything that would end the run.
+
+    A configuration that passed is not examined again by the same process.
+    """
+    if (text := dump_config(config)) not in _ready:
+        _conclude(examine(config))
+        _ready.add(text)
+
+
+def require_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> None:
+    """The same of `examine_fetched`, where something had to be fetched first."""
+    if inputs_here(config, Findings()).later:
+        _conclude(examine_fetched(config, data, model))
+
+
+def _conclude(findings: Findings) -> None:
+    for line in describe([finding for finding in findings if finding.status == WARN]):
+        logger.warning("preflight: %s", line)
+    findings.require()
+    logger.info("preflight: %d checks, nothing in the way", len(findings))
+
+
+def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> ModelFacts:
+    facts = check_model(inputs.model, config, findings) if inputs.model is not None else ModelFacts()
+    check_lengths(config, facts, inputs.problems, inputs.evaluation, findings)
+    if inputs.problems:
+        check_answers(config, inputs.problems, findings)
+    if inputs.evaluation is not None:
+        with findings.catching("grader"):
+            check_grader(inputs.evaluation, findings)
+    check_forms(inputs.problems, inputs.evaluation, findings)
+    return facts

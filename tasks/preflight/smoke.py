@@ -1,0 +1,106 @@
+"""Starts the engines of a recipe as its stages would, and asks each for one response."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+
+from dapo_core.device import device_for
+from dapo_core.engines.base import GenerationRequest, Response, build_engine
+from dapo_core.errors import ModelError
+from dapo_core.pretrained import load_tokenizer
+from tasks.config import ChainConfig
+from tasks.preflight.finding import FAIL, OK, Findings
+from tasks.serve_model.failure import ServeError
+from tasks.serve_model.servers import serve_model
+
+if TYPE_CHECKING:
+    from eval.problems.items import EvaluationSet
+
+logger = logging.getLogger(__name__)
+
+NUM_TOKENS = 8
+QUESTION = "What is 2 + 3?"
+
+
+def check_engines(model: Path, config: ChainConfig, evaluation: EvaluationSet | None, findings: Findings) -> None:
+    """One response of a server and one of a rollout engine; each is ended before the next starts."""
+    with tempfile.TemporaryDirectory(prefix="dapo-smoke-") as folder, findings.catching("smoke"):
+        _ask_server(model, config, evaluation, Path(folder) / "serve.log", findings)
+    with findings.catching("smoke"):
+        _ask_engine(model, config, findings)
+
+
+def _ask_server(
+    model: Path, config: ChainConfig, evaluation: EvaluationSet | None, log_path: Path, findings: Findings
+) -> None:
+    began = time.monotonic()
+    settings = config.served.model_copy(update={"num_servers": 1})
+    prompt = evaluation.items[0].prompt if evaluation is not None else ({"role": "user", "content": QUESTION},)
+    is_chat = not isinstance(prompt, str)
+    with serve_model(model, settings, log_path) as (server,):
+        body = {"model": server.model, "max_tokens": NUM_TOKENS, "temperature": 0.0}
+        body |= {"messages": list(prompt)} if is_chat else {"prompt": prompt}
+        answer = httpx.post(
+            server.url("chat/completions" if is_chat else "completions"),
+            json=body,
+            headers={"Authorization": f"Bearer {server.api_key}"},
+            timeout=config.evaluate.request_timeout_seconds,
+            trust_env=False,
+        )
+        if not answer.is_success:
+            raise ServeError(
+                f"the server refuses a prompt of the evaluation: HTTP {answer.status_code} {answer.text}"
+            )
+    findings.add("smoke", OK, f"vllm serve answered after {time.monotonic() - began:.0f} s")
+
+
+def _ask_engine(model: Path, config: ChainConfig, findings: Findings) -> None:
+    """In a process of its own: a kernel that this CPU lacks kills it."""
+    began = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            num_tokens = pool.submit(_respond, model, config).result()
+        except BrokenProcessPool:
+            findings.add(
+                "smoke", FAIL, f"the process of rollout.engine={config.rollout.engine} was killed as it started",
+                "its last lines are above; with rollout.dtype=bfloat16 on a CPU set float32",
+            )  # fmt: skip
+            return
+    seconds = time.monotonic() - began
+    findings.add(
+        "smoke", OK, f"rollout.engine={config.rollout.engine} gave {num_tokens} tokens after {seconds:.0f} s"
+    )
+
+
+def _respond(model: Path, config: ChainConfig) -> int:
+    """The number of response tokens of one request to the recipe's rollout engine."""
+    from dapo_core.cluster.start import engine_settings  # loads Ray
+
+    device = device_for(config.train.device)
+    settings = engine_settings(config, device)
+    engine = build_engine(config.rollout.engine, model, settings, config.run.seed, str(device.torch_device()))
+    try:
+        prompt_ids = load_tokenizer(model, config.model.trust_remote_code)(QUESTION).input_ids
+        engine.submit([GenerationRequest("smoke", prompt_ids[: settings.max_model_tokens // 2], seed=0)])
+        responses: list[Response] = []
+        while not responses:
+            responses = engine.step()
+            if engine.num_unfinished_tokens() >= NUM_TOKENS:
+                responses += engine.abort(["smoke"])
+    finally:
+        engine.close()
+    if not responses[0].response_ids:
+        raise ModelError(
+            f"rollout.engine={config.rollout.engine} gave no token for {QUESTION!r}; check model.path"
+        )
+    return len(responses[0].response_ids)

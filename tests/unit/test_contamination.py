@@ -1,0 +1,138 @@
+"""Training problems that are also in an evaluation set: which are found, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from dapo_core.errors import DataError
+from eval.problems.items import Problem
+from tasks.data import contamination
+from tasks.data.contamination import Hit, find_hits, rows_to_drop, shared_sentences
+
+DATA = os.environ.get("DAPO_TEST_DATA")
+BEADS = (
+    "A bag holds two red beads and two green beads. You draw a bead $3$ times, replacing it each time by a red "
+    "one. Find the probability $p$."
+)
+
+
+def found(train: list[str], held_out: list[str]) -> list[tuple[int, str, float]]:
+    problems = [Problem(str(number), text, "1") for number, text in enumerate(held_out)]
+    return [(hit.row, hit.item, hit.overlap) for hit in find_hits("train", train, {"set": problems})]
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        (r"Compute $\dfrac{1}{2} + x^{2}$.", r"Compute \(\frac12+x^2\)"),  # dollars, braces, full stops, \dfrac
+        (r"Solve $\left( x-1 \right) = 2$", "solve (x − 1)=2"),  # layout, case, a minus sign of Unicode
+        ("Ｓｏｌｖｅ　ｘ＋１＝２", "Solve x+1=2"),  # full width
+        ("已知 $x>0$，求 $x+1$ 的最小值。", "已知x>0,求x+1的最小值"),  # no spaces between words
+        (r"\begin{align*} x &= 1 \end{align*} [asy] draw((0,0)--(9,9)); [/asy] Find $x$", "x=1. Find $x$."),
+    ],
+)
+def test_equal_texts_are_found_whatever_their_layout(train: str, held_out: str) -> None:
+    assert found(["What is 5 * 5?", train], [held_out, "What is 6 * 6?"]) == [(1, "0", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        (r"Solve $x^4 - x^2 + 1 = 0$", r"Solve $x^4 + x^2 + 1 = 0$"),  # short, another sign
+        (r"Compute $\sin 60^\circ + \cos 30^\circ$", r"Compute $\sin 60^\circ$"),  # short, within a longer one
+        (BEADS.replace("3", "4"), BEADS),  # another number
+        (BEADS.replace("$p$", "$p - 1$"), BEADS.replace("$p$", "$p + 1$")),  # another sign
+        ("[asy] draw((0,0)--(1,1)); [/asy]", "[asy] draw((0,0)--(2,2)); [/asy]"),  # nothing but drawings
+    ],
+)
+def test_variants_are_other_problems(train: str, held_out: str) -> None:
+    assert found([train], [held_out]) == []
+
+
+def test_reworded_problems_are_found_by_runs_of_words() -> None:
+    # "... by a red one." is 24 words, of which the training problem has all 24 in a row: 24 of 28.
+    train = BEADS.replace("Find the probability $p$.", "What is p? Give it in the form k/m, and calculate k + m.")
+    num_words = len(contamination._words(contamination.tokens_of(BEADS)))
+    num_equal = len(contamination._words(contamination.tokens_of(BEADS.partition(" Find")[0])))
+    assert found([train], [BEADS]) == [(0, "0", round(num_equal / num_words, 3))]
+    # The first sentence alone is 10 words, no run of 13; with half of the second it is a run of less than 60 %.
+    assert found(["A bag holds two red beads and two green beads. You draw a bead $3$ balls."], [BEADS]) == []
+
+
+def test_instructions_that_rows_share_are_no_overlap() -> None:
+    before = (
+        "Solve the following math problem step by step, and give the answer on the last line of your response."
+    )
+    after = 'Remember to put your answer on its own line after "Answer:".'
+    rows = [f"{before}\n\nWhat is {number} + 1?\n\n{after}" for number in range(6)]
+    assert shared_sentences(rows) == {before, after}
+    held_out = [f"{before} What is {number} + 1? {after}" for number in range(5, 9)]
+    assert found(rows, held_out) == [(5, "0", 1.0)]
+    assert found(rows, ["What is 4 + 1?"]) == [(4, "0", 1.0)]  # instructions on one side only
+    assert found(["What is 4 + 1?"], [held_out[0].replace("5", "4"), *held_out[1:]]) == [(0, "0", 1.0)]
+
+
+def test_rows_keep_their_numbers_over_batches_and_items_their_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contamination, "BATCH_ROWS", 2)
+    sets = {"one": [Problem("7", "What is 3 + 1?", "4")], "two": [Problem("9", "what is 3+1", "4")]}
+    rows = [f"What is {number} + 1?" for number in range(5)]
+    hits = [(hit.row, hit.evaluation_set, hit.item) for hit in find_hits("train", rows, sets)]
+    assert hits == [(3, "one", "7"), (3, "two", "9")]
+    assert find_hits("train", [], sets) == find_hits("train", rows, {}) == []
+
+
+def test_what_becomes_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    hits = [
+        Hit("x.parquet", 4, "aime24", "2", True, 1.0, "t", "e"),
+        Hit("x.parquet", 4, "math500", "a", False, 0.7, "t", "e"),
+        Hit("x.parquet", 5, "math500", "a", False, 0.9, "t", "e"),
+    ]
+    counted = (
+        r"2 of 9 training problems of x\.parquet are also in aime24 \(1 of its items\), math500 \(1 of its items\)"
+    )
+    assert rows_to_drop([], 9, "error") == set()
+    with caplog.at_level(logging.WARNING):
+        assert rows_to_drop(hits, 9, "remove") == {4, 5}
+        assert rows_to_drop(hits, 9, "warn") == set()
+    assert [record.getMessage().rpartition("; ")[2].split(":")[0] for record in caplog.records] == [
+        "they are left out",
+        "they stay",
+    ]
+    with pytest.raises(DataError, match=rf"{counted} \(row 4 is aime24 2; .*data\.contamination=remove"):
+        rows_to_drop(hits, 9, "error")
+    with pytest.raises(DataError, match=r"2 of 2 .*none is left.*data\.contamination=warn"):
+        rows_to_drop(hits, 2, "remove")
+
+
+@pytest.mark.skipif(DATA is None, reason="DAPO_TEST_DATA names no folder of published data sets")
+def test_published_sets() -> None:
+    """DAPO-Math-17k has 24 rows that are problems of MATH-500 and 32 of AMC 2023's, but none of AIME 2024's."""
+    import pyarrow.parquet as pq
+
+    folder = Path(str(DATA))
+
+    def problems(name: str) -> list[Problem]:
+        lines = (folder / name / "test.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        return [Problem(str(number), row.get("problem") or row["question"], "") for number, row in enumerate(rows)]
+
+    table = pq.read_table(folder / "dapo_math_17k" / "dapo_math_17k.parquet", columns=["prompt"])
+    texts = list(dict.fromkeys(prompt[-1]["content"] for prompt in table["prompt"].to_pylist()))
+    hits = find_hits(
+        "dapo-math-17k", texts, {name: problems(name) for name in ("math500", "aime24", "aime25", "amc23")}
+    )
+    rows = {
+        name: {hit.row for hit in hits if hit.evaluation_set == name}
+        for name in ("math500", "aime24", "aime25", "amc23")
+    }
+    assert {name: len(found) for name, found in rows.items()} == {
+        "math500": 24,
+        "aime24": 0,
+        "aime25": 0,
+        "amc23": 32,
+    }

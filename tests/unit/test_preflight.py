@@ -1,0 +1,191 @@
+"""What a recipe is refused for before any stage, and what is warned of: the finding, and the key to change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flows.config import Config, resolve_config
+from tasks.preflight.finding import FAIL, OK, WARN, Finding, PreflightError
+from tasks.preflight.prompts import asked_forms
+from tasks.preflight.run import examine, require_ready
+from tests.tiny_models import build_tiny
+
+LENGTHS: dict[str, dict[str, Any]] = {
+    "data": {"max_prompt_tokens": 160},
+    "rollout": {"max_response_tokens": 64},
+    "reward": {"overlong": {"buffer_tokens": 16}},
+    "evaluate": {"max_response_tokens": 64},
+    "serve": {"max_model_len": 256, "memory_gigabytes": 0.5, "eager": True},
+}
+ASK_BOX = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny(tmp_path_factory.mktemp("preflight") / "llama", "llama")
+
+
+def write_training(
+    path: Path, ask: str = ASK_BOX, source: str = "math_boxed", golds: Sequence[str] = "123456"
+) -> Path:
+    rows = [
+        {
+            "data_source": source,
+            "prompt": [{"role": "user", "content": f"What is {gold} + 0?{ask}"}],
+            "reward_model": {"ground_truth": gold},
+            "extra_info": {"index": str(number)},
+        }
+        for number, gold in enumerate(golds)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def recipe(folder: Path, model: Path, rows: Path | None = None, **sections: Mapping[str, Any]) -> Config:
+    """A recipe of the user's own files that fit, but for what is given."""
+    held_out = folder / "eval.jsonl"
+    if not held_out.exists():
+        asked = [{"problem": f"Find {n} + 1.", "answer": str(n + 1), "unique_id": str(n)} for n in range(4)]
+        held_out.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    files = {"train_path": str(rows or write_training(folder / "train.parquet")), "eval_path": str(held_out)}
+    values: dict[str, Any] = {name: dict(section) for name, section in LENGTHS.items()}
+    values |= {"store": {"path": str(folder / "store")}, "model": {"path": str(model)}}
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    values["data"] = {**values["data"], **files, **sections.get("data", {})}
+    return resolve_config(values)
+
+
+def found(config: Config, status: str) -> list[Finding]:
+    return [finding for finding in examine(config) if finding.status == status]
+
+
+def test_files_that_fit_have_nothing_in_the_way_and_say_what_was_looked_at(tmp_path: Path, model: Path) -> None:
+    findings = examine(recipe(tmp_path, model))
+    assert {finding.status for finding in findings} == {OK}
+    said = {finding.check: finding.found for finding in findings}
+    assert said["model"].endswith("of llama, trainable; chat template present")
+    assert said["lengths"].endswith("the model has 512 positions")
+    assert "right as \\boxed{}" in said["scorer"]
+    assert "training asks for \\boxed{}" in said["prompts"]
+    assert not (tmp_path / "store").exists()
+
+
+def test_everything_is_said_at_once_with_keys_that_fit(tmp_path: Path, model: Path) -> None:
+    """No chat template, too long for the model, and no scorer: one refusal with all three."""
+    bare = Path(shutil.copytree(model, tmp_path / "bare"))
+    (bare / "chat_template.jinja").unlink()
+    train = write_training(tmp_path / "t.parquet", source="exam")
+    config = recipe(tmp_path, bare, train, serve={**LENGTHS["serve"], "max_model_len": 22528})
+    with pytest.raises(PreflightError, match=r"^3 findings would end this run") as caught:
+        require_ready(config)
+    for words in ("has no chat template", "--set serve.max_model_len=512", "data_source 'exam' has no scorer"):
+        assert words in str(caught.value)
+
+
+def test_a_prompt_longer_than_its_limit_is_found_and_the_proposed_keys_pass(tmp_path: Path, model: Path) -> None:
+    train = write_training(tmp_path / "t.parquet", golds=["1", "2" * 100])
+    config = recipe(tmp_path, model, train)
+    (finding,) = found(config, FAIL)
+    assert "data.max_prompt_tokens=160 is below the longest prompt" in finding.found
+    changes = dict(word.split("=") for word in finding.advice.split(" --set ")[1:])
+    lengths = {key.split(".")[0]: {key.split(".")[1]: int(value)} for key, value in changes.items()}
+    assert found(recipe(tmp_path, model, train, **lengths), FAIL) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}, "images"),
+        ({"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}, "model.trust_remote_code=true"),
+        ({"model_type": "gpt_neox_japanese"}, "does not let attention be replaced"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(
+    tmp_path: Path, model: Path, config: dict[str, Any], said: str
+) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    values = json.loads((other / "config.json").read_text())
+    if "auto_map" in config:
+        (other / "own.py").write_text("raise SystemExit('ran')")
+    (other / "config.json").write_text(json.dumps(values | config))
+    findings = [finding for finding in found(recipe(tmp_path, other), FAIL) if finding.check == "model"]
+    assert [said in finding.found for finding in findings] == [True]
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, model: Path) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    values = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(values | {"vocab_size": 100}))
+    (finding,) = found(recipe(tmp_path, other), FAIL)
+    assert "the model's embedding 100 rows" in finding.found
+
+
+def test_a_scorer_that_calls_gold_wrong_is_found(tmp_path: Path, model: Path) -> None:
+    scorer = tmp_path / "reward.py"
+    scorer.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
+    )
+    (finding,) = found(recipe(tmp_path, model, custom_reward={"path": str(scorer)}), WARN)
+    assert "custom_reward.path calls all 3 gold answers" in finding.found
+    scorer.write_text(scorer.read_text().replace("return 0.0", "raise KeyError('lost')"))
+    (finding,) = found(recipe(tmp_path, model, custom_reward={"path": str(scorer)}), FAIL)
+    assert "KeyError: 'lost'" in finding.found
+
+
+def test_a_scorer_that_does_not_read_what_the_prompts_ask_for_is_warned_of(tmp_path: Path, model: Path) -> None:
+    """verl's rule reads `Answer:` alone, and GSM8K's `####`: a model that obeys the prompt never gets a reward."""
+    train = write_training(tmp_path / "t.parquet", source="math_dapo")
+    (finding,) = found(recipe(tmp_path, model, train, algorithm={"compat": "verl"}), WARN)
+    assert finding.found == "prompts of math_dapo ask for \\boxed{}; math_dapo reads Answer:"
+    train = write_training(tmp_path / "t.parquet", source="openai/gsm8k")
+    (finding,) = found(recipe(tmp_path, model, train), WARN)
+    assert "gsm8k reads ####" in finding.found
+
+
+def test_prompts_that_ask_for_another_form_than_the_evaluation_are_warned_of(tmp_path: Path, model: Path) -> None:
+    train = write_training(tmp_path / "t.parquet", ask="\nEnd with a line `Answer: $Answer`.")
+    (finding,) = found(recipe(tmp_path, model, train), WARN)
+    assert finding.check == "prompts"
+    assert "training asks for Answer:" in finding.found
+    assert "evaluation for \\boxed{}" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("text", "forms"),
+    [
+        ("put it in \\boxed{}", ["\\boxed{}"]),
+        ("The last line is of the form Answer: $Answer (without quotes)", ["Answer:"]),
+        ('output the final answer after "####".', ["####"]),
+        ("What is 2 + 3?", []),
+    ],
+)
+def test_the_form_that_a_prompt_asks_for(text: str, forms: list[str]) -> None:
+    assert asked_forms(text) == forms
+
+
+def test_caches_devices_and_ports_are_checked_against_the_recipe(tmp_path: Path, model: Path) -> None:
+    serve = {**LENGTHS["serve"], "memory_gigabytes": 1e-6}
+    config = recipe(tmp_path, model, serve=serve, train={"device": "cuda", "num_ranks": 1})
+    said = {finding.check: f"{finding.found}; {finding.advice}" for finding in found(config, FAIL)}
+    assert set(said) == {"cache", "devices"}
+    # 2 layers x (keys + values) x 1 head of 32 numbers of 2 bytes = 256 bytes a token, 64 KiB for 256
+    assert "holds no sequence of 256 tokens" in said["cache"]
+    assert "--set serve.memory_gigabytes=0.1" in said["cache"]
+    assert "torch" in said["devices"]
+
+
+def test_a_ray_cluster_that_does_not_answer_is_said_before_a_training_waits_for_it(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.preflight.machine.RAY_SECONDS", 0.01)
+    (finding,) = found(recipe(tmp_path, model, train={"ray_address": "127.0.0.1:1"}), FAIL)
+    assert finding.found == "train.ray_address=127.0.0.1:1 cannot be used: no answer within 0 s"
