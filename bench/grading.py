@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
 from eval.answers.extraction import extract_answer
 from eval.answers.grading import MathGrader
-from eval.problems.files import read_file
+from eval.problems.files import iterate_rows
 
 MAX_BARE_CHARS = 300
 
@@ -46,7 +46,7 @@ def read_rows(path: Path, finish_reason: str | None) -> list[LabelledRow]:
         with path.open(encoding="utf-8") as file:
             rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     else:
-        rows = read_file(path)
+        rows = [dict(row) for batch in iterate_rows(path) for row in batch]
     labelled = []
     for row in rows:
         response = str(row["prediction"])

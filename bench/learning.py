@@ -163,12 +163,12 @@ def _write_answers(config: Config, data: Artifact, model: Artifact, folder: Path
     from dapo_core.engines.base import EngineSettings, GenerationRequest, build_engine
     from dapo_core.pretrained import load_tokenizer
     from eval.answers.grading import grade
-    from eval.problems.benchmarks import load_set
-    from tasks.stages import eval_file
+    from eval.problems.registry import load_set
+    from tasks.data.layout import EVAL_FILE
 
     limit, items, tokenizer = (
         config.evaluate.max_response_tokens,
-        load_set(eval_file(data)).items,
+        load_set(Path(data.path) / EVAL_FILE).items,
         load_tokenizer(model.path),
     )
     chats = [list(item.prompt) for item in items if not isinstance(item.prompt, str)]

@@ -19,11 +19,6 @@ class Compat:
     overlong_beyond_limit: bool = False  # the overlong penalty grows on beyond the response limit
     math_dapo_to_the_letter: bool = False  # `Answer:` alone, never a box, and verl's normalisation
 
-    @property
-    def boxed_data_source(self) -> str:
-        """The data source of held-out problems that ask for a box, which verl's math_dapo does not read."""
-        return "math_boxed" if self.math_dapo_to_the_letter else "math_dapo"
-
     @classmethod
     def of(cls, algorithm: AlgorithmConfig) -> Compat:
         """The answers that algorithm.compat asks for."""

@@ -36,7 +36,7 @@ def tokenize_prompts(
     problems: Sequence[Problem],
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
-    key: str = "data.train_path",
+    key: str = "data.train",
 ) -> list[Prompt]:
     """The problems' messages as prompts, through the chat template with the generation prompt added.
 
@@ -61,7 +61,7 @@ def tokenize_prompts(
     if num_long:
         raise DataError(
             f"{num_long} of {len(prompts)} prompts are longer than data.max_prompt_tokens={max_prompt_tokens} "
-            f"(longest {max(lengths)} tokens); raise data.max_prompt_tokens, or shorten them in the file of {key}"
+            f"(longest {max(lengths)} tokens); raise data.max_prompt_tokens, or shorten them in the sets of {key}"
         )
     return prompts
 

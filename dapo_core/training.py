@@ -30,8 +30,8 @@ from dapo_core.reward.routing import require_scorers
 from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
 from dapo_core.trainer import OnStep, Trainer
 from dapo_core.validation import held_out_prompts
-from eval.problems.benchmarks import TRAINING
 from eval.problems.files import read_problems
+from eval.problems.rows import CHAT
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -104,7 +104,7 @@ def _read_prompts(
     trusted = config.model.trust_remote_code
     require_trainable(load_model_config(model_path, trusted), config.train.sequence_parallel)
     tokenizer = load_tokenizer(model_path, trusted)
-    prompts = tokenize_prompts(read_problems(train_path, (TRAINING,)), tokenizer, config.data.max_prompt_tokens)
+    prompts = tokenize_prompts(read_problems(train_path, (CHAT,)), tokenizer, config.data.max_prompt_tokens)
     held_out: list[Prompt] = []
     if config.validation.every:
         if held_out_path is None:

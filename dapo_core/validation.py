@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dapo_core.compat import Compat
 from dapo_core.data import Prompt, tokenize_prompts
 from dapo_core.errors import RewardError, RolloutError
 from dapo_core.reward.routing import require_scorers
 from dapo_core.rollout import Group, GroupRequest, Rollout
-from eval.problems.benchmarks import benchmark_of
 from eval.problems.prompts import DEFAULT, find_template, make_messages
+from eval.problems.registry import OWN, read_held_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,22 +29,21 @@ def held_out_prompts(
 ) -> list[Prompt]:
     """The validation prompts: the first validation.num_prompts of the file, or all, each once, as dapo eval asks.
 
-    Problems that name no data source are scored by the benchmark's rule. Raises ProblemsError for a file that dapo
-    eval refuses, DataError for prompts that are too long, and what require_scorers raises.
+    Problems that name no data source are scored as their set. Raises ProblemsError for a file that dapo eval
+    refuses, DataError for prompts that are too long, and what require_scorers raises.
     """
-    known = benchmark_of(path, benchmark)
-    distinct = known.load(path)
-    template = find_template(DEFAULT, known.template_of(distinct))
-    data_source = "choice" if known.grader == "choice" else Compat.of(config.algorithm).boxed_data_source
+    held_out = read_held_out(path, benchmark)
+    template = find_template(DEFAULT, held_out.template)
+    data_source = held_out.name or OWN.scorer
     problems = [
         replace(
             problem,
             messages=make_messages(template, problem.text, problem.messages),
             data_source=problem.data_source or data_source,
         )
-        for problem in distinct[: config.validation.num_prompts]
+        for problem in held_out.problems[: config.validation.num_prompts]
     ]
-    prompts = tokenize_prompts(problems, tokenizer, config.data.max_prompt_tokens, "data.eval_path")
+    prompts = tokenize_prompts(problems, tokenizer, config.data.max_prompt_tokens, "data.eval")
     require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
     return prompts
 

@@ -59,7 +59,7 @@ def build_model(
     if num_foreign or not train_rows:
         raise ModelError(
             f"{num_foreign} of {len(train_rows)} training rows are not generated arithmetic problems, "
-            "the only ones whose solutions a warm start knows: set data.source=arithmetic, or "
+            "the only ones whose solutions a warm start knows: set data.train=arithmetic, or "
             "model.source=path with a model"
         )
     tokenizer = train_tokenizer(train_rows)

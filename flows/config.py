@@ -60,7 +60,7 @@ def load_config_or_defaults(path: str | Path | None, overrides: Sequence[str] = 
     """`load_config`, or with no file the defaults and overrides, for commands that read one section only."""
     if path is not None:
         return load_config(path, overrides)
-    tree: dict[str, Any] = {"data": {"source": "arithmetic"}, "model": {"source": "recipe"}}
+    tree: dict[str, Any] = {"data": {"train": "arithmetic", "eval": "arithmetic"}, "model": {"source": "recipe"}}
     return resolve_config(loading.overridden(tree, overrides))
 
 

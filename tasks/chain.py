@@ -15,10 +15,11 @@ from prefect.runtime import task_run
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
 from durable import read_json_lines
-from eval.problems.benchmarks import load_set
+from eval.problems.registry import load_set
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output, algorithm_for
 from tasks.config import ChainConfig
-from tasks.dataset import build_dataset
+from tasks.data.layout import EVAL_FILE, TRAIN_FILE
+from tasks.data.prepare import build_dataset
 from tasks.evaluation_settings import evaluate_servers
 from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
 from tasks.page import StageProgress, show_report
@@ -32,7 +33,7 @@ from tasks.serve_model.command import served_name
 from tasks.serve_model.servers import serve_model
 from tasks.stage_command import link_log, run_dapo
 from tasks.stage_task import retried_task, stage_task
-from tasks.stages import LINKS, TRAIN_FILE, eval_file
+from tasks.stages import LINKS
 from tasks.training_lock import hold, training_lock_path
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @stage_task("prepare-data")
 def prepare_data(run: Run) -> Artifact:
-    """The training and held-out problems: train.parquet and eval.parquet (or eval.jsonl)."""
+    """The training and held-out problems: train.parquet and eval.parquet."""
     key = LINKS["prepare_data"].key(run.config)
     return run.produce("prepare_data", key, lambda folder: build_dataset(run.config, folder))
 
@@ -104,7 +105,7 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
         link_log(run, log_path)
-        evaluation_set = load_set(eval_file(data), settings.benchmark, settings.prompt, settings.api)
+        evaluation_set = load_set(Path(data.path) / EVAL_FILE, None, settings.prompt, settings.api)
         name = served_name(model.digest)
         with serve_model(model.path, run.config.served, log_path=log_path, name=name) as servers:
             urls = ", ".join(server.base_url for server in servers)
@@ -132,7 +133,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: boo
         words: list[str | Path] = ["train", run.config_path]
         words += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
         if run.config.validation.every:
-            words += ["--held-out", eval_file(data)]
+            words += ["--held-out", Path(data.path) / EVAL_FILE]
         words += resume_words(run.config.checkpoint.resume, attempt)
         detach = DetachOptions(
             unwatched_seconds=60 * run.config.flow.unwatched_minutes,

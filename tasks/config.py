@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
-from dapo_core.config.training import PromptsConfig, TrainingConfig
+from dapo_core.config.training import TrainingConfig
 from dapo_core.config.warm_start import ModelCodeConfig, WarmStartConfig
+from eval.problems.registry import find_set
+from tasks.data_config import DataConfig
 from tasks.lengths import Lengths, bounds_of, explain
 from tasks.serve_model.config import ServeConfig
 
@@ -17,38 +19,6 @@ class StoreConfig(Section):
     """The artifact store."""
 
     path: str = volatile(".dapo", "Folder of artifacts and runs; every node must see it.")
-
-
-class ArithmeticConfig(Section):
-    """The generated problems of `data.source: arithmetic`."""
-
-    num_train: int = key(4096, "Training problems.", ge=16, le=1_000_000)
-    num_eval: int = key(600, "Held-out problems, disjoint from training.", ge=1, le=100_000)
-    max_level: int = key(5, "Highest difficulty level.", ge=1, le=5)
-    seed: int | None = key(None, "Seed of the problems; unset: run.seed.", ge=0)
-
-
-class DataConfig(PromptsConfig):
-    """Training prompts and the held-out evaluation set."""
-
-    source: Literal["arithmetic", "path"] = key("path", "`arithmetic` generates problems, `path` reads parquet.")
-    train_path: str | None = key(None, "Training parquet in the DAPO-Math-17k schema (source: path).")
-    eval_path: str | None = key(None, "Held-out set, any file that dapo eval reads (source: path).")
-    arithmetic: ArithmeticConfig = Field(default_factory=ArithmeticConfig)
-
-    @model_validator(mode="after")
-    def _paths_for_source(self) -> DataConfig:
-        if self.source == "path" and not (self.train_path and self.eval_path):
-            raise ValueError(
-                "data.source is path, but data.train_path or data.eval_path is not set; "
-                "set both, or data.source=arithmetic for the generated problems"
-            )
-        if self.source != "path" and (self.train_path or self.eval_path):
-            raise ValueError(
-                f"data.train_path={self.train_path} and data.eval_path={self.eval_path} would be ignored by "
-                f"data.source={self.source}; set data.source=path to use them, or remove them"
-            )
-        return self
 
 
 class ModelConfig(ModelCodeConfig):
@@ -119,12 +89,10 @@ class MergeConfig(Section):
 class EvaluateConfig(Section):
     """The before and after measurement."""
 
-    benchmark: (
-        Literal[
-            "math500", "aime24", "aime25", "amc23", "gsm8k", "olympiadbench", "minerva", "arithmetic", "choice"
-        ]
-        | None
-    ) = key(None, "Known benchmark; its rows are counted and graded accordingly. Unset: the user's own set.")
+    benchmark: str | None = key(
+        None,
+        "Registered set whose rows a file of data.eval holds; they are counted, asked and graded accordingly.",
+    )
     api: Literal["chat", "completions"] = key(
         "chat", "completions sends no chat template, as in AISBench's guide."
     )
@@ -146,6 +114,13 @@ class EvaluateConfig(Section):
     )
     outage_seconds: float = volatile(120.0, "How long an unreachable server is awaited.", ge=0)
     max_failed_ratio: float = key(0.0, "Largest share of failed requests; above it the stage fails.", ge=0, lt=1)
+
+    @field_validator("benchmark")
+    @classmethod
+    def _benchmark_is_registered(cls, name: str | None) -> str | None:
+        if name is not None:
+            find_set(name)
+        return name
 
 
 class TimeLimitsConfig(Section):

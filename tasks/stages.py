@@ -19,11 +19,10 @@ from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, sha256_of
 from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
+from tasks.data.layout import EVAL_FILE, TRAIN_FILE
+from tasks.data.sources import source_files
 from tasks.fetched_model import fetched_inputs
 from tasks.references import earlier_inputs
-
-TRAIN_FILE = "train.parquet"
-EVAL_STEM = "eval"
 
 # Left out of the folder that holds them, since a change there changes no output: configuration, which a key has
 # itself, errors, storage, the report, and how servers are checked, started and ended.
@@ -46,6 +45,9 @@ NOT_COUNTED = (
     "eval/report.py",
     "eval/templates",
     "eval/training.py",
+    "tasks/artifacts",
+    "tasks/config.py",
+    "tasks/data_config.py",
     "tasks/serve_model/checks.py",
     "tasks/serve_model/config.py",
     "tasks/serve_model/failure.py",
@@ -85,9 +87,12 @@ def _result_value(config: ChainConfig, section: str) -> Any:
 
 PREPARE_DATA = Stage(
     name="prepare_data",
-    sections=("run.seed", "data.source", "data.arithmetic"),
-    code=("dapo_core/arithmetic.py",),
-    packages=("pyarrow",),
+    sections=("run.seed", "data.arithmetic", "data.max_refused_ratio"),
+    code=(
+        *("tasks/data", "eval/problems", "eval/answers", "dapo_core/arithmetic.py"),
+        *("dapo_core/reward", "dapo_core/compat.py"),  # whether every data source has a scorer
+    ),
+    packages=("pyarrow", "datasets"),
 )
 BUILD_MODEL = Stage(
     name="fetch_model",
@@ -146,13 +151,6 @@ MERGE_CHECKPOINT = Stage(
 )
 
 
-def data_files(config: ChainConfig) -> dict[str, str]:
-    """Digests of the files that data.train_path and data.eval_path name; nothing for generated data."""
-    if config.data.source == "arithmetic":
-        return {}
-    return {name: _file_digest(f"data.{name}", getattr(config.data, name)) for name in ("train_path", "eval_path")}
-
-
 def model_inputs(config: ChainConfig, data: Artifact | None = None) -> dict[str, str]:
     """The training rows that a recipe's warm start learns from; nothing for a fetched model."""
     return {} if data is None else {"train_data": file_digest(data, TRAIN_FILE)}
@@ -188,9 +186,7 @@ def train_policy_inputs(config: ChainConfig, data: Artifact, model: Artifact) ->
     """The training rows and the model, and the held-out rows of a training that validates."""
     inputs = {"train_data": file_digest(data, TRAIN_FILE), "model": model.digest}
     if config.validation.every:
-        inputs["held_out"] = file_digest(data, eval_file(data).name)
-        if config.evaluate.benchmark is not None:
-            inputs["held_out_benchmark"] = config.evaluate.benchmark
+        inputs["held_out"] = file_digest(data, EVAL_FILE)
     return inputs
 
 
@@ -210,7 +206,7 @@ def training_files(config: ChainConfig) -> dict[str, str]:
 
 def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact) -> dict[str, str]:
     """The held-out rows and the model. Changed training rows leave the result as it is."""
-    return {"eval_data": file_digest(data, eval_file(data).name), "model": model.digest}
+    return {"eval_data": file_digest(data, EVAL_FILE), "model": model.digest}
 
 
 def evaluation_files(config: ChainConfig) -> dict[str, str]:
@@ -258,7 +254,7 @@ def _evaluation(side: str, model: str) -> Link:
 
 
 CHAIN = (
-    Link("prepare_data", PREPARE_DATA, (), lambda _: {}, data_files),
+    Link("prepare_data", PREPARE_DATA, (), lambda _: {}, source_files),
     Link("fetch_model", BUILD_MODEL, ("prepare_data",), model_inputs, model_files, fetches=FETCH_MODEL),
     _evaluation("before", "fetch_model"),
     Link("train_policy", TRAIN_POLICY, ("prepare_data", "fetch_model"), train_policy_inputs, training_files),
@@ -272,11 +268,6 @@ CHAIN = (
     _evaluation("after", "merge_checkpoint"),
 )
 LINKS = {link.label: link for link in CHAIN}
-
-
-def eval_file(data: Artifact) -> Path:
-    """The held-out set in a prepare_data artifact: eval.parquet or eval.jsonl."""
-    return next(path for path in sorted(Path(data.path).iterdir()) if path.stem == EVAL_STEM)
 
 
 def file_digest(artifact: Artifact, name: str) -> str:

@@ -11,4 +11,6 @@ from flows.config import Config
 def make_config(model_path: str | Path = "model", **sections: dict[str, Any]) -> Config:
     """A valid configuration of a model on the CPU with the given keys, by section."""
     values: dict[str, Any] = {"model": {"path": str(model_path)}, **sections}
-    return Config.model_validate({**values, "data": {"source": "arithmetic", **sections.get("data", {})}})
+    return Config.model_validate(
+        {**values, "data": {"train": "arithmetic", "eval": "arithmetic", **sections.get("data", {})}}
+    )

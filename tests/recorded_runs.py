@@ -18,7 +18,7 @@ from eval.training import read_training_metrics
 from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.dataset import build_dataset
+from tasks.data.prepare import build_dataset
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import headline
 from tasks.runs.run import Run

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 from dapo_core.errors import ConfigError, DataError
 from dapo_core.reward.custom import require_function
 from dapo_core.reward.scorers import DATA_SOURCES, SCORERS
+from eval.problems.registry import SETS
 
 if TYPE_CHECKING:
     from dapo_core.config.training import CustomRewardConfig, RewardConfig
 
 
 def routes(entries: Sequence[str] = ()) -> dict[str, str]:
-    """The table of data sources and their scorers, with the entries of reward.scorers, which take precedence.
+    """The table of data sources and their scorers: registered sets, other known names, entries of reward.scorers.
+
+    Entries take precedence.
 
     Raises ConfigError for an entry that is not DATA_SOURCE=SCORER, names no scorer, or contradicts another.
     """
@@ -31,7 +34,8 @@ def routes(entries: Sequence[str] = ()) -> dict[str, str]:
             raise ConfigError(
                 f"reward.scorers gives {data_source!r} two scorers, {added[data_source]} and {name}; remove one"
             )
-    return {**DATA_SOURCES, **added}
+    registered = {one.name: one.scorer for one in SETS.values()}
+    return {**registered, **DATA_SOURCES, **added}
 
 
 def scorer_name(data_source: str, table: Mapping[str, str]) -> str:

@@ -78,6 +78,19 @@ def score_gsm8k(response: str, ground_truth: str) -> Score:
     return Score(float(is_right), "right" if is_right else "wrong", answer, float(is_right))
 
 
+def score_math_verify(response: str, ground_truth: str) -> Score:
+    r"""+1 when the response's final answer has the value of the ground truth, else -1.
+
+    The answer is the last \boxed{}, else the last `Answer:` line within the last 300 characters. Answers are equal
+    as normalised strings, or when math-verify finds them equal.
+    """
+    answer = extract_boxed(response) or answer_line(response)
+    if not (answer and answer.strip()):
+        return Score(-1.0, "no_answer")
+    is_right = is_same_value(answer.strip(), ground_truth)
+    return Score(1.0 if is_right else -1.0, "right" if is_right else "wrong", answer.strip(), float(is_right))
+
+
 def score_choice(response: str, ground_truth: str) -> Score:
     """+1 when the response names exactly the options of the ground truth, in any order, else -1.
 
@@ -150,28 +163,22 @@ class Scorer:
 SCORERS: Mapping[str, Scorer] = {
     "math_dapo": Scorer(score_math, WINDOW_CHARACTERS),
     "math_boxed": Scorer(score_math, WINDOW_CHARACTERS),  # the same whatever algorithm.compat says
+    "math_verify": Scorer(score_math_verify),
     "choice": Scorer(score_choice),
     "geo3k": Scorer(score_geo3k),
     "gsm8k": Scorer(score_gsm8k, WINDOW_CHARACTERS),
 }
 VERL_SCORERS: Mapping[str, Scorer] = {**SCORERS, "math_dapo": Scorer(score_math_as_verl, WINDOW_CHARACTERS)}
-# The project's names, and those that verl's default_compute_score sends to the same rules.
+# Beside the registered sets: scorers by their own names, and names that verl's default_compute_score knows.
 DATA_SOURCES: Mapping[str, str] = {
-    "arithmetic": "math_dapo",
     "math_dapo": "math_dapo",
     "math_dapo_reasoning": "math_dapo",
-    "math": "math_dapo",
     "math_boxed": "math_boxed",
+    "math_verify": "math_verify",
     "aime": "math_dapo",
-    "aime24": "math_dapo",
-    "aime25": "math_dapo",
-    "choice": "choice",
-    "cflue": "choice",
     "cflue_mcq": "choice",
     "openai/gsm8k": "gsm8k",
-    "gsm8k": "gsm8k",
     "hiyouga/geometry3k": "geo3k",
-    "geometry3k": "geo3k",
 }
 
 

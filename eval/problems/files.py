@@ -1,62 +1,62 @@
-"""Reads rows of a file as problems and drops none silently. Training and evaluation share it."""
+"""Reads rows of files as problems and drops none silently. Training and evaluation share it."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eval.problems import ProblemsError
 from eval.problems.items import Problem
-from eval.problems.prompts import Message, read_utf8
+from eval.problems.prompts import read_utf8
+from eval.problems.rows import Row, Schema, Unusable
 
-Row = Mapping[str, Any]
-SUFFIXES = (".parquet", ".jsonl", ".json")
-
-
-@dataclass(frozen=True)
-class Schema:
-    """How a row becomes a problem; a `problem` or `gold` of None is a fault, as are `other_faults`."""
-
-    columns: tuple[str, ...]  # by which the schema is recognised
-    problem: Callable[[Row], str | None]
-    gold: Callable[[Row], str | None]
-    no_problem: str  # the fault in words
-    no_gold: str
-    messages: Callable[[Row], tuple[Message, ...] | None] = lambda row: None
-    details: Callable[[Row], Row] = lambda row: row  # where id, subject and level are
-    other_faults: Mapping[str, Callable[[Row], bool]] = field(default_factory=dict)
+FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
+BATCH_ROWS = 1000
 
 
 def read_problems(path: Path, schemas: Sequence[Schema]) -> list[Problem]:
-    """All problems of a file, in its order, by the first schema whose columns the file has.
+    """All problems of a file or folder, in its order, by the first schema whose columns it has.
 
-    Raises ProblemsError for a file that cannot be read or lacks columns, and for rows without a problem or a gold
-    answer or with text that is not UTF-8, with their count and first row numbers.
+    Raises ProblemsError for a file that cannot be read or lacks columns, and for rows that are no problems, with
+    their count and first row numbers.
     """
-    rows = read_file(path)
-    if not rows:
+    problems, faults = [], dict[str, list[int]]()
+    for number, _, problem in iterate_problems(path, schemas):
+        if isinstance(problem, Unusable):
+            faults.setdefault(str(problem), []).append(number)
+        else:
+            problems.append(problem)
+    if faults:
+        found = " and ".join(_describe_fault(what, numbers) for what, numbers in faults.items())
+        num_rows = len(problems) + sum(map(len, faults.values()))
+        raise ProblemsError(f"{path}: of {num_rows} rows, {found}. No row is dropped silently: fix the file")
+    return problems
+
+
+def iterate_problems(path: Path, schemas: Sequence[Schema]) -> Iterator[tuple[int, Row, Problem | Unusable]]:
+    """(row number, row, its problem or why it is none) of a file or folder; memory holds one batch.
+
+    A problem without an id gets `row-N`. Raises ProblemsError for a file that cannot be read or lacks columns.
+    """
+    number, schema = 0, None
+    for rows in iterate_rows(path, schemas):
+        schema = schema or find_schema(path, rows[0], schemas)
+        for row in rows:
+            problem: Problem | Unusable
+            try:
+                problem = schema.read(row)
+                problem = problem if problem.id else replace(problem, id=f"row-{number}")
+            except Unusable as reason:
+                problem = reason
+            yield number, row, problem
+            number += 1
+    if not number:
         raise ProblemsError(f"{path} has no rows; name another file, or fix it")
-    schema = find_schema(path, {name for row in rows for name in row}, schemas)
-    faults: dict[str, Callable[[Row], bool]] = {
-        schema.no_problem: lambda row: schema.problem(row) is None,
-        schema.no_gold: lambda row: schema.gold(row) is None,
-        "a lone surrogate, which is not text": lambda row: not _is_text(schema.problem(row), schema.gold(row)),
-        **schema.other_faults,
-    }
-    found = [
-        _describe_fault(what, [number for number, row in enumerate(rows) if is_bad(row)])
-        for what, is_bad in faults.items()
-    ]
-    if any(found):
-        raise ProblemsError(
-            f"{path}: of {len(rows)} rows, {' and '.join(filter(None, found))}. No row is dropped silently: fix "
-            "the file"
-        )
-    return [_problem(schema, number, row) for number, row in enumerate(rows)]
 
 
 def find_schema(path: Path, columns: Collection[str], schemas: Sequence[Schema]) -> Schema:
@@ -67,20 +67,14 @@ def find_schema(path: Path, columns: Collection[str], schemas: Sequence[Schema])
     known = " or ".join(", ".join(schema.columns) for schema in schemas)
     missing = ", ".join(name for name in schemas[0].columns if name not in columns)
     raise ProblemsError(
-        f"{path} lacks the columns {missing} (it has {', '.join(sorted(columns))}); what can be read: {known}"
+        f"{path} lacks the columns {missing} (it has {', '.join(sorted(columns))}); what can be read: {known}. "
+        "Other columns are mapped by data.columns, such as data.columns.problem=question"
     )
 
 
-def require_columns(path: Path, schema: Schema) -> None:
-    """Raise ProblemsError unless the file is a parquet with the schema's columns; reads only its footer."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        names = pq.read_schema(path).names
-    except (pa.ArrowException, OSError) as error:
-        raise ProblemsError(f"{path} cannot be read as parquet: {error}") from None
-    find_schema(path, names, (schema,))
+def columns_of(path: Path) -> list[str]:
+    """The columns of a file or folder, from its beginning. Raises ProblemsError when it cannot be read."""
+    return list(next(iterate_rows(path), [{}])[0])
 
 
 def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
@@ -91,9 +85,7 @@ def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
     """
     rows: dict[Any, list[int]] = {}
     for number, problem in enumerate(problems):
-        messages = problem.messages or ({"content": problem.text},)
-        key = tuple(tuple((name, text.strip()) for name, text in message.items()) for message in messages)
-        rows.setdefault(key, []).append(number)
+        rows.setdefault(problem.asked, []).append(number)
     unequal = [numbers for numbers in rows.values() if len({problems[row].gold for row in numbers}) > 1]
     if unequal:
         first = ", ".join(f"row {row}: {problems[row].gold!r}" for row in unequal[0][:3])
@@ -102,7 +94,8 @@ def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
             f"prompt are samples of one problem, so correct the file"
         )
     distinct = [replace(problems[numbers[0]], num_rows=len(numbers)) for numbers in rows.values()]
-    repeated = [identity for identity, count in Counter(problem.id for problem in distinct).items() if count > 1]
+    counts = Counter((problem.dataset, problem.id) for problem in distinct)
+    repeated = [identity for (_, identity), count in counts.items() if count > 1]
     if repeated:
         raise ProblemsError(
             f"{path}: {len(repeated)} ids are used for several problems (first: {repeated[0]!r}); results are "
@@ -111,99 +104,124 @@ def merge_repeats(path: Path, problems: Sequence[Problem]) -> list[Problem]:
     return distinct
 
 
-def read_file(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .parquet, a .jsonl, or a .json: a list, or rows by their index as in AISBench's file."""
-    if not path.is_file():
+def iterate_rows(path: Path, schemas: Sequence[Schema] = ()) -> Iterator[list[Row]]:
+    """The rows of a file, or of all files of one format in a folder, in batches that are not empty.
+
+    parquet is read by pyarrow, of whose columns only those of the schema that fits; the rest by `datasets`, which
+    streams and leaves nothing in the user's cache. The one form of the project's own is AISBench's JSON object of
+    rows by index. Raises ProblemsError.
+    """
+    files = files_of(path)
+    if files[0].suffix == ".parquet":
+        yield from filter(None, _parquet_rows(files, schemas))
+        return
+    if files[0].suffix == ".json" and (rows := _rows_by_index(files[0])) is not None:
+        yield rows
+        return
+    for columns in _batches(path, files):
+        names = list(columns)
+        if columns and (count := len(columns[names[0]])):
+            yield [{name: columns[name][row] for name in names} for row in range(count)]
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file, or the files of a folder, which share one format. Raises ProblemsError when there is none."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in FORMATS and file.is_file())
+    if not files or not files[0].is_file():
         raise ProblemsError(
-            f"{path} is not a file; problems come from a file that ends in {', '.join(SUFFIXES)}, or the "
-            f"source of one: hf:ORG/NAME/FILE, modelscope:ORG/NAME/FILE or https://..., each with #sha256=..."
+            f"{path} is not a file, nor a folder with some; problems come from a registered set (dapo datasets), "
+            f"files that end in {', '.join(FORMATS)}, hf:ORG/NAME, modelscope:ORG/NAME or https://...#sha256=..."
         )
-    if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+    if files[0].suffix not in FORMATS:
+        raise ProblemsError(
+            f"{path} ends in {path.suffix!r}; a file of problems must end in one of {', '.join(FORMATS)}"
+        )
+    if len({file.suffix for file in files}) > 1:
+        raise ProblemsError(
+            f"{path} has files of several formats ({', '.join(sorted({f.suffix for f in files}))})"
+        )
+    return files
 
+
+def _parquet_rows(files: Sequence[Path], schemas: Sequence[Schema]) -> Iterator[list[Row]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for file in files:
         try:
-            return list(pq.read_table(path).to_pylist())
+            parquet = pq.ParquetFile(file)
+            wanted = _columns_read(file, parquet.schema_arrow.names, schemas)
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=wanted):
+                yield batch.to_pylist()
         except (pa.ArrowException, OSError) as error:
-            raise ProblemsError(f"{path} cannot be read as parquet: {error}") from None
-    if path.suffix == ".jsonl":
-        lines = read_utf8(path).split("\n")
-        return [_parse(line, f"{path}, line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
-    if path.suffix == ".json":
-        return _json_rows(path)
-    raise ProblemsError(
-        f"{path} ends in {path.suffix!r}; a file of problems must end in one of {', '.join(SUFFIXES)}"
-    )
+            raise ProblemsError(f"{file} cannot be read as parquet: {error}") from None
 
 
-def text_of(row: Row | None, *keys: str) -> str | None:
-    """The value of the first key that is not blank, as text; None when all are."""
-    for key in keys:
-        value = None if row is None else row.get(key)
-        if value is not None and str(value).strip():
-            return str(value)
-    return None
-
-
-def chat_of(row: Row) -> tuple[Message, ...] | None:
-    """The column `prompt` as messages, the last of them not blank; None for anything else."""
-    prompt = row["prompt"]
-    if not isinstance(prompt, list) or not prompt:
+def _columns_read(file: Path, names: Sequence[str], schemas: Sequence[Schema]) -> list[str] | None:
+    """The columns that the first schema that fits reads; None, which means all, without schemas."""
+    if not schemas:
         return None
-    is_chat = all(isinstance(m, dict) and m.get("role") and isinstance(m.get("content"), str) for m in prompt)
-    if not is_chat or not prompt[-1]["content"].strip():
-        return None
-    return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
+    schema = find_schema(file, names, schemas)
+    return [name for name in names if name in (*schema.columns, *schema.others)]
 
 
-def last_of_chat(row: Row) -> str | None:
-    """The content of the last message of the column `prompt`."""
-    messages = chat_of(row)
-    return messages[-1]["content"] if messages else None
+def _batches(path: Path, files: Sequence[Path]) -> Iterator[dict[str, list[Any]]]:
+    """Columns of up to BATCH_ROWS rows each."""
+    import datasets
 
-
-def _problem(schema: Schema, number: int, row: Row) -> Problem:
-    details = schema.details(row)
-    return Problem(
-        id=text_of(details, "index", "unique_id", "id", "idx") or f"row-{number}",
-        text=str(schema.problem(row)),
-        gold=str(schema.gold(row)),
-        subject=text_of(details, "subject", "subfield", "type", "名称"),
-        level=text_of(details, "level", "task"),
-        messages=schema.messages(row),
-        data_source=text_of(row, "data_source"),
-        extra_info=row.get("extra_info") or {},
-    )
-
-
-def _json_rows(path: Path) -> list[dict[str, Any]]:
-    content = _load(read_utf8(path), str(path))
-    rows = list(content.values()) if isinstance(content, dict) else content
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ProblemsError(f"{path}: a list of JSON objects is needed, or an object of them by index")
-    return rows
-
-
-def _parse(line: str, place: str) -> dict[str, Any]:
-    row = _load(line, place)
-    if not isinstance(row, dict):
-        raise ProblemsError(f"{place}: a JSON object is needed, not {type(row).__name__}")
-    return row
-
-
-def _load(text: str, place: str) -> Any:
+    what, options = FORMATS[files[0].suffix], dict[str, Any]()
+    before = datasets.utils.logging.get_verbosity()
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ProblemsError(f"{place}: not JSON ({error})") from error
+        datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # its errors are raised as well
+        if what == "csv":  # texts as they are: 0027 and NA are answers
+            import pandas
+
+            names = pandas.read_csv(files[0], nrows=0, encoding="utf-8-sig").columns
+            texts = datasets.Features({str(name): datasets.Value("string") for name in names})
+            options = {"features": texts, "na_filter": False, "encoding": "utf-8-sig"}
+        with tempfile.TemporaryDirectory() as folder:
+            rows = datasets.load_dataset(
+                what,
+                data_files=[str(file) for file in files],
+                split="train",
+                streaming=True,
+                cache_dir=folder,
+                **options,
+            )
+            yield from rows.iter(BATCH_ROWS)
+    except StopIteration:
+        return
+    except UnicodeDecodeError as error:
+        raise ProblemsError(
+            f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8 text"
+        ) from None
+    except Exception as error:  # of pyarrow, pandas and datasets, which share no base
+        if isinstance(error, ProblemsError):
+            raise
+        raise ProblemsError(f"{path} cannot be read as {files[0].suffix[1:]}: {error}; correct the file") from None
+    finally:
+        datasets.utils.logging.set_verbosity(before)
 
 
-def _is_text(*parts: str | None) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for part in parts if part for character in part)
+def _rows_by_index(path: Path) -> list[Row] | None:
+    """The rows of a JSON object of objects, as AISBench keeps MATH-500; None for anything else."""
+    if not read_utf8(path).lstrip().startswith("{"):
+        return None
+    try:
+        content = json.loads(read_utf8(path))
+    except json.JSONDecodeError:
+        return None  # lines, or not JSON, which datasets says better
+    if not content or not all(isinstance(row, dict) for row in content.values()):
+        return None
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ProblemsError(f"{path} has a lone surrogate, which is not text; correct the file") from None
+    return list(content.values())
 
 
 def _describe_fault(what: str, numbers: Sequence[int]) -> str:
-    if not numbers:
-        return ""
     first = ", ".join(str(number) for number in numbers[:5])
     return f"{len(numbers)} with {what} (rows {first}{', ...' if len(numbers) > 5 else ''})"

@@ -15,7 +15,7 @@ class Problem:
     """A problem of a file.
 
     `level` and `subject` are free text that the report groups by; None where the file has none. Files in the
-    schema of DAPO-Math-17k have `messages`, `data_source` and `extra_info` too.
+    schema of DAPO-Math-17k have `messages`, `data_source` and `extra_info` too, prepared ones what follows them.
     """
 
     id: str
@@ -26,7 +26,17 @@ class Problem:
     messages: tuple[Message, ...] | None = None  # the whole prompt, if the file has one
     data_source: str | None = None  # chooses the scorer
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    dataset: str = ""  # the set it is from
+    weight: float = 1.0  # of that set among those trained on
+    template: str | None = None  # what it was asked with, and the grader of its set
+    grader: GraderName | None = None
     num_rows: int = 1  # of an evaluation file that hold it
+
+    @property
+    def asked(self) -> tuple[tuple[str, str], ...]:
+        """What identifies it: role and stripped text of each message, or the problem as the user's."""
+        messages = self.messages or ({"role": "user", "content": self.text},)
+        return tuple((message["role"], message["content"].strip()) for message in messages)
 
 
 @dataclass(frozen=True)

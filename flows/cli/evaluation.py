@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-DATASETS = ("math500", "aime24", "aime25", "amc23", "gsm8k", "olympiadbench", "minerva", "arithmetic", "choice")
-
 
 @app.command(
     "eval",
@@ -36,7 +34,7 @@ def evaluate(
     ],
     output: Annotated[Path, typer.Option(help="Results folder; an unfinished one is continued.")],
     dataset: Annotated[
-        str | None, typer.Option(help=f"Known dataset, checked for completeness: {', '.join(DATASETS)}.")
+        str | None, typer.Option(help="Registered set, checked for completeness; dapo datasets lists them.")
     ] = None,
     data: Annotated[
         str | None,
@@ -52,7 +50,7 @@ def evaluate(
 ) -> None:
     """Evaluate a served model on every item of a dataset; the API key comes from VLLM_API_KEY."""
     from eval.client import Endpoint
-    from eval.problems.benchmarks import load_set
+    from eval.problems.registry import load_set
     from flows.config import load_config_or_defaults
     from tasks.evaluation_settings import evaluate_servers, served_model_identity
     from tasks.serve_model.command import API_KEY_VARIABLE

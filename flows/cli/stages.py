@@ -31,7 +31,7 @@ def prepare_data(
 ) -> None:
     """Write train.parquet and the held-out set of a recipe."""
     from flows.config import load_config
-    from tasks.dataset import build_dataset
+    from tasks.data.prepare import build_dataset
 
     counts = build_dataset(load_config(config, overrides or ()), _new_folder(output))
     typer.echo(f"{output}: {counts['train_rows']} training and {counts['eval_rows']} held-out problems")
@@ -74,11 +74,12 @@ def _build_model(settings: Config, data: Path | None, folder: Path) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from dapo_core.errors import ConfigError
     from dapo_core.warm_start import build_model
-    from eval.problems.files import read_file
+    from eval.problems.files import iterate_rows
 
     if data is None:
         raise ConfigError("model.source=recipe learns from training rows; name their file with --data")
-    metrics = build_model(read_file(data), folder, settings.model.recipe, settings.run.seed)
+    rows = [dict(row) for batch in iterate_rows(data) for row in batch]
+    metrics = build_model(rows, folder, settings.model.recipe, settings.run.seed)
     typer.echo(f"{folder}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}")
 
 

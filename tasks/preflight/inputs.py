@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval.problems.benchmarks import TRAINING, load_set
 from eval.problems.files import read_problems
+from eval.problems.registry import load_set
+from eval.problems.rows import CHAT
 from tasks.config import ChainConfig
+from tasks.data.layout import EVAL_FILE, TRAIN_FILE
+from tasks.data.prepare import write_held_out
+from tasks.data.reading import read_source
+from tasks.data.sources import eval_sources, train_sources
 from tasks.fetched_model import model_name
 from tasks.preflight.finding import Findings
-from tasks.stages import TRAIN_FILE, eval_file
 
 if TYPE_CHECKING:
     from eval.problems.items import EvaluationSet, Problem
@@ -40,29 +45,33 @@ def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
     elif config.model.source != "recipe":
         later.append(f"the model {model_name(config.model)}")
         inputs.later = tuple(later)
-    if findings or config.data.source != "path":  # generated, and so is the model of a recipe: made to fit
+    sources = train_sources(config)
+    if findings or all(source.is_generated for source in sources):  # as is the model of a recipe: made to fit
         return inputs
-    train, held_out = Path(str(config.data.train_path)), Path(str(config.data.eval_path))
-    if _is_large(train):
-        later.append(f"the rows of {train}")
-    else:
+    for source in sources:
+        if source.path is None or _is_large(source.path):
+            later.append(f"the rows of {source.name}")
+            continue
         with findings.catching("training set"):
-            inputs.problems = read_problems(train, (TRAINING,))
-    with findings.catching("evaluation set"):
-        evaluate = config.evaluate
-        inputs.evaluation = load_set(held_out, evaluate.benchmark, evaluate.prompt, evaluate.api)
+            inputs.problems = [*inputs.problems, *read_source(config, source)]
+    if held_out := [source.name for source in eval_sources(config) if not (source.path or source.is_generated)]:
+        later.append(f"the rows of {', '.join(held_out)}")
+    else:
+        with findings.catching("evaluation set"), tempfile.TemporaryDirectory() as folder:
+            write_held_out(config, Path(folder) / EVAL_FILE)
+            inputs.evaluation = _evaluation_set(config, Path(folder))
     inputs.later = tuple(later)
     return inputs
 
 
 def inputs_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Inputs:
     """What the first two stages have put into the store."""
-    evaluate = config.evaluate
-    return Inputs(
-        Path(model.path),
-        read_problems(Path(data.path) / TRAIN_FILE, (TRAINING,)),
-        load_set(eval_file(data), evaluate.benchmark, evaluate.prompt, evaluate.api),
-    )
+    folder = Path(data.path)
+    return Inputs(Path(model.path), read_problems(folder / TRAIN_FILE, (CHAT,)), _evaluation_set(config, folder))
+
+
+def _evaluation_set(config: ChainConfig, folder: Path) -> EvaluationSet:
+    return load_set(folder / EVAL_FILE, None, config.evaluate.prompt, config.evaluate.api)
 
 
 def _is_large(path: Path) -> bool:

@@ -10,13 +10,13 @@ from dapo_core.reward.routing import require_scorers
 from eval.problems.prompts import find_template
 from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
+from tasks.data.sources import eval_sources, source_files, train_sources
 from tasks.preflight.finding import OK, WARN, Findings, describe
 from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here
 from tasks.preflight.machine import check_machine
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import check_answers, check_forms, check_grader, check_lengths
 from tasks.preflight.smoke import check_engines
-from tasks.stages import data_files
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,9 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
     """
     findings = Findings()
     with findings.catching("data"):
-        data_files(config)
+        source_files(config)
+        for source in (*train_sources(config), *eval_sources(config)):
+            source.check_columns()
     inputs = inputs_here(config, findings)
     with findings.catching("reward"):
         require_scorers((), config.reward, config.custom_reward)

@@ -21,6 +21,7 @@ from redaction import redact
 from tasks.artifacts.artifact import Artifact, DamagedArtifact, StoreError, hash_file
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
+from tasks.data.sources import eval_sources, train_sources
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
 
 MODEL_LABEL = "merge_checkpoint"
@@ -108,6 +109,8 @@ def model_card(
         manifests=manifests,
         base_model=base_model,
         own_paths=_own_paths(config),
+        trained_on=[source.name for source in train_sources(config)],
+        evaluated_with=[source.name for source in eval_sources(config)],
         versions={name: version for name, version in sorted(versions.items()) if version != "absent"},
     )
 
@@ -144,10 +147,9 @@ def _portable_text(run: RecordedRun) -> Callable[[str], str]:
 
 def _own_paths(config: ChainConfig) -> list[str]:
     """The keys that name the user's own files."""
-    data, model, scorer, prompt = config.data, config.model, config.custom_reward, config.evaluate.prompt
+    model, scorer, prompt = config.model, config.custom_reward, config.evaluate.prompt
     paths = {
-        "data.train_path": data.train_path,
-        "data.eval_path": data.eval_path,
+        **{source.key: source.path for source in (*train_sources(config), *eval_sources(config))},
         "model.path": model.path,
         "custom_reward.path": scorer.path,
         "evaluate.prompt": None if prompt in (DEFAULT, *TEMPLATES) else prompt,
@@ -156,7 +158,7 @@ def _own_paths(config: ChainConfig) -> list[str]:
 
 
 def _benchmark(config: ChainConfig, report: Mapping[str, Any]) -> str:
-    own = "generated problems" if config.data.source == "arithmetic" else "a set of the user's own"
+    own = "generated problems" if config.data.eval[0].set == "arithmetic" else "a set of the user's own"
     return report["settings"]["benchmark"] or own
 
 

@@ -17,6 +17,7 @@ from eval.report import write_report
 from eval.training import Steps
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
+from tasks.data.sources import eval_sources
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.run import Run
 from tasks.stages import CHAIN
@@ -66,7 +67,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact) -> Provenance:
     model = Path(str(run.config.model.path or f"{run.config.run.name} base")).name
     return Provenance(
         title=run.config.run.name,
-        problems="generated arithmetic" if run.config.data.source == "arithmetic" else "own problems",
+        problems=", ".join(source.name for source in eval_sources(run.config)),
         models={"before": model, "after": f"{model}, {run.config.train.total_steps} steps"},
         engine=engines["after"],
         data=manifests["before"]["inputs"]["eval_data"],

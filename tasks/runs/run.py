@@ -21,18 +21,17 @@ from dapo_core.config.loading import dump_config
 from dapo_core.errors import DapoError
 from dapo_core.reward.routing import require_scorers
 from durable import locked, write_atomically
-from eval.problems.benchmarks import TRAINING
-from eval.problems.files import require_columns
 from eval.problems.prompts import find_template
 from redaction import redacted
 from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
 from tasks.config import ChainConfig
+from tasks.data.sources import eval_sources, source_files, train_sources
 from tasks.references import forget_resolved
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
-from tasks.stages import LINKS, data_files
+from tasks.stages import LINKS
 from tasks.time_limit import clock_stopped
 
 logger = logging.getLogger(__name__)
@@ -224,12 +223,12 @@ def check_inputs(config: ChainConfig) -> None:
 
     ConfigError, DataError or ModelError; ProblemsError for a prompt.
     """
-    data_files(config)
+    source_files(config)
     require_scorers((), config.reward, config.custom_reward)
     require_resume(config.checkpoint.resume)
     find_template(config.evaluate.prompt, default="given")
-    if config.data.source == "path":
-        require_columns(Path(str(config.data.train_path)), TRAINING)
+    for source in (*train_sources(config), *eval_sources(config)):
+        source.check_columns()
     if config.model.source == "path":
         require_positions(str(config.model.path), config.data, config.rollout)
         require_servable(str(config.model.path), config.serve, os.environ)

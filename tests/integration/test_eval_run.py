@@ -23,7 +23,7 @@ from eval.client import Endpoint, Sampling
 from eval.compare import compare
 from eval.dispatch import Limits
 from eval.history import make_history
-from eval.problems.benchmarks import load_set
+from eval.problems.registry import load_set
 from eval.regrade import regrade
 from eval.results import exclusive, load_evaluation, read_rows
 from eval.run import evaluate

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from eval.problems import ProblemsError, sources
-from eval.problems.benchmarks import load_set
+from eval.problems.registry import load_set
 from eval.problems.sources import fetch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,8 +144,8 @@ def test_a_path_stands_for_itself(tmp_path: Path) -> None:
     (tmp_path / "math.jsonl").write_bytes(BODY)
     with pytest.raises(ProblemsError, match="1 problems, but math500 has exactly 500"):
         load_set(tmp_path / "math.jsonl", "math500")
-    with pytest.raises(ProblemsError, match="aime25 has no source of its own; name its file with --data"):
-        load_set(None, "aime25")
+    with pytest.raises(ProblemsError, match="choice has no rows to evaluate with; name a file"):
+        load_set(None, "choice")
     with pytest.raises(ProblemsError, match="no evaluation set is named"):
         load_set(None)
 

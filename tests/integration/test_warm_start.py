@@ -106,5 +106,5 @@ def test_the_end_token_of_the_generation_config_stops_generation(
 
 def test_rows_without_solutions_are_refused(train_rows: list[Row], tmp_path: Path) -> None:
     foreign = {**train_rows[0], "extra_info": {"index": 0}}
-    with pytest.raises(ModelError, match=r"1 of 3 training rows are not generated.*set data.source=arithmetic"):
+    with pytest.raises(ModelError, match=r"1 of 3 training rows are not generated.*set data.train=arithmetic"):
         build_model([*train_rows[:2], foreign], tmp_path, _RECIPE, seed=0)

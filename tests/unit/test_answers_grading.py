@@ -14,7 +14,7 @@ import pytest
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench
 from eval.answers.exact import is_equal_exact
 from eval.answers.grading import grade, parse_number
-from eval.problems.benchmarks import load_set
+from eval.problems.registry import load_set
 
 TABLE = Path(__file__).resolve().parents[1] / "answers" / "pairs.tsv"
 # Only a prediction may leave out a base or brackets, or add a choice's text: the gold answer tells what is asked.

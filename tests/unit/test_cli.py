@@ -291,11 +291,11 @@ def test_prepare_data_counts_the_rows_it_refuses(tmp_path: Path) -> None:
     rows = [{"data_source": "math_dapo", "prompt": p, "reward_model": {"ground_truth": "2"}} for p in prompts]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
     (tmp_path / "e.jsonl").write_text('{"problem": "1 + 1?", "answer": "2"}\n')
-    changes = (f"data.train_path={tmp_path}/t.parquet", f"data.eval_path={tmp_path}/e.jsonl", "data.source=path")
+    changes = (f"data.train={tmp_path}/t.parquet", f"data.eval={tmp_path}/e.jsonl")
     options = [word for change in changes for word in ("--set", change)]
     output = tmp_path / "data"
     said = refusal("prepare-data", CONFIG, "--output", output, *options)
-    assert re.search(r"/t\.parquet: of 4 rows, 2 with an empty prompt.* \(rows 1, 3\)", said)
+    assert re.search(r"t\.parquet: 2 of 4 rows cannot be used \(2 with an empty prompt.*row 1: ", said)
     assert list(output.iterdir()) == []  # so that the mended file can be prepared to the same place
 
 

@@ -20,7 +20,7 @@ from flows.config import Config, load_config, load_config_or_defaults, resolve_c
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
-BASE = "data:\n  source: arithmetic\nmodel:\n  source: recipe\n"
+BASE = "data:\n  train: arithmetic\n  eval: arithmetic\nmodel:\n  source: recipe\n"
 
 
 @pytest.fixture
@@ -31,7 +31,9 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def _resolve(**sections: Any) -> Config:
-    return resolve_config({"data": {"source": "arithmetic"}, "model": {"source": "recipe"}, **sections})
+    return resolve_config(
+        {"data": {"train": "arithmetic", "eval": "arithmetic"}, "model": {"source": "recipe"}, **sections}
+    )
 
 
 def _leaves(
@@ -119,11 +121,17 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             r"train\.train_prompts=512",
         ),
         ("sampler.in_flight=abort", r"sampler\.in_flight=abort would drop .* set sampler\.order=finish"),
-        ("data.source=path", r"data\.source is path, but data\.train_path or data\.eval_path is not set"),
+        ("data.source=path", r"data\.source is gone: data\.train and data\.eval name where problems come from"),
+        ("data.train_path=x.parquet", r"data\.train_path is gone: set data\.train to that path"),
+        ("data.eval_path=x.parquet", r"data\.eval_path is gone: set data\.eval to that path"),
+        ("data.train=[]", r"data\.train is not set; set it to a registered name"),
+        ("data.train=[gsm8k, gsm8k]", r"data\.train names a set twice"),
         (
-            "data.train_path=x.parquet",
-            r"data\.train_path=x\.parquet .*would be ignored by data\.source=arithmetic",
+            "data.train=[{set: gsm8k, wieght: 2}]",
+            r"has no key wieght; it has set, path, weight, ",
         ),
+        ("data.columns.problem=question", r"data\.columns needs data\.columns\.answer and one of"),
+        ("evaluate.benchmark=math50", r"'math50' is not a registered set; did you mean 'math500'\?"),
         ("model.source=path", r"model\.source is path, but model\.path is not set"),
         ("model.path=qwen", r"model\.path=qwen would be ignored by model\.source=recipe; set model\.source=path"),
         (
@@ -217,16 +225,18 @@ def test_empty_sections_and_empty_files_are_the_defaults(tmp_path: Path) -> None
     assert load_config(path, ["train.total_steps=3"]).train.total_steps == 3
     assert load_config(path, ["reward.overlong.buffer_tokens=3"]).reward.overlong.buffer_tokens == 3
     path.write_text("# nothing yet\n", encoding="utf-8")
-    assert load_config(path, ["data.source=arithmetic", "model.source=recipe"]) == _resolve()
+    assert (
+        load_config(path, ["data.train=arithmetic", "data.eval=arithmetic", "model.source=recipe"]) == _resolve()
+    )
     path.write_text("data:\nmodel:\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"data\.train_path or data\.eval_path is not set"):
+    with pytest.raises(ConfigError, match=r"data\.train is not set.*\n.*data\.eval is not set"):
         load_config(path)
 
 
 def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        "data: {source: arithmetic}\nmodel: {source: recipe}\n"
+        "data: {train: arithmetic, eval: arithmetic}\nmodel: {source: recipe}\n"
         "serve: &limits\n  max_num_seqs: 7\nrollout:\n  <<: *limits\n  group_size: 4\n",
         encoding="utf-8",
     )

@@ -11,7 +11,7 @@ import yaml
 from flows.config import load_config
 from flows.dapo_nightly import check_in_time, seed_of_night
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.dataset import build_dataset
+from tasks.data.prepare import build_dataset
 from tasks.runs.run import RunSkipped
 
 DUE = datetime.datetime(2026, 1, 31, 2, 0, tzinfo=datetime.timezone.utc)

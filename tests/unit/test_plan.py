@@ -207,8 +207,8 @@ def test_the_command_prints_a_table_all_changes_or_json(recorded: Run) -> None:
 def test_of_long_values_the_place_is_shown_where_they_differ() -> None:
     folder = "/data/reinforcement-learning/math"
     paths = [f"{folder}/2026-{month}/train.parquet" for month in ("01", "02")]
-    [change] = differences_of(*({"data": {"train_path": path}} for path in paths))
-    assert str(change) == "data.train_path ...ing/math/2026-01/train.parquet -> ...ing/math/2026-02/train.parquet"
+    [change] = differences_of(*({"data": {"train": path}} for path in paths))
+    assert str(change) == "data.train ...ing/math/2026-01/train.parquet -> ...ing/math/2026-02/train.parquet"
     assert [change.before, change.after] == paths  # whole, for programs
     [change] = differences_of({"path": folder * 2}, {"path": folder * 2 + "/new"})
     assert str(change) == "path ...t-learning/math -> ...t-learning/math/new"

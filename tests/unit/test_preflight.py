@@ -55,7 +55,7 @@ def recipe(folder: Path, model: Path, rows: Path | None = None, **sections: Mapp
     if not held_out.exists():
         asked = [{"problem": f"Find {n} + 1.", "answer": str(n + 1), "unique_id": str(n)} for n in range(4)]
         held_out.write_text("".join(json.dumps(row) + "\n" for row in asked))
-    files = {"train_path": str(rows or write_training(folder / "train.parquet")), "eval_path": str(held_out)}
+    files = {"train": str(rows or write_training(folder / "train.parquet")), "eval": str(held_out)}
     values: dict[str, Any] = {name: dict(section) for name, section in LENGTHS.items()}
     values |= {"store": {"path": str(folder / "store")}, "model": {"path": str(model)}}
     for name, section in sections.items():

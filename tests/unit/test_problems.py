@@ -18,13 +18,13 @@ from dapo_core.reward.scorers import SCORERS, VERL_SCORERS
 from dapo_core.validation import held_out_prompts
 from eval.answers.grading import ChoiceGrader
 from eval.problems import ProblemsError
-from eval.problems.benchmarks import BENCHMARKS, TRAINING, load_set
-from eval.problems.files import read_problems, require_columns
+from eval.problems.files import columns_of, find_schema, read_problems
 from eval.problems.items import Item
+from eval.problems.registry import SETS, load_set
+from eval.problems.rows import CHAT
 from eval.problems.sources import file_sha256
-from flows.cli.evaluation import DATASETS
 from tasks.config import EvaluateConfig
-from tasks.dataset import build_dataset
+from tasks.data.prepare import build_dataset
 from tests.configs import make_config
 from tests.tiny_models import tiny_tokenizer
 
@@ -83,20 +83,20 @@ def test_rows_that_training_cannot_use_are_counted_with_their_numbers(tmp_path: 
     ):
         path = write(tmp_path / "rows.json", [good, parquet_row(1, prompt=prompt)])
         with pytest.raises(ProblemsError, match=r"1 with an empty prompt or one that is not chat .* \(rows 1\)"):
-            read_problems(path, (TRAINING,))
+            read_problems(path, (CHAT,))
     golds = [parquet_row(n, reward_model={"ground_truth": gold}) for n, gold in enumerate(["0", " ", None] * 3)]
     with pytest.raises(ProblemsError, match=r"6 with no reward_model.ground_truth \(rows 1, 2, 4, 5, 7, \.\.\.\)"):
-        read_problems(write(tmp_path / "train.parquet", golds), (TRAINING,))
+        read_problems(write(tmp_path / "train.parquet", golds), (CHAT,))
     for extra_info in ({"when": datetime(2026, 1, 1)}, {"image": b"x"}, "text", [1]):
         path = write(tmp_path / "train.parquet", [good, parquet_row(1, extra_info=extra_info)])
         with pytest.raises(ProblemsError, match=r"1 with an extra_info that is not a struct .* \(rows 1\)"):
-            read_problems(path, (TRAINING,))
+            read_problems(path, (CHAT,))
 
 
 def test_training_rows_keep_their_source_and_their_extra_info_and_may_repeat(tmp_path: Path) -> None:
     info = {"index": 7, "answers": [1.5, None], "more": {"level": 3}}
     row = parquet_row(0, extra_info=info, reward_model={"ground_truth": 0})
-    first, second = read_problems(write(tmp_path / "train.parquet", [row, row]), (TRAINING,))
+    first, second = read_problems(write(tmp_path / "train.parquet", [row, row]), (CHAT,))
     assert first == second
     assert (first.data_source, first.gold, first.extra_info) == ("arith", "0", info)
 
@@ -106,11 +106,12 @@ def test_a_training_file_without_the_columns_is_refused_before_it_is_read(tmp_pa
     with pytest.raises(
         ProblemsError, match=r"lacks the columns data_source, reward_model \(it has answer, prompt\)"
     ):
-        require_columns(path, TRAINING)
+        find_schema(path, columns_of(path), (CHAT,))
     path.write_bytes(b"not parquet at all")
-    for broken in (path, tmp_path / "absent.parquet", tmp_path):
-        with pytest.raises(ProblemsError, match=rf"^{broken} cannot be read as parquet: "):
-            require_columns(broken, TRAINING)
+    with pytest.raises(ProblemsError, match=rf"^{path} cannot be read as parquet: "):
+        columns_of(path)
+    with pytest.raises(ProblemsError, match=r"absent\.parquet is not a file, nor a folder with some"):
+        columns_of(tmp_path / "absent.parquet")
 
 
 def test_a_training_parquet_is_an_evaluation_set_with_its_messages_as_they_are(tmp_path: Path) -> None:
@@ -156,16 +157,17 @@ def test_a_named_benchmark_is_complete(tmp_path: Path) -> None:
              parquet_row(3, reward_model={"ground_truth": "", "style": "rule"})],
             r"of 4 rows, 2 with an empty prompt .*rows 1, 2\) and 1 with no reward_model.ground_truth \(rows 3",
         ),
-        ("none.parquet", None, r"is not a file; .* a file that ends in .parquet, .jsonl, .json, or"),
-        ("data.csv", "problem\n", r"ends in '.csv'.*\.parquet, \.jsonl, \.json"),
+        ("none.parquet", None, r"is not a file, .* files that end in .parquet, .jsonl, .json, .csv, .arrow, "),
+        ("data.txt", "problem\n", r"ends in '.txt'.*\.parquet, \.jsonl, \.json"),
+        ("data.csv", "question\n1+1\n", r"data.csv lacks .* \(it has question\).*data.columns.problem=question"),
         ("math.jsonl", [], "has no rows"),
         ("math.jsonl", [math_row(n, unique_id=n % 2) for n in range(5)], "2 ids are used for several problems"),
         ("math.jsonl", [math_row(1), math_row(1, solution="\\boxed{7}")], r"1 problems .*\(row 0: '2', row 1"),
-        ("math.jsonl", json.dumps(math_row(1)) + "\n{torn\n", r"math.jsonl, line 2: not JSON"),
-        ("math.jsonl", [math_row(1), math_row(2, problem="\ud800?")], "of 2 rows, 1 with a lone surrogate"),
-        ("list.json", ["text"], r"list.json: a list of JSON objects is needed"),
+        ("math.jsonl", json.dumps(math_row(1)) + "\n{torn\n", r"math.jsonl cannot be read as jsonl: JSON parse"),
+        ("math.jsonl", [math_row(1), math_row(2, problem="\ud800?")], "cannot be read as jsonl: .*surrogate"),
+        ("list.json", ["text"], r"list.json lacks the columns .* \(it has text\)"),
         ("data.parquet", b"{\xff}", "data.parquet cannot be read as parquet: "),
-        ("data.jsonl", b"{\xff}", r"data.jsonl is not UTF-8: byte 1 is 0xff; save it as UTF-8 text"),
+        ("data.jsonl", b"{\xff}", r"data.jsonl cannot be read as jsonl: JSON parse error"),
         ("data.json", b"{\xff}", r"data.json is not UTF-8: byte 1 is 0xff"),
     ],
 )  # fmt: skip
@@ -238,13 +240,12 @@ def test_every_format_goes_through_preparation_validation_and_evaluation(
     name: str | None, row: dict[str, Any], gold: str, compat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name is not None:
-        monkeypatch.setitem(BENCHMARKS, name, replace(BENCHMARKS[name], num_items=None))
+        monkeypatch.setitem(SETS, name, replace(SETS[name], num_items=None))
     held_out = write(tmp_path / "held_out.json", {"0": row})  # as AISBench keeps MATH-500
     config = make_config(
         data={
-            "source": "path",
-            "train_path": str(write(tmp_path / "train.parquet", [parquet_row(0, data_source="math_dapo")])),
-            "eval_path": str(held_out),
+            "train": str(write(tmp_path / "train.parquet", [parquet_row(0, data_source="math_dapo")])),
+            "eval": str(held_out),
         },
         evaluate={"benchmark": name},
         algorithm={"compat": compat},
@@ -252,10 +253,12 @@ def test_every_format_goes_through_preparation_validation_and_evaluation(
     )
     folder = tmp_path / "data"
     folder.mkdir()
-    assert build_dataset(config, folder) == {"train_rows": 1, "eval_rows": 1}
-    [item] = load_set(folder / "eval.json", name).items
+    counts = build_dataset(config, folder)
+    assert (counts["train_rows"], counts["eval_rows"]) == (1, 1)
+    assert load_set(folder / "eval.parquet") == load_set(held_out, name)
+    [item] = load_set(folder / "eval.parquet", name).items
     tokenizer = tiny_tokenizer()
-    [prompt] = held_out_prompts(folder / "eval.json", name, tokenizer, config)
+    [prompt] = held_out_prompts(folder / "eval.parquet", None, tokenizer, config)
     assert prompt.ground_truth == item.gold == gold
     asked = tokenizer.apply_chat_template(
         [dict(m) for m in item.prompt], add_generation_prompt=True, tokenize=False
@@ -272,11 +275,11 @@ def test_every_format_goes_through_preparation_validation_and_evaluation(
     [
         ("aime24", {"problem": "?", "answer": "7.5"}, "1 with no whole number as the answer"),
         ("gsm8k", {"question": "?", "answer": "18"}, "1 with no answer after ####"),
-        ("olympiadbench", {"question": None, "final_answer": []}, r"1 with no question .*1 with no final_answer"),
+        ("olympiadbench", {"question": None, "final_answer": []}, r"1 with no question "),
         ("choice", {"question": "?", "choices": "{'A'", "answer": "H", "task": "判断题"}, "1 with no question w"),
         ("math500", {"question": "?"}, "lacks the columns problem"),
         ("choice", {"problem": "?"}, "what can be read: instruction, output or question, choices, answer, task"),
-        ("math50", math_row(1), r"'math50' is not a benchmark; did you mean 'math500'\?"),
+        ("math50", math_row(1), r"'math50' is not a registered set; did you mean 'math500'\?"),
     ],
 )  # fmt: skip
 def test_a_row_of_another_shape_is_refused(name: str, row: dict[str, Any], fault: str, tmp_path: Path) -> None:
@@ -298,21 +301,20 @@ def test_a_cflue_question_is_put_as_dianjin_does(tmp_path: Path) -> None:
     assert (item.subject, item.level, loaded.grader) == ("证券从业资格", "多项选择题", "choice")
 
 
-def test_the_configuration_offers_every_benchmark() -> None:
-    for name in BENCHMARKS:
-        assert EvaluateConfig(benchmark=name).benchmark == name  # type: ignore[arg-type]
-    assert tuple(BENCHMARKS) == DATASETS
+def test_the_configuration_offers_every_set() -> None:
+    for name in SETS:
+        assert EvaluateConfig(benchmark=name).benchmark == name
 
 
 @pytest.mark.skipif("DAPO_TEST_DATA" not in os.environ, reason="the real files are not on every machine")
 @pytest.mark.parametrize("name", ["math500", "aime24", "aime25", "amc23", "gsm8k", "olympiadbench", "minerva"])
 def test_the_real_file_is_complete_and_the_one_that_is_pinned(name: str) -> None:
-    benchmark = BENCHMARKS[name]
+    known = SETS[name]
     path = Path(os.environ["DAPO_TEST_DATA"]) / {"minerva": "minerva_math"}.get(name, name) / "test.jsonl"
     evaluation_set = load_set(path, name)
-    assert len(evaluation_set.items) == benchmark.num_items
+    assert len(evaluation_set.items) == known.num_items
     assert all(item.gold and item.gold.strip() == item.gold for item in evaluation_set.items)
-    assert benchmark.source is None or benchmark.source.endswith(f"#sha256={file_sha256(path)}")
+    assert "url" not in known.test or known.test["url"].endswith(f"#sha256={file_sha256(path)}")
 
 
 @pytest.mark.skipif("DAPO_TEST_DATA" not in os.environ, reason="the real files are not on every machine")

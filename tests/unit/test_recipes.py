@@ -40,7 +40,7 @@ def keys_set(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_key_that_a_recipe_sets_is_its_own_choice(path: Path) -> None:
     config = load_config(path)
-    defaults = resolve_config({"data": {"train_path": "t", "eval_path": "e"}, "model": {"path": "m"}})
+    defaults = resolve_config({"data": {"train": "t", "eval": "e"}, "model": {"path": "m"}})
     assert [key for key in keys_set(path) if value_of(config, key) == value_of(defaults, key)] == []
 
 
@@ -49,7 +49,8 @@ def test_a_recipe_shows_a_table_is_named_after_its_file_and_finds_files_of_ours(
     config = load_config(path)
     print_derived(derive(config))
     assert config.run.name == path.stem
-    named = (config.data.train_path, config.data.eval_path, config.model.path, config.custom_reward.path)
+    named = [one.set for one in (*config.data.train, *config.data.eval)]
+    named += [config.model.path, config.custom_reward.path]
     assert not [name for name in named if name and Path(name).is_absolute()]
     if config.custom_reward.path:
         assert (CONFIGS.parent / config.custom_reward.path).is_file()
@@ -136,7 +137,7 @@ def test_sharding_within_nodes_makes_copies() -> None:
 def test_grpo_differs_from_its_dapo_sibling_in_the_algorithm_and_the_task_alone() -> None:
     grpo, dapo = load("grpo_qwen3_8b_math"), load("dapo_qwen3_8b_choice")
     differing = {key for key in known_fields(Config) if value_of(grpo, key) != value_of(dapo, key)}
-    task = {"run.name", "data.train_path", "data.eval_path", "custom_reward.path", "evaluate.benchmark"}
+    task = {"run.name", "data.train", "data.eval", "custom_reward.path", "evaluate.benchmark"}
     assert differing - task == {
         "algorithm.clip_ratio_high",
         "algorithm.loss_aggregation",

@@ -28,7 +28,7 @@ from dapo_core.reward.scorers import (
     score_math_as_verl,
 )
 from eval.answers.math_dapo import unwrap
-from eval.problems.benchmarks import load_set
+from eval.problems.registry import SETS, load_set
 
 
 def test_right_and_wrong_are_plus_and_minus_one() -> None:
@@ -235,9 +235,10 @@ def test_geo3k_compares_values_as_latex_and_reads_a_long_response_in_linear_time
 
 
 def test_every_data_source_has_its_scorer_and_the_configuration_goes_before_the_table() -> None:
-    assert set(DATA_SOURCES.values()) == set(SCORERS) == set(VERL_SCORERS)
-    known = {"arithmetic": "math_dapo", "openai/gsm8k": "gsm8k", "cflue": "choice"}
-    assert known.items() <= DATA_SOURCES.items()
+    assert set(routes().values()) == set(SCORERS) == set(VERL_SCORERS)
+    known = {"arithmetic": "math_dapo", "openai/gsm8k": "gsm8k", "cflue": "choice", "math": "math_verify"}
+    assert known.items() <= routes().items()
+    assert not DATA_SOURCES.keys() & SETS.keys()
     table = routes(("DAPO-17k=math_dapo", "a=b=choice", " cflue = gsm8k "))
     assert {**known, "DAPO-17k": "math_dapo", "a=b": "choice", "cflue": "gsm8k"}.items() <= table.items()
 

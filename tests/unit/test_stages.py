@@ -19,15 +19,18 @@ from dapo_core.arithmetic import generate_problems, write_parquet
 from dapo_core.config.fields import is_volatile
 from dapo_core.errors import ConfigError, DataError, ModelError
 from eval.problems import ProblemsError
+from eval.problems.registry import load_set
 from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.chain import take_model_folder
-from tasks.dataset import build_dataset
+from tasks.data.layout import EVAL_FILE
+from tasks.data.prepare import build_dataset
+from tasks.data_config import ColumnsConfig
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run, current_stage
-from tasks.stages import CHAIN, FETCH_MODEL, LINKS, Stage, eval_file
+from tasks.stages import CHAIN, FETCH_MODEL, LINKS, Stage
 from tests.configs import make_config
 from tests.recorded_runs import small_config
 from tests.tiny_models import build_tiny_qwen3
@@ -36,7 +39,7 @@ CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
 STAGES = (*dict.fromkeys(link.stage for link in CHAIN), FETCH_MODEL)
 # The keys that each stage reads, by prefix; a change of any of them builds it again.
 READS = {
-    "prepare_data": ("run.seed", "data.source", "data.arithmetic."),
+    "prepare_data": ("run.seed", "data.arithmetic.", "data.max_refused_ratio"),
     "fetch_model": (  # of BUILD_MODEL and FETCH_MODEL
         *("run.seed", "model.source", "model.recipe.", "model.id", "model.revision", "model.urls"),
         *("model.allow_pickle", "model.trust_remote_code"),
@@ -49,13 +52,13 @@ READS = {
     "merge_checkpoint": ("merge.",),
     "evaluate_model": ("serve.", "evaluate.", "model.trust_remote_code"),
 }
-BY_CONTENT = {
-    "data.train_path",
-    "data.eval_path",
-    "model.path",
-    "model.chat_template",
+# In the key by what they name or mean: the place does not count.
+BY_CONTENT = {"data.train", "data.eval", "data.prompt_template", "data.system_prompt", "model.path"}
+BY_CONTENT |= {
     "custom_reward.path",
-}  # not the place
+    "model.chat_template",
+    *(f"data.columns.{name}" for name in ColumnsConfig.model_fields),
+}
 
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, bool | None]]:
@@ -133,7 +136,7 @@ def files_config(folder: Path, held_out: Path, *overrides: str) -> Config:
     train_rows, _ = generate_problems(16, 4, 2, 0)
     if not (folder / "train.parquet").exists():
         write_parquet(train_rows, folder / "train.parquet")
-    paths = (f"data.train_path={folder / 'train.parquet'}", f"data.eval_path={held_out}", "data.source=path")
+    paths = (f"data.train={folder / 'train.parquet'}", f"data.eval={held_out}")
     return load_config(CONFIG, [*paths, f"store.path={folder / 'store'}", *overrides])
 
 
@@ -169,22 +172,24 @@ def test_a_changed_training_row_trains_again_but_is_not_evaluated_again(tmp_path
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_own_data_is_taken_byte_by_byte(tmp_path: Path, suffix: str) -> None:
+def test_own_data_is_asked_as_its_file_is(tmp_path: Path, suffix: str) -> None:
     held_out = math500_file(tmp_path / f"mine{suffix}")
     if suffix == ".parquet":
         write_parquet(generate_problems(16, 3, 1, 0)[1], held_out)
     data = prepared(files_config(tmp_path, held_out))
-    assert eval_file(data).name == f"eval{suffix}"
-    assert eval_file(data).read_bytes() == held_out.read_bytes()
-    assert data.manifest()["metrics"] == {"train_rows": 16, "eval_rows": 3}
+    assert load_set(Path(data.path) / EVAL_FILE) == load_set(held_out)
+    metrics = data.manifest()["metrics"]
+    assert (metrics["train_rows"], metrics["eval_rows"]) == (16, 3)
 
 
 def test_own_data_that_cannot_be_used_is_refused_and_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.eval_path=.*gone\.jsonl cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"data\.eval\.0: .*gone\.jsonl is not a file"):
         LINKS["prepare_data"].key(files_config(tmp_path, tmp_path / "gone.jsonl"))
     held_out = math500_file(tmp_path / "eval.jsonl")
     held_out.write_text(held_out.read_text() + '{"problem": "?", "answer": ""}\n')
-    with pytest.raises(ProblemsError, match=r"of 4 rows, 1 with neither an answer nor a boxed solution"):
+    with pytest.raises(
+        DataError, match=r"1 of 4 rows cannot be used \(1 with neither an answer nor a boxed.*complete"
+    ):
         prepared(files_config(tmp_path, held_out))
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "train.parquet")
     with pytest.raises(ProblemsError, match=r"train\.parquet lacks the columns data_source, prompt, reward_model"):

@@ -126,7 +126,7 @@ def test_the_first_prompts_of_the_held_out_set_are_asked(tmp_path: Path) -> None
     assert tokenizer.decode(list(prompts[1].prompt_ids)) == "<|user|>\nWhat is 2?<|end|>\n<|assistant|>\n"
     everything = make_config(validation={"every": 1}, data={"max_prompt_tokens": 20})
     with pytest.raises(
-        DataError, match=r"1 of 3 prompts are longer than data\.max_prompt_tokens=20 .*data\.eval_path$"
+        DataError, match=r"1 of 3 prompts are longer than data\.max_prompt_tokens=20 .*data\.eval$"
     ):
         held_out_prompts(path, None, tokenizer, everything)
     with pytest.raises(DataError, match="data_source 'unheard-of' has no scorer"):

@@ -1,0 +1,1 @@
+"""The registry of problem sets, one file each, for training and evaluation alike."""

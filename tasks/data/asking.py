@@ -1,0 +1,77 @@
+"""How the problems of a set are asked: prompt template and system prompt."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.problems import ProblemsError
+from eval.problems.items import Problem
+from eval.problems.prompts import DEFAULT, TEMPLATES, Message, read_utf8
+from eval.problems.rows import Row, text_of
+from tasks.data_config import ColumnsConfig
+
+# {name}, but not the argument of a LaTeX command such as \boxed{answer}.
+_PLACE = re.compile(r"(?<![A-Za-z\\])\{([A-Za-z_][\w .-]*)\}")
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A template, its name if it is one of evaluate.prompt, and what is said before it."""
+
+    template: str
+    keeps_chat: bool  # where rows have one
+    text: str
+    columns: tuple[str, ...]  # that the text names, beside {problem}
+    system_prompt: str | None = None
+    system_column: str | None = None
+
+    def messages(self, problem: Problem, row: Row) -> list[Message]:
+        """The chat that asks the problem of a row: its own where that is kept, else the template."""
+        chat = list(problem.messages or ()) if self.keeps_chat else []
+        if not chat:
+            values = {"problem": problem.text, **{name: str(row.get(name) or "") for name in self.columns}}
+            chat = [
+                {"role": "user", "content": _PLACE.sub(lambda match: values.get(match[1], match[0]), self.text)}
+            ]
+        system = self.system_prompt or (text_of(row, self.system_column) if self.system_column else None)
+        if system is not None:
+            chat = [{"role": "system", "content": system}, *(m for m in chat if m["role"] != "system")]
+        return chat
+
+    def template_of(self, problem: Problem) -> str:
+        """The template of evaluate.prompt that asks the same; `given` for a chat that has to be kept as it is."""
+        is_own = self.template not in TEMPLATES or self.system_prompt is not None or self.system_column is not None
+        return "given" if is_own or (self.keeps_chat and problem.messages) else self.template
+
+
+def find_asking(prompt: str, system_prompt: str | None, default: str, columns: ColumnsConfig) -> Asking:
+    """What data.prompt_template says: `default`, a known template, a text with {problem}, or a file with one.
+
+    Raises ProblemsError for a text without {problem}, one that shows the answer, and for a missing file.
+    """
+    name = default if prompt == DEFAULT else prompt
+    if name in TEMPLATES:
+        return Asking(
+            name, prompt == DEFAULT or name == "given", TEMPLATES[name].text, (), system_prompt, columns.system
+        )
+    text = prompt
+    if "{" not in prompt:
+        if not Path(prompt).is_file():
+            raise ProblemsError(
+                f"data.prompt_template={prompt} is no text with {{problem}}, no file, and no template of "
+                f"{', '.join(TEMPLATES)}"
+            )
+        text = read_utf8(Path(prompt)).removesuffix("\n")
+    named = dict.fromkeys(_PLACE.findall(text))
+    if "problem" not in named:
+        raise ProblemsError(f"data.prompt_template has no {{problem}}, where the problem goes: {text[:100]!r}")
+    if {columns.answer, "answer", "solution", "ground_truth"} & named.keys():
+        raise ProblemsError(
+            "data.prompt_template names a column that holds the answer: the prompt would show it; "
+            "write \\boxed{...} for a box"
+        )
+    return Asking(
+        "own", False, text, tuple(name for name in named if name != "problem"), system_prompt, columns.system
+    )

@@ -1,0 +1,156 @@
+"""Rows of a set as prepared rows: unusable ones counted by reason, problems on several rows taken once."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dapo_core.arithmetic import generate_problems
+from dapo_core.errors import DataError
+from eval.problems import ProblemsError
+from eval.problems.files import iterate_problems
+from eval.problems.items import Problem
+from eval.problems.rows import Row, Unusable, read_chat
+from tasks.config import ChainConfig
+from tasks.data.sources import Source
+
+MAX_EXAMPLES = 3  # of each reason
+EXAMPLE_CHARACTERS = 300
+REPEATED = "the same problem again"
+CONTRADICTED = "a problem that other rows answer otherwise"
+
+
+@dataclass
+class SetCount:
+    """What became of the rows of one set."""
+
+    name: str
+    read: int = 0
+    kept: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+    removed: Counter[str] = field(default_factory=Counter)  # usable, left out: by reason
+    examples: dict[str, list[str]] = field(default_factory=dict)  # by reason: `row 7: ...`
+
+    def refuse(self, number: int, reason: str, row: Row) -> None:
+        """Count an unusable row."""
+        self.refused[reason] += 1
+        self.show(reason, f"row {number}: {json.dumps(dict(row), ensure_ascii=False, default=str)}")
+
+    def remove(self, reason: str, example: str) -> None:
+        """Count a usable row that is left out."""
+        self.removed[reason] += 1
+        self.kept -= 1
+        self.show(reason, example)
+
+    def show(self, reason: str, example: str) -> None:
+        """Keep one of the first examples of a reason."""
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < MAX_EXAMPLES:
+            examples.append(example[:EXAMPLE_CHARACTERS])
+
+    def require_usable(self, max_refused_ratio: float, advice: str) -> None:
+        """Raise DataError, which ends in the advice, when too large a share is unusable or nothing is left."""
+        num_refused = self.refused.total()
+        if num_refused > max_refused_ratio * self.read or num_refused == self.read:
+            found = "; ".join(f"{count} with {reason}" for reason, count in self.refused.most_common())
+            first = "; ".join(examples[0] for reason, examples in self.examples.items() if reason in self.refused)
+            raise DataError(
+                f"{self.name}: {num_refused} of {self.read} rows cannot be used ({found}). {advice} First: {first}"
+            )
+
+
+def iterate_source(
+    config: ChainConfig, source: Source, count: SetCount
+) -> Iterator[tuple[Problem, dict[str, Any]]]:
+    """The usable problems of a set with their prepared rows, in its order. Raises ProblemsError."""
+    rows: Iterator[tuple[int, Row, Problem | Unusable]]
+    if source.is_generated:
+        rows = ((number, row, read_chat(row)) for number, row in enumerate(_generated(config, source)))
+    else:
+        rows = iterate_problems(source.local(), source.schemas)
+    for number, row, problem in rows:
+        if not number and (absent := [name for name in source.asking.columns if name not in row]):
+            raise ProblemsError(
+                f"{source.name} has no column {', '.join(absent)}, which data.prompt_template names; it has "
+                f"{', '.join(sorted(row))}"
+            )
+        count.read += 1
+        if isinstance(problem, Unusable):
+            count.refuse(number, str(problem), row)
+        else:
+            count.kept += 1
+            yield problem, to_row(source, problem, row)
+
+
+def read_source(config: ChainConfig, source: Source) -> list[Problem]:
+    """The usable problems of a set as they are asked. Raises DataError or ProblemsError as preparation does."""
+    count = SetCount(source.name)
+    problems = [read_chat(row) for _, row in iterate_source(config, source, count)]
+    count.require_usable(config.data.max_refused_ratio, advice_for(config))
+    return problems
+
+
+def advice_for(config: ChainConfig) -> str:
+    """What to do about too many unusable training rows."""
+    return f"Correct the rows or data.columns, or raise data.max_refused_ratio={config.data.max_refused_ratio:g}."
+
+
+def to_row(source: Source, problem: Problem, row: Row) -> dict[str, Any]:
+    """A problem in DAPO-Math-17k's schema, with its bare text, its set and how it is asked and graded."""
+    info = dict(problem.extra_info)
+    details = {"index": problem.id, "subject": problem.subject, "level": problem.level}
+    if not info:
+        info = {name: value for name, value in details.items() if value is not None}
+    elif not info.keys() & {"index", "unique_id", "id", "idx"}:
+        info["index"] = problem.id
+    return {
+        "data_source": problem.data_source or source.data_source,
+        "prompt": source.asking.messages(problem, row),
+        "ability": row.get("ability"),
+        "reward_model": {"ground_truth": problem.gold, "style": "rule"},
+        "extra_info": info,
+        "problem": problem.text,
+        "dataset": source.name,
+        "weight": source.weight,
+        "template": source.asking.template_of(problem),
+        "grader": source.known.grader,
+    }
+
+
+class Seen:
+    """The problems met so far, by digest: 100 bytes each, however long they are."""
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, tuple[int, bytes]] = {}  # number of the first row and digest of its answer
+        self.contradicted: set[int] = set()  # numbers of first rows that a later one answers otherwise
+
+    def add(self, problem: Problem, number: int) -> str | None:
+        """None for a new problem, else why its row is left out; `number` is that of the kept row."""
+        history = [message["content"] for message in (problem.messages or ())[:-1] if message["role"] != "system"]
+        key = hashlib.blake2b("\0".join([*history, problem.text.strip()]).encode(), digest_size=16).digest()
+        answer = hashlib.blake2b(problem.gold.strip().encode(), digest_size=8).digest()
+        first, first_answer = self._first.setdefault(key, (number, answer))
+        if first == number:
+            return None
+        if first_answer == answer:
+            return REPEATED
+        self.contradicted.add(first)
+        return CONTRADICTED
+
+
+def _generated(config: ChainConfig, source: Source) -> list[Row]:
+    sizes = config.data.arithmetic
+    seed = config.run.seed if sizes.seed is None else sizes.seed
+    pair = generate_problems(sizes.num_train, sizes.num_eval, sizes.max_level, seed)
+    return list(pair[0 if source.split == "train" else 1])
+
+
+def batched(rows: Iterator[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+    """The rows in lists of that size, the last one shorter."""
+    while batch := list(itertools.islice(rows, size)):
+        yield batch

@@ -1,0 +1,165 @@
+"""The sets that a recipe names: how their rows are read and asked, and what identifies them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from dapo_core.errors import ConfigError
+from eval.problems import ProblemsError
+from eval.problems.files import columns_of, files_of, find_schema
+from eval.problems.items import Problem
+from eval.problems.problem_set import ProblemSet, Split
+from eval.problems.prompts import DEFAULT
+from eval.problems.registry import OWN, SETS, find_set
+from eval.problems.rows import Row, Schema, Unusable, chat_of, needed, problem_of, text_of
+from eval.problems.sources import fetch
+from tasks.artifacts.artifact import canonical_json, sha256_of
+from tasks.config import ChainConfig
+from tasks.data.asking import Asking, find_asking
+from tasks.data_config import ColumnsConfig, SetConfig
+
+ARITHMETIC = "arithmetic"
+_REMOTE = re.compile(r"(hf|modelscope|https?):")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One set of data.train or data.eval."""
+
+    key: str  # the configuration's name of it
+    name: str  # in metrics, reports and the data card
+    split: Split
+    known: ProblemSet  # how its rows are read, scored and graded
+    reference: str | None  # where it is fetched; None for local files and generated problems
+    path: Path | None
+    weight: float
+    asking: Asking
+
+    @property
+    def is_generated(self) -> bool:
+        """True for problems made by code."""
+        return self.known.name == ARITHMETIC and self.path is None
+
+    @property
+    def schemas(self) -> tuple[Schema, ...]:
+        """The forms its rows may have, with the columns that the prompt names."""
+        return tuple(
+            dataclasses.replace(schema, others=(*schema.others, *self.asking.columns))
+            for schema in self.known.schemas
+        )
+
+    @property
+    def data_source(self) -> str:
+        """What chooses the scorer of rows that name none themselves."""
+        return self.known.name if self.known.name in SETS else self.known.scorer
+
+    def identity(self) -> str:
+        """A digest of everything that decides its prepared rows. Raises ConfigError for a missing file."""
+        content = self.reference or ("" if self.path is None else files_digest(self.key, self.path))
+        known = {"scorer": self.known.scorer, "schemas": [schema.columns for schema in self.known.schemas]}
+        asking = dataclasses.asdict(self.asking)
+        facts = {"name": self.name, "content": content, "weight": self.weight, "known": known, "asking": asking}
+        return hashlib.sha256(canonical_json(facts)).hexdigest()
+
+    def check_columns(self) -> None:
+        """Raise ProblemsError for a local file that is missing, cannot be read or lacks columns."""
+        if self.path is not None:
+            find_schema(self.path, columns_of(self.path), self.schemas)
+
+    def local(self) -> Path:
+        """Its file or folder, fetched if it is remote. Raises ProblemsError."""
+        return fetch(str(self.reference)) if self.path is None else self.path
+
+
+def train_sources(config: ChainConfig) -> list[Source]:
+    """The sets of data.train. Raises ProblemsError for a name or a prompt that is none."""
+    return [_source(config, one, f"data.train.{number}", "train") for number, one in enumerate(config.data.train)]
+
+
+def eval_sources(config: ChainConfig) -> list[Source]:
+    """The sets of data.eval, which share a grader. Raises ProblemsError as `train_sources`."""
+    sources = [_source(config, one, f"data.eval.{number}", "test") for number, one in enumerate(config.data.eval)]
+    if len({source.known.grader for source in sources}) > 1:
+        graders = ", ".join(f"{source.name}: {source.known.grader}" for source in sources)
+        raise ProblemsError(f"data.eval names sets of several graders ({graders}); an evaluation has one")
+    return sources
+
+
+def source_files(config: ChainConfig) -> dict[str, str]:
+    """What identifies each set of the recipe; nothing is read of generated problems. Raises ConfigError."""
+    return {source.key: source.identity() for source in (*train_sources(config), *eval_sources(config))}
+
+
+def files_digest(key: str, path: Path) -> str:
+    """sha256 of a file, or of the names and contents of a folder's files."""
+    try:
+        files = files_of(path)
+        if files == [path]:
+            return sha256_of(path)
+        listed = [(str(file.relative_to(path)), sha256_of(file)) for file in files]
+        return hashlib.sha256(repr(listed).encode()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{key}={path} cannot be read: {error.strerror}") from None
+    except ProblemsError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def _source(config: ChainConfig, given: SetConfig, key: str, split: Split) -> Source:
+    one = config.data.of(given)
+    assert one.columns is not None
+    benchmark = config.evaluate.benchmark if split == "test" else None
+    path = None if one.path is None else Path(one.path)
+    reference = None
+    if one.set in SETS:
+        known, name = SETS[one.set], one.set
+        if benchmark not in (None, one.set):
+            raise ProblemsError(
+                f"evaluate.benchmark={benchmark} is not {key}={one.set}; remove evaluate.benchmark"
+            )
+        if path is None and name != ARITHMETIC:
+            reference = known.source(split, config.data.hub)
+    else:
+        if path is not None:
+            raise ProblemsError(
+                f"{key}.path is for registered sets; {one.set!r} is none (dapo datasets lists them)"
+            )
+        known = OWN if benchmark is None else find_set(benchmark)
+        if _REMOTE.match(one.set):
+            reference, name = one.set, one.set.partition("#")[0]
+        else:
+            path = Path(one.set)
+            if not path.suffix and not path.exists():
+                find_set(one.set)  # a mistyped name
+            name = path.name
+        if benchmark is not None and one.columns.is_set:
+            raise ProblemsError(
+                f"{key}: evaluate.benchmark={benchmark} says what the columns are; remove one of both"
+            )
+        if benchmark is not None:
+            name = benchmark
+    if one.columns.is_set:
+        known = dataclasses.replace(known, schemas=(mapped_schema(one.columns),))
+    asking = find_asking(one.prompt_template or DEFAULT, one.system_prompt, known.template, one.columns)
+    return Source(key, name, split, known, reference, path, one.weight, asking)
+
+
+def mapped_schema(columns: ColumnsConfig) -> Schema:
+    """The form of rows with the user's own column names."""
+    given = {name: value for name, value in dict(columns).items() if value is not None}
+    asked = given.get("messages") or given["problem"]
+
+    def read(row: Row) -> Problem:
+        messages = chat_of(row[asked]) if "messages" in given else None
+        if "messages" in given and messages is None:
+            raise Unusable(f"no chat messages in {asked}")
+        text = messages[-1]["content"] if messages else needed(text_of(row, asked), f"no {asked}")
+        usual = {"id": "id", "subject": "subject", "level": "level", "data_source": "data_source"}
+        details = {name: row.get(given[column]) for name, column in usual.items() if column in given}
+        gold = needed(text_of(row, given["answer"]), f"no {given['answer']}").strip()
+        return problem_of(details, text, gold, messages=messages)
+
+    return Schema((asked, given["answer"]), read, tuple(given.values()))

@@ -1,0 +1,139 @@
+"""The section `data`: where prompts come from and how their rows are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
+
+from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.training import PromptsConfig
+
+# What replaces each key that is gone.
+_GONE = {
+    "source": "data.train and data.eval name where problems come from (arithmetic: the generated ones)",
+    "train_path": "set data.train to that path",
+    "eval_path": "set data.eval to that path",
+}
+
+
+class ArithmeticConfig(Section):
+    """The generated problems of the set `arithmetic`."""
+
+    num_train: int = key(4096, "Training problems.", ge=16, le=1_000_000)
+    num_eval: int = key(600, "Held-out problems, disjoint from training.", ge=1, le=100_000)
+    max_level: int = key(5, "Highest difficulty level.", ge=1, le=5)
+    seed: int | None = key(None, "Seed of the problems; unset: run.seed.", ge=0)
+
+
+class ColumnsConfig(Section):
+    """Which column of the user's own rows holds what. Unset: DAPO-Math-17k's schema, or {problem, answer}."""
+
+    problem: str | None = key(None, "The problem's text.")
+    messages: str | None = key(None, "A chat that ends in the problem, in place of `problem`.")
+    answer: str | None = key(None, "The gold answer.")
+    id: str | None = key(None, "A name of the row that no other has.")
+    subject: str | None = key(None, "What the report groups by.")
+    level: str | None = key(None, "What the report groups by as well.")
+    data_source: str | None = key(None, "What chooses the scorer; unset: math_verify.")
+    system: str | None = key(None, "A system prompt of the row's own.")
+
+    @property
+    def is_set(self) -> bool:
+        """True if any column is named."""
+        return any(getattr(self, name) is not None for name in type(self).model_fields)
+
+    @model_validator(mode="after")
+    def _problem_and_answer(self) -> ColumnsConfig:
+        if self.is_set and (self.answer is None or (self.problem is None) == (self.messages is None)):
+            raise ValueError(
+                "data.columns needs data.columns.answer and one of data.columns.problem and data.columns.messages"
+            )
+        return self
+
+
+class SetConfig(Section):
+    """One set of a mixture. What is unset is the section's own key `data.*`."""
+
+    set: str = Field(description="A registered name, a file or folder, or a hub's id.", min_length=1)
+    path: str | None = key(None, "File or folder with the rows of a registered set, which is then not fetched.")
+    weight: float = key(1.0, "Share of the training prompts, relative to the other sets'.", gt=0, le=1e6)
+    columns: ColumnsConfig | None = key(None, "As data.columns.")
+    prompt_template: str | None = key(None, "As data.prompt_template.")
+    system_prompt: str | None = key(None, "As data.system_prompt.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_are_known(cls, values: Any) -> Any:
+        unknown = sorted(values.keys() - cls.model_fields.keys()) if isinstance(values, dict) else []
+        if unknown:
+            raise ValueError(
+                f"a set of data.train or data.eval has no key {', '.join(unknown)}; it has "
+                f"{', '.join(cls.model_fields)}"
+            )
+        return values
+
+
+class DataConfig(PromptsConfig):
+    """Training prompts and the held-out evaluation sets."""
+
+    train: tuple[SetConfig, ...] = key(
+        (), "Sets to train on: a registered name, a path, hf:ORG/NAME, modelscope:ORG/NAME, a URL; or a list."
+    )
+    eval: tuple[SetConfig, ...] = key((), "Sets to evaluate with, as data.train.")
+    hub: Literal["huggingface", "modelscope", "url"] | None = volatile(
+        None, "Where registered sets come from; unset: each from its default."
+    )
+    columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
+    prompt_template: str | None = key(
+        None,
+        "Text with {problem} or any column, a file with one, or a template of evaluate.prompt; unset: the set's.",
+    )
+    system_prompt: str | None = key(None, "System prompt of every problem; unset: the row's, if it has one.")
+    max_refused_ratio: float = key(0.01, "Largest share of unusable training rows; more is an error.", ge=0, lt=1)
+    arithmetic: ArithmeticConfig = Field(default_factory=ArithmeticConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_keys_are_gone(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            for name in _GONE.keys() & values.keys():
+                raise ValueError(f"data.{name} is gone: {_GONE[name]}")
+        return values
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        listed = [value] if isinstance(value, str | Mapping) else value
+        if not isinstance(listed, list | tuple):
+            return listed
+        return tuple({"set": one} if isinstance(one, str) else one for one in listed)
+
+    @field_validator("train", "eval")
+    @classmethod
+    def _named_once(cls, sets: tuple[SetConfig, ...], info: ValidationInfo) -> tuple[SetConfig, ...]:
+        if not sets:
+            raise ValueError(
+                f"data.{info.field_name} is not set; set it to a registered name (dapo datasets), a file or "
+                "folder, or a hub's id such as hf:ORG/NAME"
+            )
+        names = [(one.set, one.path) for one in sets]
+        if len(set(names)) < len(names):
+            raise ValueError(f"data.{info.field_name} names a set twice; give it a weight instead")
+        return sets
+
+    @field_serializer("train", "eval")
+    def _as_written(self, sets: tuple[SetConfig, ...]) -> Any:
+        plain = [one.set if one == SetConfig(set=one.set) else one.model_dump(exclude_unset=True) for one in sets]
+        return plain[0] if len(plain) == 1 and isinstance(plain[0], str) else plain
+
+    def of(self, one: SetConfig) -> SetConfig:
+        """The set with this section's keys in place of its unset ones."""
+        return one.model_copy(
+            update={
+                name: getattr(self, name)
+                for name in ("columns", "prompt_template", "system_prompt")
+                if getattr(one, name) is None
+            }
+        )
