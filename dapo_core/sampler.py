@@ -12,6 +12,7 @@ import numpy as np
 
 from dapo_core.compat import OURS, Compat
 from dapo_core.data import PromptStream
+from dapo_core.draw_progress import DrawProgress
 from dapo_core.engines.base import Response
 from dapo_core.errors import DapoError, RewardError, RolloutError
 from dapo_core.rollout import Group, GroupRequest, Rollout
@@ -83,6 +84,7 @@ class Sampler:
         self.carries_over = settings.order == "stream" or settings.in_flight == "carry_over"
         self.clock = clock
         self.while_waiting: Callable[[], None] = lambda: None
+        self.progress = DrawProgress(train_prompts, clock)
         self.surplus: list[tuple[int, Group]] = []  # (step that sampled its oldest token, group with signal)
         self.unfinished: list[tuple[int, GroupRequest]] = []  # likewise
         # Groups in flight: group id -> (step of its oldest token, tokens when submitted).
@@ -99,6 +101,7 @@ class Sampler:
         """
         filling = _Filling(step, TokenAccount(), self.clock())
         self._carry_in(filling)
+        self.progress.begin(step, len(filling.ready))
         while len(self._chosen(filling)) < self.train_prompts:
             if num_fresh := self._num_to_draw(filling):
                 if filling.account.finished_groups >= self.train_prompts:
@@ -109,6 +112,7 @@ class Sampler:
                 self._give_up(filling)
                 break
             self._record(self.source.finished(), filling)
+            self.progress.show(filling.account, filling.num_drawn, len(filling.ready), self._num_open_tokens())
             self.while_waiting()
             self._refuse_silence(filling)
         self._stop(filling)
@@ -173,6 +177,10 @@ class Sampler:
                 self.unfinished.append((oldest_step, request))
         if len(self._chosen(filling)) < self.train_prompts:
             self._submit_unfinished(filling.step)
+
+    def _num_open_tokens(self) -> int:
+        """Response tokens that this step has sampled of the groups in flight."""
+        return self.source.num_tokens_in_flight - sum(num_tokens for _, num_tokens in self._submitted.values())
 
     def _submit_unfinished(self, step: int) -> None:
         continued, self.unfinished = self.unfinished, []

@@ -7,6 +7,12 @@ class EvaluationError(Exception):
     is_lasting = False  # until the user changes something; a retry may mend the others
 
 
+class RequestsRefused(EvaluationError):
+    """The server refuses requests as they are (HTTP 400): what is asked or how it is served has to change."""
+
+    is_lasting = True
+
+
 class InputError(EvaluationError, ValueError):
     """Base of the errors that another attempt cannot cure: a file or a setting has to change first."""
 

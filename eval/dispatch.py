@@ -64,6 +64,7 @@ class Outcome:
     attempts: int
     seconds: float  # over all attempts, with the waiting between them
     failure: str | None = None
+    is_refused: bool = False  # the server refused the request itself: another attempt would fail too
 
 
 Finish = Callable[[Request, Outcome], Coroutine[Any, Any, None]]
@@ -155,7 +156,7 @@ class Dispatcher:
             while (request := await self._take(server)) is not None:
                 await self._pace()
                 started_at = request.started_at = request.started_at or time.monotonic()
-                failure = None
+                failure, is_refused = None, False
                 try:
                     answer = await connection.ask(request.item.prompt, request.sample)
                     await self._check_weights(server, connection)
@@ -166,10 +167,11 @@ class Dispatcher:
                         return
                     if await self._retry(request, server, error):
                         continue
-                    answer, failure = None, str(error)
+                    answer, failure, is_refused = None, str(error), error.is_final
                 self._num_open -= 1
                 self._changed.set()
-                outcome = Outcome(answer, request.attempts, time.monotonic() - started_at, failure)
+                seconds = time.monotonic() - started_at
+                outcome = Outcome(answer, request.attempts, seconds, failure, is_refused)
                 # Shielded: an answer that arrived is recorded even when the evaluation is interrupted.
                 await asyncio.shield(self._start(finish(request, outcome), self._finishing))
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eval import EvaluationError
+from eval import EvaluationError, RequestsRefused
 from eval.answers.grading import GRADERS, Grader
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Dispatcher, Limits, Outcome, Request, run_in_thread
@@ -43,6 +43,10 @@ from eval.summary import Summary, same_answer_by, summarise
 logger = logging.getLogger(__name__)
 
 _NUM_GRADING_THREADS = 4
+REFUSED = (
+    "The server refuses these requests as they are, and would again: a prompt too long for serve.max_model_len, a "
+    "model without a chat template, or another API (evaluate.api) are the usual reasons."
+)
 
 OnProgress = Callable[[int, int], None]  # requests finished, and in all
 
@@ -64,7 +68,8 @@ def evaluate(
     model and share the work. A directory with equal settings is continued: only missing rows and failed requests
     are asked. If only the grader or the gold answers differ, its rows are graded again. With other settings the
     evaluation starts over, and the old files move to `superseded-N/`. Raises EvaluationError when more than
-    `max_failed_ratio` of the requests failed; every finished row is kept for the next attempt.
+    `max_failed_ratio` of the requests failed, and RequestsRefused when all of these were refused as they are;
+    every finished row is kept for the next attempt.
     """
     items = evaluation_set.items
     if not items or not endpoints:
@@ -90,9 +95,15 @@ def evaluate(
         if missing:
             max_failed = int(max_failed_ratio * len(wanted))
             dispatcher = Dispatcher(endpoints, sampling, limits or Limits(), Weights.of(settings.get(SERVED)))
-            _Recorder(output_dir, settings, grader, dispatcher, max_failed, on_progress).ask(missing)
+            recorder = _Recorder(output_dir, settings, grader, dispatcher, max_failed, on_progress)
+            recorder.ask(missing)
             rows = read_rows(output_dir)
-            _refuse_failures(rows, dispatcher, endpoints, max_failed, len(wanted), output_dir)
+            try:
+                _refuse_failures(rows, dispatcher, endpoints, max_failed, len(wanted), output_dir)
+            except EvaluationError as error:
+                if recorder.only_refused:
+                    raise RequestsRefused(f"{error} {REFUSED}") from None
+                raise
         # Rows are appended as they finish; a finished file has the items' order.
         ordered = [rows[item.id, sample] for item, sample in wanted]
         write_rows(output_dir, ordered)
@@ -181,6 +192,12 @@ class _Recorder:
         self._on_progress = on_progress
         self._num_failed = 0
         self._num_failed_in_a_row = 0
+        self._num_refused = 0
+
+    @property
+    def only_refused(self) -> bool:
+        """Whether every failed request was refused as it is, so that another attempt would end alike."""
+        return 0 < self._num_refused == self._num_failed
 
     def ask(self, requests: Sequence[Request]) -> None:
         """Run the requests and record each that ends, also when they are interrupted.
@@ -205,6 +222,7 @@ class _Recorder:
                 loop = asyncio.get_running_loop()
                 row = await loop.run_in_executor(threads, regrade_row, _make_row(request, outcome), self._grader)
                 self._append(row, file)
+                self._num_refused += outcome.is_refused
                 progress.advance(row.response_tokens)
 
             await self._dispatcher.run(requests, finish, self._keep_weights)

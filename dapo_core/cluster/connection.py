@@ -20,6 +20,7 @@ import ray
 from ray._private import ray_constants, services
 from ray.exceptions import AuthenticationError
 
+from dapo_core.cluster.room import ask_cluster
 from dapo_core.errors import ConfigError, WorkerDied
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ def connected_to_ray(train: TrainConfig, num_cpus: int) -> Iterator[Path | None]
 
 @contextmanager
 def _joined_ray(address: str) -> Iterator[Path | None]:
+    try:
+        ask_cluster(address)  # ray.init blocks, deaf to signals, while a cluster does not answer
+    except WorkerDied as error:
+        if "AuthenticationError" not in str(error):
+            raise
     try:
         with _keep_signal_handling():
             ray.init(address=address, runtime_env={"env_vars": WORKER_ENVIRONMENT}, **_OPTIONS)

@@ -1,20 +1,73 @@
-"""`python -m dapo_core.cluster.room ADDRESS`: the resources of a Ray cluster as JSON, in all and free."""
+"""What a running Ray cluster has, asked in a process of its own: connecting to one may block for minutes.
+
+`python -m dapo_core.cluster.room ADDRESS` prints the resources as JSON, in all and free.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
 
-import ray
+from dapo_core.errors import WorkerDied
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 60.0
+WORD_SECONDS = 10.0  # between log lines that say why we wait
+POLL_SECONDS = 0.2
+
+
+class Room(NamedTuple):
+    """Resources of a cluster by Ray's names, such as CPU and NPU."""
+
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+def ask_cluster(address: str, max_seconds: float = ANSWER_SECONDS) -> Room:
+    """The cluster's resources. Raises WorkerDied, with Ray's reason, when it does not answer.
+
+    While it waits, a signal is obeyed at once, and the log says what for.
+    """
+    command = [sys.executable, "-m", "dapo_core.cluster.room", address]
+    began = next_word = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as asking:
+        try:
+            while asking.poll() is None:
+                seconds = time.monotonic() - began
+                if seconds >= max_seconds:
+                    raise WorkerDied(f"{_name(address)} does not answer: nothing came within {seconds:.0f} s")
+                if time.monotonic() >= next_word + WORD_SECONDS:
+                    next_word = time.monotonic()
+                    logger.info("waiting since %.0f s for %s to answer", seconds, _name(address))
+                time.sleep(POLL_SECONDS)
+            output, errors = asking.communicate()
+        finally:
+            asking.kill()
+    lines = output.strip().splitlines() or errors.strip().splitlines() or ["it said nothing"]
+    if asking.returncode:
+        raise WorkerDied(f"{_name(address)} does not answer: {lines[-1]}")
+    found = json.loads(lines[-1])
+    return Room(found["total"], found["free"])
+
+
+def _name(address: str) -> str:
+    return f"the Ray cluster at train.ray_address={address}"
 
 
 def main(address: str) -> int:
-    """Print the resources, or why the cluster cannot be used; returns the exit status."""
+    """Print the resources, or why there is no connection; returns the exit status."""
+    import ray
+
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-    except (ray.exceptions.RayError, ConnectionError, TimeoutError, RuntimeError) as error:
-        sys.stdout.write(f"{str(error).strip().splitlines()[0]}\n")
+    except (ray.exceptions.RayError, ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+        sys.stdout.write(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}\n")
         return 1
     sys.stdout.write(json.dumps({"total": ray.cluster_resources(), "free": ray.available_resources()}))
     return 0

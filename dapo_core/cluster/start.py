@@ -22,6 +22,7 @@ from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
+from dapo_core.cluster.room import WORD_SECONDS
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import EngineSettings, build_engine
 from dapo_core.errors import ConfigError
@@ -108,12 +109,7 @@ def _place(actor_class: type, count: int, threads: int, device: Device, groups: 
         bundle[device.ray_resource] = 1
     group = placement_group([bundle] * count, strategy="PACK")
     groups.append(group)
-    if not group.wait(PLACEMENT_SECONDS):
-        raise ConfigError(
-            f"Ray has no room for {count} workers of {bundle} within {PLACEMENT_SECONDS:.0f} s; it has "
-            f"{ray.cluster_resources()}, of which {ray.available_resources()} are free: lower train.num_ranks, "
-            "rollout.num_workers or the threads, or add nodes"
-        )
+    _wait_for_room(group, f"{count} workers of {bundle}")
     options: dict[str, Any] = {"num_cpus": threads}
     if device.ray_resource == "GPU":
         options["num_gpus"] = 1
@@ -128,6 +124,26 @@ def _place(actor_class: type, count: int, threads: int, device: Device, groups: 
         .remote()
         for number in range(count)
     ]
+
+
+def _wait_for_room(group: PlacementGroup, wanted: str) -> None:
+    """Return once the group has its place; a signal ends the wait, and the log says every 10 s what for.
+
+    Raises ConfigError after PLACEMENT_SECONDS.
+    """
+    began = next_word = time.monotonic()
+    while not group.wait(1):
+        seconds = time.monotonic() - began
+        if seconds < PLACEMENT_SECONDS and time.monotonic() < next_word + WORD_SECONDS:
+            continue
+        next_word = time.monotonic()
+        room = f"it has {ray.cluster_resources()}, of which {ray.available_resources()} are free"
+        if seconds >= PLACEMENT_SECONDS:
+            raise ConfigError(
+                f"Ray has no room for {wanted} within {PLACEMENT_SECONDS:.0f} s; {room}: lower train.num_ranks, "
+                "rollout.num_workers or the threads, or add nodes"
+            )
+        logger.info("waiting since %.0f s for room in Ray for %s: %s", seconds, wanted, room)
 
 
 class _Process:

@@ -43,7 +43,7 @@ class SamplerConfig(Section):
         le=64,
     )
     max_seconds_without_kept: float = volatile(
-        7200.0, "Training stops with a report after this time without a group with signal.", gt=0
+        1800.0, "Training stops with a report after these seconds without a group with signal.", gt=0
     )
 
     @model_validator(mode="after")

@@ -148,19 +148,25 @@ def _start(model_path: str | Path, settings: EngineSettings, seed: int, max_toke
         }
     from vllm import EngineArgs, LLMEngine
 
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            model=str(model_path),
-            dtype=settings.dtype,  # type: ignore[arg-type]
-            max_model_len=max_tokens,
-            max_num_seqs=settings.max_num_seqs,
-            seed=seed,
-            logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
-            trust_remote_code=settings.trust_remote_code,
-            **platform_options,
+    try:
+        engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(model_path),
+                dtype=settings.dtype,  # type: ignore[arg-type]
+                max_model_len=max_tokens,
+                max_num_seqs=settings.max_num_seqs,
+                seed=seed,
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                trust_remote_code=settings.trust_remote_code,
+                **platform_options,
+            )
         )
-    )
+    except (ValueError, NotImplementedError) as error:  # another start would end alike
+        raise ModelError(
+            f"vLLM refuses the model {model_path} or how it is to be loaded: {error}; change rollout.*, lengths "
+            "or model.path, or set rollout.engine=hf"
+        ) from error
     # Each reload warns of modules without weights; check_weights has already found what is missing.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     return engine

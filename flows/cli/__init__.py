@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import os
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -66,7 +67,7 @@ def main() -> None:
     from eval import EvaluationError
     from flows.console import print_messages
     from redaction import redact
-    from tasks.retries import describe, exit_code_of
+    from tasks.retries import LASTING_ERRORS, LASTING_EXIT_CODE, describe, exit_code_of
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also those of loading a model's weights
     print_messages()
@@ -75,6 +76,9 @@ def main() -> None:
     except (DapoError, EvaluationError, DownloadError) as error:
         typer.secho(redact(describe(error)), err=True, fg="red")
         sys.exit(exit_code_of(error))
+    except LASTING_ERRORS:  # a bug or a missing file: the traceback, and a status that has nothing tried again
+        traceback.print_exc()
+        sys.exit(LASTING_EXIT_CODE)
     finally:
         if "prefect" in sys.modules:  # skips the last garbage collection, which takes a second with Prefect loaded
             gc.freeze()

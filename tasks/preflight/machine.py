@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
+from dapo_core.cluster.room import ask_cluster
 from dapo_core.device import device_for
-from dapo_core.errors import ConfigError
+from dapo_core.errors import ConfigError, WorkerDied
 from tasks.config import ChainConfig
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 from tasks.serve_model.command import choose_ports, serve_environments, vllm_device
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from tasks.preflight.model import ModelFacts
 
 GIB = 1024**3
-RAY_SECONDS = 20.0
+RAY_SECONDS = 10.0
 OPTIMIZER_BYTES = 12  # of a parameter in a checkpoint: the weight and AdamW's two moments in float32
 TRAINING_BYTES = 16  # of a parameter in training: these and the gradient
 MERGED_BYTES = 4  # of a parameter in the merged model
@@ -130,21 +128,16 @@ def _check_ray(config: ChainConfig, findings: Findings) -> None:
     address, train, rollout = config.train.ray_address, config.train, config.rollout
     if address is None:
         return
-    command = [sys.executable, "-m", "dapo_core.cluster.room", address]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RAY_SECONDS, check=False)
-        said = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["it said nothing"]
-    except subprocess.TimeoutExpired:
-        done, said = None, [f"no answer within {RAY_SECONDS:.0f} s"]
-    if done is None or done.returncode:
+        room = ask_cluster(address, RAY_SECONDS)
+    except WorkerDied as error:
         advice = "start Ray there (docs/operating.md), or unset train.ray_address for a private one"
-        findings.add("Ray", FAIL, f"train.ray_address={address} cannot be used: {said[-1]}", advice)
+        findings.add("Ray", FAIL, str(error), advice)
         return
-    room = json.loads(said[-1])
     wanted = {device_for(train.device).ray_resource: config.num_devices}
     wanted["CPU"] = train.num_ranks * train.threads_per_rank + rollout.num_workers * rollout.threads_per_worker
     for name, count in wanted.items():
-        total, free = room["total"].get(name, 0), room["free"].get(name, 0)
+        total, free = room.total.get(name, 0), room.free.get(name, 0)
         found = f"{count} {name} are needed, {address} has {total:g}, of which {free:g} are free"
         if count > total:
             findings.add("Ray", FAIL, found, "lower train.num_ranks, rollout.num_workers or threads, or add nodes")

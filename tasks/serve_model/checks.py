@@ -50,6 +50,13 @@ def require_positions(model_path: str | Path, data: PromptsConfig, rollout: Roll
         )
 
 
+def is_half_precision(model_path: str | Path) -> bool:
+    """Whether the model's own precision, which `auto` means, has 16 bits."""
+    config = _read_config(Path(model_path))
+    text = config.get("text_config") or config
+    return (text.get("dtype") or text.get("torch_dtype") or config.get("dtype")) in ("bfloat16", "float16")
+
+
 def longest_sequence(config: Mapping[str, Any]) -> int | None:
     """An upper bound on the positions of a model with this config.json; None when it does not say.
 

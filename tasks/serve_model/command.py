@@ -13,7 +13,9 @@ from importlib import metadata
 from pathlib import Path
 
 from dapo_core.device import Device, device_for
+from dapo_core.engines.cpu_dtype import runs_bfloat16
 from redaction import is_secret_name, redact
+from tasks.serve_model.checks import is_half_precision
 from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError
 
@@ -46,6 +48,13 @@ def serve_command(model_path: str | Path, settings: ServeConfig, port: int, name
         *(["--enforce-eager"] if settings.eager else []),
         *settings.extra_args,
     ]
+
+
+def with_known_dtype(settings: ServeConfig, model_path: str | Path) -> ServeConfig:
+    """The settings, with float32 for `serve.dtype=auto` where this CPU cannot run the model's own precision."""
+    if settings.dtype != "auto" or vllm_device().kind != "cpu" or not is_half_precision(model_path):
+        return settings
+    return settings if runs_bfloat16() else settings.model_copy(update={"dtype": "float32"})
 
 
 def served_name(digest: str) -> str:

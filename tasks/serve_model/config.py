@@ -38,7 +38,9 @@ class ServeConfig(Section):
     data_parallel: int = volatile(
         1, "Copies of the model behind one server, by vLLM's data parallelism.", ge=1, le=1024
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the served weights.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto", "Precision of the served weights; auto: the model's own, on a CPU that lacks its kernels float32."
+    )
     max_model_len: int = key(22528, "Prompt plus response tokens.", ge=2)
     max_num_seqs: int = volatile(24, "Sequences decoded at once.", ge=1)
     eager: bool = key(False, "Do not compile: a small model starts sooner, a large one runs slower.")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 
 from dapo_core.errors import DapoError
-from tasks.processes.child import ChildProcessFailed
+from tasks.processes.child import ChildProcessFailed, describe_exit
 
 # vLLM prefixes lines of its processes: "(EngineCore pid=71) ERROR 11-21 18:54:53 [core.py:1113] ValueError: ..."
 _PREFIX = re.compile(r"^(\([\w ]+ pid=\d+\) ?)?((ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?)?")
@@ -14,6 +15,8 @@ _REFUSAL = re.compile(r"^vllm( \w+)?: error: ")  # argparse
 _RAISED = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b: ")
 # What a process raises because another one failed.
 _SECONDHAND = re.compile(r"root cause|EngineDeadError")
+# A process that was killed says nothing itself; its parent says so, before errors that follow from it.
+_DIED = re.compile(r"(Worker proc|Process|Engine core process) .*died .*exit ?code:? (?P<code>-?\d+)")
 _PORT_TAKEN = re.compile(r"Address already in use|EADDRINUSE")
 _MOST_CHARS = 1000
 
@@ -41,7 +44,7 @@ def failure_of(
     if refusal is not None:
         advice = "Correct serve.extra_args; `vllm serve --help=all` lists what it takes"
         return kind(f"{ended.summary}\nvLLM says: {refusal}\n{advice}")
-    cause = raised_error(lines)
+    cause = death_of_process(lines) or raised_error(lines)
     said = f"vLLM says: {cause}\n" if cause else ""
     error = kind(f"{said}{ended}\n{meaning}")
     error.summary = f"{said}{ended.summary}\n{meaning}"
@@ -51,6 +54,25 @@ def failure_of(
 def refused_argument(lines: Sequence[str]) -> str | None:
     """vLLM's own line about an argument it does not accept; None when it ended for another reason."""
     return next((line for line in map(_bare, reversed(lines)) if _REFUSAL.match(line)), None)
+
+
+def death_of_process(lines: Sequence[str]) -> str | None:
+    """The first line that says that one of vLLM's processes was killed, and what that means; None without one."""
+    for line in map(_bare, lines):
+        match = _DIED.search(line)
+        if match and int(match["code"]) < 0:
+            return f"{line}\n{describe_death(int(match['code']))}"
+    return None
+
+
+def describe_death(exit_code: int) -> str:
+    """What a negative exit code means, and what helps."""
+    if -exit_code == signal.SIGILL:
+        return (
+            "SIGILL: this CPU lacks an instruction of the kernel that ran, as of bfloat16 on some; set "
+            "serve.dtype=float32 (and rollout.dtype=float32)"
+        )
+    return f"the process {describe_exit(exit_code)}"
 
 
 def raised_error(lines: Sequence[str]) -> str | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import EvaluationError
+from eval import EvaluationError, RequestsRefused
 from eval.answers.grading import MathGrader
 from eval.client import Endpoint, Sampling
 from eval.compare import compare
@@ -166,8 +166,9 @@ def test_too_many_failures_raise_and_the_next_attempt_asks_only_for_them(
         r"2 of 10 requests to http://127.0.0.1:\d+ failed; at most 1 may \(evaluate.max_failed_ratio\). "
         r"First reason: HTTP 400: too long"
     )
-    with pytest.raises(EvaluationError, match=message):
+    with pytest.raises(RequestsRefused, match=message) as caught:  # which would end alike again
         evaluate(make_set(10), endpoints, SAMPLING, tmp_path, max_failed_ratio=0.1)
+    assert caught.value.is_lasting
     assert not (tmp_path / "summary.json").exists()
 
     summary = evaluate(make_set(10), endpoints, SAMPLING, tmp_path, max_failed_ratio=0.2)

@@ -161,6 +161,21 @@ def test_a_second_attempt_goes_on_from_the_first_or_from_where_that_began(
     assert resume_words(resume, attempt) == words
 
 
+@pytest.mark.parametrize(("error", "status"), [(TypeError("a bug"), 2), (KeyError("passes on"), None)])
+def test_a_bug_has_a_traceback_and_a_status_that_has_nothing_tried_again(
+    error: Exception, status: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("flows.cli.app", fail)
+    with pytest.raises(SystemExit if status else KeyError) as end:
+        main()
+    if status:
+        assert getattr(end.value, "code", None) == status
+        assert "TypeError: a bug" in capsys.readouterr().err
+
+
 def test_an_error_whose_lines_were_shown_is_told_without_them() -> None:
     error = ChildProcessFailed("train ended with exit code 1. Its last lines, from t.log:\n  | boom")
     assert describe(error) == f"ChildProcessFailed: {error}"

@@ -28,7 +28,7 @@ from tasks.serve_model.command import (
     vllm_device,
 )
 from tasks.serve_model.config import ServeConfig
-from tasks.serve_model.failure import ServeError, raised_error, refused_argument
+from tasks.serve_model.failure import ServeError, death_of_process, raised_error, refused_argument
 from tests.tiny_models import build_tiny_qwen3
 
 ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
@@ -278,3 +278,20 @@ PORT_TAKEN = ["    sock.bind(addr)", "OSError: [Errno 98] Address already in use
 def test_a_server_s_own_words_are_found(lines: list[str], refused: str | None, raised: str | None) -> None:
     assert refused_argument(lines) == refused
     assert raised_error(lines) == raised
+
+
+def test_a_process_that_was_killed_is_named_by_the_line_that_says_so() -> None:
+    """vLLM ends with other errors after it, which say nothing."""
+    lines = [
+        "(EngineCore pid=71) INFO 11-22 13:00:00 [cpu.py:1] loading",
+        "(EngineCore pid=71) ERROR 11-22 13:00:01 [multiproc_executor.py:315] Worker proc VllmWorker-0 died "
+        "unexpectedly (exit code: -4), shutting down executor.",
+        "(EngineCore pid=71) ERROR 11-22 13:00:02 [core.py:1113] ValueError: cancelled",
+        "(APIServer pid=70) RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    said = death_of_process(lines)
+    assert said is not None
+    assert said.startswith("Worker proc VllmWorker-0 died unexpectedly (exit code: -4)")
+    assert "set serve.dtype=float32" in said
+    assert death_of_process([line.replace("-4", "1") for line in lines]) is None  # it raised, and said what
+    assert death_of_process(["RuntimeError: Process EngineCore_0 (PID: 7) died with exit code -9"]) is not None

@@ -1,0 +1,86 @@
+"""What a draw has come to, every 10 s, and a hint when its first hundred groups have no signal."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from dapo_core.token_account import TokenAccount
+
+logger = logging.getLogger(__name__)
+
+WORD_SECONDS = 10.0
+HINT_GROUPS = 100
+
+
+class DrawProgress:
+    """Logs the progress of each draw; one that ends within 10 s says nothing."""
+
+    def __init__(self, train_prompts: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.train_prompts = train_prompts
+        self._clock = clock
+        self._has_hinted = False
+        self._step = 0
+        self._began = self._next_word = 0.0
+        self._num_waiting = 0  # groups with signal that the step began with
+        self._last = (0.0, 0)  # time and tokens of the last line
+
+    def begin(self, step: int, num_waiting: int) -> None:
+        """The draw of training step `step` begins with `num_waiting` groups that have signal."""
+        self._step, self._num_waiting = step, num_waiting
+        self._began = now = self._clock()
+        self._next_word, self._last = now + WORD_SECONDS, (now, 0)
+
+    def show(self, account: TokenAccount, num_drawn: int, num_ready: int, num_open_tokens: int) -> None:
+        """Log how far the draw is, if it is time; `num_open_tokens`, sampled in this step, are in flight."""
+        if not self._has_hinted and not num_ready and account.finished_groups >= HINT_GROUPS:
+            self._has_hinted = True
+            logger.warning("%s", _hint(account))
+        now = self._clock()
+        if now < self._next_word:
+            return
+        num_tokens = account.generated_tokens + num_open_tokens
+        pace = max(num_tokens - self._last[1], 0) / (now - self._last[0])
+        self._next_word, self._last = now + WORD_SECONDS, (now, num_tokens)
+        logger.info(
+            "training step %d draws: %d groups drawn, %d finished, %d of %d kept, %d all right, %d all wrong; "
+            "%.0f tokens/s, %s",
+            self._step,
+            num_drawn,
+            account.finished_groups,
+            min(num_ready, self.train_prompts),
+            self.train_prompts,
+            account.groups["all_right"],
+            account.groups["all_wrong"],
+            pace,
+            self._end(now, num_ready),
+        )
+
+    def _end(self, now: float, num_ready: int) -> str:
+        num_new, num_left = num_ready - self._num_waiting, self.train_prompts - num_ready
+        if num_left <= 0:
+            return "waiting for longer responses of earlier prompts"
+        if num_new <= 0:
+            return "no end to be seen: no group with signal finished yet"
+        return f"about {(now - self._began) / num_new * num_left:.0f} s left"
+
+
+def _hint(account: TokenAccount) -> str:
+    num_wrong, num_right = account.groups["all_wrong"], account.groups["all_right"]
+    seen = (
+        f"the first {account.finished_groups} groups have no signal: {num_wrong} are all wrong, {num_right} all "
+        f"right (mean accuracy {account.num_right / max(account.num_finished, 1):.1%})."
+    )
+    if num_right > num_wrong:
+        return f"{seen} The prompts are too easy for the model: take harder ones, or raise rollout.temperature"
+    cut = account.lengths["finished"]
+    if cut.num_cut > cut.num_responses / 2:
+        return (
+            f"{seen} {cut.num_cut / cut.num_responses:.0%} of the responses are cut by "
+            "rollout.max_response_tokens: raise it, or take a model that ends its answers"
+        )
+    return (
+        f"{seen} The model answers in another form than the scorer reads (`dapo doctor CONFIG` shows both), or "
+        "the prompts are too hard: take easier ones, or raise rollout.group_size"
+    )

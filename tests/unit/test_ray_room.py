@@ -1,0 +1,91 @@
+"""Waiting for a Ray cluster: it says what for, and a signal ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_core.cluster import room, start
+from dapo_core.errors import ConfigError, WorkerDied
+from tests.sources import Clock
+
+ROOT = Path(__file__).resolve().parents[2]
+ASK = """
+import logging, sys
+from dapo_core.cluster.room import ask_cluster
+from dapo_core.stopping import StopRequest
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+with StopRequest():
+    print("asking", flush=True)
+    ask_cluster("127.0.0.1:1")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_wait_for_a_cluster_that_does_not_answer(number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ASK], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as one:
+        assert one.stdout is not None
+        assert one.stdout.readline() == b"asking\n"
+        began = time.monotonic()
+        one.send_signal(number)
+        one.communicate(timeout=10)
+    assert time.monotonic() - began < 10
+
+
+def test_what_a_cluster_has_and_why_it_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    popen = subprocess.Popen
+
+    def answer(code: str) -> None:
+        monkeypatch.setattr(
+            room.subprocess, "Popen", lambda _, **options: popen([sys.executable, "-c", code], **options)
+        )
+
+    answer("""print('{"total": {"CPU": 4}, "free": {"CPU": 1}}')""")
+    assert room.ask_cluster("auto") == ({"CPU": 4}, {"CPU": 1})
+    answer("import sys; print('ConnectionError: none runs'); sys.exit(1)")
+    with pytest.raises(WorkerDied, match=r"train\.ray_address=auto does not answer: ConnectionError: none runs"):
+        room.ask_cluster("auto")
+    answer("import time; time.sleep(60)")
+    monkeypatch.setattr(room, "WORD_SECONDS", 0.0)
+    caplog.set_level("INFO")
+    with pytest.raises(WorkerDied, match="nothing came within 1 s"):
+        room.ask_cluster("auto", max_seconds=0.5)
+    assert "for the Ray cluster at train.ray_address=auto to answer" in caplog.text
+
+
+class Group:
+    """A placement group that never has room; each look takes a second of the clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def wait(self, seconds: float) -> bool:
+        self.clock.now += seconds
+        return False
+
+
+def test_waiting_for_room_says_every_ten_seconds_what_for_and_gives_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    resources: dict[str, Any] = {"CPU": 2.0}
+    monkeypatch.setattr(start.time, "monotonic", clock)
+    monkeypatch.setattr(start.ray, "cluster_resources", lambda: resources)
+    monkeypatch.setattr(start.ray, "available_resources", dict)
+    caplog.set_level("INFO")
+    with pytest.raises(ConfigError, match="Ray has no room for 4 workers of 1 CPU within 300 s"):
+        start._wait_for_room(Group(clock), "4 workers of 1 CPU")  # type: ignore[arg-type]
+    assert len(caplog.messages) == 29
+    assert caplog.messages[0].startswith(
+        "waiting since 10 s for room in Ray for 4 workers of 1 CPU: it has {'CPU'"
+    )
