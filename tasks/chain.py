@@ -52,7 +52,7 @@ def fetch_model(run: Run, data: Artifact | None) -> Artifact:
 
     Only a built one needs the data. A cut download is continued by the next attempt.
     """
-    key = LINKS["fetch_model"].key(run.config, *[data] * (data is not None))
+    key = LINKS["fetch_model"].key(run.config, *([] if data is None else [data]))
     model = run.config.model
 
     def build(folder: Path) -> Mapping[str, Any]:
