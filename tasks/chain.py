@@ -23,9 +23,11 @@ from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.prepare import build_dataset
 from tasks.evaluation_settings import evaluate_servers
+from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
 from tasks.page import StageProgress, show_report
 from tasks.processes.cancellation import is_worker_restart
 from tasks.processes.detached import DetachOptions
+from tasks.references import COMMIT
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import report_run
 from tasks.runs.run import Run
@@ -47,17 +49,25 @@ def prepare_data(run: Run) -> Artifact:
 
 
 @stage_task("fetch-model")
-def fetch_model(run: Run, data: Artifact) -> Artifact:
-    """The model to improve, a Hugging Face folder: built from a recipe, or taken from a local folder."""
-    key = LINKS["fetch_model"].key(run.config, data)
+def fetch_model(run: Run, data: Artifact | None) -> Artifact:
+    """The model to improve, a Hugging Face folder: built, taken from a local folder, or fetched.
+
+    Only a built one needs the data. A cut download is continued by the next attempt.
+    """
+    key = LINKS["fetch_model"].key(run.config, *([] if data is None else [data]))
+    model = run.config.model
 
     def build(folder: Path) -> Mapping[str, Any]:
-        if run.config.model.source == "path":
+        if model.source == "path":
             return take_model_folder(run.config, folder)
-        words: list[str | Path] = ["fetch-model", run.config_path]
-        words += ["--data", Path(data.path) / TRAIN_FILE, "--output", folder]
+        words: list[str | Path] = ["fetch-model", run.config_path, "--output", folder]
+        if data is not None and model.source == "recipe":
+            words += ["--data", Path(data.path) / TRAIN_FILE]
+        else:
+            words += ["--commit", key.inputs[COMMIT]]
+            link_known_files(run.store, key.stage, key.inputs, folder)
         run_dapo(words, run, key, on_line=StageProgress(run, "fetch_model").on_line)
-        return {}
+        return {} if model.source == "recipe" else fetched_metrics(model, key.inputs, folder)
 
     return run.produce("fetch_model", key, build)
 
@@ -80,6 +90,8 @@ def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
                 os.link(path.resolve(), target)
             except OSError:  # another file system, or one without hard links
                 shutil.copyfile(path, target)
+    if config.model.chat_template is not None:
+        place_chat_template(Path(config.model.chat_template), folder, config.model.trust_remote_code)
     return {"bytes": num_bytes}
 
 
