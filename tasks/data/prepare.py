@@ -18,7 +18,7 @@ from tasks.config import ChainConfig
 from tasks.data.card import answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit, find_hits, rows_to_drop
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
-from tasks.data.reading import CONTRADICTED, HELD_OUT, Seen, SetCount, advice_for, batched, iterate_source
+from tasks.data.reading import CONTRADICTED, HELD_OUT, Seen, SetCount, advice_for, batched, iterate_source, to_row
 from tasks.data.sources import Source, eval_sources, train_sources
 
 BATCH_ROWS = 1000
@@ -58,7 +58,7 @@ def write_held_out(config: ChainConfig, path: Path) -> list[Counted]:
     for source in eval_sources(config):
         count = SetCount(source.name)
         counts.append((source, count))
-        found = [row for _, row in iterate_source(config, source, count)]
+        found = [to_row(source, *pair) for pair in iterate_source(config, source, count)]
         count.answers.update(answer_kind(row["reward_model"]["ground_truth"]) for row in found)
         count.require_usable(0.0, "An evaluation set is complete: correct the rows or data.columns.")
         num_distinct = len({json.dumps(row["prompt"]) for row in found})
@@ -87,8 +87,9 @@ def write_training(
                     count.remove(reason, f"{problem.id}: {problem.text}")
                     continue
                 owners.append(count)
-                data_sources.add(row["data_source"])
-                spool.write(json.dumps(row, ensure_ascii=False) + "\n")
+                prepared = to_row(source, problem, row)
+                data_sources.add(prepared["data_source"])
+                spool.write(json.dumps(prepared, ensure_ascii=False) + "\n")
             count.require_usable(config.data.max_refused_ratio, advice_for(config))
             ends.append(len(owners))
         require_scorers(data_sources, config.reward, config.custom_reward)

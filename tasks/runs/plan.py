@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo_core.errors import CheckpointError, ConfigError, ModelError
+from downloads import Unreachable
 from redaction import redacted
 from tasks.artifacts.artifact import Artifact, DamagedArtifact
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
+from tasks.fetched_model import describe_fetch
 from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
-from tasks.stages import CHAIN, Link
+from tasks.stages import CHAIN, FETCH_MODEL, Link, Stage
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,15 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
     found: dict[str, Artifact] = {}
     stages = []
     for link in CHAIN:
-        missing = [label for label in link.needs if label not in found]
+        missing = [label for label in link.needs_of(config) if label not in found]
         if missing:
             stages.append(_plan_waiting(config, link, missing[-1], _manifest_before(runs, link.label)))
             continue
-        key = link.key(config, *(found[label] for label in link.needs))
+        try:
+            key = link.key(config, *(found[label] for label in link.needs_of(config)))
+        except Unreachable:
+            stages.append(PlannedStage(link.label, "runs", describe_fetch(config.model), (), None, None, None))
+            continue
         try:
             artifact = store.check(key.stage, key.key)
             damage = None
@@ -68,7 +74,9 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
             stages.append(PlannedStage(link.label, "cached", "", (), key.key, None, seconds))
         else:
             state, note, changes = _explain(link.label, key, runs, key.key in built)
-            state, note = _attempt(store, link, key, damage) or (state, note)
+            state, note = _attempt(store, link.stage_of(config), key, damage) or (state, note)
+            if link.stage_of(config) is FETCH_MODEL and config.model.source != "path":
+                note = "; ".join(filter(None, [note, describe_fetch(config.model)]))
             stages.append(PlannedStage(link.label, state, note, changes, key.key, None, None))
     return stages
 
@@ -88,19 +96,19 @@ def _plan_waiting(
     if before is None:
         return PlannedStage(link.label, "runs", note, (), None, upstream, None)
     # Of its inputs those that are artifacts are not known yet; all else of its key is.
-    changes = _changes(before, link.stage.key(config, {**before["inputs"], **link.files(config)}))
+    changes = _changes(before, link.stage_of(config).key(config, {**before["inputs"], **link.files(config)}))
     return PlannedStage(link.label, "stale", note, changes, None, upstream, None)
 
 
 def _attempt(
-    store: ArtifactStore, link: Link, key: StageKey, damage: DamagedArtifact | None
+    store: ArtifactStore, stage: Stage, key: StageKey, damage: DamagedArtifact | None
 ) -> tuple[str, str] | None:
     """State and note of a stage that is being built, damaged or unfinished; None for any other."""
     if (builder := store.builder(key.stage, key.key)) is not None:
         return "building", f"by {builder}"
     if damage is not None:
         return "damaged", str(damage)
-    if link.stage.is_resumable and store.unfinished(key.stage, key.key) is not None:
+    if stage.is_resumable and store.unfinished(key.stage, key.key) is not None:
         return "resumes", "an attempt was not finished"
     return None
 
