@@ -41,7 +41,7 @@ def set_entry(source: Source, count: SetCount) -> dict[str, Any]:
     return {
         "name": source.name,
         "use": "train" if source.split == "train" else "eval",
-        "source": source.reference or ("generated" if source.path is None else str(source.path)),
+        "source": source.origin(),
         "licence": source.known.licence,
         "files": source.files(),
         "read": count.read,
