@@ -6,7 +6,7 @@ import io
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eval.compare import Comparison, GroupResult, Side
 from eval.training import Steps, series, with_kept_share
@@ -51,6 +51,10 @@ CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
         "timing_s/testing": "validation",
     },
 }
+SET_PLOTS: dict[str, re.Pattern[str]] = {  # title -> metrics of a set, whose name is the group
+    "Held-out accuracy by set (share)": re.compile(r"val-core/(.+)/acc/mean@1"),
+    "Sampled accuracy by set (share)": re.compile(r"sampler/accuracy/(.+)"),
+}
 _SIGNED = ("Reward per response",)  # the other plots start at zero
 
 
@@ -66,15 +70,40 @@ def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
 
 
 def training_plots(steps: Steps) -> list[str]:
-    """SVGs of the curves that the steps have values for."""
+    """SVGs of the curves that the steps have values for; accuracies by set where there are several."""
     steps = with_kept_share(steps)
     plots = []
-    for title, labels in CURVE_PLOTS.items():
+    for title, labels in {**CURVE_PLOTS, **_set_curves(steps)}.items():
         curves = {label: series(steps, key) for key, label in labels.items()}
         curves = {label: curve for label, curve in curves.items() if curve[0]}
         if curves:
             plots.append(_curve_svg(title, curves))
     return plots
+
+
+def _set_curves(steps: Steps) -> dict[str, dict[str, str]]:
+    """As CURVE_PLOTS, for the sets that the steps name."""
+    names = sorted({name for metrics in steps for name in metrics})
+    found = {
+        title: {name: match[1] for name in names if (match := pattern.fullmatch(name))}
+        for title, pattern in SET_PLOTS.items()
+    }
+    return {title: labels for title, labels in found.items() if len(labels) > 1}
+
+
+def prompt_length_plot(lengths: Mapping[str, Any]) -> str:
+    """SVG of the histogram of a data card's prompt lengths; a line marks the longest prompt allowed."""
+    figure, axes = _new_figure(width=5.2, height=2.6)
+    edges, counts = list(lengths["edges"]), lengths["counts"]
+    if len(edges) > 2:
+        edges[-1] = 2 * edges[-2] - edges[-3]  # the last bin holds all that is longer: as wide as the others
+    axes.stairs(counts, edges, color=_COLOUR["after"], fill=True, alpha=0.85)
+    if lengths["max_prompt_tokens"] <= edges[-1]:
+        axes.axvline(lengths["max_prompt_tokens"], color=_COLOUR["down"], linewidth=1, linestyle=(0, (4, 3)))
+    axes.set_title("Prompt length (tokens); the last bar is open", loc="left", fontsize=9.5)
+    axes.set_xlim(left=0)
+    axes.set_ylabel("prompts")
+    return _svg(figure, "Prompt lengths in tokens")
 
 
 def accuracy_plots(before: Side, after: Side) -> list[str]:

@@ -284,8 +284,9 @@ def test_prepare_data_writes_both_sets_and_keeps_what_is_there(tmp_path: Path) -
     sizes = ("--set", "data.arithmetic.num_train=64", "--set", "data.arithmetic.num_eval=16")
     done = dapo("prepare-data", CONFIG, "--output", output, *sizes)
     assert done.stdout == f"{output}: 64 training and 16 held-out problems\n"
-    counts = {path.name: pq.read_metadata(path).num_rows for path in output.iterdir()}
+    counts = {path.name: pq.read_metadata(path).num_rows for path in output.glob("*.parquet")}
     assert counts == {"train.parquet": 64, "eval.parquet": 16}
+    assert sorted(path.name for path in output.glob("data_card.*")) == ["data_card.json", "data_card.md"]
     before = {path.name: path.read_bytes() for path in output.iterdir()}
     assert f"--output {output} already holds files" in refusal("prepare-data", CONFIG, "--output", output)
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before

@@ -38,7 +38,7 @@ def entry(folder: Path, split: Split = "train", name: str = "my.jsonl") -> dict[
 def test_a_card_says_what_became_of_every_row(tmp_path: Path) -> None:
     hits = [Hit("my.jsonl", 3, "aime24", "7", True, 1.0, "What is 1 + 1?", "what is 1+1")]
     card = make_card([entry(tmp_path), entry(tmp_path, "test", "aime24.jsonl")], hits, "remove")
-    write_card(card, tmp_path, LENGTHS)
+    write_card({**card, "prompt_lengths": LENGTHS}, tmp_path)
     stored = json.loads((tmp_path / CARD_JSON).read_text(encoding="utf-8"))
     assert stored == {**card, "prompt_lengths": LENGTHS}
     refused = stored["sets"][0]["refused"]["no gold answer"]
