@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from dapo_core.errors import ModelError
@@ -16,6 +18,10 @@ MANIFESTS = ("manifest.json", MERGE_MANIFEST)  # of the folder a model came in
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"})
 CHAT_TEMPLATES = "additional_chat_templates"
 FINGERPRINT_BYTES = 1024**2
+PICKLE_INDEX = "pytorch_model.bin.index.json"
+_STANDARD_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_PICKLED_WEIGHTS = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
+_SMALL_FILES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
 _PARTS = (
     ("config.json", ("config.json",)),
     ("weights (*.safetensors)", ("*.safetensors",)),
@@ -45,11 +51,24 @@ def require_own_files(folder: Path) -> None:
     root = folder.resolve()
     places = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in places):
+        if not path.is_symlink():
+            continue
+        target = _target_of(path)
+        if not any(target.is_relative_to(place) for place in places):
             raise ModelError(
-                f"{path} is a link to {path.resolve()}, outside of the model folder; replace it with a copy, or "
+                f"{path} is a link to {target}, outside of the model folder; replace it with a copy, or "
                 "set model.path to the folder that holds the files"
             )
+
+
+def _target_of(link: Path) -> Path:
+    """Where a link leads; raises ModelError for one of a circle of links."""
+    try:
+        return link.resolve()
+    except (RuntimeError, OSError):  # a circle: RuntimeError before Python 3.13
+        raise ModelError(
+            f"{link} is a link to {link.readlink()}, which leads back to it; replace it with the file"
+        ) from None
 
 
 def weight_files(model_path: str | Path) -> dict[str, Path]:
@@ -134,3 +153,47 @@ def model_fingerprint(model_path: str | Path) -> str:
             file.seek(max(size - FINGERPRINT_BYTES, 0))
             digest.update(file.read(FINGERPRINT_BYTES))
     return digest.hexdigest()
+
+
+def files_to_fetch(paths: Iterable[str], allow_pickle: bool = False, with_code: bool = False) -> list[str]:
+    """Of a repository's files those that training and serving read, sorted.
+
+    Weights in safetensors once, without copies in other formats, precisions and folders; configuration, tokenizer,
+    chat templates, licence; Python files only `with_code`. Raises ModelError when these are no complete model.
+    """
+    top = [path for path in paths if "/" not in path or path.startswith(f"{CHAT_TEMPLATES}/")]
+    weights = [path for path in top if path.endswith(".safetensors")]
+    weights = [path for path in weights if _STANDARD_WEIGHTS.fullmatch(path)] or weights
+    if INDEX_FILE in top and len(weights) > 1:
+        weights = [path for path in weights if path != SINGLE_FILE]
+    pickles = [path for path in top if _PICKLED_WEIGHTS.fullmatch(path)]
+    if not weights and allow_pickle:
+        weights = pickles
+    if "config.json" not in top or not weights or not {"tokenizer.json", "tokenizer_config.json"} & {*top}:
+        raise ModelError(_why_no_model(top, weights, pickles))
+    indexes = {INDEX_FILE} if weights[0].endswith(".safetensors") else {PICKLE_INDEX}
+    small = [
+        path
+        for path in top
+        if (Path(path).suffix in _SMALL_FILES and not path.endswith(".index.json")) or path.startswith("LICENSE")
+    ]
+    code = [path for path in paths if path.endswith(".py")] if with_code else []
+    return sorted({*weights, *small, *code, *(indexes & {*top})})
+
+
+def _why_no_model(top: list[str], weights: list[str], pickles: list[str]) -> str:
+    if "adapter_config.json" in top and "config.json" not in top:
+        return "it holds an adapter, not a model: merge it into its base model, and set model.path to the result"
+    if not weights and pickles:
+        return (
+            f"its weights are pickled ({pickles[0]}), a format that can run code; model.allow_pickle=true reads "
+            "them as tensors only, and converts them to safetensors"
+        )
+    if not weights:
+        others = sorted({Path(path).suffix for path in top} & WEIGHT_SUFFIXES)
+        had = f", but weights as {' '.join(others)}" if others else ""
+        return f"it has no safetensors{had}; name a repository with the original weights"
+    lacking = (
+        "config.json" if "config.json" not in top else "a tokenizer (tokenizer.json or tokenizer_config.json)"
+    )
+    return f"it lacks {lacking}; name a complete model, or fetch it by hand and set model.path"

@@ -13,8 +13,8 @@ import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
-from downloads import huggingface, modelscope, urls
 from downloads.errors import (
     AccessDenied,
     BadReference,
@@ -26,8 +26,20 @@ from downloads.errors import (
     WrongContent,
 )
 from downloads.nearest import nearest
-from downloads.snapshot import Kind, Reference, RemoteFile, Snapshot, is_remote, parse_reference
-from downloads.transfer import PARTS, Meter, OnProgress, Progress, fetch_files, is_right, size_of
+from downloads.snapshot import (
+    PARTS,
+    Kind,
+    OnProgress,
+    Progress,
+    Reference,
+    RemoteFile,
+    Snapshot,
+    is_remote,
+    parse_reference,
+)
+
+if TYPE_CHECKING:
+    from downloads.transfer import Meter
 
 __all__ = [
     "AccessDenied",
@@ -36,6 +48,7 @@ __all__ = [
     "DownloadError",
     "NotFound",
     "Offline",
+    "OnProgress",
     "Progress",
     "RemoteFile",
     "Snapshot",
@@ -52,6 +65,8 @@ def resolve(reference: str | Sequence[str], kind: Kind = "model") -> Snapshot:
 
     Raises BadReference, NotFound, AccessDenied, and Unreachable, of which Offline is a kind.
     """
+    from downloads import huggingface, modelscope, urls
+
     if not isinstance(reference, str) or reference.startswith(("http://", "https://")):
         return urls.resolve([reference] if isinstance(reference, str) else reference, kind)
     parts = parse_reference(reference)
@@ -71,6 +86,9 @@ def fetch(
     What an earlier call left is continued; a file that is there and right is kept. `on_progress` is called from
     several threads, one at a time. Raises DiskTooSmall before the first byte, and DownloadError.
     """
+    from downloads import huggingface, urls
+    from downloads.transfer import Meter, fetch_files, size_of
+
     files = [file for file in snapshot.files if paths is None or file.path in paths]
     for file in files:
         _require_inside(file)
@@ -90,6 +108,9 @@ def fetch(
 
 
 def _fetch_from_modelscope(snapshot: Snapshot, files: list[RemoteFile], folder: Path, meter: Meter) -> None:
+    from downloads import modelscope
+    from downloads.transfer import is_right
+
     staged = folder / PARTS
     kept = [file for file in files if (folder / file.path).is_file() and is_right(folder / file.path, file)]
     for file in kept:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote
@@ -11,6 +12,8 @@ from downloads.errors import BadReference
 
 Kind = Literal["model", "dataset"]
 HubName = Literal["hf", "modelscope", "url"]
+
+PARTS = ".parts"  # in the folder of a download, what of it is not complete yet
 
 _HUB = re.compile(
     r"(?P<hub>hf|modelscope):(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/#\s]+))?(?:/(?P<file>[^#]+?))?/?"
@@ -57,6 +60,19 @@ class Reference:
     revision: str | None
     file: str | None  # or a folder
     sha256: str | None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a download is."""
+
+    num_done: int  # files
+    num_files: int
+    bytes_done: int
+    total_bytes: int  # of files whose size is known
+
+
+OnProgress = Callable[[Progress], None]
 
 
 def is_remote(text: str) -> bool:

@@ -20,9 +20,8 @@ from typing import TypeVar
 import httpx
 
 from downloads.errors import AccessDenied, DownloadError, NotFound, Unreachable, WrongContent, unreachable
-from downloads.snapshot import RemoteFile
+from downloads.snapshot import PARTS, OnProgress, Progress, RemoteFile
 
-PARTS = ".parts"
 MAX_PARALLEL = 8
 ATTEMPTS = 5  # in a row without a byte
 BACKOFF_SECONDS = 1.0
@@ -42,19 +41,6 @@ class Request:
     url: str
     headers: Mapping[str, str]
     if_denied: str
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a download is."""
-
-    num_done: int  # files
-    num_files: int
-    bytes_done: int
-    total_bytes: int  # of files whose size is known
-
-
-OnProgress = Callable[[Progress], None]
 
 
 class Meter:

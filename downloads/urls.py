@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urldefrag, urlsplit
 
 from downloads.errors import BadReference, DiskTooSmall, WrongContent
-from downloads.snapshot import Kind, RemoteFile, Snapshot, require_digest
-from downloads.transfer import PARTS, Request
+from downloads.snapshot import PARTS, Kind, RemoteFile, Snapshot, require_digest
+from downloads.transfer import Request
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 _DENIED = (

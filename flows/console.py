@@ -27,7 +27,8 @@ def print_messages() -> None:
 
         output.addFilter(StepBar())
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[output])
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for library in ("httpx", "httpx2"):  # of huggingface_hub
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def print_chain() -> None:

@@ -144,10 +144,10 @@ def _values(annotation: Any) -> str:
 
 def _stages(name: str) -> str:
     """The first stages that read the key; all that are made from their output follow."""
-    stages = dict.fromkeys(link.stage for link in CHAIN)
-    readers = [
+    stages = [stage for link in CHAIN for stage in (link.stage, link.fetches) if stage is not None]
+    readers = dict.fromkeys(
         stage.name
         for stage in stages
         if any(name == section or name.startswith(f"{section}.") for section in stage.sections)
-    ]
+    )
     return ", ".join(readers or [_READERS[name.partition(".")[0]]])

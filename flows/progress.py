@@ -11,12 +11,23 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as ProgressBar
+
+from downloads import Progress
 
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 30.0
-STEP_LINE = re.compile(r"(?P<what>[a-z ]+) step (?P<done>\d+)(?:/| of )(?P<total>\d+): (?P<state>.*)")
+DOWNLOAD_LOG_SECONDS = 2.0
+STEP_LINE = re.compile(r"(?P<what>[a-z ]+) (?:step|percent) (?P<done>\d+)(?:/| of )(?P<total>\d+): (?P<state>.*)")
 
 
 class TrainingLog:
@@ -47,7 +58,7 @@ class StepBar(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bar: Progress | None = None
+        self.bar: ProgressBar | None = None
         atexit.register(self.close)  # a bar left open leaves the terminal without a cursor
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -59,7 +70,7 @@ class StepBar(logging.Filter):
         done, total = int(match["done"]), int(match["total"])
         if self.bar is None:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            self.bar = Progress(*columns, TextColumn("{task.fields[state]}"))
+            self.bar = ProgressBar(*columns, TextColumn("{task.fields[state]}"))
             self.task = self.bar.add_task(match["what"], total=total, state="")
             self.bar.start()
         self.bar.update(self.task, completed=done, state=match["state"], refresh=True)
@@ -79,7 +90,7 @@ def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Yield `on_progress(bytes_done, total_bytes)`; without a terminal a line for each 10 % or LOG_SECONDS."""
     console = Console()
     tenths, logged_at = 0, time.monotonic()
-    with Progress(
+    with ProgressBar(
         TextColumn(label), BarColumn(), DownloadColumn(), console=console, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task(label, total=None)
@@ -91,5 +102,39 @@ def bytes_progress(label: str) -> Iterator[Callable[[int, int], None]]:
             if bar.disable and is_due:
                 tenths, logged_at = 10 * done // total if total else 10, time.monotonic()
                 logger.info("%s: %s of %s", label, decimal(done), decimal(total))
+
+        yield on_progress
+
+
+@contextmanager
+def download_progress() -> Iterator[Callable[[Progress], None]]:
+    """Yield a callback for downloads: a bar on a terminal, else a line for each percent, at most every 2 s.
+
+    `StepBar` and Prefect's page turn such lines into a bar.
+    """
+    console = Console()
+    began, logged_at, percent = time.monotonic(), 0.0, -1
+    first_bytes: int | None = None
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with ProgressBar(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("download", total=None)
+
+        def on_progress(now: Progress) -> None:
+            nonlocal logged_at, percent, first_bytes
+            first_bytes = now.bytes_done if first_bytes is None else first_bytes
+            files = f"{now.num_done} of {now.num_files} files"
+            bar.update(task, description=files, completed=now.bytes_done, total=now.total_bytes or None)
+            reached = 100 * now.bytes_done // now.total_bytes if now.total_bytes else 0
+            is_over = now.num_done == now.num_files
+            is_due = reached > percent and time.monotonic() - logged_at >= DOWNLOAD_LOG_SECONDS
+            if not bar.disable or not (is_due or is_over):
+                return
+            percent, logged_at = reached, time.monotonic()
+            rate = (now.bytes_done - first_bytes) / max(logged_at - began, 1e-3)
+            left = (
+                f", about {(now.total_bytes - now.bytes_done) / rate:.0f} s left" if rate and not is_over else ""
+            )
+            sizes = f"{decimal(now.bytes_done)} of {decimal(now.total_bytes)}, {decimal(int(rate))}/s"
+            logger.info("download percent %d of 100: %s, %s%s", reached, files, sizes, left)
 
         yield on_progress

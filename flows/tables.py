@@ -35,7 +35,7 @@ def print_plan(stages: Sequence[PlannedStage], is_whole: bool) -> None:
             stage.label,
             stage.state,
             Text(stage.why(None if is_whole else 1)),
-            stage.key[:SHORT_KEY_LENGTH] if stage.key else f"after {stage.waits_for}",
+            stage.key[:SHORT_KEY_LENGTH] if stage.key else f"after {stage.waits_for or 'its commit is known'}",
             f"{stage.seconds:.1f}" if stage.seconds is not None else "",
         )
     print_table(table)

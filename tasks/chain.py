@@ -12,6 +12,8 @@ from typing import Any
 
 from prefect.runtime import task_run
 
+from dapo_core.checkpoint.folder import CHECKPOINTS, checkpoint_folders
+from dapo_core.checkpoint.manifest import shard_digests
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
 from durable import read_json_lines
@@ -21,9 +23,11 @@ from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.prepare import build_dataset
 from tasks.evaluation_settings import evaluate_servers
+from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
 from tasks.page import StageProgress, show_report
 from tasks.processes.cancellation import is_worker_restart
 from tasks.processes.detached import DetachOptions
+from tasks.references import COMMIT
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import report_run
 from tasks.runs.run import Run
@@ -45,17 +49,25 @@ def prepare_data(run: Run) -> Artifact:
 
 
 @stage_task("fetch-model")
-def fetch_model(run: Run, data: Artifact) -> Artifact:
-    """The model to improve, a Hugging Face folder: built from a recipe, or taken from a local folder."""
-    key = LINKS["fetch_model"].key(run.config, data)
+def fetch_model(run: Run, data: Artifact | None) -> Artifact:
+    """The model to improve, a Hugging Face folder: built, taken from a local folder, or fetched.
+
+    Only a built one needs the data. A cut download is continued by the next attempt.
+    """
+    key = LINKS["fetch_model"].key(run.config, *([] if data is None else [data]))
+    model = run.config.model
 
     def build(folder: Path) -> Mapping[str, Any]:
-        if run.config.model.source == "path":
+        if model.source == "path":
             return take_model_folder(run.config, folder)
-        words: list[str | Path] = ["fetch-model", run.config_path]
-        words += ["--data", Path(data.path) / TRAIN_FILE, "--output", folder]
+        words: list[str | Path] = ["fetch-model", run.config_path, "--output", folder]
+        if data is not None and model.source == "recipe":
+            words += ["--data", Path(data.path) / TRAIN_FILE]
+        else:
+            words += ["--commit", key.inputs[COMMIT]]
+            link_known_files(run.store, key.stage, key.inputs, folder)
         run_dapo(words, run, key, on_line=StageProgress(run, "fetch_model").on_line)
-        return {}
+        return {} if model.source == "recipe" else fetched_metrics(model, key.inputs, folder)
 
     return run.produce("fetch_model", key, build)
 
@@ -78,6 +90,8 @@ def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
                 os.link(path.resolve(), target)
             except OSError:  # another file system, or one without hard links
                 shutil.copyfile(path, target)
+    if config.model.chat_template is not None:
+        place_chat_template(Path(config.model.chat_template), folder, config.model.trust_remote_code)
     return {"bytes": num_bytes}
 
 
@@ -117,7 +131,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: boo
     attempt = task_run.run_count or 1
     key = LINKS["train_policy"].key(run.config, data, model)
 
-    def build(folder: Path) -> Mapping[str, Any]:
+    def build(folder: Path) -> Output:
         words: list[str | Path] = ["train", run.config_path]
         words += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
         if run.config.validation.every:
@@ -132,7 +146,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: boo
             ),
         )
         run_dapo(words, run, key, detach=detach, on_line=StageProgress(run, "train_policy", folder).on_line)
-        return last_metrics(folder)
+        return Output(last_metrics(folder), checkpoint_digests(folder))
 
     return run.produce("train_policy", key, build)
 
@@ -143,6 +157,15 @@ def resume_words(resume: str, attempt: int) -> list[str]:
     A path stays: without a checkpoint of its own, the next attempt begins from it again.
     """
     return ["--set", "checkpoint.resume=auto"] if resume == "never" and attempt > 1 else []
+
+
+def checkpoint_digests(folder: Path) -> dict[str, str]:
+    """Digests of the training's shards, which its ranks took while they wrote them, by path in the output."""
+    return {
+        (checkpoint / name).relative_to(folder).as_posix(): f"blake3:{digest}"
+        for checkpoint in checkpoint_folders(folder / CHECKPOINTS)
+        for name, digest in shard_digests(checkpoint).items()
+    }
 
 
 def last_metrics(folder: Path) -> dict[str, float]:

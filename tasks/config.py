@@ -24,20 +24,54 @@ class StoreConfig(Section):
 class ModelConfig(ModelCodeConfig):
     """The model to improve."""
 
-    source: Literal["recipe", "path"] = key("path", "`recipe` builds a small model, `path` takes a local folder.")
+    source: Literal["path", "recipe", "huggingface", "modelscope", "url"] = key(
+        "path",
+        "`path` takes a local folder, `recipe` builds a small model, `huggingface` and `modelscope` fetch from a "
+        "hub, "
+        "`url` from a web server.",
+    )
     path: str | None = key(None, "Hugging Face model folder (source: path).")
+    id: str | None = key(None, "ORG/NAME of the model (source: huggingface or modelscope).")
+    revision: str | None = key(
+        None, "Branch, tag or commit, resolved once a run; unset: the hub's default branch."
+    )
+    urls: tuple[str, ...] = key(
+        (), "Addresses of files, or of one archive, each ending in #sha256=DIGEST (source: url)."
+    )
+    chat_template: str | None = key(
+        None, "File with the Jinja chat template of a base model, for training, serving and evaluation."
+    )
+    allow_pickle: bool = key(
+        False, "Take pickled weights of a hub or URL that has no safetensors, and convert them to these."
+    )
     recipe: WarmStartConfig = Field(default_factory=WarmStartConfig)
 
     @model_validator(mode="after")
-    def _path_for_source(self) -> ModelConfig:
-        if self.source == "path" and not self.path:
-            raise ValueError("model.source is path, but model.path is not set; set it to a Hugging Face folder")
-        if self.source != "path" and self.path:
-            raise ValueError(
-                f"model.path={self.path} would be ignored by model.source={self.source}; set model.source=path to "
-                "use it, or remove it"
-            )
+    def _keys_for_source(self) -> ModelConfig:
+        for name, (sources, example) in _MODEL_KEYS.items():
+            value = getattr(self, name)
+            if self.source in sources and example and not value:
+                raise ValueError(
+                    f"model.source is {self.source}, but model.{name} is not set; set it to {example}"
+                )
+            if self.source not in sources and value:
+                raise ValueError(
+                    f"model.{name}={value} would be ignored by model.source={self.source}; set "
+                    f"model.source={' or '.join(sources)} to use it, or remove it"
+                )
         return self
+
+
+# The sources that read a key, and for a key that they need what it is set to.
+_HUBS = ("huggingface", "modelscope")
+_MODEL_KEYS: dict[str, tuple[tuple[str, ...], str]] = {
+    "path": (("path",), "a Hugging Face folder"),
+    "id": (_HUBS, "ORG/NAME, such as Qwen/Qwen3-8B"),
+    "revision": (_HUBS, ""),
+    "urls": (("url",), "addresses of its files, or of one archive"),
+    "allow_pickle": ((*_HUBS, "url"), ""),
+    "chat_template": (("path", *_HUBS, "url"), ""),
+}
 
 
 class MergeConfig(Section):

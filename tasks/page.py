@@ -40,7 +40,7 @@ UPDATE_SECONDS = 10.0
 REQUEST_SECONDS = 10.0
 RETRY_SECONDS, PATIENCE_SECONDS = 5.0, 60.0  # while the server is away
 NUM_STEPS = 10
-STEP_LINE = re.compile(r"[a-z ]+ step (?P<done>\d+)(?:/| of )(?P<total>\d+)\b.*")
+STEP_LINE = re.compile(r"[a-z ]+ (?:step|percent) (?P<done>\d+)(?:/| of )(?P<total>\d+)\b.*")
 STEP_COLUMNS = {
     "step": "step",
     "accuracy": "sampler/accuracy",
@@ -75,7 +75,7 @@ def show_stage(run: Run, label: str, artifact: Artifact) -> None:
     facts = {"output": _code(artifact.path), "state": how, "key": _short(artifact.key)}
     facts |= {"content": _short(artifact.digest), "host": manifest["host"], "run": _code(str(run.folder))}
     metrics = {name: _number(value) for name, value in manifest["metrics"].items() if not isinstance(value, list)}
-    needs = [need for need in LINKS[label].needs if need in run.stages]
+    needs = [need for need in LINKS[label].needs_of(run.config) if need in run.stages]
     inputs = [f"- {_link(run, need)}: {_short(run.stages[need].digest)}" for need in needs]
     text = [f"# {label}", _table(facts)]
     text += ["## Numbers", _table(metrics)] if metrics else []

@@ -14,12 +14,15 @@ from dapo_core.config.fields import result_values
 from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.reward.routing import require_scorers
+from downloads import Unreachable
 from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, sha256_of
 from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.sources import source_files
+from tasks.fetched_model import fetched_inputs
+from tasks.references import earlier_inputs
 
 # Left out of the folder that holds them, since a change there changes no output: configuration, which a key has
 # itself, errors, storage, the report, and how servers are checked, started and ended.
@@ -42,9 +45,11 @@ NOT_COUNTED = (
     "eval/report.py",
     "eval/templates",
     "eval/training.py",
+    "downloads",  # what is fetched is compared with its digests
     "tasks/artifacts",
     "tasks/config.py",
     "tasks/data_config.py",
+    "tasks/references.py",
     "tasks/serve_model/checks.py",
     "tasks/serve_model/config.py",
     "tasks/serve_model/failure.py",
@@ -66,11 +71,15 @@ class Stage:
         """The key of its output for a configuration and the content digests of its inputs."""
         return StageKey(
             stage=self.name,
-            config={section: _result_value(config, section) for section in self.sections},
+            config=self.config_slice(config),
             inputs=inputs,
             code_digest=code_digest(self.code, NOT_COUNTED),
             versions=package_versions(self.packages),
         )
+
+    def config_slice(self, config: ChainConfig) -> dict[str, Any]:
+        """The values that it reads, by the sections' names."""
+        return {section: _result_value(config, section) for section in self.sections}
 
 
 def _result_value(config: ChainConfig, section: str) -> Any:
@@ -80,18 +89,34 @@ def _result_value(config: ChainConfig, section: str) -> Any:
 
 PREPARE_DATA = Stage(
     name="prepare_data",
-    sections=("run.seed", "data.arithmetic", "data.max_refused_ratio"),
+    sections=("run.seed", "data.arithmetic", "data.contamination", "data.max_refused_ratio"),
     code=(
         *("tasks/data", "eval/problems", "eval/answers", "dapo_core/arithmetic.py"),
         *("dapo_core/reward", "dapo_core/compat.py"),  # whether every data source has a scorer
+        *("eval/pages.py", "eval/templates/data_card.md.j2"),  # the data card
     ),
     packages=("pyarrow", "datasets"),
 )
-FETCH_MODEL = Stage(
+BUILD_MODEL = Stage(
     name="fetch_model",
     sections=("run.seed", "model.source", "model.recipe"),
     code=("dapo_core/arithmetic.py", "dapo_core/warm_start.py"),
     packages=("torch", "transformers", "tokenizers"),
+)
+# Of a model that is not built here, bytes of a commit: the same whatever code and packages fetch them.
+FETCH_MODEL = Stage(
+    name="fetch_model",
+    sections=(
+        "model.source",
+        "model.id",
+        "model.revision",
+        "model.urls",
+        "model.allow_pickle",
+        "model.trust_remote_code",
+    ),
+    code=(),
+    packages=(),
+    is_resumable=True,
 )
 EVALUATE_MODEL = Stage(
     name="evaluate_model",
@@ -106,6 +131,7 @@ TRAIN_POLICY = Stage(
         "run.seed",
         "run.deterministic",
         "data.max_prompt_tokens",
+        "data.too_long",
         "data.shuffle",
         "model.trust_remote_code",
         "algorithm",
@@ -129,19 +155,27 @@ MERGE_CHECKPOINT = Stage(
 )
 
 
-def fetch_model_inputs(config: ChainConfig, data: Artifact) -> dict[str, str]:
-    """The training rows that a recipe's warm start learns from."""
-    return {"train_data": file_digest(data, TRAIN_FILE)} if config.model.source == "recipe" else {}
+def model_inputs(config: ChainConfig, data: Artifact | None = None) -> dict[str, str]:
+    """The training rows that a recipe's warm start learns from; nothing for a fetched model."""
+    return {} if data is None else {"train_data": file_digest(data, TRAIN_FILE)}
 
 
 def model_files(config: ChainConfig) -> dict[str, str]:
-    """The identity of the folder that model.path names; nothing for a recipe.
+    """The identity of a fetched model: commit and digests of its files, or of the folder that model.path names.
 
-    It is made of names, sizes and modification times, since hashing would read all weights at every plan; the
-    artifact made from the folder is hashed.
+    The latter is made of names, sizes and modification times, since hashing would read all weights at every plan;
+    the artifact made from the folder is hashed. Nothing for a recipe. Raises DownloadError and ModelError.
     """
     if config.model.source == "recipe":
         return {}
+    template = config.model.chat_template
+    chat = {} if template is None else {"chat_template": _file_digest("model.chat_template", template)}
+    if config.model.source != "path":
+        try:
+            return {**fetched_inputs(config.model), **chat}
+        except Unreachable as error:
+            known = FETCH_MODEL.config_slice(config)
+            return {**earlier_inputs(config.store.path, FETCH_MODEL.name, known, error), **chat}
     folder = Path(str(config.model.path))
     require_model_folder(folder)
     identity = [
@@ -149,7 +183,7 @@ def model_files(config: ChainConfig) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST_NAME
     ]
-    return {"model_folder": hashlib.sha256(repr(identity).encode()).hexdigest()}
+    return {"model_folder": hashlib.sha256(repr(identity).encode()).hexdigest(), **chat}
 
 
 def train_policy_inputs(config: ChainConfig, data: Artifact, model: Artifact) -> dict[str, str]:
@@ -195,6 +229,7 @@ class Link:
     needs: tuple[str, ...]  # labels of the artifacts that `inputs` takes after the configuration
     inputs: Callable[..., dict[str, str]]  # digests from the configuration and these artifacts
     files: Callable[[ChainConfig], dict[str, str]]  # of files that the configuration names
+    fetches: Stage | None = None  # in place of `stage` where model.source is not a recipe; needs no other artifact
 
     @property
     def command(self) -> str:
@@ -204,7 +239,16 @@ class Link:
 
     def key(self, config: ChainConfig, *artifacts: Artifact) -> StageKey:
         """The key of its output, given those of the links it needs, in their order."""
-        return self.stage.key(config, {**self.inputs(config, *artifacts), **self.files(config)})
+        inputs = self.inputs(config, *artifacts[: len(self.needs_of(config))])
+        return self.stage_of(config).key(config, {**inputs, **self.files(config)})
+
+    def stage_of(self, config: ChainConfig) -> Stage:
+        """The stage that makes it for this configuration."""
+        return self.stage if self.fetches is None or config.model.source == "recipe" else self.fetches
+
+    def needs_of(self, config: ChainConfig) -> tuple[str, ...]:
+        """The labels that this configuration needs."""
+        return self.needs if self.stage_of(config) is self.stage else ()
 
 
 def _evaluation(side: str, model: str) -> Link:
@@ -215,7 +259,7 @@ def _evaluation(side: str, model: str) -> Link:
 
 CHAIN = (
     Link("prepare_data", PREPARE_DATA, (), lambda _: {}, source_files),
-    Link("fetch_model", FETCH_MODEL, ("prepare_data",), fetch_model_inputs, model_files),
+    Link("fetch_model", BUILD_MODEL, ("prepare_data",), model_inputs, model_files, fetches=FETCH_MODEL),
     _evaluation("before", "fetch_model"),
     Link("train_policy", TRAIN_POLICY, ("prepare_data", "fetch_model"), train_policy_inputs, training_files),
     Link(

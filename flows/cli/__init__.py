@@ -63,6 +63,7 @@ for group in (chain, history, stages, evaluation, operating):
 def main() -> None:
     """Run the command line; a known error prints its message and exits with 2 if the user must act, else 1."""
     from dapo_core.errors import DapoError
+    from downloads import DownloadError
     from eval import EvaluationError
     from flows.console import print_messages
     from redaction import redact
@@ -72,7 +73,7 @@ def main() -> None:
     print_messages()
     try:
         app()
-    except (DapoError, EvaluationError) as error:
+    except (DapoError, EvaluationError, DownloadError) as error:
         typer.secho(redact(describe(error)), err=True, fg="red")
         sys.exit(exit_code_of(error))
     except LASTING_ERRORS:  # a bug or a missing file: the traceback, and a status that has nothing tried again

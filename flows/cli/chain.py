@@ -116,7 +116,7 @@ def stage(
 
     settings = begin(config, overrides)
     check_start(settings)
-    require_outputs(settings, _needs(name, side))
+    require_outputs(settings, _needs(settings, name, side))
     wait_for_api = provide_prefect_api(Path(settings.store.path))
     from flows.single_stages import STAGE_FLOWS
 
@@ -129,14 +129,14 @@ def stage(
         typer.echo(output)
 
 
-def _needs(name: StageName, side: str | None) -> tuple[str, ...]:
+def _needs(settings: Config, name: StageName, side: str | None) -> tuple[str, ...]:
     """The labels of the stages that this one takes its inputs from."""
     from tasks.stages import LINKS
 
     if name == "compare":
         return ("evaluate_before", "evaluate_after", "train_policy")
     label = f"evaluate_{side or 'after'}" if name == "evaluate-model" else name.replace("-", "_")
-    return LINKS[label].needs
+    return LINKS[label].needs_of(settings)
 
 
 def begin(config: Path, overrides: list[str] | None) -> Config:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from flows.cli.options import ConfigArgument, SetOption
+
+if TYPE_CHECKING:
+    from flows.config import Config
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -35,30 +38,49 @@ def prepare_data(
 
 
 @app.command(
-    "fetch-model", epilog="Example: dapo fetch-model configs/arith_cpu.yaml --data d/train.parquet --output m"
+    "fetch-model",
+    epilog="Example: dapo fetch-model configs/arith_cpu.yaml --data d/train.parquet --output m",
+    short_help="Fetch the model of a recipe, or build it.",
 )
 def fetch_model(
     config: ConfigArgument,
-    data: Annotated[Path, typer.Option(help="Training parquet that the warm start learns from.")],
-    output: Annotated[Path, typer.Option(help="Model folder to write; must not hold files.")],
+    output: Annotated[Path, typer.Option(help="Model folder to write; a download continues what it holds.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Training parquet that the warm start of model.source=recipe learns from.")
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="Refuse any other commit than this one.")] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Build and warm up the model of a recipe."""
+    """Fetch the model of a recipe from its hub or web server; with model.source=recipe build and warm it up."""
+    from dapo_core.errors import ConfigError
+    from flows.config import load_config
+
+    settings = load_config(config, overrides or ())
+    if settings.model.source == "path":
+        raise ConfigError("model.source=path has nothing to fetch; model.path is used as it is")
+    if settings.model.source == "recipe":
+        _build_model(settings, data, _new_folder(output))
+        return
+    from flows.progress import download_progress
+    from tasks.fetched_model import fetch_model_files
+
+    with download_progress() as on_progress:
+        snapshot = fetch_model_files(settings.model, _folder(output), commit, on_progress)
+    typer.echo(f"{output}: {snapshot.repo} at {snapshot.commit}, digests verified")
+
+
+def _build_model(settings: Config, data: Path | None, folder: Path) -> None:
     # Before torch is loaded: threads that spin while they wait starve each other where cores are shared.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from dapo_core.errors import ConfigError
     from dapo_core.warm_start import build_model
     from eval.problems.files import iterate_rows
-    from flows.config import load_config
 
-    settings = load_config(config, overrides or ())
-    if settings.model.source != "recipe":
-        raise ConfigError(
-            f"model.source={settings.model.source} has nothing to build; model.path is used as it is"
-        )
+    if data is None:
+        raise ConfigError("model.source=recipe learns from training rows; name their file with --data")
     rows = [dict(row) for batch in iterate_rows(data) for row in batch]
-    metrics = build_model(rows, _new_folder(output), settings.model.recipe, settings.run.seed)
-    typer.echo(f"{output}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}")
+    metrics = build_model(rows, folder, settings.model.recipe, settings.run.seed)
+    typer.echo(f"{folder}: {metrics['parameters']:,} parameters, final loss {metrics['final_loss']:.3f}")
 
 
 @app.command(epilog="Example: dapo train configs/arith_cpu.yaml --data d/train.parquet --model m --output t")

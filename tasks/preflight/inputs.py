@@ -16,6 +16,7 @@ from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.prepare import write_held_out
 from tasks.data.reading import read_source
 from tasks.data.sources import eval_sources, train_sources
+from tasks.fetched_model import model_name
 from tasks.preflight.finding import Findings
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
     later = []
     if config.model.source == "path":
         inputs.model = Path(str(config.model.path))
+    elif config.model.source != "recipe":
+        later.append(f"the model {model_name(config.model)}")
+        inputs.later = tuple(later)
     sources = train_sources(config)
     if findings or all(source.is_generated for source in sources):  # as is the model of a recipe: made to fit
         return inputs

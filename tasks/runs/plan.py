@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo_core.errors import CheckpointError, ConfigError, ModelError
+from downloads import Unreachable
 from redaction import redacted
 from tasks.artifacts.artifact import Artifact, DamagedArtifact
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
+from tasks.data.sources import describe_sources
+from tasks.fetched_model import describe_fetch
 from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
-from tasks.stages import CHAIN, Link
+from tasks.stages import CHAIN, FETCH_MODEL, PREPARE_DATA, Link, Stage
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,15 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
     found: dict[str, Artifact] = {}
     stages = []
     for link in CHAIN:
-        missing = [label for label in link.needs if label not in found]
+        missing = [label for label in link.needs_of(config) if label not in found]
         if missing:
             stages.append(_plan_waiting(config, link, missing[-1], _manifest_before(runs, link.label)))
             continue
-        key = link.key(config, *(found[label] for label in link.needs))
+        try:
+            key = link.key(config, *(found[label] for label in link.needs_of(config)))
+        except Unreachable:
+            stages.append(PlannedStage(link.label, "runs", _fetched(config, link), (), None, None, None))
+            continue
         try:
             artifact = store.check(key.stage, key.key)
             damage = None
@@ -68,7 +75,8 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
             stages.append(PlannedStage(link.label, "cached", "", (), key.key, None, seconds))
         else:
             state, note, changes = _explain(link.label, key, runs, key.key in built)
-            state, note = _attempt(store, link, key, damage) or (state, note)
+            state, note = _attempt(store, link.stage_of(config), key, damage) or (state, note)
+            note = "; ".join(filter(None, [note, _fetched(config, link)]))
             stages.append(PlannedStage(link.label, state, note, changes, key.key, None, None))
     return stages
 
@@ -81,6 +89,14 @@ def is_built(config: ChainConfig) -> bool:
         return False
 
 
+def _fetched(config: ChainConfig, link: Link) -> str:
+    """What the stage would fetch; "" where it fetches nothing."""
+    if link.stage is PREPARE_DATA:
+        return describe_sources(config)
+    is_fetched = link.stage_of(config) is FETCH_MODEL and config.model.source != "path"
+    return describe_fetch(config.model) if is_fetched else ""
+
+
 def _plan_waiting(
     config: ChainConfig, link: Link, upstream: str, before: Mapping[str, Any] | None
 ) -> PlannedStage:
@@ -88,19 +104,19 @@ def _plan_waiting(
     if before is None:
         return PlannedStage(link.label, "runs", note, (), None, upstream, None)
     # Of its inputs those that are artifacts are not known yet; all else of its key is.
-    changes = _changes(before, link.stage.key(config, {**before["inputs"], **link.files(config)}))
+    changes = _changes(before, link.stage_of(config).key(config, {**before["inputs"], **link.files(config)}))
     return PlannedStage(link.label, "stale", note, changes, None, upstream, None)
 
 
 def _attempt(
-    store: ArtifactStore, link: Link, key: StageKey, damage: DamagedArtifact | None
+    store: ArtifactStore, stage: Stage, key: StageKey, damage: DamagedArtifact | None
 ) -> tuple[str, str] | None:
     """State and note of a stage that is being built, damaged or unfinished; None for any other."""
     if (builder := store.builder(key.stage, key.key)) is not None:
         return "building", f"by {builder}"
     if damage is not None:
         return "damaged", str(damage)
-    if link.stage.is_resumable and store.unfinished(key.stage, key.key) is not None:
+    if stage.is_resumable and store.unfinished(key.stage, key.key) is not None:
         return "resumes", "an attempt was not finished"
     return None
 

@@ -28,6 +28,7 @@ from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
 from tasks.config import ChainConfig
 from tasks.data.sources import eval_sources, source_files, train_sources
+from tasks.references import forget_resolved
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
 from tasks.stages import LINKS
@@ -63,6 +64,7 @@ class Run:
     @staticmethod
     def start(config: ChainConfig, flow: str = "dapo-full", forced: Collection[str] = ()) -> Run:
         """A new run under the store of the configuration; raises what `check_start` raises."""
+        forget_resolved()
         check_start(config)
         store = ArtifactStore(config.store.path)
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%f")[:-3]
@@ -110,7 +112,11 @@ class Run:
             is_kept = False
             while not is_kept:
                 artifact, cached = self.store.produce(
-                    key, build, resumable=LINKS[label].stage.is_resumable, force=is_forced, waiting=clock_stopped()
+                    key,
+                    build,
+                    resumable=LINKS[label].stage_of(self.config).is_resumable,
+                    force=is_forced,
+                    waiting=clock_stopped(),
                 )
                 seconds = time.monotonic() - started
                 with clock_stopped(), self.store.in_use():
@@ -123,7 +129,7 @@ class Run:
     def take(self, label: str) -> Artifact:
         """The artifact of a stage that ran before, recorded as cached; raises StoreError if it is missing."""
         link = LINKS[label]
-        key = link.key(self.config, *map(self.take, link.needs))
+        key = link.key(self.config, *map(self.take, link.needs_of(self.config)))
         with self.store.in_use():
             artifact = _require(self.store, label, key)
             if label in self.stages:
@@ -181,7 +187,9 @@ def require_outputs(config: ChainConfig, labels: Iterable[str]) -> dict[str, Art
     found: dict[str, Artifact] = {}
     for label in labels:
         link = LINKS[label]
-        found[label] = _require(store, label, link.key(config, *require_outputs(config, link.needs).values()))
+        found[label] = _require(
+            store, label, link.key(config, *require_outputs(config, link.needs_of(config)).values())
+        )
     return found
 
 

@@ -7,30 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
-from modelscope_hub.config import set_default_config
 
 import downloads
-from downloads import Progress, fetch, resolve, transfer
-from tests.hub_server import HubServer, Repo, serving, sha256
+from downloads import Progress, fetch, resolve
+from tests.hub_server import HubServer, Repo, sha256
+from tests.hubs import hub_of_this_machine
 
 WEIGHTS = random.Random(0).randbytes(700_000)
 FILES = {"config.json": b'{"a": 1}\n', "model.safetensors": WEIGHTS, "sub/notes.txt": b"\xe9 notes\n"}
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with serving() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.url)
-        for name in ("HF_TOKEN", "MODELSCOPE_API_TOKEN"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(transfer, "BACKOFF_SECONDS", 0.01)
-        set_default_config(None)
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    with hub_of_this_machine(tmp_path) as server:
         yield server
-        set_default_config(None)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

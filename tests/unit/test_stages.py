@@ -30,19 +30,30 @@ from tasks.data.prepare import build_dataset
 from tasks.data_config import ColumnsConfig
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run, current_stage
-from tasks.stages import CHAIN, LINKS, Stage
+from tasks.stages import CHAIN, FETCH_MODEL, LINKS, Stage
 from tests.configs import make_config
 from tests.recorded_runs import small_config
 from tests.tiny_models import build_tiny_qwen3
 
 CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
-STAGES = tuple(dict.fromkeys(link.stage for link in CHAIN))
+STAGES = (*dict.fromkeys(link.stage for link in CHAIN), FETCH_MODEL)
 # The keys that each stage reads, by prefix; a change of any of them builds it again.
 READS = {
-    "prepare_data": ("run.seed", "data.arithmetic.", "data.max_refused_ratio"),
-    "fetch_model": ("run.seed", "model.source", "model.recipe."),
+    "prepare_data": ("run.seed", "data.arithmetic.", "data.contamination", "data.max_refused_ratio"),
+    "fetch_model": (  # of BUILD_MODEL and FETCH_MODEL
+        *("run.seed", "model.source", "model.recipe.", "model.id", "model.revision", "model.urls"),
+        *("model.allow_pickle", "model.trust_remote_code"),
+    ),
     "train_policy": (
-        *("run.seed", "run.deterministic", "data.max_prompt_tokens", "data.shuffle", "algorithm.", "reward."),
+        *(
+            "run.seed",
+            "run.deterministic",
+            "data.max_prompt_tokens",
+            "data.too_long",
+            "data.shuffle",
+            "algorithm.",
+            "reward.",
+        ),
         *("custom_reward.", "sampler.", "rollout.", "train.", "checkpoint.", "validation."),
         "model.trust_remote_code",
     ),
@@ -51,7 +62,11 @@ READS = {
 }
 # In the key by what they name or mean: the place does not count.
 BY_CONTENT = {"data.train", "data.eval", "data.prompt_template", "data.system_prompt", "model.path"}
-BY_CONTENT |= {"custom_reward.path", *(f"data.columns.{name}" for name in ColumnsConfig.model_fields)}
+BY_CONTENT |= {
+    "custom_reward.path",
+    "model.chat_template",
+    *(f"data.columns.{name}" for name in ColumnsConfig.model_fields),
+}
 
 
 def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, bool | None]]:
@@ -95,14 +110,14 @@ def test_waiting_places_and_looks_are_volatile() -> None:
     assert not any(FIELDS[name] for name in ("train.total_steps", "train.device", "serve.dtype", "evaluate.seed"))
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+@pytest.mark.parametrize("stage", STAGES, ids=range(len(STAGES)))
 def test_config_inputs_code_and_versions_are_all_in_the_key(stage: Stage) -> None:
     key = stage.key(CONFIG_TREE, {"a": "1"})
     assert key.key == stage.key(load_config(CONFIG), {"a": "1"}).key
     others = [
         stage.key(CONFIG_TREE, {"a": "2"}),
         replace(key, code_digest="0"),
-        replace(key, versions={**key.versions, stage.packages[0]: "0"}),
+        replace(key, versions={**key.versions, "torch": "0"}),
         replace(key, config={}),
     ]
     assert len({key.key, *(other.key for other in others)}) == 5

@@ -1,0 +1,156 @@
+"""The model of a recipe that comes from a hub or a web server: its reference, its files, and how they get here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+from rich.filesize import decimal
+
+import downloads
+from dapo_core.errors import ModelError
+from dapo_core.model_folder import files_to_fetch, require_model_folder
+from downloads.snapshot import OnProgress, Snapshot
+from downloads.urls import is_archive
+from tasks.artifacts.artifact import artifact_at
+from tasks.artifacts.store import FINISHED, ArtifactStore
+from tasks.config import ModelConfig
+from tasks.references import COMMIT, FILE, inputs_of, resolve_once
+
+CHAT_TEMPLATE = "chat_template.jinja"  # which transformers and vLLM prefer to that of tokenizer_config.json
+SCHEMES = {"huggingface": "hf", "modelscope": "modelscope"}
+PROBE = "How many apples are left?"
+
+
+def reference_of(model: ModelConfig, revision: str | None = None) -> str | tuple[str, ...]:
+    """The reference that the section stands for, at another revision if one is given."""
+    if model.source == "url":
+        return model.urls
+    revision = revision or model.revision
+    at = f"@{quote(revision, safe='')}" if revision else ""
+    return f"{SCHEMES[model.source]}:{model.id}{at}"
+
+
+def fetched_inputs(model: ModelConfig) -> dict[str, str]:
+    """Commit and digests of the files to fetch, as the hub has them now. Raises DownloadError and ModelError."""
+    snapshot = resolve_once(reference_of(model), "model")
+    return inputs_of(snapshot, _chosen(model, snapshot))
+
+
+def describe_fetch(model: ModelConfig) -> str:
+    """What a run would fetch, or why that is not known now."""
+    try:
+        snapshot = resolve_once(reference_of(model), "model")
+    except downloads.Unreachable as error:
+        return f"would fetch {model_name(model)}, which cannot be resolved now: {error}"
+    chosen = {*_chosen(model, snapshot)}
+    sizes = [file.size for file in snapshot.files if file.path in chosen]
+    total = "" if None in sizes else f", {decimal(sum(size or 0 for size in sizes))}"
+    return f"fetches {model_name(model)} at {snapshot.commit[:12]}: {len(chosen)} files{total}"
+
+
+def link_known_files(store: ArtifactStore, stage: str, inputs: Mapping[str, str], folder: Path) -> None:
+    """Link files that the stage's artifacts have under the same name and digest; the fetch compares them again.
+
+    A new commit often changes no more than a model card.
+    """
+    for attempt in store.attempts():
+        artifact = artifact_at(attempt.path) if (attempt.stage, attempt.state) == (stage, FINISHED) else None
+        known = artifact.manifest()["inputs"] if artifact is not None else {}
+        for name, digest in inputs.items():
+            path = name.removeprefix(FILE)
+            if not name.startswith(FILE) or known.get(name) != digest or (folder / path).exists():
+                continue
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # a file system without hard links, or a converted file
+                os.link(attempt.path / path, folder / path)
+
+
+def fetched_metrics(model: ModelConfig, inputs: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """What the manifest of a fetched model shows."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {
+        "source": model_name(model),
+        "commit": inputs[COMMIT],
+        "files": len(files),
+        "bytes": sum(path.stat().st_size for path in files),
+    }
+
+
+def fetch_model_files(
+    model: ModelConfig, folder: Path, commit: str | None = None, on_progress: OnProgress | None = None
+) -> Snapshot:
+    """Bring the model's files into the folder, as its keys say; returns what they are of.
+
+    With `commit` any other one is refused. Raises DownloadError and ModelError.
+    """
+    pinned = commit if model.source == "huggingface" else None  # ModelScope's commits cannot be asked for
+    snapshot = downloads.resolve(reference_of(model, pinned))
+    if commit not in (None, snapshot.commit):
+        raise ModelError(
+            f"{model_name(model)} changed while the run was under way: its commit was {commit} and is "
+            f"{snapshot.commit}; run it again for the new one"
+        )
+    downloads.fetch(snapshot, folder, _chosen(model, snapshot), on_progress)
+    if _is_archive(snapshot):
+        there = [path for path in folder.rglob("*") if path.is_file()]
+        kept = _files_to_fetch(model, [path.relative_to(folder).as_posix() for path in there])
+        for path in there:
+            if path.relative_to(folder).as_posix() not in kept:
+                path.unlink()
+    if any(folder.glob("pytorch_model*.bin")):
+        from dapo_core.pickled_weights import convert_pickles
+
+        convert_pickles(folder)
+    if model.chat_template is not None:
+        place_chat_template(Path(model.chat_template), folder, model.trust_remote_code)
+    require_model_folder(folder)
+    return snapshot
+
+
+def place_chat_template(template: Path, folder: Path, trust_remote_code: bool = False) -> None:
+    """Give the folder's tokenizer the chat template. Raises ModelError unless it renders a message."""
+    from dapo_core.pretrained import load_tokenizer
+
+    target = folder / CHAT_TEMPLATE
+    target.unlink(missing_ok=True)  # perhaps a hard link to the file of another folder
+    shutil.copyfile(template, target)
+    tokenizer = load_tokenizer(folder, trust_remote_code)
+    question = [{"role": "user", "content": PROBE}]
+    try:
+        text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"model.chat_template={template} cannot be rendered: {error}; correct the file"
+        ) from error
+    if PROBE not in text:
+        raise ModelError(f"model.chat_template={template} leaves out what the user says: it renders {text!r}")
+
+
+def _chosen(model: ModelConfig, snapshot: Snapshot) -> list[str]:
+    """The files to fetch; of an archive they are known when it is unpacked."""
+    paths = [file.path for file in snapshot.files]
+    return paths if _is_archive(snapshot) else _files_to_fetch(model, paths)
+
+
+def _files_to_fetch(model: ModelConfig, paths: Sequence[str]) -> list[str]:
+    try:
+        return files_to_fetch(paths, model.allow_pickle, model.trust_remote_code)
+    except ModelError as error:
+        raise ModelError(f"{model_name(model)} cannot be trained: {error}") from None
+
+
+def _is_archive(snapshot: Snapshot) -> bool:
+    return snapshot.hub == "url" and is_archive(snapshot.files[0].path)
+
+
+def model_name(model: ModelConfig) -> str:
+    """The reference as text."""
+    reference = reference_of(model)
+    return reference if isinstance(reference, str) else ", ".join(reference)

@@ -1,0 +1,72 @@
+"""References to hubs and web servers: resolved once a run; without a network, what an earlier run made of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import downloads
+from redaction import redacted
+from tasks.artifacts.artifact import read_manifest
+from tasks.artifacts.store import FINISHED, ArtifactStore
+
+logger = logging.getLogger(__name__)
+
+COMMIT, FILE = "commit", "file "  # names of a key's inputs: the commit, and each file by its path
+
+_resolved: dict[tuple[str | tuple[str, ...], str], downloads.Snapshot] = {}
+_said: set[str] = set()
+
+
+def resolve_once(reference: str | tuple[str, ...], kind: downloads.Kind) -> downloads.Snapshot:
+    """What the reference stands for, asked once a run. Raises DownloadError."""
+    if (reference, kind) not in _resolved:
+        _resolved[reference, kind] = downloads.resolve(reference, kind)
+    return _resolved[reference, kind]
+
+
+def forget_resolved() -> None:
+    """Have the next run ask again."""
+    _resolved.clear()
+    _said.clear()
+
+
+def inputs_of(snapshot: downloads.Snapshot, paths: Sequence[str]) -> dict[str, str]:
+    """The inputs of a stage's key: the commit and the digest of each of these files."""
+    files = {file.path: file for file in snapshot.files}
+    return {COMMIT: snapshot.commit, **{f"{FILE}{path}": digest_of(files[path]) for path in paths}}
+
+
+def digest_of(file: downloads.RemoteFile) -> str:
+    """The file's digest as "ALGORITHM:HEX", its size where the hub gives none."""
+    if file.sha256:
+        return f"sha256:{file.sha256}"
+    return f"git:{file.git_oid}" if file.git_oid else f"size:{file.size}"
+
+
+def earlier_inputs(
+    store_path: str, stage: str, config: Mapping[str, Any], reason: downloads.Unreachable
+) -> dict[str, str]:
+    """The inputs of the newest artifact that the stage made of the same configuration; logs that they are used.
+
+    Raises `reason` when the store has none.
+    """
+    found = []
+    for attempt in ArtifactStore(store_path).attempts():
+        if (attempt.stage, attempt.state) != (stage, FINISHED):
+            continue
+        try:
+            manifest = read_manifest(attempt.path)
+        except (OSError, ValueError):
+            continue  # damaged: a lookup names it
+        if manifest.get("config") == redacted(config) and COMMIT in manifest["inputs"]:
+            found.append((manifest["ended_at"], manifest["inputs"]))
+    if not found:
+        raise reason
+    ended_at, inputs = max(found, key=lambda pair: pair[0])
+    words = f"{reason}. Going on with commit {inputs[COMMIT][:12]}, fetched on {ended_at[:10]}"
+    if words not in _said:
+        _said.add(words)
+        logger.warning("%s", words)
+    return {name: value for name, value in inputs.items() if name == COMMIT or name.startswith(FILE)}
