@@ -17,11 +17,10 @@ import pytest
 from eval.answers.grading import MathGrader
 from eval.client import Sampling
 from eval.compare import ComparisonError, compare, compare_evaluations
-from eval.item_pages import pack_items
 from eval.measured import UNKNOWN, Provenance, Speed, describe_measurement, speed_of
 from eval.pages import format_duration
-from eval.plots import accuracy_plots, prompt_length_plot, training_plots
-from eval.report import make_report, render_html, render_markdown, verdict, write_report
+from eval.plots import accuracy_plots
+from eval.report import make_report, render_markdown, verdict, write_report
 from eval.results import Evaluation, ResultsError
 from eval.training import read_training_metrics, training_totals, with_kept_share
 from tests.evaluations import (
@@ -379,36 +378,3 @@ def test_training_metrics_that_are_missing_are_unknown_rather_than_zero(tmp_path
 def test_durations() -> None:
     texts = {0.04: "0.0 s", 59.6: "1 min 00 s", 125: "2 min 05 s", 7800: "2 h 10 min"}
     assert {seconds: format_duration(seconds) for seconds in texts} == texts
-
-
-def test_accuracies_of_several_sets_are_drawn_one_curve_each() -> None:
-    def steps(*names: str) -> list[dict[str, Any]]:
-        return [{"step": step, **{f"val-core/{name}/acc/mean@1": step / 10 for name in names}} for step in (1, 2)]
-
-    assert training_plots(steps("gsm8k")) == []  # one set has the curve of all
-    drawn = training_plots(steps("gsm8k", "cflue/mcq"))
-    assert len(drawn) == 1
-    for text in ("Held-out accuracy by set (share)", "gsm8k", "cflue/mcq"):
-        assert text in drawn[0]
-
-
-def test_the_report_shows_what_the_data_was(tmp_path: Path) -> None:
-    lengths = {
-        "num_prompts": 9, "mean": 20.5, "quantiles": {"50": 19, "95": 60}, "max": 700, "max_prompt_tokens": 64,
-        "num_too_long": 2, "too_long": "drop", "edges": [0, 32, 64, 701], "counts": [5, 2, 2],
-    }  # fmt: skip
-    reasons = {"no gold answer": {"rows": 3, "examples": ["row 1: <b>"]}}
-    one = {"name": "my.jsonl", "use": "train", "read": 1200, "refused": reasons, "removed": {}, "kept": 1197}
-    card = {"sets": [one], "contamination": {"mode": "remove", "rows": 4}, "prompt_lengths": lengths}
-    items = make_items(8)
-    sides = [evaluation(items, letters.replace(" ", ""), name) for letters, name in ((BEFORE, "a"), (AFTER, "b"))]
-    comparison = compare_evaluations(*sides)
-    report = make_report(comparison, [], Provenance(card=card))
-    assert report["data"] == card
-    text = " ".join(render_markdown(report).split())
-    assert "| my.jsonl | training | 1,200 | 3 | 0 | 1,197 |" in text
-    assert "4 training problems are also in an evaluation set; they are left out." in text
-    plots = {**no_plots(comparison, []), "prompts": [prompt_length_plot(lengths)]}
-    page = render_html(report, plots, pack_items(*sides))
-    assert 'href="data_card.md"' in page
-    assert "Prompt lengths in tokens" in page
