@@ -43,7 +43,9 @@ class Findings(list[Finding]):
         """Turn an error that is raised inside into a finding: the next checks are made all the same."""
         try:
             yield
-        except (DapoError, EvaluationError) as error:
+        except Unreachable as error:  # the hub may answer later, or the store have what an earlier run fetched
+            self.add(check, WARN, str(error))
+        except (DapoError, EvaluationError, DownloadError) as error:
             self.add(check, FAIL, str(error))  # which says what to do
 
     def require(self) -> None:
