@@ -1,6 +1,6 @@
 """Scoring against decode-everything: CPU seconds of the reward pool beside the same rule on the whole text.
 
-    python bench/reward.py [--model FOLDER] [--responses 4096] [--tokens 1500] [--data-source math_dapo|gsm8k]
+    python bench/reward.py [--model FOLDER] [--responses 4096] [--tokens 1500] [--data-source math_dapo]
 
 The peer is what a plain reward function does: decode the whole response, then apply the rule. Ours is the reward
 pool, with the CPU seconds of its processes should it start any. Unequal scores or a ratio below the required one
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder with a tokenizer; unset: one is trained here")
     parser.add_argument("--responses", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=1500)
-    parser.add_argument("--data-source", default="math_dapo", choices=["math_dapo", "gsm8k"])
+    parser.add_argument("--data-source", default="math_dapo", choices=["math_dapo", "openai/gsm8k"])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     rng = random.Random(0)

@@ -1,7 +1,8 @@
 """blake3 digests of files by parts, so that several cores take them at once and a reader can check one part.
 
-The parts of a safetensors file are its header and its tensors; every other file is one part. A file's digest is
-blake3 over its list of parts, each a line with the part's size and digest.
+The parts of a safetensors file are its header and its tensors, those of a checkpoint's shard are listed in the
+manifest beside it; every other file is one part. A file's digest is blake3 over its list of parts, each a line
+with the part's size and digest.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from blake3 import blake3
 
 Part = tuple[int, str]  # size in bytes, blake3
 
+CHECKPOINT_MANIFEST = "checkpoint_manifest.json"  # beside the shards; its `files` has the parts of each
 CHUNK_BYTES = 1024**2  # read at once, and hashed while it is in the processor's cache
 _HEADER_LENGTH_BYTES = 8  # of a safetensors file: the length of its JSON header
 
@@ -38,7 +40,8 @@ def digest_of(parts: Iterable[Part]) -> str:
 
 def file_digest(path: Path) -> str:
     """The digest of a file on the disk."""
-    return digest_of(file_parts(path, safetensors_sizes(path)))
+    sizes = shard_sizes(path) if path.suffix == ".distcp" else safetensors_sizes(path)
+    return digest_of(file_parts(path, sizes))
 
 
 def file_parts(path: Path, sizes: Sequence[int]) -> list[Part]:
@@ -73,6 +76,17 @@ def safetensors_sizes(path: Path) -> list[int]:
             ends = set()
     inner = sorted(end for end in {header_end, *ends} if 0 < end < num_bytes)
     return [end - start for start, end in pairwise([0, *inner, num_bytes])]
+
+
+def shard_sizes(path: Path) -> list[int]:
+    """Sizes of a shard's parts in its checkpoint's manifest; the shard's size where these do not add up to it."""
+    num_bytes = path.stat().st_size
+    try:
+        files = json.loads((path.parent / CHECKPOINT_MANIFEST).read_text(encoding="utf-8"))["files"]
+        sizes = [int(size) for size, _ in files[path.name]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [num_bytes]
+    return sizes if sum(sizes) == num_bytes and min(sizes, default=0) >= 0 else [num_bytes]
 
 
 def _part(descriptor: int, start: int, size: int) -> Part:

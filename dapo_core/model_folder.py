@@ -51,11 +51,24 @@ def require_own_files(folder: Path) -> None:
     root = folder.resolve()
     places = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in places):
+        if not path.is_symlink():
+            continue
+        target = _target_of(path)
+        if not any(target.is_relative_to(place) for place in places):
             raise ModelError(
-                f"{path} is a link to {path.resolve()}, outside of the model folder; replace it with a copy, or "
+                f"{path} is a link to {target}, outside of the model folder; replace it with a copy, or "
                 "set model.path to the folder that holds the files"
             )
+
+
+def _target_of(link: Path) -> Path:
+    """Where a link leads; raises ModelError for one of a circle of links."""
+    try:
+        return link.resolve()
+    except (RuntimeError, OSError):  # a circle: RuntimeError before Python 3.13
+        raise ModelError(
+            f"{link} is a link to {link.readlink()}, which leads back to it; replace it with the file"
+        ) from None
 
 
 def weight_files(model_path: str | Path) -> dict[str, Path]:

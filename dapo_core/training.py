@@ -89,7 +89,8 @@ def train(
                     return trainer
 
             restarts = Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
-            trainer = restarts.until_done(attempt, start, folder, stop)
+            on_damage = config.checkpoint.on_damage
+            trainer = restarts.until_done(attempt, start, lambda: find_start(folder, "auto", on_damage), stop)
     checkpoint = latest_checkpoint(folder)
     assert checkpoint is not None, "the last step always writes a checkpoint"
     return TrainResult(checkpoint, trainer.num_steps, trainer.policy_version)
@@ -151,20 +152,25 @@ class Restarts:
         self._latest: Path | None = None  # checkpoint at the last restart
 
     def until_done(
-        self, attempt: Callable[[Path | None], Result], start: Path | None, folder: Path, stop: StopRequest
+        self,
+        attempt: Callable[[Path | None], Result],
+        start: Path | None,
+        find_own: Callable[[], Path | None],
+        stop: StopRequest,
     ) -> Result:
-        """What `attempt(checkpoint to start from)` returns, repeated from the latest in `folder` after a death.
+        """What `attempt(checkpoint to start from)` returns, repeated after a death.
 
-        After a stop request nothing is restarted.
+        A repetition starts from what `find_own()` returns, the training's own newest sound checkpoint, or from
+        `start` if that is None. After a stop request nothing is restarted.
         """
         while True:
             try:
                 return attempt(start)
             except WorkerDied as error:
-                start = latest_checkpoint(folder) or start
                 if stop.signal is not None:  # systemd, for one, signals every process
                     logger.error("%s", error)
                 stop.check()
+                start = find_own() or start
                 self.pause(error, start)
 
     def pause(self, error: WorkerDied, latest: Path | None) -> None:

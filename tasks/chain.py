@@ -12,6 +12,8 @@ from typing import Any
 
 from prefect.runtime import task_run
 
+from dapo_core.checkpoint.folder import CHECKPOINTS, checkpoint_folders
+from dapo_core.checkpoint.manifest import shard_digests
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
 from durable import read_json_lines
@@ -129,7 +131,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: boo
     attempt = task_run.run_count or 1
     key = LINKS["train_policy"].key(run.config, data, model)
 
-    def build(folder: Path) -> Mapping[str, Any]:
+    def build(folder: Path) -> Output:
         words: list[str | Path] = ["train", run.config_path]
         words += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
         if run.config.validation.every:
@@ -144,7 +146,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: boo
             ),
         )
         run_dapo(words, run, key, detach=detach, on_line=StageProgress(run, "train_policy", folder).on_line)
-        return last_metrics(folder)
+        return Output(last_metrics(folder), checkpoint_digests(folder))
 
     return run.produce("train_policy", key, build)
 
@@ -155,6 +157,15 @@ def resume_words(resume: str, attempt: int) -> list[str]:
     A path stays: without a checkpoint of its own, the next attempt begins from it again.
     """
     return ["--set", "checkpoint.resume=auto"] if resume == "never" and attempt > 1 else []
+
+
+def checkpoint_digests(folder: Path) -> dict[str, str]:
+    """Digests of the training's shards, which its ranks took while they wrote them, by path in the output."""
+    return {
+        (checkpoint / name).relative_to(folder).as_posix(): f"blake3:{digest}"
+        for checkpoint in checkpoint_folders(folder / CHECKPOINTS)
+        for name, digest in shard_digests(checkpoint).items()
+    }
 
 
 def last_metrics(folder: Path) -> dict[str, float]:

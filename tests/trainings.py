@@ -15,7 +15,7 @@ NUM_PROBLEMS = 200
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "run": {"seed": 3, "deterministic": True},  # what a step keeps must not hang on speed: runs are compared
-    "data": {"source": "arithmetic", "max_prompt_tokens": 96},
+    "data": {"train": "arithmetic", "eval": "arithmetic", "max_prompt_tokens": 96},
     "model": {"source": "recipe"},
     "reward": {"overlong": {"buffer_tokens": 8}},
     # Without dynamic sampling every group is kept, so a barely trained model will do; 6 prompts drawn for 4

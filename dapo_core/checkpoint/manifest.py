@@ -13,14 +13,20 @@ from pathlib import Path
 from dapo_core.checkpoint.archive import read_records
 from dapo_core.checkpoint.folder import latest_checkpoint, named_step, refuse_links
 from dapo_core.checkpoint.metadata import METADATA_FILE, read_metadata
-from dapo_core.checkpoint.state import GROUPS_FILE, STATE_FILE, TOKENS_FILE, read_state
-from dapo_core.digests import Part, file_parts
+from dapo_core.checkpoint.state import (
+    GROUPS_FILE,
+    STATE_FILE,
+    TOKENS_FILE,
+    read_state,
+    read_state_without_groups,
+)
+from dapo_core.digests import CHECKPOINT_MANIFEST as MANIFEST_FILE
+from dapo_core.digests import Part, digest_of, file_parts
 from dapo_core.errors import CheckpointError
 from durable import write_atomically
 
 logger = logging.getLogger(__name__)
 
-MANIFEST_FILE = "checkpoint_manifest.json"
 SHARDS_FILE = "shards.json"  # from the ranks, until the manifest takes it in: the files that they wrote
 
 
@@ -73,6 +79,13 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
         raise CheckpointError(f"{path} cannot be read ({error!r})") from error
 
 
+def shard_digests(checkpoint: Path) -> dict[str, str]:
+    """blake3 digests, as of digests.file_digest, of the shards that the manifest lists, by file name."""
+    manifest = read_manifest(checkpoint)
+    files = manifest.files if manifest else {}
+    return {name: digest_of(parts) for name, parts in files.items() if name.endswith(".distcp")}
+
+
 def verify_checkpoint(checkpoint: Path) -> None:
     """Raise CheckpointError, which names the file, unless every file is as it was written and safe to load."""
     began = time.monotonic()
@@ -92,8 +105,10 @@ def verify_checkpoint(checkpoint: Path) -> None:
         with path.open("rb") as file:
             for offset, length in places:
                 read_records(file, str(path), offset, length, has_crc32s=False)
-    read_state(checkpoint)
-    if manifest is not None:
+    if manifest is None:
+        read_state(checkpoint)
+    else:  # the carried groups are as they were written: the trainer, which needs them, is the one to parse them
+        read_state_without_groups(checkpoint)
         seconds = time.monotonic() - began
         logger.info("checkpoint %s is as it was written: verified in %.1f s", checkpoint.name, seconds)
 

@@ -36,10 +36,12 @@ def text_of(row: Row | None, *keys: str) -> str | None:
     """The value of the first key that is not blank, as text; None when all are."""
     for key in keys:
         value = None if row is None else row.get(key)
+        if value is None:
+            continue
         if isinstance(value, datetime.datetime) and value.time() == datetime.time():
             value = value.date()  # "2024-01-01", which pyarrow reads from JSON as a time
-        if value is not None and str(value).strip():
-            return str(value)
+        if (text := str(value)).strip():
+            return text
     return None
 
 
@@ -74,10 +76,11 @@ def chat_of(value: Any) -> tuple[Message, ...] | None:
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 
-def read_chat(row: Row) -> Problem:
+def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
     """A row of DAPO-Math-17k: {data_source, prompt: [messages], reward_model: {ground_truth}, extra_info}.
 
-    A prepared file has the bare problem, the name of its set and that set's weight beside them.
+    `bare` takes the problem out of the last message. A prepared file has the bare problem, the name of its set and
+    that set's weight beside them.
     """
     messages = chat_of(row["prompt"])
     if messages is None:
@@ -95,7 +98,7 @@ def read_chat(row: Row) -> Problem:
         raise Unusable("an extra_info that is not a struct of what JSON knows, which checkpoints are written in")
     return problem_of(
         row,
-        text_of(row, "problem") or messages[-1]["content"],
+        text_of(row, "problem") or bare(messages[-1]["content"]),
         gold,
         info or {},
         messages=messages,

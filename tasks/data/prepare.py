@@ -14,7 +14,7 @@ from eval.problems import ProblemsError
 from eval.problems.registry import read_held_out
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
-from tasks.data.reading import CONTRADICTED, Seen, SetCount, advice_for, batched, iterate_source
+from tasks.data.reading import CONTRADICTED, Seen, SetCount, advice_for, batched, iterate_source, to_row
 from tasks.data.sources import eval_sources, train_sources
 
 BATCH_ROWS = 1000
@@ -45,7 +45,7 @@ def write_held_out(config: ChainConfig, path: Path) -> int:
     counts, rows = [], list[Row]()
     for source in eval_sources(config):
         counts.append(SetCount(source.name))
-        found = [row for _, row in iterate_source(config, source, counts[-1])]
+        found = [to_row(source, *pair) for pair in iterate_source(config, source, counts[-1])]
         counts[-1].require_usable(0.0, "An evaluation set is complete: correct the rows or data.columns.")
         num_distinct = len({json.dumps(row["prompt"]) for row in found})
         if source.known.num_items not in (None, num_distinct):
@@ -71,8 +71,9 @@ def write_training(config: ChainConfig, path: Path) -> list[SetCount]:
                     count.remove(reason, f"{problem.id}: {problem.text}")
                     continue
                 owners.append(count)
-                data_sources.add(row["data_source"])
-                spool.write(json.dumps(row, ensure_ascii=False) + "\n")
+                prepared = to_row(source, problem, row)
+                data_sources.add(prepared["data_source"])
+                spool.write(json.dumps(prepared, ensure_ascii=False) + "\n")
             count.require_usable(config.data.max_refused_ratio, advice_for(config))
         require_scorers(data_sources, config.reward, config.custom_reward)
         for number in seen.contradicted:

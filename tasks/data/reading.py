@@ -64,10 +64,8 @@ class SetCount:
             )
 
 
-def iterate_source(
-    config: ChainConfig, source: Source, count: SetCount
-) -> Iterator[tuple[Problem, dict[str, Any]]]:
-    """The usable problems of a set with their prepared rows, in its order. Raises ProblemsError."""
+def iterate_source(config: ChainConfig, source: Source, count: SetCount) -> Iterator[tuple[Problem, Row]]:
+    """The usable problems of a set with their rows, in its order. Raises ProblemsError."""
     rows: Iterator[tuple[int, Row, Problem | Unusable]]
     if source.is_generated:
         rows = ((number, row, read_chat(row)) for number, row in enumerate(_generated(config, source)))
@@ -84,13 +82,13 @@ def iterate_source(
             count.refuse(number, str(problem), row)
         else:
             count.kept += 1
-            yield problem, to_row(source, problem, row)
+            yield problem, row
 
 
 def read_source(config: ChainConfig, source: Source) -> list[Problem]:
     """The usable problems of a set as they are asked. Raises DataError or ProblemsError as preparation does."""
     count = SetCount(source.name)
-    problems = [read_chat(row) for _, row in iterate_source(config, source, count)]
+    problems = [read_chat(to_row(source, *found)) for found in iterate_source(config, source, count)]
     count.require_usable(config.data.max_refused_ratio, advice_for(config))
     return problems
 

@@ -18,13 +18,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from dapo_core.checkpoint import state
 from dapo_core.checkpoint.folder import LATEST_FILE
 from dapo_core.checkpoint.manifest import MANIFEST_FILE, require_files, verify_checkpoint
 from dapo_core.checkpoint.metadata import read_metadata
 from dapo_core.checkpoint.resume import find_start
 from dapo_core.checkpoint.shards import _Reader, _Writer
+from dapo_core.checkpoint.state import _carried, read_state
+from dapo_core.digests import file_digest
 from dapo_core.errors import CheckpointError
 from dapo_core.merge.dcp import DcpSource
+from tasks.artifacts import artifact
+from tasks.artifacts.artifact import DamagedArtifact, Output
+from tasks.artifacts.stage_key import StageKey
+from tasks.artifacts.store import ArtifactStore
+from tasks.chain import checkpoint_digests
 from tests.checkpoints import Harmful, ShardsOf, end, make_model_folder, make_state, make_writer, names_in
 
 SHARD = "__0_0.distcp"
@@ -244,3 +252,41 @@ def test_the_manifest_lists_every_file(written: Path) -> None:
     files = json.loads((checkpoint / MANIFEST_FILE).read_text())["files"]
     on_disk = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
     assert on_disk - {MANIFEST_FILE} == files.keys()
+
+
+def test_the_store_keeps_digests_that_the_ranks_took_and_finds_damage_with_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = StageKey("train_policy", {}, {}, "0" * 64, {})
+    store, hashed = ArtifactStore(tmp_path / "store"), list[str]()
+
+    def build(work: Path) -> Output:
+        shutil.copytree(folder, work / "checkpoints")
+        return Output({}, checkpoint_digests(work))
+
+    def take(path: Path) -> str:
+        hashed.append(path.name)
+        return file_digest(path)
+
+    monkeypatch.setitem(vars(artifact)["ALGORITHMS"], "blake3", take)
+    made, _ = store.produce(key, build)
+    assert SHARD not in hashed
+    hashed.clear()
+    assert store.check("train_policy", key.key) == made
+    assert hashed.count(SHARD) == 3
+    _flip(SHARD)(Path(made.path) / "checkpoints" / "step_000010")
+    with pytest.raises(DamagedArtifact, match=rf"step_000010/{SHARD} has blake3"):
+        store.check("train_policy", key.key)
+
+
+def test_carried_groups_are_parsed_once_by_the_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be gigabytes of them, and their digests were compared."""
+    parsed = []
+    monkeypatch.setattr(state, "_carried", lambda values: parsed.append(values) or _carried(values))
+    verify_checkpoint(folder / "step_000015")
+    assert parsed == []
+    assert read_state(folder / "step_000015") == make_state(15)
+    assert len(parsed) == 1
+    (folder / "step_000015" / MANIFEST_FILE).unlink()
+    verify_checkpoint(folder / "step_000015")
+    assert len(parsed) == 2

@@ -16,6 +16,7 @@ from dapo_core.model_folder import (
     copy_model_files,
     model_fingerprint,
     require_model_folder,
+    require_own_files,
     weight_files,
     weight_names,
 )
@@ -87,3 +88,13 @@ def test_links_may_lead_to_the_blobs_of_a_cache_and_nowhere_else(tmp_path: Path)
     (cache / "blobs" / "digest").symlink_to(secret)  # a blob that is a link itself
     with pytest.raises(ModelError, match=r"config\.json is a link to"):
         require_model_folder(snapshot)
+
+
+@pytest.mark.parametrize("name", ["config.json", "notes", "model.safetensors"])
+def test_links_in_a_circle_are_named(tmp_path: Path, name: str) -> None:
+    folder = build_tiny_qwen3(tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("other")
+    (folder / "other").symlink_to(name)
+    with pytest.raises(ModelError, match=rf"{name} is a link to other, which leads back to it; replace it"):
+        require_own_files(folder)

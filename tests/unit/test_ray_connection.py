@@ -80,7 +80,7 @@ def test_a_start_that_fails_is_repeated_like_after_any_death(
         return connect()
 
     with StopRequest() as stop:
-        folder = Restarts(1, 2.0, pauses.append).until_done(attempt, None, tmp_path, stop)
+        folder = Restarts(1, 2.0, pauses.append).until_done(attempt, None, lambda: None, stop)
     assert (pauses, len(attempts)) == ([2.0], 2)
     assert folder is not None
     assert not folder.exists()

@@ -145,7 +145,7 @@ def test_too_few_devices_are_refused_and_without_the_variable_all_are_counted(
         ({"num_servers": 2, "tensor_parallel": 2}, range(8), ["0|2", "4|6"]),
         ({"num_servers": 2}, [5, 9], ["5", "9"]),
         ({"num_servers": 3}, [5, 9], ["nobind"] * 3),
-        ({}, range(8), [None]),
+        ({}, range(9), [None]),
     ],
 )
 def test_servers_on_a_cpu_share_the_cores(
@@ -156,6 +156,30 @@ def test_servers_on_a_cpu_share_the_cores(
     found = places(monkeypatch, "cpu", ServeConfig(**changes), {})
     assert [server.get(variable) for server in found] == expected
     assert not any(places(monkeypatch, "cpu", ServeConfig(**changes), {variable: "auto"}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cores", "settings", "environment", "is_one"),
+    [
+        ("cpu", 8, {}, {}, True),
+        ("cpu", 9, {}, {}, False),
+        ("cpu", 8, {"tensor_parallel": 2}, {}, False),
+        ("cpu", 8, {}, {"VLLM_CPU_OMP_THREADS_BIND": "0-3"}, False),
+        ("cpu", 8, {}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, False),
+        ("cuda", 8, {}, {}, False),
+    ],
+)
+def test_on_few_cores_a_server_needs_no_worker_process(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    cores: int,
+    settings: dict[str, int],
+    environment: dict[str, str],
+    is_one: bool,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    [found] = places(monkeypatch, kind, ServeConfig(**settings), environment)
+    assert found.get("VLLM_ENABLE_V1_MULTIPROCESSING") == ("0" if is_one else None)
 
 
 @pytest.mark.slow

@@ -79,11 +79,13 @@ def test_attempts_begin_where_the_one_before_left_a_checkpoint(tmp_path: Path) -
 
     def attempt(start: Path | None) -> int:
         starts.append(start)
-        (tmp_path / "step_000010").mkdir(exist_ok=True)
         return _die_first(starts)
 
-    assert Restarts(1, 0.0).until_done(attempt, FIRST, tmp_path, StopRequest()) == 2
-    assert starts == [FIRST, tmp_path / "step_000010"]
+    own = [tmp_path / "step_000010", None]
+    for _ in range(2):
+        starts.clear()
+        assert Restarts(1, 0.0).until_done(attempt, FIRST, lambda: own[0], StopRequest()) == 2
+        assert starts == [FIRST, own.pop(0) or FIRST]
 
 
 def test_what_dies_once_training_is_told_to_stop_is_not_started_again(
@@ -98,7 +100,7 @@ def test_what_dies_once_training_is_told_to_stop_is_not_started_again(
         return _die_first(starts)
 
     with pytest.raises(StopRequested):
-        Restarts(5, 0.0).until_done(attempt, None, tmp_path, stop)
+        Restarts(5, 0.0).until_done(attempt, None, lambda: None, stop)
     assert starts == [None]
     assert caplog.messages == [str(DEATH)]
 
@@ -155,3 +157,27 @@ def test_a_checkpoint_is_verified_before_ray_starts(
         training.train(config, tmp_path, model_path, tmp_path)
     left = ["latest", "step_000005", "step_000010"] if on_damage == "stop" else ["latest", "step_000005"]
     assert [name for name in names_in(folder) if not name.endswith(".damaged")] == left
+
+
+def test_a_restart_begins_from_a_checkpoint_that_is_still_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk that killed a worker may have damaged the checkpoint that the run began from."""
+    model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
+    write(make_writer(folder, model_path), make_state(5), make_state(10))
+    latest: list[str] = []
+
+    def start_cluster(*_: object) -> None:
+        latest.append((folder / "latest").read_text().strip())
+        if len(latest) == 2:
+            raise ConfigError("Ray starts again")
+        (folder / "step_000010" / "__0_0.distcp").write_text("torn\n")
+        raise DEATH
+
+    monkeypatch.setattr(training, "_read_prompts", lambda *_: (None, []))
+    monkeypatch.setattr(training, "training_identity", lambda *_: make_state(5).identity)
+    monkeypatch.setattr(training, "start_cluster", start_cluster)
+    config = make_config(model_path, train={"total_steps": 40, "restart_delay_seconds": 0.0})
+    with pytest.raises(ConfigError, match="Ray starts again"):
+        training.train(config, tmp_path, model_path, tmp_path)
+    assert latest == ["step_000010", "step_000005"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from eval.problems.items import Problem
 from eval.problems.problem_set import ProblemSet
 from eval.problems.rows import CHAT, Row, Schema, read_chat
@@ -15,10 +13,14 @@ BEFORE = (
 AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
+def bare(prompt: str) -> str:
+    """The problem without the instruction around it."""
+    return prompt.removeprefix(BEFORE).removesuffix(AFTER)
+
+
 def read(row: Row) -> Problem:
     """A row in DAPO-Math-17k's schema. The instruction stays in the prompt; the problem is what it encloses."""
-    problem = read_chat(row)
-    return replace(problem, text=problem.text.removeprefix(BEFORE).removesuffix(AFTER))
+    return read_chat(row, bare)
 
 
 SET = ProblemSet(

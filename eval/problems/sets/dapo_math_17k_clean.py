@@ -7,14 +7,12 @@ from dataclasses import replace
 from eval.problems.items import Problem
 from eval.problems.problem_set import ProblemSet
 from eval.problems.rows import CHAT, Row, Schema, needed, problem_of, read_chat, text_of
-from eval.problems.sets.dapo_math_17k import AFTER, BEFORE
+from eval.problems.sets.dapo_math_17k import bare
 
 
 def read_chat_row(row: Row) -> Problem:
     """A row in DAPO-Math-17k's schema, whose messages are replaced by the bare problem."""
-    problem = read_chat(row)
-    text = problem.text.removeprefix(BEFORE).removesuffix(AFTER)
-    return replace(problem, text=text, messages=None, data_source=None)
+    return replace(read_chat(row, bare), messages=None, data_source=None)
 
 
 def read_processed(row: Row) -> Problem:
