@@ -1,4 +1,4 @@
-"""Files of problems by reference: a local path, a dataset of a hub, or a URL; what is remote is kept in a cache."""
+"""Files of problems by reference: a local path, a dataset of a hub, or a URL, the last two kept in a cache."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 def fetch(source: str | Path, cache: Path | None = None) -> Path:
     """The local file of a source; the folder of one that stands for several files.
 
-    A path is returned as it is. `hf:ORG/NAME[@REVISION][/FILE]`, `modelscope:` likewise and `https://...#sha256=` are
-    what `downloads.resolve` takes; each commit is kept in `cache`, by default dapo/ in XDG_CACHE_HOME or ~/.cache.
+    A path is returned as it is. `hf:ORG/NAME[@REVISION][/FILE]`, `modelscope:` likewise and `https://...#sha256=`
+    are what downloads.resolve takes. Commits are kept in `cache`, by default dapo/ in XDG_CACHE_HOME or ~/.cache.
     Raises ProblemsError when it is unavailable, or its content is not what was announced.
     """
     text = str(source)

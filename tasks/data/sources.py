@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from dapo_core.errors import ConfigError
+from downloads import DownloadError, is_remote
 from eval.problems import ProblemsError
 from eval.problems.files import columns_of, files_of, find_schema
 from eval.problems.items import Problem
@@ -16,14 +16,14 @@ from eval.problems.problem_set import ProblemSet, Split
 from eval.problems.prompts import DEFAULT
 from eval.problems.registry import OWN, SETS, find_set
 from eval.problems.rows import Row, Schema, Unusable, chat_of, needed, problem_of, text_of
-from eval.problems.sources import fetch
+from eval.problems.sources import as_problem, fetch_snapshot
 from tasks.artifacts.artifact import canonical_json, sha256_of
 from tasks.config import ChainConfig
 from tasks.data.asking import Asking, find_asking
 from tasks.data_config import ColumnsConfig, SetConfig
+from tasks.references import dataset_commits, resolve_once
 
 ARITHMETIC = "arithmetic"
-_REMOTE = re.compile(r"(hf|modelscope|https?):")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,12 @@ class Source:
 
     def local(self) -> Path:
         """Its file or folder, fetched if it is remote. Raises ProblemsError."""
-        return fetch(str(self.reference)) if self.path is None else self.path
+        if self.path is not None:
+            return self.path
+        try:
+            return fetch_snapshot(resolve_once(str(self.reference), "dataset"))
+        except DownloadError as error:
+            raise as_problem(error) from error
 
 
 def train_sources(config: ChainConfig) -> list[Source]:
@@ -90,8 +95,14 @@ def eval_sources(config: ChainConfig) -> list[Source]:
 
 
 def source_files(config: ChainConfig) -> dict[str, str]:
-    """What identifies each set of the recipe; nothing is read of generated problems. Raises ConfigError."""
-    return {source.key: source.identity() for source in (*train_sources(config), *eval_sources(config))}
+    """What identifies each set of the recipe; nothing is read of generated problems.
+
+    Raises ConfigError, and DownloadError where a hub does not answer or refuses.
+    """
+    sources = [*train_sources(config), *eval_sources(config)]
+    references = dict.fromkeys(source.reference for source in sources if source.reference is not None)
+    commits = dataset_commits(references, config.store.path, "prepare_data")
+    return {**{source.key: source.identity() for source in sources}, **commits}
 
 
 def files_digest(key: str, path: Path) -> str:
@@ -128,7 +139,7 @@ def _source(config: ChainConfig, given: SetConfig, key: str, split: Split) -> So
                 f"{key}.path is for registered sets; {one.set!r} is none (dapo datasets lists them)"
             )
         known = OWN if benchmark is None else find_set(benchmark)
-        if _REMOTE.match(one.set):
+        if is_remote(one.set):
             reference, name = one.set, one.set.partition("#")[0]
         else:
             path = Path(one.set)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dapo_core.errors import ConfigError, DapoError
+from downloads import DownloadError, Unreachable
 from eval import EvaluationError
 
 OK, WARN, FAIL = "ok", "warn", "fail"

@@ -62,7 +62,9 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
             key = link.key(config, *(found[label] for label in link.needs_of(config)))
         except Unreachable as error:
             is_model = link.stage_of(config) is FETCH_MODEL
-            note = describe_fetch(config.model) if is_model else f"would fetch what cannot be resolved now: {error}"
+            note = (
+                describe_fetch(config.model) if is_model else f"would fetch what cannot be resolved now: {error}"
+            )
             stages.append(PlannedStage(link.label, "runs", note, (), None, None, None))
             continue
         try:
