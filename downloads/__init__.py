@@ -48,6 +48,7 @@ __all__ = [
     "DownloadError",
     "NotFound",
     "Offline",
+    "OnProgress",
     "Progress",
     "RemoteFile",
     "Snapshot",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import downloads
@@ -48,38 +48,10 @@ def digest_of(file: downloads.RemoteFile) -> str:
 def earlier_inputs(
     store_path: str, stage: str, config: Mapping[str, Any], reason: downloads.Unreachable
 ) -> dict[str, str]:
-    """Commit and files of the newest artifact that the stage made of the same configuration, with a warning.
+    """The inputs of the newest artifact that the stage made of the same configuration; logs that they are used.
 
     Raises `reason` when the store has none.
     """
-    known = redacted(config)
-    inputs = _earlier(store_path, stage, COMMIT, reason, lambda manifest: manifest.get("config") == known)
-    return {name: value for name, value in inputs.items() if name == COMMIT or name.startswith(FILE)}
-
-
-def dataset_commits(references: Iterable[str], store_path: str, stage: str) -> dict[str, str]:
-    """The commit of each dataset as an input of the stage's key, `commit of REFERENCE`.
-
-    Where the hub does not answer, that of the newest artifact of the stage. Raises DownloadError without one.
-    """
-    commits = {}
-    for reference in references:
-        name = f"{COMMIT} of {reference}"
-        try:
-            commits[name] = resolve_once(reference, "dataset").commit
-        except downloads.Unreachable as error:
-            commits[name] = _earlier(store_path, stage, name, error)[name]
-    return commits
-
-
-def _earlier(
-    store_path: str,
-    stage: str,
-    commit: str,
-    reason: downloads.Unreachable,
-    is_alike: Callable[[Mapping[str, Any]], bool] = lambda _: True,
-) -> dict[str, str]:
-    """The inputs of the stage's newest artifact that has the input `commit`; raises `reason` without one."""
     found = []
     for attempt in ArtifactStore(store_path).attempts():
         if (attempt.stage, attempt.state) != (stage, FINISHED):
@@ -88,13 +60,13 @@ def _earlier(
             manifest = read_manifest(attempt.path)
         except (OSError, ValueError):
             continue  # damaged: a lookup names it
-        if commit in manifest["inputs"] and is_alike(manifest):
+        if manifest.get("config") == redacted(config) and COMMIT in manifest["inputs"]:
             found.append((manifest["ended_at"], manifest["inputs"]))
     if not found:
         raise reason
     ended_at, inputs = max(found, key=lambda pair: pair[0])
-    words = f"{reason}. Going on with commit {inputs[commit][:12]}, fetched on {ended_at[:10]}"
+    words = f"{reason}. Going on with commit {inputs[COMMIT][:12]}, fetched on {ended_at[:10]}"
     if words not in _said:
         _said.add(words)
         logger.warning("%s", words)
-    return inputs
+    return {name: value for name, value in inputs.items() if name == COMMIT or name.startswith(FILE)}

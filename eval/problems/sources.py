@@ -1,66 +1,86 @@
-"""Files of problems by reference: a local path, a dataset of a hub, or a URL, the last two kept in a cache."""
+"""Where the rows of a set come from: a local path, or files of a hub or web server."""
 
 from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
 
 import downloads
-from downloads import DownloadError, Snapshot
+from downloads import OnProgress, RemoteFile, Snapshot
 from durable import locked
 from eval.problems import ProblemsError
 from eval.problems.files import FORMATS
+from eval.problems.problem_set import Split
 
 logger = logging.getLogger(__name__)
 
+# Words in the paths of files that say which split they hold.
+_SPLITS = {name: re.compile(rf"(?:^|[/_.-]){name}(?:[/_.-]|$)") for name in ("train", "test", "validation", "dev")}
 
-def fetch(source: str | Path, cache: Path | None = None) -> Path:
-    """The local file of a source; the folder of one that stands for several files.
 
-    A path is returned as it is. `hf:ORG/NAME[@REVISION][/FILE]`, `modelscope:` likewise and `https://...#sha256=`
-    are what downloads.resolve takes. Commits are kept in `cache`, by default dapo/ in XDG_CACHE_HOME or ~/.cache.
-    Raises ProblemsError when it is unavailable, or its content is not what was announced.
+def fetch(
+    source: str | Path,
+    cache: Path | None = None,
+    split: Split = "test",
+    on_progress: OnProgress | None = None,
+) -> Path:
+    """The local file of a source, or the folder of its files.
+
+    A path is returned as it is. References are those of `downloads`; their files are kept in `cache`, by default
+    dapo/ in XDG_CACHE_HOME or ~/.cache, in a folder for each commit, and compared with their digests each time.
+    Raises ProblemsError for a repository without rows of the split, and DownloadError.
     """
-    text = str(source)
-    if not downloads.is_remote(text):
+    if not downloads.is_remote(str(source)):
         return Path(source)
-    try:
-        return fetch_snapshot(downloads.resolve(text, "dataset"), cache)
-    except DownloadError as error:
-        raise as_problem(error) from error
+    snapshot = rows_of(str(source), split)
+    folder = (cache or default_cache()) / snapshot.commit[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / ".lock", on_wait=lambda *_: None):  # one process downloads
+        if not all(_is_there(folder, file) for file in snapshot.files):
+            logger.info("downloading %s", str(source).partition("#")[0])
+            downloads.fetch(snapshot, folder, on_progress=on_progress)
+    names = [file.path for file in snapshot.files]
+    return folder / (names[0] if len(names) == 1 else os.path.commonpath(names))
 
 
-def fetch_snapshot(snapshot: Snapshot, cache: Path | None = None) -> Path:
-    """The cached file of a snapshot, or its folder of several; downloads what is missing. Raises DownloadError."""
-    paths = _with_problems([file.path for file in snapshot.files])
-    if not paths:
-        raise ProblemsError(f"{snapshot.repo} has no file that ends in one of {', '.join(FORMATS)}")
-    name = snapshot.repo.replace("/", "--") if snapshot.hub != "url" else ""
-    folder = (cache or default_cache()) / snapshot.hub / name / snapshot.commit
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.with_suffix(".lock"), on_wait=lambda *_: None):  # one process downloads
-        if not all((folder / path).is_file() for path in paths):
-            logger.info("downloading %s at commit %s", snapshot.repo, snapshot.commit[:12])
-        downloads.fetch(snapshot, folder, paths)
-    return folder / paths[0] if len(snapshot.files) == 1 else folder
+def rows_of(
+    reference: str, split: Split, resolve: Callable[[str, downloads.Kind], Snapshot] = downloads.resolve
+) -> Snapshot:
+    """The files of a reference that hold the rows of a split; no content is moved.
+
+    Of a repository these are its parquet files, or those of its other format, as far as their paths name the
+    split. Raises ProblemsError where that is not clear, and DownloadError.
+    """
+    snapshot = resolve(reference, "dataset")
+    rows = [file for file in snapshot.files if PurePosixPath(file.path).suffix in FORMATS]
+    if len(snapshot.files) > 1:
+        parquet = [file for file in rows if file.path.endswith(".parquet")]
+        rows = [file for file in parquet or rows if _SPLITS[split].search(file.path)] or [
+            file for file in parquet or rows if not any(pattern.search(file.path) for pattern in _SPLITS.values())
+        ]
+    formats = {PurePosixPath(file.path).suffix for file in rows}
+    if len(formats) != 1:
+        listed = ", ".join(file.path for file in snapshot.files[:20])
+        raise ProblemsError(
+            f"{reference} has {'files of several formats' if formats else f'no rows to {_USES[split]}'}: name one "
+            f"of its files or folders as {reference}/FILE; it has {listed}"
+        )
+    return replace(snapshot, files=tuple(rows))
 
 
-def as_problem(error: DownloadError) -> ProblemsError:
-    """The same as an error of problems."""
-    problem = ProblemsError(str(error))
-    problem.is_lasting = error.is_lasting
-    return problem
+_USES: dict[Split, str] = {"train": "train on", "test": "evaluate with"}
 
 
 def default_cache() -> Path:
-    """The folder of downloaded files of problems."""
+    """The folder of downloaded evaluation files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dapo"
 
 
-def _with_problems(paths: list[str]) -> list[str]:
-    """The files of one format: of a repository's parquet files, not its lists in JSON."""
-    for suffix in FORMATS:
-        if found := [path for path in paths if path.endswith(suffix)]:
-            return found
-    return []
+def _is_there(folder: Path, file: RemoteFile) -> bool:
+    from downloads.transfer import is_right
+
+    return (folder / file.path).is_file() and is_right(folder / file.path, file)

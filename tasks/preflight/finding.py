@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dapo_core.errors import ConfigError, DapoError
-from downloads import DownloadError, Unreachable
 from eval import EvaluationError
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -44,9 +43,7 @@ class Findings(list[Finding]):
         """Turn an error that is raised inside into a finding: the next checks are made all the same."""
         try:
             yield
-        except Unreachable as error:  # the hub may answer later, or the store have what an earlier run fetched
-            self.add(check, WARN, str(error))
-        except (DapoError, EvaluationError, DownloadError) as error:
+        except (DapoError, EvaluationError) as error:
             self.add(check, FAIL, str(error))  # which says what to do
 
     def require(self) -> None:
