@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from flows.cli import chain, evaluation, history, operating, stages
 
 ORDER = (
-    *("run", "stage", "plan", "runs", "compare", "export", "gc", "config", "up", "down", "doctor"),
+    *("init", "run", "stage", "plan", "runs", "compare", "export", "gc", "config", "up", "down", "doctor"),
     *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "grade", "report"),
 )
 
