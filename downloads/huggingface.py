@@ -22,9 +22,8 @@ def resolve(repo: str, revision: str | None, kind: Kind) -> Snapshot:
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
     def ask() -> Any:
-        info = HfApi().repo_info(
-            repo, repo_type=kind, revision=revision, files_metadata=True, timeout=TIMEOUT_SECONDS
-        )
+        describe: Any = HfApi().model_info if kind == "model" else HfApi().dataset_info
+        info = describe(repo, revision=revision, files_metadata=True, timeout=TIMEOUT_SECONDS)
         if info.gated and info.siblings:  # everybody may list it; who may read it, only a file tells
             first = info.siblings[0].rfilename
             get_hf_file_metadata(hf_hub_url(repo, first, repo_type=kind, revision=info.sha))
