@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dapo_core.data import Prompt, tokenize_prompts
+from dapo_core.data import Prompt
 from dapo_core.errors import RewardError, RolloutError
 from dapo_core.reward.routing import require_scorers
 from dapo_core.rollout import Group, GroupRequest, Rollout
+from dapo_core.tokenizing import tokenize_prompts
 from eval.problems.prompts import DEFAULT, find_template, make_messages
 from eval.problems.registry import OWN, read_held_out
 
@@ -43,7 +44,7 @@ def held_out_prompts(
         )
         for problem in held_out.problems[: config.validation.num_prompts]
     ]
-    prompts = tokenize_prompts(problems, tokenizer, config.data.max_prompt_tokens, "data.eval")
+    prompts = tokenize_prompts(problems, tokenizer, config.data.max_prompt_tokens)
     require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
     return prompts
 

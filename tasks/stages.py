@@ -89,10 +89,11 @@ def _result_value(config: ChainConfig, section: str) -> Any:
 
 PREPARE_DATA = Stage(
     name="prepare_data",
-    sections=("run.seed", "data.arithmetic", "data.max_refused_ratio"),
+    sections=("run.seed", "data.arithmetic", "data.contamination", "data.max_refused_ratio"),
     code=(
         *("tasks/data", "eval/problems", "eval/answers", "dapo_core/arithmetic.py"),
         *("dapo_core/reward", "dapo_core/compat.py"),  # whether every data source has a scorer
+        *("eval/pages.py", "eval/templates/data_card.md.j2"),  # the data card
     ),
     packages=("pyarrow", "datasets"),
 )
@@ -130,6 +131,7 @@ TRAIN_POLICY = Stage(
         "run.seed",
         "run.deterministic",
         "data.max_prompt_tokens",
+        "data.too_long",
         "data.shuffle",
         "model.trust_remote_code",
         "algorithm",

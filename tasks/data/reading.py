@@ -25,6 +25,7 @@ MAX_EXAMPLES = 3  # of each reason
 EXAMPLE_CHARACTERS = 300
 REPEATED = "the same problem again"
 CONTRADICTED = "a problem that other rows answer otherwise"
+HELD_OUT = "a problem of an evaluation set"
 
 
 @dataclass
@@ -37,6 +38,7 @@ class SetCount:
     refused: Counter[str] = field(default_factory=Counter)  # by reason
     removed: Counter[str] = field(default_factory=Counter)  # usable, left out: by reason
     examples: dict[str, list[str]] = field(default_factory=dict)  # by reason: `row 7: ...`
+    answers: Counter[str] = field(default_factory=Counter)  # of kept rows, by kind
 
     def refuse(self, number: int, reason: str, row: Row) -> None:
         """Count an unusable row."""

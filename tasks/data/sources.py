@@ -89,6 +89,21 @@ class Source:
         if self.path is not None:
             find_schema(self.path, columns_of(self.path), self.schemas)
 
+    def origin(self) -> str:
+        """Where its rows are from, with the commit of a hub."""
+        if self.reference is not None:
+            return f"{self.reference}, commit {self.snapshot().commit}"
+        return "generated" if self.path is None else str(self.path)
+
+    def files(self) -> dict[str, str]:
+        """sha256 of its files by name, as far as their hub says it; none of generated problems."""
+        if self.reference is not None:
+            return {file.path: file.sha256 or "unknown" for file in self.snapshot().files}
+        if self.path is None:
+            return {}
+        root = self.path if self.path.is_dir() else self.path.parent
+        return {str(file.relative_to(root)): sha256_of(file) for file in files_of(self.path)}
+
     def local(self, cache: Path, on_progress: OnProgress | None = None) -> Path:
         """Its file or folder, fetched into `cache` if it is remote. Raises ProblemsError and DownloadError."""
         return self.path or fetch(str(self.reference), cache, self.split, on_progress)

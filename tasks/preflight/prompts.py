@@ -43,8 +43,12 @@ def check_lengths(
     with findings.catching("prompt lengths"):
         if facts.tokenizer is not None and problems:
             chats: list[Any] = [problem.messages for problem in problems]
-            bounds = replace(bounds, longest_prompt=_longest(facts.tokenizer, chats))
-            said.append(f"training prompts have up to {bounds.longest_prompt} tokens")
+            longest = _longest(facts.tokenizer, chats)
+            said.append(f"training prompts have up to {longest} tokens")
+            if config.data.too_long != "error" and longest > config.data.max_prompt_tokens:
+                said[-1] += f" (above {config.data.max_prompt_tokens}, data.too_long={config.data.too_long})"
+                longest = config.data.max_prompt_tokens
+            bounds = replace(bounds, longest_prompt=longest)
         if facts.tokenizer is not None and evaluation is not None:
             longest = _longest(facts.tokenizer, [item.prompt for item in evaluation.items])
             both = max(longest, bounds.longest_prompt or 0) if config.validation.every else bounds.longest_prompt
