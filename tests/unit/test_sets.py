@@ -20,7 +20,7 @@ from eval.problems.problem_set import ProblemSet
 from eval.problems.prompts import TEMPLATES
 from eval.problems.registry import SETS
 from eval.problems.rows import Unusable
-from eval.problems.sets import gpqa_diamond
+from eval.problems.sets import dapo_math_17k, gpqa_diamond
 
 REAL = os.environ.get("DAPO_TEST_DATA")
 real_rows = pytest.mark.skipif(REAL is None, reason="the real files are not on every machine")
