@@ -284,7 +284,8 @@ def test_prepare_data_writes_both_sets_and_keeps_what_is_there(tmp_path: Path) -
     sizes = ("--set", "data.arithmetic.num_train=64", "--set", "data.arithmetic.num_eval=16")
     done = dapo("prepare-data", CONFIG, "--output", output, *sizes)
     assert done.stdout == f"{output}: 64 training and 16 held-out problems\n"
-    counts = {path.name: pq.read_metadata(path).num_rows for path in output.iterdir()}
+    counts = {path.name: pq.read_metadata(path).num_rows for path in output.glob("*.parquet")}
+    assert {"data_card.json", "data_card.md"} < {path.name for path in output.iterdir()}
     assert counts == {"train.parquet": 64, "eval.parquet": 16}
     before = {path.name: path.read_bytes() for path in output.iterdir()}
     assert f"--output {output} already holds files" in refusal("prepare-data", CONFIG, "--output", output)
@@ -356,7 +357,7 @@ def test_datasets_lists_the_registry_and_shows_rows_as_the_model_sees_them(tmp_p
     model = build_tiny_qwen3(tmp_path / "model")
     shown = dapo("datasets", "show", rows, *columns, "--set", template, "--model", model).stdout
     assert "row-0: answer '002', scored by math_verify" in shown
-    assert "What is 1 + 1? Hint: count. In \\boxed{hint}.<|im_end|>\n<|im_start|>assistant" in shown
+    assert "What is 1 + 1? Hint: count. In \\boxed{hint}.<|end|>\n<|assistant|>" in shown
     assert "row-2: answer 'NA'" in shown
     assert "refused: 1 with no question, such as row 1:" in shown
     assert "mine.csv has no column hnt" in refusal(
