@@ -15,11 +15,8 @@ from typer.core import TyperGroup
 from flows.cli import chain, datasets, evaluation, history, operating, stages
 
 ORDER = (
-<<<<<<< HEAD
-    *("run", "stage", "plan", "runs", "compare", "export", "gc", "config", "datasets", "up", "down", "doctor"),
-=======
-    *("init", "run", "stage", "plan", "runs", "compare", "export", "gc", "config", "up", "down", "doctor"),
->>>>>>> main
+    *("init", "run", "stage", "plan", "runs", "compare", "export", "gc", "config", "datasets"),
+    *("up", "down", "doctor"),
     *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "grade", "report"),
 )
 

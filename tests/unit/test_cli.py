@@ -285,10 +285,7 @@ def test_prepare_data_writes_both_sets_and_keeps_what_is_there(tmp_path: Path) -
     done = dapo("prepare-data", CONFIG, "--output", output, *sizes)
     assert done.stdout == f"{output}: 64 training and 16 held-out problems\n"
     counts = {path.name: pq.read_metadata(path).num_rows for path in output.glob("*.parquet")}
-<<<<<<< HEAD
     assert {"data_card.json", "data_card.md"} < {path.name for path in output.iterdir()}
-=======
->>>>>>> main
     assert counts == {"train.parquet": 64, "eval.parquet": 16}
     before = {path.name: path.read_bytes() for path in output.iterdir()}
     assert f"--output {output} already holds files" in refusal("prepare-data", CONFIG, "--output", output)
