@@ -51,11 +51,12 @@ CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
         "timing_s/testing": "validation",
     },
 }
-SET_PLOTS: dict[str, re.Pattern[str]] = {  # title -> metrics of a set, whose name is the group
-    "Held-out accuracy by set (share)": re.compile(r"val-core/(.+)/acc/mean@1"),
-    "Sampled accuracy by set (share)": re.compile(r"sampler/accuracy/(.+)"),
+_BY_SET = {  # title -> the metric of a set
+    "Score by set": re.compile("train-core/(.+)/score/mean"),
+    "Accuracy by set, all sampled (share)": re.compile("train-core/(.+)/acc/mean"),
+    "Accuracy by set, held-out (share)": re.compile("val-core/(.+)/acc/mean@1"),
 }
-_SIGNED = ("Reward per response",)  # the other plots start at zero
+_SIGNED = ("Reward per response", "Score by set")  # the other plots start at zero
 
 
 def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
@@ -70,10 +71,10 @@ def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
 
 
 def training_plots(steps: Steps) -> list[str]:
-    """SVGs of the curves that the steps have values for; accuracies by set where there are several."""
+    """SVGs of the curves that the steps have values for; those of each set where there are several."""
     steps = with_kept_share(steps)
     plots = []
-    for title, labels in {**CURVE_PLOTS, **_set_curves(steps)}.items():
+    for title, labels in {**CURVE_PLOTS, **_plots_by_set(steps)}.items():
         curves = {label: series(steps, key) for key, label in labels.items()}
         curves = {label: curve for label, curve in curves.items() if curve[0]}
         if curves:
@@ -81,14 +82,14 @@ def training_plots(steps: Steps) -> list[str]:
     return plots
 
 
-def _set_curves(steps: Steps) -> dict[str, dict[str, str]]:
-    """As CURVE_PLOTS, for the sets that the steps name."""
+def _plots_by_set(steps: Steps) -> dict[str, dict[str, str]]:
     names = sorted({name for metrics in steps for name in metrics})
-    found = {
-        title: {name: match[1] for name in names if (match := pattern.fullmatch(name))}
-        for title, pattern in SET_PLOTS.items()
-    }
-    return {title: labels for title, labels in found.items() if len(labels) > 1}
+    plots = {}
+    for title, pattern in _BY_SET.items():
+        found = {name: match[1] for name in names if (match := pattern.fullmatch(name))}
+        if len(found) > 1:
+            plots[title] = found
+    return plots
 
 
 def prompt_length_plot(lengths: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from eval.compare import compare_evaluations
 from eval.item_pages import pack_items
 from eval.measured import Provenance
-from eval.plots import prompt_length_plot, training_plots
+from eval.plots import prompt_length_plot
 from eval.problems.problem_set import Split
 from eval.problems.registry import OWN
 from eval.report import make_report, render_html, render_markdown
@@ -86,17 +86,6 @@ def test_answers_by_kind() -> None:
     }
     for kind, examples in golds.items():
         assert {answer_kind(gold) for gold in examples} == {kind}, kind
-
-
-def test_accuracies_of_several_sets_are_drawn_one_curve_each() -> None:
-    def steps(*names: str) -> list[dict[str, Any]]:
-        return [{"step": step, **{f"val-core/{name}/acc/mean@1": step / 10 for name in names}} for step in (1, 2)]
-
-    assert training_plots(steps("gsm8k")) == []  # one set has the curve of all
-    drawn = training_plots(steps("gsm8k", "cflue/mcq"))
-    assert len(drawn) == 1
-    for text in ("Held-out accuracy by set (share)", "gsm8k", "cflue/mcq"):
-        assert text in drawn[0]
 
 
 def test_the_report_shows_what_the_data_was() -> None:
