@@ -64,7 +64,7 @@ def time_contamination(train_set: str, texts: list[str], sets: dict[str, list[Pr
 
 
 def time_tokenizing(path: Path, model: Path, copies: int) -> None:
-    """Print rows, seconds and the peak of the process's memory beyond what the imports took."""
+    """Print rows, seconds, CPU seconds, and the peak of the process's memory beyond what it had."""
     import pyarrow.parquet as pq
 
     tokenizer = load_tokenizer(model)
@@ -73,10 +73,12 @@ def time_tokenizing(path: Path, model: Path, copies: int) -> None:
         with pq.ParquetWriter(train, table.schema) as writer:
             for _ in range(copies):
                 writer.write_table(table, row_group_size=1000)
-        before, started = peak_bytes(), time.monotonic()
+        before, started, used = peak_bytes(), time.monotonic(), time.process_time()
         prompts = tokenized_prompts(train, model, tokenizer, Path(folder), PromptsConfig(too_long="drop"))
         seconds = time.monotonic() - started
+        cpu_seconds = time.process_time() - used
         print(f"\n{len(prompts):,} prompts, {int(prompts.lengths.sum()):,} tokens: {seconds:.1f} s, ", end="")
+        print(f"{cpu_seconds:.1f} s of CPU, ", end="")
         print(f"{(peak_bytes() - before) / 1024**2:.0f} MiB more than before")
 
 
