@@ -109,6 +109,7 @@ def test_what_becomes_of_them(caplog: pytest.LogCaptureFixture) -> None:
         rows_to_drop(hits, 2, "remove")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DATA is None, reason="DAPO_TEST_DATA names no folder of published data sets")
 def test_published_sets() -> None:
     """DAPO-Math-17k has 24 rows that are problems of MATH-500 and 32 of AMC 2023's, but none of AIME 2024's."""
