@@ -20,7 +20,7 @@ Row = dict[str, Any]
 Span = tuple[int, int]
 
 DATA_SOURCE = "arithmetic"
-INSTRUCTION = "Last line: Answer: $Answer"
+INSTRUCTION = "Last line: \\boxed{answer}"
 SUBJECTS = ("addition", "subtraction", "multiplication", "two_step")
 FORMS = ("plain", "word")
 MAX_LEVEL = 5
@@ -172,9 +172,9 @@ def answer(subject: str, operands: Sequence[int]) -> int:
 
 
 def worked_solution(subject: str, operands: Sequence[int]) -> str:
-    """A chain of one-column steps, units first, ending in a line "Answer: N".
+    r"""A chain of one-column steps, units first, ending in a line \boxed{N}.
 
-    47 + 85 gives "7+5=12", "4+8+1=13", "Answer: 132": each column's result passes all but its last digit on.
+    47 + 85 gives "7+5=12", "4+8+1=13", "\boxed{132}": each column's result passes all but its last digit on.
     """
     if subject == "two_step":
         total = operands[0] + operands[1]
@@ -182,14 +182,14 @@ def worked_solution(subject: str, operands: Sequence[int]) -> str:
         steps += _column_steps("subtraction", total, operands[2])
     else:
         steps = _column_steps(subject, operands[0], operands[1])
-    return "\n".join([*steps, f"Answer: {answer(subject, operands)}"])
+    return "\n".join([*steps, f"\\boxed{{{answer(subject, operands)}}}"])
 
 
 def quick_solution(subject: str, operands: Sequence[int]) -> str:
-    """The same answer with the whole sum done in one go: 47 + 85 gives "47+85=132", "Answer: 132"."""
+    r"""The same answer with the whole sum done in one go: 47 + 85 gives "47+85=132", "\boxed{132}"."""
     left = _PLAIN_FORMS[subject].removesuffix(" = ?").replace(" ", "").format(**_named(operands))
     result = answer(subject, operands)
-    return f"{left}={result}\nAnswer: {result}"
+    return f"{left}={result}\n\\boxed{{{result}}}"
 
 
 def _named(operands: Sequence[int]) -> dict[str, int]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dapo_core.data import PromptStream
 
 SECTIONS = ("run", "algorithm", "reward", "custom_reward", "sampler", "rollout", "train")
+PROMPT_KEYS = ("max_prompt_tokens", "too_long", "shuffle")  # of the section data
 FREE_KEYS = ("train.total_steps",)  # a training may become longer
 
 
@@ -32,7 +33,7 @@ def training_identity(config: TrainingConfig, stream: PromptStream, model_path: 
         del values[name]
     if values["custom_reward.path"] is not None:  # the content counts, not the place
         values["custom_reward.path"] = hashlib.sha256(Path(values["custom_reward.path"]).read_bytes()).hexdigest()
-    values |= {"data.shuffle": config.data.shuffle, "data.max_prompt_tokens": config.data.max_prompt_tokens}
+    values |= {f"data.{name}": getattr(config.data, name) for name in PROMPT_KEYS}
     values |= {"model.trust_remote_code": config.model.trust_remote_code}
     values |= {"prompts": stream.digest, "model": model_fingerprint(model_path)}
     return json.loads(json.dumps(values))  # as read from a checkpoint

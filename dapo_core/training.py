@@ -20,7 +20,7 @@ from dapo_core.checkpoint.resume import (
 )
 from dapo_core.checkpoint.state import read_step
 from dapo_core.cluster.start import start_cluster
-from dapo_core.data import Prompt, PromptStream, tokenize_prompts
+from dapo_core.data import Prompt, PromptStream
 from dapo_core.errors import ConfigError, WorkerDied
 from dapo_core.identity import training_identity
 from dapo_core.model_folder import require_model_folder
@@ -28,10 +28,9 @@ from dapo_core.policy.requirements import require_trainable
 from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.reward.routing import require_scorers
 from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
+from dapo_core.tokenizing import remove_prompts, tokenized_prompts
 from dapo_core.trainer import OnStep, Trainer
 from dapo_core.validation import held_out_prompts
-from eval.problems.files import read_problems
-from eval.problems.rows import CHAT
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -71,7 +70,7 @@ def train(
     """
     folder = output_dir / CHECKPOINTS
     with StopRequest() as stop, raising_stopped(stop, config, folder):
-        stream, held_out = _read_prompts(config, train_path, model_path, held_out_path, benchmark)
+        stream, held_out = _read_prompts(config, train_path, model_path, output_dir, held_out_path, benchmark)
         identity = training_identity(config, stream, model_path)  # now: a scorer may be edited while training runs
         folder.mkdir(parents=True, exist_ok=True)
         with lock_checkpoints(folder):
@@ -79,6 +78,7 @@ def train(
             if start is not None:
                 require_same_training(config, start, folder, identity)
                 if (end := finish_if_done(config, start, output_dir)) is not None:
+                    remove_prompts(output_dir)
                     return TrainResult(start, end.step, end.policy_version)
 
             def attempt(start: Path | None) -> Trainer:
@@ -91,13 +91,19 @@ def train(
             restarts = Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
             on_damage = config.checkpoint.on_damage
             trainer = restarts.until_done(attempt, start, lambda: find_start(folder, "auto", on_damage), stop)
+    remove_prompts(output_dir)
     checkpoint = latest_checkpoint(folder)
     assert checkpoint is not None, "the last step always writes a checkpoint"
     return TrainResult(checkpoint, trainer.num_steps, trainer.policy_version)
 
 
 def _read_prompts(
-    config: TrainingConfig, train_path: Path, model_path: Path, held_out_path: Path | None, benchmark: str | None
+    config: TrainingConfig,
+    train_path: Path,
+    model_path: Path,
+    output_dir: Path,
+    held_out_path: Path | None,
+    benchmark: str | None,
 ) -> tuple[PromptStream, list[Prompt]]:
     """The prompts to train on and those to validate with, checked against the model and the scorers."""
     require_resume(config.checkpoint.resume)
@@ -105,7 +111,7 @@ def _read_prompts(
     trusted = config.model.trust_remote_code
     require_trainable(load_model_config(model_path, trusted), config.train.sequence_parallel)
     tokenizer = load_tokenizer(model_path, trusted)
-    prompts = tokenize_prompts(read_problems(train_path, (CHAT,)), tokenizer, config.data.max_prompt_tokens)
+    prompts = tokenized_prompts(train_path, model_path, tokenizer, output_dir, config.data)
     held_out: list[Prompt] = []
     if config.validation.every:
         if held_out_path is None:
@@ -114,8 +120,8 @@ def _read_prompts(
                 "set validation.every=0"
             )
         held_out = held_out_prompts(held_out_path, benchmark, tokenizer, config)
-    require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
-    return PromptStream(prompts, config.run.seed, config.data.shuffle), held_out
+    require_scorers(prompts.data_sources, config.reward, config.custom_reward)
+    return PromptStream(prompts, config.run.seed, config.data.shuffle, sets=prompts.sets), held_out
 
 
 @contextmanager

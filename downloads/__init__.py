@@ -48,6 +48,7 @@ __all__ = [
     "DownloadError",
     "NotFound",
     "Offline",
+    "OnProgress",
     "Progress",
     "RemoteFile",
     "Snapshot",
@@ -93,7 +94,9 @@ def fetch(
         _require_inside(file)
     folder.mkdir(parents=True, exist_ok=True)
     if snapshot.hub == "url":
-        files = [replace(file, size=size_of(urls.request_for(snapshot, file))) for file in files]
+        lacking = [file for file in files if not (folder / file.path).is_file()]
+        sizes = {file.path: size_of(urls.request_for(snapshot, file)) for file in lacking}
+        files = [replace(file, size=sizes.get(file.path)) for file in files]
     _require_room(files, folder)
     meter = Meter(files, on_progress)
     if snapshot.hub == "modelscope":

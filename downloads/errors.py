@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 
 class DownloadError(Exception):
@@ -45,38 +46,48 @@ class Offline(Unreachable):
     is_lasting = True
 
 
-_PROXY = re.compile(r"proxy", re.IGNORECASE)
 _TLS = re.compile(r"CERTIFICATE|\bSSL|\bTLS", re.IGNORECASE)
 _DNS = re.compile(r"gaierror|NameResolution|getaddrinfo|Name or service not known|name resolution", re.IGNORECASE)
 
 
 def unreachable(address: str, error: BaseException) -> Unreachable:
-    """What an exception of an HTTP library means: a proxy, a certificate, a name, or the network."""
+    """What an exception of an HTTP library means: a certificate, a proxy, a name, or the network."""
     reasons = list(_causes(error))
     text = " ".join(f"{type(reason).__name__} {reason}" for reason in reasons)
     root = reasons[-1]
     said = f"{type(root).__name__}: {root}" if str(root) else type(root).__name__
-    if _PROXY.search(text):
-        problem = Unreachable(
-            f"{address} cannot be reached through the proxy ({said}); correct HTTPS_PROXY, HTTP_PROXY or "
-            "ALL_PROXY, (http://USER:PASSWORD@HOST:PORT), or list the host in NO_PROXY"
-        )
-        problem.is_lasting = "407" in text  # it wants a user and password
-        return problem
     if _TLS.search(text):
         problem = Unreachable(
-            f"{address} shows a certificate that this machine does not trust ({said}); where a proxy of your "
-            "network signs connections, put its certificate in a file that SSL_CERT_FILE and REQUESTS_CA_BUNDLE "
-            "name"
+            f"{address} shows no certificate that this machine trusts ({said}); where a proxy of your network "
+            "signs connections, put its certificate in a file that SSL_CERT_FILE and REQUESTS_CA_BUNDLE name"
         )
         problem.is_lasting = True
+        return problem
+    if (proxy := _proxy_for(address)) is not None:
+        problem = Unreachable(
+            f"{address} cannot be reached through the proxy {proxy} ({said}); correct HTTPS_PROXY, HTTP_PROXY or "
+            "ALL_PROXY (http://USER:PASSWORD@HOST:PORT), or list the host in NO_PROXY"
+        )
+        problem.is_lasting = "407" in text  # it wants a user and password
         return problem
     if _DNS.search(text):
         return Unreachable(
             f"the name of {address} cannot be resolved ({said}); check the network, the spelling of the endpoint, "
-            "or set HTTPS_PROXY if this machine reaches the internet through one"
+            "or set HTTPS_PROXY if this machine reaches the internet through a proxy"
         )
     return Unreachable(f"{address} cannot be reached ({said}); check the network and the endpoint, and try again")
+
+
+def _proxy_for(address: str) -> str | None:
+    """Host and port of the proxy that the environment names for an address."""
+    from urllib.request import getproxies, proxy_bypass  # 0.1 s
+
+    parts = urlsplit(address)
+    proxies = getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or proxy_bypass(parts.hostname or ""):
+        return None
+    return urlsplit(proxy if "//" in proxy else f"//{proxy}").netloc.rpartition("@")[2]
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

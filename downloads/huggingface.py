@@ -18,13 +18,16 @@ TIMEOUT_SECONDS = 30.0
 
 
 def resolve(repo: str, revision: str | None, kind: Kind) -> Snapshot:
-    """The commit of a revision and its files, in one request. Raises DownloadError."""
-    from huggingface_hub import HfApi
+    """The commit of a revision and its files, in one request; of a gated repository two. Raises DownloadError."""
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 
     def ask() -> Any:
-        return HfApi().repo_info(
-            repo, repo_type=kind, revision=revision, files_metadata=True, timeout=TIMEOUT_SECONDS
-        )
+        describe: Any = HfApi().model_info if kind == "model" else HfApi().dataset_info
+        info = describe(repo, revision=revision, files_metadata=True, timeout=TIMEOUT_SECONDS)
+        if info.gated and info.siblings:  # everybody may list it; who may read it, only a file tells
+            first = info.siblings[0].rfilename
+            get_hf_file_metadata(hf_hub_url(repo, first, repo_type=kind, revision=info.sha))
+        return info
 
     info = retried(lambda: _asked(ask, repo, revision, kind))
     files = tuple(
@@ -116,9 +119,10 @@ def _nearest_revision(repo: str, revision: str | None, kind: Kind) -> str:
 def _nearest_repository(repo: str, kind: Kind) -> str:
     from huggingface_hub import HfApi, errors
 
-    ask = HfApi().list_models if kind == "model" else HfApi().list_datasets
-    try:
-        found = [each.id for each in ask(search=repo.partition("/")[2], limit=20)]
+    ask: Any = HfApi().list_models if kind == "model" else HfApi().list_datasets
+    author, _, name = repo.partition("/")
+    try:  # what the organisation has, and what others call so
+        found = [each.id for query in ({"author": author}, {"search": name}) for each in ask(**query, limit=200)]
     except (errors.HTTPError, OSError):
         return ""
     close = difflib.get_close_matches(repo, found, n=3, cutoff=0.6)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -27,7 +28,6 @@ ATTEMPTS = 5  # in a row without a byte
 BACKOFF_SECONDS = 1.0
 MAX_WAIT_SECONDS = 600.0  # that a server may ask for
 TIMEOUT_SECONDS = 60.0
-CHUNK_BYTES = 1024**2
 BUSY = frozenset({408, 425, 429})  # beside every 5xx
 _RANGE = re.compile(r"bytes (\d+)-\d+/(?:\d+|\*)")
 
@@ -209,7 +209,7 @@ class _Download:
             resumes = response.status_code == 206 and begin is not None and int(begin[1]) == have
             self.meter.set(file.path, have if resumes else 0)
             with part.open("ab" if resumes else "wb") as content:
-                for chunk in response.iter_bytes(CHUNK_BYTES):
+                for chunk in response.iter_bytes():
                     content.write(chunk)
                     self.meter.add(file.path, len(chunk))
                     if self.stopping.is_set():
@@ -228,7 +228,8 @@ class _Download:
                     raise _refusal(file, request, response)
                 yield response
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
-            raise unreachable(httpx.URL(request.url).host, error) from error
+            url = urlsplit(request.url)
+            raise unreachable(f"{url.scheme}://{url.netloc}", error) from error
 
     def _wrong(self, file: RemoteFile, part: Path) -> WrongContent:
         with part.open("rb") as content:

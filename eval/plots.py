@@ -51,7 +51,12 @@ CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
         "timing_s/testing": "validation",
     },
 }
-_SIGNED = ("Reward per response",)  # the other plots start at zero
+_BY_SET = {  # title -> the metric of a set
+    "Score by set": re.compile("train-core/(.+)/score/mean"),
+    "Accuracy by set, all sampled (share)": re.compile("train-core/(.+)/acc/mean"),
+    "Accuracy by set, held-out (share)": re.compile("val-core/(.+)/acc/mean@1"),
+}
+_SIGNED = ("Reward per response", "Score by set")  # the other plots start at zero
 
 
 def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
@@ -66,14 +71,24 @@ def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
 
 
 def training_plots(steps: Steps) -> list[str]:
-    """SVGs of the curves that the steps have values for."""
+    """SVGs of the curves that the steps have values for; those of each set where there are several."""
     steps = with_kept_share(steps)
     plots = []
-    for title, labels in CURVE_PLOTS.items():
+    for title, labels in {**CURVE_PLOTS, **_plots_by_set(steps)}.items():
         curves = {label: series(steps, key) for key, label in labels.items()}
         curves = {label: curve for label, curve in curves.items() if curve[0]}
         if curves:
             plots.append(_curve_svg(title, curves))
+    return plots
+
+
+def _plots_by_set(steps: Steps) -> dict[str, dict[str, str]]:
+    names = sorted({name for metrics in steps for name in metrics})
+    plots = {}
+    for title, pattern in _BY_SET.items():
+        found = {name: match[1] for name in names if (match := pattern.fullmatch(name))}
+        if len(found) > 1:
+            plots[title] = found
     return plots
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -59,6 +60,12 @@ class ModelConfig(ModelCodeConfig):
                     f"model.{name}={value} would be ignored by model.source={self.source}; set "
                     f"model.source={' or '.join(sources)} to use it, or remove it"
                 )
+        if self.id is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.id):
+            raise ValueError(f"model.id={self.id} is not of the form ORG/NAME, such as Qwen/Qwen3-8B")
+        if self.urls:
+            from downloads import resolve  # asks nobody
+
+            resolve(self.urls)
         return self
 
 

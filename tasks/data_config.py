@@ -91,6 +91,9 @@ class DataConfig(PromptsConfig):
         "Text with {problem} or any column, a file with one, or a template of evaluate.prompt; unset: the set's.",
     )
     system_prompt: str | None = key(None, "System prompt of every problem; unset: the row's, if it has one.")
+    contamination: Literal["remove", "warn", "error"] = key(
+        "remove", "What becomes of training problems that are also in a set of data.eval (docs/data.md)."
+    )
     max_refused_ratio: float = key(0.01, "Largest share of unusable training rows; more is an error.", ge=0, lt=1)
     arithmetic: ArithmeticConfig = Field(default_factory=ArithmeticConfig)
 

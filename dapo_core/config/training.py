@@ -31,7 +31,14 @@ class RunConfig(Section):
 class PromptsConfig(Section):
     """How training reads prompts."""
 
-    max_prompt_tokens: int = key(2048, "Longest prompt in tokens; longer prompts are an error.", ge=1)
+    max_prompt_tokens: int = key(
+        2048, "Longest prompt in tokens; too_long says what becomes of longer ones.", ge=1
+    )
+    too_long: Literal["drop", "truncate_left", "error"] = key(
+        "error",
+        "Training prompts above max_prompt_tokens: left out, cut to their last tokens, or an error. Held-out ones "
+        "are always an error.",
+    )
     shuffle: bool = key(True, "Shuffle the prompts in each epoch.")
 
 

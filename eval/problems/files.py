@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,15 @@ def read_problems(path: Path, schemas: Sequence[Schema]) -> list[Problem]:
             faults.setdefault(str(problem), []).append(number)
         else:
             problems.append(problem)
+    refuse_faults(path, faults, len(problems) + sum(map(len, faults.values())))
+    return problems
+
+
+def refuse_faults(path: Path, faults: Mapping[str, Sequence[int]], num_rows: int) -> None:
+    """Raise ProblemsError if any row is no problem; `faults` has the row numbers by reason."""
     if faults:
         found = " and ".join(_describe_fault(what, numbers) for what, numbers in faults.items())
-        num_rows = len(problems) + sum(map(len, faults.values()))
         raise ProblemsError(f"{path}: of {num_rows} rows, {found}. No row is dropped silently: fix the file")
-    return problems
 
 
 def iterate_problems(path: Path, schemas: Sequence[Schema]) -> Iterator[tuple[int, Row, Problem | Unusable]]:

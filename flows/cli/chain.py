@@ -27,6 +27,35 @@ app.add_typer(config_app, name="config")
 
 
 @app.command(
+    epilog="Example: dapo init my.yaml --model models/Qwen3-0.6B --data questions.csv",
+    short_help="Write a recipe for your model and data.",
+)
+def init(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write, such as my.yaml.")],
+    model: Annotated[str, typer.Option(help="Model folder, or a hub's id: ORG/NAME, modelscope:ORG/NAME.")],
+    data: Annotated[str, typer.Option(help="To train on: a file, a name or a hub's id.")],
+    held_out: Annotated[
+        str | None, typer.Option("--eval", help="To evaluate with; default: part of --data, or its test split.")
+    ] = None,
+) -> None:
+    """Write a commented recipe, sized for the devices here, the model's positions and the prompts' lengths."""
+    from dapo_core.errors import ConfigError
+    from flows.config import load_config
+    from flows.tables import print_findings
+    from tasks.first_recipe import Machine, first_recipe
+    from tasks.preflight.finding import OK
+    from tasks.preflight.run import examine
+
+    if path.exists():
+        raise ConfigError(f"{path} exists; name another file, or remove it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(first_recipe(path, model, data, held_out, Machine.this()), encoding="utf-8")
+    findings = examine(load_config(path))
+    print_findings([finding for finding in findings if finding.status != OK])
+    typer.echo(f"wrote {path}; next: dapo plan {path}, then dapo run {path}")
+
+
+@app.command(
     epilog="Example: dapo run configs/arith_cpu.yaml --set run.seed=2",
     short_help="Run the whole chain and print the report.",
 )

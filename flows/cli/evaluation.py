@@ -40,8 +40,8 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="FILE|SOURCE",
-            help="Parquet, jsonl or json; or hf:ORG/NAME/FILE, modelscope:ORG/NAME/FILE, https://..., each with "
-            "#sha256=DIGEST. Most datasets have a default source.",
+            help="Parquet, jsonl, json, csv or arrow; or hf:ORG/NAME@REVISION/FILE, modelscope:..., "
+            "https://...#sha256=DIGEST. Registered sets have a default source.",
         ),
     ] = None,
     model_name: Annotated[str, typer.Option(help="Served model name.")] = "policy",

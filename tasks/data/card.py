@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from eval.answers.choice import option_letters
 from eval.pages import render
 from tasks.data.contamination import MIN_OVERLAP, RUN_WORDS, Hit, Mode
 
+if TYPE_CHECKING:
+    from tasks.data.reading import SetCount
+    from tasks.data.sources import Source
+
 CARD_JSON, CARD_MARKDOWN = "data_card.json", "data_card.md"
-MAX_EXAMPLES = 5  # of each reason for which rows were refused
 MAX_HITS = 50
 MAX_TEXT_CHARS = 300
 
@@ -27,44 +29,39 @@ _KINDS = {  # the first that matches the whole answer
 _FORMULA = re.compile(r"[\d\\^_=<>{}()\[\]+*/|]|^[A-Za-z]$")
 
 
-@dataclass
-class Refusals:
-    """Rows refused for one reason."""
+def set_entry(source: Source, count: SetCount) -> dict[str, Any]:
+    """What the card says of one set: of the rows read, unusable ones are refused, others removed or kept."""
 
-    count: int = 0
-    examples: list[str] = field(default_factory=list)
+    def by_reason(counts: Mapping[str, int]) -> dict[str, Any]:
+        return {
+            reason: {"rows": number, "examples": count.examples.get(reason, [])}
+            for reason, number in counts.items()
+        }
 
-    def add(self, row: int, content: Any) -> None:
-        """Count a row, and keep the beginning of its content if it is among the first."""
-        self.count += 1
-        if len(self.examples) < MAX_EXAMPLES:
-            self.examples.append(f"row {row}: {_shortened(json.dumps(content, ensure_ascii=False, default=str))}")
-
-
-@dataclass(frozen=True)
-class SetAccount:
-    """One set of a recipe and what became of its rows: num_read = refused + num_repeated + num_hit + num_kept."""
-
-    name: str  # as data.train or data.eval has it
-    use: Literal["train", "eval"]
-    source: str  # where its rows came from, with the commit of a hub
-    licence: str
-    files: Mapping[str, str]  # name -> sha256
-    num_read: int
-    refused: Mapping[str, Refusals]  # by reason
-    num_repeated: int  # rows with the prompt of an earlier one
-    num_hit: int  # left out as problems of an evaluation set
-    num_kept: int
-    answers: Mapping[str, int]  # of the kept rows, by kind
+    return {
+        "name": source.name,
+        "use": "train" if source.split == "train" else "eval",
+        "source": source.origin(),
+        "licence": source.known.licence,
+        "files": source.files(),
+        "read": count.read,
+        "refused": by_reason(count.refused),
+        "removed": by_reason(count.removed),
+        "kept": count.kept,
+        "answers": dict(count.answers.most_common()),
+    }
 
 
-def make_card(sets: Sequence[SetAccount], hits: Sequence[Hit], mode: Mode) -> dict[str, Any]:
-    """The content of data_card.json, but for prompt lengths, which need the model's tokenizer."""
+def make_card(sets: Sequence[Mapping[str, Any]], hits: Sequence[Hit], mode: Mode) -> dict[str, Any]:
+    """The content of data_card.json: entries of sets, and the training problems that are in evaluation sets.
+
+    Prompt lengths are not in it, as they need the model's tokenizer: a training measures them.
+    """
     found: dict[str, list[Hit]] = {}
     for hit in hits:
         found.setdefault(hit.evaluation_set, []).append(hit)
     card = {
-        "sets": [asdict(account) for account in sets],
+        "sets": list(sets),
         "contamination": {
             "mode": mode,
             "run_words": RUN_WORDS,
@@ -101,16 +98,8 @@ def write_card(card: Mapping[str, Any], folder: Path, lengths: Mapping[str, Any]
     (folder / CARD_MARKDOWN).write_bytes(render_card(card, lengths).encode(errors="replace"))
 
 
-def answer_kinds(golds: Iterable[str]) -> dict[str, int]:
-    """How many gold answers are of each kind, the most frequent first."""
-    counts = Counter(golds)
-    kinds: Counter[str] = Counter()
-    for gold, count in counts.items():
-        kinds[_kind_of(gold)] += count
-    return dict(kinds.most_common())
-
-
-def _kind_of(gold: str) -> str:
+def answer_kind(gold: str) -> str:
+    """What a gold answer is: a number, options of a choice, an expression, or words."""
     plain = gold.strip().strip("$").strip()
     for name, pattern in _KINDS.items():
         if pattern.fullmatch(plain):

@@ -13,9 +13,9 @@ import logging
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -32,7 +32,7 @@ Mode = Literal["remove", "warn", "error"]
 RUN_WORDS = 13  # GPT-3, arXiv:2005.14165, appendix C
 MIN_OVERLAP = 0.6  # of the evaluation problem's words
 SHARED_SHARE, SHARED_ROWS = 0.001, 3  # a sentence in that many problems of a set is an instruction
-SAMPLED_ROWS = 20_000  # among which such sentences are looked for
+SAMPLED_ROWS = 20_000  # at most, among which such sentences are looked for
 BATCH_ROWS = 10_000
 
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
@@ -53,7 +53,7 @@ class Hit:
     """A training row whose problem is also in an evaluation set."""
 
     train_set: str
-    row: int
+    row: int  # among the set's distinct problems
     evaluation_set: str
     item: str  # its id there
     is_equal: bool  # in all words and signs
@@ -62,19 +62,22 @@ class Hit:
     item_text: str
 
 
-def find_hits(train_set: str, texts: Sequence[str], sets: Mapping[str, Sequence[Problem]]) -> list[Hit]:
+def find_hits(
+    train_set: str, texts: Callable[[], Iterator[str]], sets: Mapping[str, Sequence[Problem]]
+) -> list[Hit]:
     """The problems of a training set that are also in one of the evaluation sets, by row and then by set.
 
-    Memory is that of the evaluation sets and of BATCH_ROWS training rows; give each distinct text once.
+    `texts`, called twice, gives those of its distinct problems. Memory is that of the evaluation sets and of
+    BATCH_ROWS texts.
     """
-    shared = shared_sentences(texts)
+    shared = shared_sentences(texts())
     shared |= frozenset().union(*(shared_sentences([item.text for item in items]) for items in sets.values()))
     items = _Items([(name, problem) for name, problems in sets.items() for problem in problems], shared)
-    return [
-        hit
-        for start in range(0, len(texts), BATCH_ROWS)
-        for hit in items.find(train_set, start, texts[start : start + BATCH_ROWS])
-    ]
+    hits, start, rows = list[Hit](), 0, texts()
+    while batch := list(islice(rows, BATCH_ROWS)):
+        hits += items.find(train_set, start, batch)
+        start += len(batch)
+    return hits
 
 
 def rows_to_drop(hits: Sequence[Hit], num_rows: int, mode: Mode) -> set[int]:
@@ -109,10 +112,17 @@ def _counts(hits: Sequence[Hit]) -> str:
     return ", ".join(f"{name} ({count} of its items)" for name, count in items.items())
 
 
-def shared_sentences(texts: Sequence[str]) -> frozenset[str]:
-    """Sentences and lines that many of the texts have: instructions, not problems."""
-    step = max(1, len(texts) // SAMPLED_ROWS)
-    sample = [texts[row] for row in range(0, len(texts), step)]
+def shared_sentences(texts: Iterable[str]) -> frozenset[str]:
+    """Sentences and lines that many of the texts have: instructions, not problems.
+
+    Of more than SAMPLED_ROWS texts, as many are looked at, evenly spread.
+    """
+    sample, step = list[str](), 1
+    for row, text in enumerate(texts):
+        if row % step == 0:
+            sample.append(text)
+        if len(sample) > SAMPLED_ROWS:
+            sample, step = sample[::2], 2 * step
     counts = Counter(sentence for text in sample for sentence in set(_sentences(text)))
     least = max(SHARED_ROWS, SHARED_SHARE * len(sample))
     return frozenset(sentence for sentence, count in counts.items() if count >= least)

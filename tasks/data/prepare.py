@@ -2,51 +2,65 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import IO, Any
 
 from dapo_core.errors import DataError
 from dapo_core.reward.routing import require_scorers
 from eval.problems import ProblemsError
+from eval.problems.items import Problem
 from eval.problems.registry import read_held_out
 from tasks.config import ChainConfig
+from tasks.data.card import answer_kind, make_card, set_entry, write_card
+from tasks.data.contamination import Hit, find_hits, rows_to_drop
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
-from tasks.data.reading import CONTRADICTED, Seen, SetCount, advice_for, batched, iterate_source, to_row
-from tasks.data.sources import eval_sources, train_sources
+from tasks.data.reading import CONTRADICTED, HELD_OUT, Seen, SetCount, advice_for, batched, iterate_source, to_row
+from tasks.data.sources import Source, eval_sources, train_sources
 
 BATCH_ROWS = 1000
 
 Row = dict[str, Any]
+Counted = tuple[Source, SetCount]
 
 
 def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
-    """Write the two files into the folder; returns their row counts.
+    """Write the two files and the data card into the folder; returns the files' row counts.
 
     Memory is that of the held-out sets, a digest of each training problem and one batch of rows. Raises DataError
     or ProblemsError for unusable rows of the user's files, and what require_scorers raises.
     """
     with tempfile.TemporaryDirectory(dir=folder) as work:
         files = [Path(work) / name for name in (EVAL_FILE, TRAIN_FILE)]
-        num_eval, counts = write_held_out(config, files[0]), write_training(config, files[1])
+        evaluated = write_held_out(config, files[0])
+        held_out: dict[str, list[Problem]] = {}
+        for problem in read_held_out(files[0]).problems:
+            held_out.setdefault(problem.dataset, []).append(problem)
+        trained, hits = write_training(config, files[1], held_out)
+        sets = [set_entry(source, count) for source, count in (*trained, *evaluated)]
+        write_card(make_card(sets, hits, config.data.contamination), folder)
         for file in files:
             file.replace(folder / file.name)
     return {
-        "train_rows": sum(count.kept for count in counts),
-        "eval_rows": num_eval,
-        "sets": {count.name: {"read": count.read, "kept": count.kept} for count in counts},
+        "train_rows": sum(count.kept for _, count in trained),
+        "eval_rows": sum(map(len, held_out.values())),
+        "contaminated_rows": len({(hit.train_set, hit.row) for hit in hits}),
+        "sets": {count.name: {"read": count.read, "kept": count.kept} for _, count in trained},
     }
 
 
-def write_held_out(config: ChainConfig, path: Path) -> int:
-    """Write the sets of data.eval as one file, every row of them; returns how many problems they have."""
-    counts, rows = [], list[Row]()
+def write_held_out(config: ChainConfig, path: Path) -> list[Counted]:
+    """Write the sets of data.eval as one file, every row of them."""
+    counts, rows = list[Counted](), list[Row]()
     for source in eval_sources(config):
-        counts.append(SetCount(source.name))
-        found = [to_row(source, *pair) for pair in iterate_source(config, source, counts[-1])]
-        counts[-1].require_usable(0.0, "An evaluation set is complete: correct the rows or data.columns.")
+        count = SetCount(source.name)
+        counts.append((source, count))
+        found = [to_row(source, *pair) for pair in iterate_source(config, source, count)]
+        count.answers.update(answer_kind(row["reward_model"]["ground_truth"]) for row in found)
+        count.require_usable(0.0, "An evaluation set is complete: correct the rows or data.columns.")
         num_distinct = len({json.dumps(row["prompt"]) for row in found})
         if source.known.num_items not in (None, num_distinct):
             raise ProblemsError(
@@ -55,17 +69,19 @@ def write_held_out(config: ChainConfig, path: Path) -> int:
             )
         rows += found
     write_rows(iter([rows]), schema_of(iter([rows])), path)
-    return len(read_held_out(path).problems)
+    return counts
 
 
-def write_training(config: ChainConfig, path: Path) -> list[SetCount]:
-    """Write the usable, distinct problems of data.train; returns what became of each set's rows."""
-    counts, seen, data_sources = [], Seen(), set[str]()
+def write_training(
+    config: ChainConfig, path: Path, held_out: Mapping[str, Sequence[Problem]]
+) -> tuple[list[Counted], list[Hit]]:
+    """Write the usable, distinct problems of data.train; returns what became of rows, and those held out too."""
+    counts, seen, data_sources, ends = list[Counted](), Seen(), set[str](), list[int]()
     with tempfile.TemporaryFile("w+", dir=path.parent, encoding="utf-8") as spool:
         owners = list[SetCount]()  # of each kept row
         for source in train_sources(config):
             count = SetCount(source.name)
-            counts.append(count)
+            counts.append((source, count))
             for problem, row in iterate_source(config, source, count):
                 if (reason := seen.add(problem, len(owners))) is not None:
                     count.remove(reason, f"{problem.id}: {problem.text}")
@@ -75,17 +91,48 @@ def write_training(config: ChainConfig, path: Path) -> list[SetCount]:
                 data_sources.add(prepared["data_source"])
                 spool.write(json.dumps(prepared, ensure_ascii=False) + "\n")
             count.require_usable(config.data.max_refused_ratio, advice_for(config))
+            ends.append(len(owners))
         require_scorers(data_sources, config.reward, config.custom_reward)
         for number in seen.contradicted:
             owners[number].remove(CONTRADICTED, f"row {number} of the distinct problems")
-        if len(seen.contradicted) == len(owners):
-            raise DataError(f"no training problem is left of data.train: {describe(counts)}")
+        hits, left_out = _find_held_out(config, spool, ends, owners, held_out, seen.contradicted)
+        if len(left_out) == len(owners):
+            raise DataError(f"no training problem is left of data.train: {describe([one for _, one in counts])}")
 
-        def kept() -> Iterator[list[Row]]:
-            return batched(_reread(spool, lambda number: number not in seen.contradicted), BATCH_ROWS)
+        def kept(is_last: bool) -> Iterator[Row]:
+            for number, row in _reread(spool):
+                if number not in left_out:
+                    owners[number].answers[answer_kind(row["reward_model"]["ground_truth"])] += is_last
+                    yield row
 
-        write_rows(kept(), schema_of(kept()), path)
-    return counts
+        schema = schema_of(batched(kept(is_last=False), BATCH_ROWS))
+        write_rows(batched(kept(is_last=True), BATCH_ROWS), schema, path)
+    return counts, hits
+
+
+def _find_held_out(
+    config: ChainConfig,
+    spool: IO[str],
+    ends: Sequence[int],
+    owners: Sequence[SetCount],
+    held_out: Mapping[str, Sequence[Problem]],
+    left_out: Set[int],
+) -> tuple[list[Hit], set[int]]:
+    """The problems that are also held out, and the numbers of all rows left out; `ends` are those of the sets."""
+    hits, left_out = list[Hit](), set(left_out)
+    for first, end in itertools.pairwise([0, *ends]):
+
+        def texts(first: int = first, end: int = end) -> Iterator[str]:
+            return (row["problem"] for _, row in _reread(spool, first, end))
+
+        found = find_hits(owners[first].name, texts, held_out) if end > first else []
+        dropped = {first + row for row in rows_to_drop(found, end - first, config.data.contamination)}
+        for number, hit in {first + hit.row: hit for hit in found}.items():
+            if number in dropped - left_out:
+                owners[number].remove(HELD_OUT, f"{hit.evaluation_set} {hit.item}: {hit.train_text}")
+        hits += found
+        left_out |= dropped
+    return hits, left_out
 
 
 def describe(counts: list[SetCount]) -> str:
@@ -123,8 +170,7 @@ def write_rows(batches: Iterator[list[Row]], schema: Any, path: Path) -> None:
             writer.write_table(pa.Table.from_pylist(batch, schema=schema))
 
 
-def _reread(spool: IO[str], is_kept: Callable[[int], bool]) -> Iterator[Row]:
+def _reread(spool: IO[str], first: int = 0, end: int | None = None) -> Iterator[tuple[int, Row]]:
     spool.seek(0)
-    for number, line in enumerate(spool):
-        if is_kept(number):
-            yield json.loads(line)
+    for number, line in enumerate(itertools.islice(spool, first, end), start=first):
+        yield number, json.loads(line)

@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dapo_core.arithmetic import generate_problems
@@ -19,10 +20,12 @@ from eval.problems.rows import Row, Unusable, read_chat
 from tasks.config import ChainConfig
 from tasks.data.sources import Source
 
+DOWNLOADS = ".downloads"  # in the store: files of remote sets, by commit
 MAX_EXAMPLES = 3  # of each reason
 EXAMPLE_CHARACTERS = 300
 REPEATED = "the same problem again"
 CONTRADICTED = "a problem that other rows answer otherwise"
+HELD_OUT = "a problem of an evaluation set"
 
 
 @dataclass
@@ -35,6 +38,7 @@ class SetCount:
     refused: Counter[str] = field(default_factory=Counter)  # by reason
     removed: Counter[str] = field(default_factory=Counter)  # usable, left out: by reason
     examples: dict[str, list[str]] = field(default_factory=dict)  # by reason: `row 7: ...`
+    answers: Counter[str] = field(default_factory=Counter)  # of kept rows, by kind
 
     def refuse(self, number: int, reason: str, row: Row) -> None:
         """Count an unusable row."""
@@ -70,7 +74,7 @@ def iterate_source(config: ChainConfig, source: Source, count: SetCount) -> Iter
     if source.is_generated:
         rows = ((number, row, read_chat(row)) for number, row in enumerate(_generated(config, source)))
     else:
-        rows = iterate_problems(source.local(), source.schemas)
+        rows = iterate_problems(source.local(Path(config.store.path) / DOWNLOADS), source.schemas)
     for number, row, problem in rows:
         if not number and (absent := [name for name in source.asking.columns if name not in row]):
             raise ProblemsError(

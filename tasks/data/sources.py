@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from dapo_core.errors import ConfigError
+from downloads import OnProgress, Snapshot, Unreachable, is_remote
 from eval.problems import ProblemsError
 from eval.problems.files import columns_of, files_of, find_schema
 from eval.problems.items import Problem
@@ -16,14 +19,17 @@ from eval.problems.problem_set import ProblemSet, Split
 from eval.problems.prompts import DEFAULT
 from eval.problems.registry import OWN, SETS, find_set
 from eval.problems.rows import Row, Schema, Unusable, chat_of, needed, problem_of, text_of
-from eval.problems.sources import fetch
-from tasks.artifacts.artifact import canonical_json, sha256_of
+from eval.problems.sources import fetch, rows_of
+from tasks.artifacts.artifact import canonical_json, read_manifest, sha256_of
+from tasks.artifacts.store import FINISHED, ArtifactStore
 from tasks.config import ChainConfig
 from tasks.data.asking import Asking, find_asking
 from tasks.data_config import ColumnsConfig, SetConfig
+from tasks.references import resolve_once
 
 ARITHMETIC = "arithmetic"
-_REMOTE = re.compile(r"(hf|modelscope|https?):")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,22 +63,50 @@ class Source:
         """What chooses the scorer of rows that name none themselves."""
         return self.known.name if self.known.name in SETS else self.known.scorer
 
-    def identity(self) -> str:
-        """A digest of everything that decides its prepared rows. Raises ConfigError for a missing file."""
-        content = self.reference or ("" if self.path is None else files_digest(self.key, self.path))
+    def settings(self) -> str:
+        """A digest of everything but its content that decides its prepared rows."""
         known = {"scorer": self.known.scorer, "schemas": [schema.columns for schema in self.known.schemas]}
-        asking = dataclasses.asdict(self.asking)
-        facts = {"name": self.name, "content": content, "weight": self.weight, "known": known, "asking": asking}
-        return hashlib.sha256(canonical_json(facts)).hexdigest()
+        facts = {
+            "name": self.name,
+            "weight": self.weight,
+            "known": known,
+            "asking": dataclasses.asdict(self.asking),
+        }
+        return hashlib.sha256(canonical_json({**facts, "reference": self.reference})).hexdigest()
+
+    def content(self) -> str:
+        """A digest of its files, or "" if generated. Raises ConfigError, ProblemsError and DownloadError."""
+        if self.path is not None:
+            return files_digest(self.key, self.path)
+        return "" if self.reference is None else str(self.snapshot().commit)
+
+    def snapshot(self) -> Snapshot:
+        """The files of a remote set, asked for once a run. Raises ProblemsError and DownloadError."""
+        return rows_of(str(self.reference), self.split, resolve_once)
 
     def check_columns(self) -> None:
         """Raise ProblemsError for a local file that is missing, cannot be read or lacks columns."""
         if self.path is not None:
             find_schema(self.path, columns_of(self.path), self.schemas)
 
-    def local(self) -> Path:
-        """Its file or folder, fetched if it is remote. Raises ProblemsError."""
-        return fetch(str(self.reference)) if self.path is None else self.path
+    def origin(self) -> str:
+        """Where its rows are from, with the commit of a hub."""
+        if self.reference is not None:
+            return f"{self.reference}, commit {self.snapshot().commit}"
+        return "generated" if self.path is None else str(self.path)
+
+    def files(self) -> dict[str, str]:
+        """sha256 of its files by name, as far as their hub says it; none of generated problems."""
+        if self.reference is not None:
+            return {file.path: file.sha256 or "unknown" for file in self.snapshot().files}
+        if self.path is None:
+            return {}
+        root = self.path if self.path.is_dir() else self.path.parent
+        return {str(file.relative_to(root)): sha256_of(file) for file in files_of(self.path)}
+
+    def local(self, cache: Path, on_progress: OnProgress | None = None) -> Path:
+        """Its file or folder, fetched into `cache` if it is remote. Raises ProblemsError and DownloadError."""
+        return self.path or fetch(str(self.reference), cache, self.split, on_progress)
 
 
 def train_sources(config: ChainConfig) -> list[Source]:
@@ -90,8 +124,59 @@ def eval_sources(config: ChainConfig) -> list[Source]:
 
 
 def source_files(config: ChainConfig) -> dict[str, str]:
-    """What identifies each set of the recipe; nothing is read of generated problems. Raises ConfigError."""
-    return {source.key: source.identity() for source in (*train_sources(config), *eval_sources(config))}
+    """What identifies each set of the recipe: its settings and its content; nothing is read of generated problems.
+
+    Where a hub cannot be reached, the content is that of the newest artifact made of the same set. Raises
+    ConfigError, ProblemsError and DownloadError.
+    """
+    inputs: dict[str, str] = {}
+    for source in (*train_sources(config), *eval_sources(config)):
+        inputs[source.key] = source.settings()
+        try:
+            inputs[f"{source.key} content"] = source.content()
+        except Unreachable as error:
+            inputs[f"{source.key} content"] = _earlier_content(
+                config.store.path, source, inputs[source.key], error
+            )
+    return inputs
+
+
+def _earlier_content(store_path: str, source: Source, settings: str, reason: Unreachable) -> str:
+    """The content of the newest artifact with the same set; raises `reason` when the store has none."""
+    found = []
+    for attempt in ArtifactStore(store_path).attempts():
+        if (attempt.stage, attempt.state) != ("prepare_data", FINISHED):
+            continue
+        try:
+            manifest = read_manifest(attempt.path)
+        except (OSError, ValueError):
+            continue  # damaged: a lookup names it
+        if settings in manifest["inputs"].values():
+            place = next(name for name, value in manifest["inputs"].items() if value == settings)
+            found.append((manifest["ended_at"], manifest["inputs"][f"{place} content"]))
+    if not found:
+        raise reason
+    ended_at, content = max(found)
+    logger.warning(
+        "%s. Going on with commit %s of %s, fetched on %s", reason, content[:12], source.name, ended_at[:10]
+    )
+    return str(content)
+
+
+def describe_sources(config: ChainConfig) -> str:
+    """What preparation would fetch; "" where all is here."""
+    described = []
+    for source in (*train_sources(config), *eval_sources(config)):
+        if source.reference is None:
+            continue
+        try:
+            snapshot = source.snapshot()
+        except Unreachable as error:
+            described.append(f"would fetch {source.reference}, which cannot be resolved now: {error}")
+            continue
+        size = "" if snapshot.num_bytes is None else f", {decimal(snapshot.num_bytes)}"
+        described.append(f"fetches {source.reference} at {snapshot.commit[:12]}{size}")
+    return "; ".join(described)
 
 
 def files_digest(key: str, path: Path) -> str:
@@ -128,7 +213,7 @@ def _source(config: ChainConfig, given: SetConfig, key: str, split: Split) -> So
                 f"{key}.path is for registered sets; {one.set!r} is none (dapo datasets lists them)"
             )
         known = OWN if benchmark is None else find_set(benchmark)
-        if _REMOTE.match(one.set):
+        if is_remote(one.set):
             reference, name = one.set, one.set.partition("#")[0]
         else:
             path = Path(one.set)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.engines.base import read_eos_ids
-from dapo_core.errors import ModelError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.pretrained import load_model_config, load_tokenizer
@@ -25,6 +24,7 @@ class ModelFacts:
 
     tokenizer: PreTrainedTokenizerBase | None = None
     positions: int | None = None
+    vocabulary: int | None = None  # rows of the embedding
     token_bytes: int | None = None  # keys and values of one token in 16-bit numbers
     weight_bytes: int = 0  # of the files
     parameters: int = 0
@@ -45,8 +45,6 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
     with findings.catching("tokenizer"):
         tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
         read_eos_ids(folder)
-        if model_config is not None:
-            _require_embeddings(folder, tokenizer, model_config)
     if model_config is None:
         return ModelFacts(tokenizer)
     text = model_config.get_text_config()
@@ -58,20 +56,11 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
     return ModelFacts(
         tokenizer,
         longest_sequence(model_config.to_dict()),
+        getattr(text, "vocab_size", None),
         _token_bytes(text),
         weight_bytes,
         weight_bytes // item_bytes,
     )
-
-
-def _require_embeddings(folder: Path, tokenizer: PreTrainedTokenizerBase, model_config: Any) -> None:
-    rows = getattr(model_config.get_text_config(), "vocab_size", None)
-    if rows is not None and len(tokenizer) > rows:
-        raise ModelError(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens, the model's embedding {rows} rows "
-            "(config.json, vocab_size): tokens beyond it would fail; set model.path to a folder whose files "
-            "belong together"
-        )
 
 
 def _token_bytes(text: Any) -> int | None:

@@ -19,8 +19,6 @@ from tasks.lengths import bounds_of, explain
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from eval.problems.items import EvaluationSet, Problem
     from tasks.preflight.model import ModelFacts
 
@@ -43,10 +41,14 @@ def check_lengths(
     with findings.catching("prompt lengths"):
         if facts.tokenizer is not None and problems:
             chats: list[Any] = [problem.messages for problem in problems]
-            bounds = replace(bounds, longest_prompt=_longest(facts.tokenizer, chats))
-            said.append(f"training prompts have up to {bounds.longest_prompt} tokens")
+            longest = longest_prompt(facts, chats)
+            said.append(f"training prompts have up to {longest} tokens")
+            if config.data.too_long != "error" and longest > config.data.max_prompt_tokens:
+                said[-1] += f" (above {config.data.max_prompt_tokens}, data.too_long={config.data.too_long})"
+                longest = config.data.max_prompt_tokens
+            bounds = replace(bounds, longest_prompt=longest)
         if facts.tokenizer is not None and evaluation is not None:
-            longest = _longest(facts.tokenizer, [item.prompt for item in evaluation.items])
+            longest = longest_prompt(facts, [item.prompt for item in evaluation.items])
             both = max(longest, bounds.longest_prompt or 0) if config.validation.every else bounds.longest_prompt
             bounds = replace(bounds, longest_question=longest, longest_prompt=both)
             said.append(f"evaluation prompts up to {longest}")
@@ -75,7 +77,7 @@ def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet | None, f
     """The prompts of training and evaluation side by side; a warning where they ask for different forms."""
     if not problems or evaluation is None:
         return
-    texts = [problems[0].text, _text_of(evaluation.items[0].prompt)]
+    texts = [_text_of(problems[0].messages or problems[0].text), _text_of(evaluation.items[0].prompt)]
     asked = [asked_forms(text) for text in texts]
     shown = "; ".join(
         f"{which} {', '.join(forms) or 'no form of answer'}: ...{text[-SHOWN_CHARACTERS:]!r}"
@@ -111,8 +113,13 @@ def asked_forms(text: str) -> list[str]:
     return [form for form, pattern in _ASKED.items() if pattern.search(text)]
 
 
-def _longest(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any]) -> int:
-    """Tokens of the longest prompt, looked for among the longest texts; a text is sent without a template."""
+def longest_prompt(facts: ModelFacts, prompts: Sequence[Any]) -> int:
+    """Tokens of the longest prompt, looked for among the longest texts; a text is sent without a template.
+
+    Raises DataError where the template refuses a prompt or gives a token that the model has no embedding for.
+    """
+    tokenizer = facts.tokenizer
+    assert tokenizer is not None
     longest = sorted(prompts, key=lambda prompt: len(_text_of(prompt)), reverse=True)[:NUM_MEASURED]
     try:
         texts = [
@@ -130,7 +137,14 @@ def _longest(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any]) -> int:
             f"the model's chat template refuses a prompt: {error}; change the prompt's messages, or the template "
             "in the model's folder"
         ) from None
-    return max(len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids)
+    token_ids = tokenizer(texts, add_special_tokens=False).input_ids
+    largest = max((max(ids, default=0) for ids in token_ids), default=0)
+    if facts.vocabulary is not None and largest >= facts.vocabulary:
+        raise DataError(
+            f"the tokenizer gives token {largest}, and the model's embedding has {facts.vocabulary} rows "
+            "(config.json, vocab_size): set model.path to a folder whose files belong together"
+        )
+    return max(map(len, token_ids), default=0)
 
 
 def _text_of(prompt: Any) -> str:
@@ -186,7 +200,7 @@ def _check_source(source: str, problems: Sequence[Problem], scoring: _Scoring, f
         )  # fmt: skip
         return
     read = [form for form, count in right.items() if count == len(problems)]
-    asked = asked_forms(problems[0].text)
+    asked = asked_forms(_text_of(problems[0].messages or problems[0].text))
     gold = f"{len(problems)} gold answers of data_source {source}, such as {problems[0].gold!r}"
     if not any(right.values()):
         status = WARN if scoring.is_custom else FAIL  # a file of the user's may give points, not verdicts

@@ -10,7 +10,7 @@ from dapo_core.reward.routing import require_scorers
 from eval.problems.prompts import find_template
 from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
-from tasks.data.sources import eval_sources, source_files, train_sources
+from tasks.data.sources import eval_sources, train_sources
 from tasks.preflight.finding import OK, WARN, Findings, describe
 from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here
 from tasks.preflight.machine import check_machine
@@ -31,7 +31,6 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
     """
     findings = Findings()
     with findings.catching("data"):
-        source_files(config)
         for source in (*train_sources(config), *eval_sources(config)):
             source.check_columns()
     inputs = inputs_here(config, findings)

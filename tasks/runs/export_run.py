@@ -139,6 +139,8 @@ def model_card(
 
 def base_model_of(config: ChainConfig) -> str | None:
     """The base model's name on the Hugging Face Hub, from the path of its folder or its config.json, if known."""
+    if config.model.source == "huggingface":
+        return config.model.id
     if config.model.source != "path":
         return None
     folder = Path(str(config.model.path))

@@ -13,9 +13,10 @@ from tasks.artifacts.artifact import Artifact, DamagedArtifact
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
+from tasks.data.sources import describe_sources
 from tasks.fetched_model import describe_fetch
 from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
-from tasks.stages import CHAIN, FETCH_MODEL, Link, Stage
+from tasks.stages import CHAIN, FETCH_MODEL, PREPARE_DATA, Link, Stage
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
         try:
             key = link.key(config, *(found[label] for label in link.needs_of(config)))
         except Unreachable:
-            stages.append(PlannedStage(link.label, "runs", describe_fetch(config.model), (), None, None, None))
+            stages.append(PlannedStage(link.label, "runs", _fetched(config, link), (), None, None, None))
             continue
         try:
             artifact = store.check(key.stage, key.key)
@@ -75,8 +76,7 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
         else:
             state, note, changes = _explain(link.label, key, runs, key.key in built)
             state, note = _attempt(store, link.stage_of(config), key, damage) or (state, note)
-            if link.stage_of(config) is FETCH_MODEL and config.model.source != "path":
-                note = "; ".join(filter(None, [note, describe_fetch(config.model)]))
+            note = "; ".join(filter(None, [note, _fetched(config, link)]))
             stages.append(PlannedStage(link.label, state, note, changes, key.key, None, None))
     return stages
 
@@ -87,6 +87,14 @@ def is_built(config: ChainConfig) -> bool:
         return all(stage.state == "cached" for stage in plan_chain(config))
     except (ConfigError, ModelError, CheckpointError):  # the preflight says why, with all else that it finds
         return False
+
+
+def _fetched(config: ChainConfig, link: Link) -> str:
+    """What the stage would fetch; "" where it fetches nothing."""
+    if link.stage is PREPARE_DATA:
+        return describe_sources(config)
+    is_fetched = link.stage_of(config) is FETCH_MODEL and config.model.source != "path"
+    return describe_fetch(config.model) if is_fetched else ""
 
 
 def _plan_waiting(

@@ -15,8 +15,9 @@ from eval.measured import Provenance
 from eval.plots import Plots, draw_plots
 from eval.report import write_report
 from eval.training import Steps
-from tasks.artifacts.artifact import Artifact
+from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
+from tasks.config import ChainConfig
 from tasks.data.sources import eval_sources
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.run import Run
@@ -64,7 +65,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact) -> Provenance:
         f"{side} {manifest['ended_at'][:16].replace('T', ' ')}, {_words(engines[side])}"
         for side, manifest in manifests.items()
     )
-    model = Path(str(run.config.model.path or f"{run.config.run.name} base")).name
+    model = _model_name(run.config)
     return Provenance(
         title=run.config.run.name,
         problems=", ".join(source.name for source in eval_sources(run.config)),
@@ -73,6 +74,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact) -> Provenance:
         data=manifests["before"]["inputs"]["eval_data"],
         made={
             "recipe": f"{run.config.run.name}, {run.config_path}",
+            "model": model_facts(run),
             "run": run.folder.name,
             "code": code_version(),
             "evaluated": "; ".join(evaluated),
@@ -80,6 +82,26 @@ def provenance_of(run: Run, before: Artifact, after: Artifact) -> Provenance:
         stages={label: {"cached": stage.cached, "seconds": stage.seconds} for label, stage in run.stages.items()},
         artifacts={label: stage.artifact for label, stage in run.stages.items()},
     )
+
+
+def _model_name(config: ChainConfig) -> str:
+    """The model in a word."""
+    return Path(str(config.model.path or config.model.id or f"{config.run.name} base")).name
+
+
+def model_facts(run: Run) -> str:
+    """Where the model is from, and whether its own code ran."""
+    model = run.config.model
+    manifest = read_manifest(Path(run.stages["fetch_model"].artifact))
+    facts = [str(model.path) if model.source == "path" else "built from model.recipe"]
+    if "commit" in manifest["metrics"]:
+        facts = [manifest["metrics"]["source"], f"commit {manifest['metrics']['commit']}"]
+    if model.chat_template is not None:
+        facts.append(f"chat template {model.chat_template}")
+    code = [entry["path"] for entry in manifest["files"] if entry["path"].endswith(".py")]
+    if model.trust_remote_code:
+        facts.append(f"model.trust_remote_code: its Python files ran ({', '.join(code) or 'it has none'})")
+    return ", ".join(facts)
 
 
 def _words(versions: Mapping[str, str]) -> str:

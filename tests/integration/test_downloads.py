@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+import re
+import shutil
+import tarfile
+import threading
+import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import close_session, constants
+from modelscope_hub.config import set_default_config
 
 import downloads
-from downloads import Progress, fetch, resolve
-from tests.hub_server import HubServer, Repo, sha256
+from downloads import Progress, fetch, resolve, transfer
+from tests.hub_server import Handler, HubServer, Repo, sha256
 from tests.hubs import hub_of_this_machine
 
 WEIGHTS = random.Random(0).randbytes(700_000)
@@ -65,3 +75,222 @@ def test_a_reference_resolves_without_content_and_its_files_come(
     else:  # which knows no commits: a branch that moved in between is seen by its digests
         with pytest.raises(downloads.WrongContent, match=r"config\.json.*may have changed"):
             fetch(snapshot, tmp_path / "some", ["config.json"])
+
+
+def failing(reference: str | list[str], folder: Path, kind: downloads.Kind = "model") -> downloads.DownloadError:
+    """The error of a reference that is resolved and fetched; it survives a pickle."""
+    with pytest.raises(downloads.DownloadError) as caught:
+        fetch(resolve(reference, kind), folder)
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copied), str(copied)) == (type(caught.value), str(caught.value))
+    assert copied.is_lasting == caught.value.is_lasting
+    return caught.value
+
+
+def test_names_that_do_not_exist_are_answered_with_the_nearest(hub: HubServer, tmp_path: Path) -> None:
+    hub.model("org/tiny-2").commit(FILES)
+    hub.model().commit(FILES, "v1.0")
+    hub.model().commit(FILES)
+    for reference, said in (
+        ("hf:org/tiny@v1.1", r"org/tiny has no revision v1\.1 \(did you mean v1\.0\?\)"),
+        ("hf:org/tiny@" + "0" * 40, r"org/tiny has no revision 0{40}; it has v1\.0, main, master"),
+        ("hf:org/tinny", r"there is no model org/tinny at .* \(did you mean org/tiny, org/tiny-2\?\).*HF_TOKEN"),
+        ("hf:org/tiny/configs.json", r"org/tiny has no file configs\.json \(did you mean config\.json\?\)"),
+        ("modelscope:org/tiny@v1.1", r"no revision v1\.1.*\(did you mean v1\.0\?\)"),
+        ("modelscope:org/tinny", r"does not exist, or is private; correct the name, or set MODELSCOPE_API_TOKEN"),
+    ):
+        error = failing(reference, tmp_path)
+        assert isinstance(error, downloads.NotFound), reference
+        assert re.search(said, str(error)), error
+        assert error.is_lasting
+    assert hub.contents() == []
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_a_token_opens_what_is_gated_or_private_and_stays_with_the_hub(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gated: bool
+) -> None:
+    repo = hub.model()
+    repo.commit(FILES)
+    repo.token, repo.is_gated = "hf_right_token", is_gated
+    for token in (None, "hf_wrong_token"):
+        if token:
+            monkeypatch.setenv("HF_TOKEN", token)
+            monkeypatch.setenv("MODELSCOPE_API_TOKEN", token)
+            set_default_config(None)
+        error = failing("hf:org/tiny", tmp_path / "out")
+        assert isinstance(error, downloads.AccessDenied if is_gated else downloads.NotFound)
+        assert f"accept its terms at {hub.url}/org/tiny if it is gated, and set HF_TOKEN" in str(error)
+        error = failing("modelscope:org/tiny", tmp_path / "out")
+        assert isinstance(error, downloads.AccessDenied)
+        assert "MODELSCOPE_API_TOKEN" in str(error)
+        assert error.is_lasting
+    assert hub.contents() == []
+    for name in ("HF_TOKEN", "MODELSCOPE_API_TOKEN"):
+        monkeypatch.setenv(name, "hf_right_token")
+    set_default_config(None)
+    for scheme in ("hf", "modelscope"):
+        hub.asked.clear()
+        fetch(resolve(f"{scheme}:org/tiny"), tmp_path / scheme)
+        assert contents(tmp_path / scheme) == FILES
+        elsewhere = [asked for asked in hub.asked if asked.path.startswith("/cdn/")]
+        assert len(elsewhere) == (scheme == "hf")
+        assert not any("Authorization" in asked.headers for asked in elsewhere)
+
+
+@pytest.mark.parametrize("scheme", ["hf", "modelscope", "url"])
+def test_a_cut_connection_goes_on_where_it_ended(hub: HubServer, tmp_path: Path, scheme: str) -> None:
+    hub.model().commit(FILES)
+    hub.plain["/model.safetensors"] = WEIGHTS
+    pinned = f"{hub.url}/model.safetensors#sha256={sha256(WEIGHTS)}"
+    snapshot = resolve(pinned if scheme == "url" else f"{scheme}:org/tiny")
+    place = {"hf": sha256(WEIGHTS), "modelscope": "model.safetensors", "url": "/model.safetensors"}[scheme]
+    hub.cut[place] = [300_000, 200_000]
+    fetch(snapshot, tmp_path, ["model.safetensors"])
+    assert contents(tmp_path) == {"model.safetensors": WEIGHTS}
+    assert [asked.begin for asked in hub.contents() if place in asked.path] == [0, 300_000, 500_000]
+
+
+def test_a_busy_hub_is_asked_again_after_the_time_that_it_names(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.model().commit(FILES)
+    waits: list[float] = []
+
+    class Noted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            return bool(waits.append(timeout or 0.0))
+
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(sleep=waits.append, time=time.time))
+    monkeypatch.setattr(transfer, "threading", SimpleNamespace(Lock=threading.Lock, Event=Noted))
+    answers = [(429, {"Retry-After": "7"}), (503, {}), (429, {"RateLimit": '"api";r=0;t=9'})]
+
+    def busy(handler: Handler) -> bool:
+        status, headers = answers.pop(0) if answers else (0, {})
+        return bool(status) and handler.refuse(status, **headers) is None
+
+    hub.interfere = busy
+    snapshot = resolve("hf:org/tiny")
+    assert waits == [7.0, 0.02, 9.0]
+    waits.clear()
+    answers += [(429, {"Retry-After": "30"}), (500, {})]
+    fetch(snapshot, tmp_path, ["config.json"])
+    assert waits[:2] == [30.0, 0.04]
+    answers += [(429, {"Retry-After": "3600"})] * 2
+    error = failing("hf:org/tiny", tmp_path)
+    assert isinstance(error, downloads.Unreachable)
+    assert not error.is_lasting
+    assert error.retry_after == 3600.0
+
+
+def test_a_mirror_that_lists_a_file_which_it_lacks(hub: HubServer, tmp_path: Path) -> None:
+    repo = hub.model()
+    repo.commit(FILES)
+    repo.missing = {"config.json"}
+    error = failing("hf:org/tiny", tmp_path / "hf")
+    assert isinstance(error, downloads.NotFound)
+    assert re.search(r"config\.json does not exist \(HTTP 404\).*mirror may list files", str(error))
+    error = failing("modelscope:org/tiny", tmp_path / "ms")
+    assert isinstance(error, downloads.NotFound)
+    assert "lacks a file that it lists" in str(error)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_wrong_content_is_not_kept(hub: HubServer, tmp_path: Path, name: str) -> None:
+    hub.model().commit(FILES)
+    snapshot = resolve("hf:org/tiny")
+    bad = FILES[name][:-1] + b"!"
+
+    def exchange(handler: Handler) -> bool:
+        return handler.path.endswith(name) and handler.content(bad) is None
+
+    hub.interfere = exchange
+    with pytest.raises(downloads.WrongContent, match=rf"{name} is not the file.*its sha256 is {sha256(bad)}"):
+        fetch(snapshot, tmp_path / "out", [name])
+    assert contents(tmp_path / "out") == {}
+    assert len(hub.contents()) == 2
+    hub.interfere = lambda handler: False
+    part = tmp_path / "out/.parts" / name
+    part.parent.mkdir(exist_ok=True)
+    part.write_bytes(b"?" * 5)  # as if another content had been cut
+    fetch(snapshot, tmp_path / "out", [name])
+    assert contents(tmp_path / "out") == {name: FILES[name]}
+
+
+def test_a_disk_that_is_too_small_is_said_before_the_first_byte(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.model().commit(FILES)
+    hub.plain["/w.bin"] = WEIGHTS
+    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr(downloads.shutil, "disk_usage", lambda _: usage)
+    for reference in ("hf:org/tiny", "modelscope:org/tiny", f"{hub.url}/w.bin#sha256={sha256(WEIGHTS)}"):
+        error = failing(reference, tmp_path / "out")
+        assert isinstance(error, downloads.DiskTooSmall)
+        assert re.search(r"700,\d{3} bytes are to come, and the disk of .* has 100,000 free", str(error))
+    assert hub.contents() == []
+
+
+@pytest.mark.parametrize("scheme", ["hf", "modelscope", "url"])
+def test_networks_that_do_not_work_are_told_apart(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.setattr(transfer, "ATTEMPTS", 1)
+    monkeypatch.setattr("modelscope_hub._legacy_api.REPO_TREE_PAGE_MAX_ATTEMPTS", 1)
+
+    def said(endpoint: str) -> downloads.Unreachable:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", endpoint)
+        set_default_config(None)
+        close_session()
+        url = f"{endpoint}/f.json#sha256={'0' * 64}"
+        error = failing(url if scheme == "url" else f"{scheme}:org/tiny", tmp_path)
+        assert isinstance(error, downloads.Unreachable)
+        return error
+
+    refused = said("http://127.0.0.1:9")
+    assert re.search(r"127\.0\.0\.1.* cannot be reached \(.*refused.*check the network", str(refused))
+    assert not refused.is_lasting
+    assert "cannot be resolved" in str(said("http://hub.invalid"))
+    tls = said(hub.url.replace("http:", "https:"))  # which speaks no TLS
+    assert re.search(r"certificate|TLS|SSL", str(tls))
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "")
+    assert re.search("through the proxy.*HTTPS_PROXY", str(said("http://hub.example")))
+
+
+def test_archives_stay_in_their_folder(hub: HubServer, tmp_path: Path) -> None:
+    def pinned(name: str) -> str:
+        hub.plain[f"/{name}"] = (tmp_path / name).read_bytes()
+        return f"{hub.url}/{name}#sha256={sha256(hub.plain[f'/{name}'])}"
+
+    (tmp_path / "in").write_bytes(b"content")
+    for member, said in (("../out", "leads out of the folder"), ("/etc/x", "leads out of the folder")):
+        with zipfile.ZipFile(tmp_path / "a.zip", "w") as packed:
+            packed.write(tmp_path / "in", "fine")
+            packed.writestr(zipfile.ZipInfo(member), b"x")
+        with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as packed:
+            packed.add(tmp_path / "in", "fine")
+            packed.addfile(tarfile.TarInfo(member))
+        for name in ("a.zip", "a.tar.gz"):
+            assert said in str(failing(pinned(name), tmp_path / "to" / name))
+    with tarfile.open(tmp_path / "l.tar", "w") as packed:
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        packed.addfile(link)
+    assert "holds link, a link or device" in str(failing(pinned("l.tar"), tmp_path / "to/l"))
+    (tmp_path / "bad.tar").write_bytes(b"no archive")
+    assert "bad.tar cannot be unpacked" in str(failing(pinned("bad.tar"), tmp_path / "to/bad"))
+    assert not (tmp_path / "to/out").exists()
+    with zipfile.ZipFile(tmp_path / "good.zip", "w") as packed:
+        packed.write(tmp_path / "in", "top/a/in")
+    fetch(resolve(pinned("good.zip")), tmp_path / "to/good")
+    assert contents(tmp_path / "to/good") == {"a/in": b"content"}
+
+
+def test_a_listing_cannot_lead_out_of_the_folder(hub: HubServer, tmp_path: Path) -> None:
+    hub.model().commit({"../escaped.json": b"{}"})
+    assert "leads out of the folder" in str(failing("hf:org/tiny", tmp_path / "out"))
+    assert not (tmp_path / "escaped.json").exists()

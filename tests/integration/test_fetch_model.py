@@ -25,6 +25,7 @@ from tasks.chain import fetch_model
 from tasks.fetched_model import fetch_model_files
 from tasks.references import COMMIT, forget_resolved
 from tasks.runs.plan import PlannedStage, plan_chain
+from tasks.runs.report import model_facts
 from tasks.runs.run import Run
 from tasks.stages import LINKS
 from tests.hub_server import Files, HubServer, sha256
@@ -57,8 +58,12 @@ def recipe(folder: Path, *overrides: str) -> Config:
 
 def fetched(config: Config) -> Artifact:
     """The stage's output, as a run makes it."""
+    return run_of(config)[1]
+
+
+def run_of(config: Config) -> tuple[Run, Artifact]:
     with Run.start(config, "fetch-model") as run:
-        return fetch_model.fn(run, None).result()
+        return run, fetch_model.fn(run, None).result()
 
 
 def planned(config: Config) -> PlannedStage:
@@ -180,12 +185,17 @@ def test_a_chat_template_is_part_of_the_model(hub: HubServer, tmp_path: Path, fi
             fetch_model_files(config.model, tmp_path / "again")
 
 
-def test_python_files_come_only_when_they_may_run(hub: HubServer, tmp_path: Path, files: Files) -> None:
-    hub.model().commit(files)
-    fetch_model_files(recipe(tmp_path, "model.trust_remote_code=true").model, tmp_path / "with")
-    fetch_model_files(recipe(tmp_path).model, tmp_path / "without")
-    assert (tmp_path / "with/modeling_tiny.py").read_bytes() == files["modeling_tiny.py"]
-    assert not (tmp_path / "without/modeling_tiny.py").exists()
+def test_python_files_come_only_when_they_may_run_and_the_report_says_so(
+    hub: HubServer, tmp_path: Path, files: Files
+) -> None:
+    commit = hub.model().commit(files)
+    run, model = run_of(recipe(tmp_path, "model.trust_remote_code=true"))
+    assert (Path(model.path) / "modeling_tiny.py").read_bytes() == files["modeling_tiny.py"]
+    code = "model.trust_remote_code: its Python files ran (modeling_tiny.py)"
+    assert model_facts(run) == f"hf:org/tiny, commit {commit}, {code}"
+    run, model = run_of(recipe(tmp_path))
+    assert "modeling_tiny.py" not in names(model)
+    assert model_facts(run) == f"hf:org/tiny, commit {commit}"
 
 
 class Runs:

@@ -110,7 +110,7 @@ def test_solutions_are_true_step_by_step_and_end_in_the_answer(subject: str, lev
             arithmetic.quick_solution(subject, operands),
         ):
             *steps, last = solution.split("\n")
-            assert last == f"Answer: {expected}"
+            assert last == f"\\boxed{{{expected}}}"
             for step in steps:
                 left, equals, right = step.partition("=")
                 # Terms hold digits and signs only, so evaluating the text checks the step by itself.
@@ -127,16 +127,16 @@ def _independent_answer(subject: str, operands: tuple[int, ...]) -> int:
 
 def test_solutions_by_hand() -> None:
     # 47 + 85: units 7+5 = 12, tens 4+8 and the carried 1 = 13, together 132.
-    assert arithmetic.worked_solution("addition", (47, 85)) == "7+5=12\n4+8+1=13\nAnswer: 132"
+    assert arithmetic.worked_solution("addition", (47, 85)) == "7+5=12\n4+8+1=13\n\\boxed{132}"
     # 52 - 17: 2 is short of 7, so 12-7 = 5; tens 5-1 less the borrowed 1 = 3.
-    assert arithmetic.worked_solution("subtraction", (52, 17)) == "12-7=5\n5-1-1=3\nAnswer: 35"
+    assert arithmetic.worked_solution("subtraction", (52, 17)) == "12-7=5\n5-1-1=3\n\\boxed{35}"
     # 78 * 3: 8*3 = 24 carries 2; 7*3+2 = 23.
-    assert arithmetic.worked_solution("multiplication", (78, 3)) == "8*3=24\n7*3+2=23\nAnswer: 234"
+    assert arithmetic.worked_solution("multiplication", (78, 3)) == "8*3=24\n7*3+2=23\n\\boxed{234}"
     # 9 + 4 - 6: 13, then 13-6 = 7 with the ten borrowed: 1-0-1 = 0.
-    assert arithmetic.worked_solution("two_step", (9, 4, 6)) == "9+4=13\n13\n13-6=7\n1-0-1=0\nAnswer: 7"
+    assert arithmetic.worked_solution("two_step", (9, 4, 6)) == "9+4=13\n13\n13-6=7\n1-0-1=0\n\\boxed{7}"
     # Quick: 9 + 4 - 6 = 7, in one go.
-    assert arithmetic.quick_solution("two_step", (9, 4, 6)) == "9+4-6=7\nAnswer: 7"
-    assert arithmetic.quick_solution("multiplication", (78, 3)) == "78*3=234\nAnswer: 234"
+    assert arithmetic.quick_solution("two_step", (9, 4, 6)) == "9+4-6=7\n\\boxed{7}"
+    assert arithmetic.quick_solution("multiplication", (78, 3)) == "78*3=234\n\\boxed{234}"
 
 
 def test_a_level_that_is_used_up_or_out_of_bounds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

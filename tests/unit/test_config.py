@@ -135,6 +135,12 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("model.source=path", r"model\.source is path, but model\.path is not set"),
         ("model.path=qwen", r"model\.path=qwen would be ignored by model\.source=recipe; set model\.source=path"),
         (
+            "model.source=huggingface",
+            r"model\.source is huggingface, but model\.id is not set; set it to ORG/NAME",
+        ),
+        ("model.revision=v1", r"model\.revision=v1 would be ignored .*model\.source=huggingface or modelscope"),
+        ("model.chat_template=t.jinja", r"model\.chat_template=t\.jinja would be ignored by model\.source=recipe"),
+        (
             "reward.overlong.buffer_tokens=20480",
             r"buffer_tokens=20480 is not below rollout\.max_response_tokens=20480",
         ),
@@ -148,6 +154,15 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
 def test_bad_input_is_named_with_its_value_and_the_fix(recipe: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(recipe, [override])
+
+
+def test_references_of_a_model_are_checked_as_they_are_read() -> None:
+    for model, said in (
+        ({"source": "huggingface", "id": "qwen"}, r"model\.id=qwen is not of the form ORG/NAME"),
+        ({"source": "url", "urls": ["https://a.org/b"]}, r"https://a\.org/b is not pinned: end it in #sha256="),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            _resolve(model=model)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from dapo_core.errors import DataError
+from eval.problems.files import read_problems
 from eval.problems.items import Problem
+from eval.problems.rows import CHAT
+from flows.config import resolve_config
 from tasks.data import contamination
 from tasks.data.contamination import Hit, find_hits, rows_to_drop, shared_sentences
+from tasks.data.prepare import build_dataset
 
 DATA = os.environ.get("DAPO_TEST_DATA")
 BEADS = (
@@ -23,7 +27,7 @@ BEADS = (
 
 def found(train: list[str], held_out: list[str]) -> list[tuple[int, str, float]]:
     problems = [Problem(str(number), text, "1") for number, text in enumerate(held_out)]
-    return [(hit.row, hit.item, hit.overlap) for hit in find_hits("train", train, {"set": problems})]
+    return [(hit.row, hit.item, hit.overlap) for hit in find_hits("train", lambda: iter(train), {"set": problems})]
 
 
 @pytest.mark.parametrize(
@@ -81,9 +85,9 @@ def test_rows_keep_their_numbers_over_batches_and_items_their_sets(monkeypatch: 
     monkeypatch.setattr(contamination, "BATCH_ROWS", 2)
     sets = {"one": [Problem("7", "What is 3 + 1?", "4")], "two": [Problem("9", "what is 3+1", "4")]}
     rows = [f"What is {number} + 1?" for number in range(5)]
-    hits = [(hit.row, hit.evaluation_set, hit.item) for hit in find_hits("train", rows, sets)]
+    hits = [(hit.row, hit.evaluation_set, hit.item) for hit in find_hits("train", lambda: iter(rows), sets)]
     assert hits == [(3, "one", "7"), (3, "two", "9")]
-    assert find_hits("train", [], sets) == find_hits("train", rows, {}) == []
+    assert find_hits("train", lambda: iter(()), sets) == find_hits("train", lambda: iter(rows), {}) == []
 
 
 def test_what_becomes_of_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -109,6 +113,38 @@ def test_what_becomes_of_them(caplog: pytest.LogCaptureFixture) -> None:
         rows_to_drop(hits, 2, "remove")
 
 
+@pytest.mark.parametrize("mode", ["remove", "warn", "error"])
+def test_preparation_does_as_the_recipe_says(mode: str, tmp_path: Path) -> None:
+    def write(name: str, problems: list[str]) -> str:
+        rows = [{"problem": problem, "answer": str(number)} for number, problem in enumerate(problems)]
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return str(path)
+
+    first = write("first.jsonl", ["What is 1 + 1?", "What is 2 + 2?", "What is 3 + 3?"])
+    second = write("second.jsonl", ["What is 4 + 4?", "What is 5 + 5?", "What is 4 + 4?"])
+    held_out = write("held_out.jsonl", ["what is $5+5$", "What is 2+2 ?"])
+    data = {"train": [first, second], "eval": held_out, "contamination": mode}
+    config = resolve_config({"data": data, "model": {"source": "recipe"}})
+    if mode == "error":
+        with pytest.raises(DataError, match=r"1 of 3 training problems of first\.jsonl are also in held_out"):
+            build_dataset(config, tmp_path)
+        return
+    metrics = build_dataset(config, tmp_path)
+    texts = [problem.text for problem in read_problems(tmp_path / "train.parquet", (CHAT,))]
+    card = json.loads((tmp_path / "data_card.json").read_text(encoding="utf-8"))
+    left_out = {"What is 2 + 2?", "What is 5 + 5?"} if mode == "remove" else set()
+    # second.jsonl answers its first problem once as 0 and once as 2: both rows go.
+    assert set(texts) | left_out == {"What is 1 + 1?", "What is 2 + 2?", "What is 3 + 3?", "What is 5 + 5?"}
+    assert not left_out & set(texts)
+    assert (metrics["train_rows"], metrics["contaminated_rows"]) == (len(texts), 2)
+    for entry in card["sets"]:
+        removed = sum(found["rows"] for found in entry["removed"].values())
+        assert entry["read"] == entry["kept"] + removed
+        assert sum(entry["answers"].values()) == entry["kept"]
+    assert [hit["train_set"] for hit in card["contamination"]["hits"]] == ["first.jsonl", "second.jsonl"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(DATA is None, reason="DAPO_TEST_DATA names no folder of published data sets")
 def test_published_sets() -> None:
@@ -125,7 +161,9 @@ def test_published_sets() -> None:
     table = pq.read_table(folder / "dapo_math_17k" / "dapo_math_17k.parquet", columns=["prompt"])
     texts = list(dict.fromkeys(prompt[-1]["content"] for prompt in table["prompt"].to_pylist()))
     hits = find_hits(
-        "dapo-math-17k", texts, {name: problems(name) for name in ("math500", "aime24", "aime25", "amc23")}
+        "dapo-math-17k",
+        lambda: iter(texts),
+        {name: problems(name) for name in ("math500", "aime24", "aime25", "amc23")},
     )
     rows = {
         name: {hit.row for hit in hits if hit.evaluation_set == name}

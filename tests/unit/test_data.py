@@ -1,25 +1,21 @@
-"""Training data: prompts tokenised, and an order that resumes anywhere."""
+"""The order of training prompts, which resumes anywhere, and the tokenizers that are refused."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.data import Prompt, PromptStream, tokenize_prompts
-from dapo_core.errors import DataError, ModelError
+from dapo_core.data import Prompt, PromptStream, interleave
+from dapo_core.errors import ModelError
 from dapo_core.pretrained import load_tokenizer
-from eval.problems.items import Problem
 from tests.tiny_models import tiny_tokenizer
 
 PROMPTS = [Prompt(index, (index,), "arithmetic", str(index)) for index in range(5)]
-
-
-def _problem(content: str = "What is 1 + 1?") -> Problem:
-    return Problem("7", content, "2", messages=({"role": "user", "content": content},), data_source="arithmetic")
 
 
 def _order(stream: PromptStream, count: int) -> list[int]:
@@ -57,26 +53,6 @@ def test_a_stream_resumed_at_any_position_gives_the_uninterrupted_order(
     assert resumed.position == position + sum(takes)
 
 
-def test_prompts_go_through_the_chat_template_with_their_extra_info() -> None:
-    info = {"index": 7, "split": "train", "answers": [1.5, None], "more": {"level": 3}}
-    tokenizer = tiny_tokenizer()
-    prompt, without = tokenize_prompts([replace(_problem(), extra_info=info), _problem()], tokenizer, 100)
-    assert tokenizer.decode(list(prompt.prompt_ids)) == "<|user|>\nWhat is 1 + 1?<|end|>\n<|assistant|>\n"
-    assert (prompt.index, prompt.data_source, prompt.ground_truth) == (0, "arithmetic", "2")
-    assert (prompt.extra_info, without.extra_info) == (info, {})
-    assert PromptStream([prompt], 0, False).digest != PromptStream([without], 0, False).digest
-
-
-def test_prompts_that_are_too_long_are_counted_with_the_longest() -> None:
-    tokenizer, problems = tiny_tokenizer(), [_problem("What is 1 + 1? " * count) for count in (1, 3, 9)]
-    lengths = [len(prompt.prompt_ids) for prompt in tokenize_prompts(problems, tokenizer, 10_000)]
-    assert lengths == sorted(lengths)
-    assert len(tokenize_prompts(problems, tokenizer, lengths[2])) == 3  # the limit itself is allowed
-    expected = rf"2 of 3 .* longer than data\.max_prompt_tokens={lengths[0]} \(longest {lengths[2]} tokens"
-    with pytest.raises(DataError, match=expected):
-        tokenize_prompts(problems, tokenizer, lengths[0])
-
-
 def test_a_tokenizer_without_chat_template_or_none_at_all_is_refused(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "good")
@@ -88,3 +64,26 @@ def test_a_tokenizer_without_chat_template_or_none_at_all_is_refused(tmp_path: P
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"(?s)empty has no readable tokenizer: .*check model\.path"):
         load_tokenizer(tmp_path / "empty")
+
+
+def test_a_mixture_takes_by_weight_and_continues_where_it_was() -> None:
+    prompts = [replace(PROMPTS[0], index=n, dataset="ab"[n >= 40]) for n in range(50)]
+    sets = [(3.0, np.arange(40)), (1.0, np.arange(40, 50))]
+    whole = PromptStream(prompts, 5, True, sets=sets).take(5000)
+    for start in (0, 37, 2000, 4900):  # also over short stretches
+        assert sum(prompt.dataset == "b" for prompt in whole[start : start + 100]) == 25
+    taken = [[prompt.index for prompt in whole if prompt.dataset == name] for name in "ab"]
+    for indices, rows in zip(taken, (range(40), range(40, 50)), strict=True):  # each epoch of a set has all of it
+        for first in range(0, len(indices) - len(rows), len(rows)):
+            assert sorted(indices[first : first + len(rows)]) == list(rows)
+    for position in (0, 1, 999, 1000, 3210):
+        resumed = PromptStream(prompts, 5, True, position, sets)
+        assert resumed.take(500) == whole[position : position + 500]
+    one = PromptStream(prompts, 5, True, sets=[(0.5, np.arange(50))])
+    assert one.take(200) == PromptStream(prompts, 5, True).take(200)
+
+
+def test_turns_are_by_weight_and_every_set_has_one() -> None:
+    assert interleave([2, 1]).tolist()[:6] == [0, 1, 0, 0, 1, 0]
+    assert np.bincount(interleave([1, 1, 1])).tolist() == [333, 333, 333]
+    assert np.bincount(interleave([1.0, 1e-6])).tolist() == [1000, 1]

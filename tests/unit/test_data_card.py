@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
-from tasks.data.card import (
-    CARD_JSON,
-    CARD_MARKDOWN,
-    MAX_EXAMPLES,
-    Refusals,
-    SetAccount,
-    answer_kinds,
-    make_card,
-    write_card,
-)
+from eval.problems.problem_set import Split
+from eval.problems.registry import OWN
+from tasks.data.asking import Asking
+from tasks.data.card import CARD_JSON, CARD_MARKDOWN, answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit
+from tasks.data.reading import MAX_EXAMPLES, SetCount
+from tasks.data.sources import Source
 
 LENGTHS = {
     "num_prompts": 90, "mean": 20.5, "quantiles": {"50": 19, "95": 60}, "max": 70, "max_prompt_tokens": 64,
@@ -23,45 +21,51 @@ LENGTHS = {
 }  # fmt: skip
 
 
-def account(use: str = "train", name: str = "my.jsonl") -> SetAccount:
-    refused = Refusals()
-    for row in range(MAX_EXAMPLES + 2):
-        refused.add(row, {"problem": "a | `b`\nc", "answer": None})
-    answers = answer_kinds(["1", "1", r"\frac{1}{2}"])
-    return SetAccount(
-        name=name, use=use, source="hf:a/b@abc", licence="MIT", files={"x.parquet": "0" * 64}, num_read=100,  # type: ignore[arg-type]
-        refused={"no gold answer": refused}, num_repeated=2, num_hit=1, num_kept=90, answers=answers,
-    )  # fmt: skip
+def entry(folder: Path, split: Split = "train", name: str = "my.jsonl") -> dict[str, Any]:
+    path = folder / name
+    path.write_text("{}", encoding="utf-8")
+    asking = Asking("given", True, "{problem}", ())
+    source = Source("data.train.0", name, split, OWN, None, path, 1.0, asking)
+    count = SetCount(name, read=100, kept=93)
+    for row in range(MAX_EXAMPLES + 4):
+        count.refuse(row, "no gold answer", {"problem": "a | `b`\nc", "answer": None})
+    for row in range(3):
+        count.remove("the same problem again", f"{row}: What is 1 + 1?")
+    count.answers.update({"fraction": 10, "whole number": 80})
+    return set_entry(source, count)
 
 
 def test_a_card_says_what_became_of_every_row(tmp_path: Path) -> None:
     hits = [Hit("my.jsonl", 3, "aime24", "7", True, 1.0, "What is 1 + 1?", "what is 1+1")]
-    card = make_card([account(), account("eval", "aime24")], hits, "remove")
+    card = make_card([entry(tmp_path), entry(tmp_path, "test", "aime24.jsonl")], hits, "remove")
     write_card(card, tmp_path, LENGTHS)
     stored = json.loads((tmp_path / CARD_JSON).read_text(encoding="utf-8"))
     assert stored == {**card, "prompt_lengths": LENGTHS}
     refused = stored["sets"][0]["refused"]["no gold answer"]
-    assert (refused["count"], len(refused["examples"])) == (MAX_EXAMPLES + 2, MAX_EXAMPLES)
+    assert (refused["rows"], len(refused["examples"])) == (MAX_EXAMPLES + 4, MAX_EXAMPLES)
+    assert stored["sets"][0]["kept"] == 90
+    assert stored["sets"][0]["files"] == {"my.jsonl": hashlib.sha256(b"{}").hexdigest()}
     assert stored["contamination"]["sets"] == {"aime24": {"items": 1, "rows": 1, "equal_rows": 1}}
     text = (tmp_path / CARD_MARKDOWN).read_text(encoding="utf-8")
     for words in (
-        "| `my.jsonl` |       100 |       7 |        2 |            1 |   90 |",
-        "licence MIT",
-        "answers: whole number 2, fraction 1",
+        "| `my.jsonl` |       100 |       7 |       3 |   90 |",
+        f"licence {OWN.licence}",
+        "answers: whole number 80, fraction 10",
+        "3 removed: the same problem again",
         "7 refused: no gold answer",
         "the 1 training rows are left out",
-        "aime24 `7`, row 3 of my.jsonl, overlap 100.0 %",
+        "aime24 `7`, problem 3 of my.jsonl, overlap 100.0 %",
         "2 are longer (data.too_long=drop)",
         "| 0 to 32  |      80 |",
     ):
         assert words in text, text
-    write_card(make_card([account()], [], "warn"), tmp_path)
+    write_card(make_card([entry(tmp_path)], [], "warn"), tmp_path)
     assert "None was found." in (tmp_path / CARD_MARKDOWN).read_text(encoding="utf-8")
 
 
 def test_text_that_is_no_text_is_written_all_the_same(tmp_path: Path) -> None:
     hit = Hit("my.jsonl", 3, "aime24", "7", True, 1.0, "lone \ud800", "lone \ud800")
-    write_card(make_card([account()], [hit], "warn"), tmp_path)
+    write_card(make_card([entry(tmp_path)], [hit], "warn"), tmp_path)
     assert json.loads((tmp_path / CARD_JSON).read_bytes())["contamination"]["hits"][0]["item_text"] == "lone ?"
 
 
@@ -75,6 +79,4 @@ def test_answers_by_kind() -> None:
         "words": ["Tuesday", "right"],
     }
     for kind, examples in golds.items():
-        for gold in examples:
-            assert answer_kinds([gold]) == {kind: 1}, gold
-    assert list(answer_kinds(["A", "7", "8"]).items()) == [("whole number", 2), ("options", 1)]
+        assert {answer_kind(gold) for gold in examples} == {kind}, kind

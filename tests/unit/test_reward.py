@@ -237,7 +237,7 @@ def test_geo3k_compares_values_as_latex_and_reads_a_long_response_in_linear_time
 
 def test_every_data_source_has_its_scorer_and_the_configuration_goes_before_the_table() -> None:
     assert set(routes().values()) == set(SCORERS) == set(VERL_SCORERS)
-    known = {"arithmetic": "math_dapo", "openai/gsm8k": "gsm8k", "cflue": "choice", "math": "math_verify"}
+    known = {"arithmetic": "math_boxed", "openai/gsm8k": "gsm8k", "cflue": "choice", "math": "math_verify"}
     assert known.items() <= routes().items()
     assert not DATA_SOURCES.keys() & SETS.keys()
     table = routes(("DAPO-17k=math_dapo", "a=b=choice", " cflue = gsm8k "))

@@ -39,13 +39,21 @@ CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
 STAGES = (*dict.fromkeys(link.stage for link in CHAIN), FETCH_MODEL)
 # The keys that each stage reads, by prefix; a change of any of them builds it again.
 READS = {
-    "prepare_data": ("run.seed", "data.arithmetic.", "data.max_refused_ratio"),
+    "prepare_data": ("run.seed", "data.arithmetic.", "data.contamination", "data.max_refused_ratio"),
     "fetch_model": (  # of BUILD_MODEL and FETCH_MODEL
         *("run.seed", "model.source", "model.recipe.", "model.id", "model.revision", "model.urls"),
         *("model.allow_pickle", "model.trust_remote_code"),
     ),
     "train_policy": (
-        *("run.seed", "run.deterministic", "data.max_prompt_tokens", "data.shuffle", "algorithm.", "reward."),
+        *(
+            "run.seed",
+            "run.deterministic",
+            "data.max_prompt_tokens",
+            "data.too_long",
+            "data.shuffle",
+            "algorithm.",
+            "reward.",
+        ),
         *("custom_reward.", "sampler.", "rollout.", "train.", "checkpoint.", "validation."),
         "model.trust_remote_code",
     ),

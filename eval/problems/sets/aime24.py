@@ -48,7 +48,7 @@ SET = ProblemSet(
         "url": "https://raw.githubusercontent.com/hkust-nlp/simpleRL-reason/cf1c7858bfc145a27aa733e75d930d34f0d318a6/"
         "examples/simplelr_math_eval/data/aime24/test.jsonl"
         "#sha256=af2b8bd2aa911b6333ad0df32f3ca05c7ae8ed10f1731f4372c8ae26990bf7ac",
-        "huggingface": "hf:HuggingFaceH4/aime_2024@main",
+        "huggingface": "hf:HuggingFaceH4/aime_2024@main/data/train-00000-of-00001.parquet",
     },
     num_items=30,
 )

@@ -8,6 +8,6 @@ SET = ProblemSet(
     about="generated sums, differences and products (data.arithmetic); nothing is fetched",
     licence="Apache-2.0",
     schemas=(CHAT,),
-    scorer="math_dapo",
+    scorer="math_boxed",
     template="given",
 )

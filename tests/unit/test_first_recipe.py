@@ -1,0 +1,98 @@
+"""`dapo init`: the recipe for small files of one's own is that of configs/; what it cannot tell is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from dapo_core.errors import ConfigError
+from flows.config import load_config
+from tasks.artifacts.stage_key import PROJECT_ROOT
+from tasks.first_recipe import Machine, data_set, first_recipe, guessed_columns, model_keys
+from tasks.preflight.finding import OK
+from tasks.preflight.run import examine
+from tests.tiny_models import Architecture, build_tiny
+
+CPU = Machine("cpu", 1, 2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder, which is the current one, with a csv of questions and a model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    with (tmp_path / "data/questions.csv").open("w") as file:
+        writer = csv.writer(file)
+        writer.writerow(["Question", "Answer"])
+        writer.writerows([f"What is {number} + {number}?", str(2 * number)] for number in range(40))
+    build_tiny(tmp_path / "models/small", "llama")
+    return tmp_path
+
+
+def test_the_recipe_in_configs_is_what_init_writes_for_small_files_and_nothing_is_in_its_way(folder: Path) -> None:
+    text = first_recipe(Path("own_cpu.yaml"), "models/small", "data/questions.csv", None, CPU)
+    assert (PROJECT_ROOT / "configs/own_cpu.yaml").read_text() == text
+    Path("own_cpu.yaml").write_text(text)
+    config = load_config("own_cpu.yaml")
+    assert {finding.status for finding in examine(config)} == {OK}
+    texts = [Path(f"own_cpu.{name}.jsonl").read_text() for name in ("train", "eval")]
+    parts = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    assert [len(part) for part in parts] == [32, 8]
+    questions = [{row["Question"] for row in part} for part in parts]
+    assert questions[0].isdisjoint(questions[1])
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_models_of_other_families_and_lengths_plan_clean_too(folder: Path, architecture: Architecture) -> None:
+    build_tiny("models/other", architecture, positions=2048)
+    text = first_recipe(Path("other.yaml"), "models/other", "data/questions.csv", None, CPU)
+    Path("other.yaml").write_text(text)
+    assert {finding.status for finding in examine(load_config("other.yaml"))} == {OK}
+
+
+def test_devices_share_ranks_and_engines(folder: Path) -> None:
+    text = first_recipe(
+        Path("npu.yaml"), "models/small", "data/questions.csv", "data/questions.csv", Machine("npu", 8, 64)
+    )
+    Path("npu.yaml").write_text(text)
+    config = load_config("npu.yaml")
+    assert (config.train.device, config.train.num_ranks, config.rollout.num_workers) == ("npu", 4, 4)
+    assert config.serve.num_servers == 8
+    assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= 512
+
+
+def test_ids_of_hubs_and_registered_names_are_taken_as_they_are(folder: Path) -> None:
+    assert model_keys("modelscope:Qwen/Qwen3-0.6B@main") == {
+        "source": "modelscope",
+        "id": "Qwen/Qwen3-0.6B",
+        "revision": "main",
+    }
+    assert model_keys("Qwen/Qwen3-8B") == {"source": "huggingface", "id": "Qwen/Qwen3-8B"}
+    assert data_set("gsm8k", "data") == "gsm8k"
+    assert data_set("openai/gsm8k", "data") == "hf:openai/gsm8k"
+    for bad, message in (("nosuch", "is no file or folder here"), ("a b/c", "is no file or folder here")):
+        with pytest.raises(ConfigError, match=message):
+            data_set(bad, "data")
+    with pytest.raises(ConfigError, match="no folder here and no id of a hub"):
+        model_keys("nosuch")
+
+
+def test_a_registered_form_is_recognised_and_a_part_of_it_does_not_bear_its_name(folder: Path) -> None:
+    rows = [{"question": f"How many? {n}", "answer": f"I count. #### {n}"} for n in range(20)]
+    Path("g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert data_set("g.jsonl", "data") == [{"set": "gsm8k", "path": "g.jsonl"}]
+    text = first_recipe(Path("g.yaml"), "models/small", "g.jsonl", None, CPU)
+    assert "train: g.train.jsonl" in text
+    row = json.loads(Path("g.eval.jsonl").read_text().splitlines()[0])
+    assert row == {"id": "0", "problem": "How many? 0", "answer": "0"}
+
+
+def test_columns_that_say_nothing_are_refused_with_the_keys(folder: Path) -> None:
+    Path("x.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match=r"has the columns a, b, none of which .* data\.columns\.problem"):
+        guessed_columns(Path("x.csv"))
+    Path("y.csv").write_text("Prompt,solution,label\n1,2,3\n")
+    assert guessed_columns(Path("y.csv")) == {"problem": "Prompt", "answer": "label"}
