@@ -43,7 +43,7 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
         model_config = load_model_config(folder, config.model.trust_remote_code)
         require_trainable(model_config, config.train.sequence_parallel)
     with findings.catching("tokenizer"):
-        tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
+        tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.model.chat_template)
         read_eos_ids(folder)
     if model_config is None:
         return ModelFacts(tokenizer)
