@@ -45,8 +45,8 @@ def load_tokenizer(
             raise ConfigError(f"model.chat_template={chat_template} cannot be read: {error}") from None
     if not tokenizer.chat_template:
         raise ModelError(
-            f"the tokenizer in {model_path} has no chat template; set model.chat_template to a file with one, or "
-            "use an instruction-tuned model"
+            f"the tokenizer in {model_path} has no chat template; use an instruction-tuned model, or set "
+            "model.chat_template to a file with one"
         )
     return tokenizer
 

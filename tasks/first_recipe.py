@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,10 @@ class Machine:
         return Machine("cpu", 1, cores)
 
 
-def first_recipe(path: Path, model: str, train: str, held_out: str | None, machine: Machine) -> str:
-    """The recipe's text; files that no recipe can name as they are, are written beside it in another form.
+def first_recipe(path: Path, model: Mapping[str, Any], train: str, held_out: str | None, machine: Machine) -> str:
+    """The recipe's text; `model` is its section of that name.
 
+    Files that no recipe can name as they are, are written beside it in another form.
     Raises ConfigError for what is neither a file nor a name, and for rows whose columns say nothing.
     """
     if held_out is not None:
@@ -75,7 +77,7 @@ def first_recipe(path: Path, model: str, train: str, held_out: str | None, machi
             data["eval"] = str(target)
     else:
         data = split(path, train)
-    tree: dict[str, Any] = {"data": data, "model": model_keys(model)}
+    tree: dict[str, Any] = {"data": data, "model": dict(model)}
     facts, bounds = _facts(tree)
     lengths = sized_lengths(machine, bounds)
     tree["data"]["max_prompt_tokens"] = lengths.prompt
@@ -83,16 +85,17 @@ def first_recipe(path: Path, model: str, train: str, held_out: str | None, machi
     return render(tree, machine, facts, bounds)
 
 
-def model_keys(model: str) -> dict[str, Any]:
+def model_keys(model: str, chat_template: Path | None = None) -> dict[str, Any]:
     """The section `model` for a folder or a hub's id. Raises ConfigError for neither."""
+    more = {} if chat_template is None else {"chat_template": str(chat_template)}
     if Path(model).exists():
-        return {"source": "path", "path": model}
+        return {"source": "path", "path": model, **more}
     hub, _, rest = model.rpartition(":")
     name, _, revision = rest.partition("@")
     source = {"": "huggingface", "hf": "huggingface", "modelscope": "modelscope"}.get(hub)
     if source is None or not _HUB_ID.fullmatch(name):
         raise ConfigError(f"--model {model} is no folder here and no id of a hub, such as Qwen/Qwen3-8B")
-    return {"source": source, "id": name, **({"revision": revision} if revision else {})}
+    return {"source": source, "id": name, **({"revision": revision} if revision else {}), **more}
 
 
 def data_set(name: str, option: str) -> Any:
