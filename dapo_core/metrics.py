@@ -73,6 +73,10 @@ def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str,
         if lengths.num_responses:
             counts[f"sampler/{name}_response_length"] = lengths.num_tokens / lengths.num_responses
             counts[f"sampler/{name}_clip_ratio"] = lengths.num_cut / lengths.num_responses
+    for name, scored in account.scores.items():
+        if scored:
+            score, acc = np.mean(scored, axis=0)
+            counts |= {f"train-core/{name}/score/mean": float(score), f"train-core/{name}/acc/mean": float(acc)}
     spans = [span for group in draw.groups for rollout in group.rollouts for span in rollout.versions]
     if spans:
         versions, num_tokens = np.array(spans).T

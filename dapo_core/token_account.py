@@ -59,6 +59,7 @@ class TokenAccount:
     finished_groups: int = 0  # in this step
     num_right: int = 0  # responses, among the groups that finished in this step
     num_unscored: int = 0  # likewise, without a score
+    scores: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)  # by set: score, and whether right
     reward_seconds: float = 0.0  # engines were idle; only scoring was pending
 
     def add(self, fate: Fate, responses: Sequence[Rollout | Response]) -> None:
@@ -74,6 +75,11 @@ class TokenAccount:
         self.num_right += sum(rollout.verdict == "right" for rollout in group.rollouts)
         self.num_unscored += sum(not rollout.is_scored for rollout in group.rollouts)
         self.lengths["finished"].add(group.rollouts)
+        if group.prompt.dataset:
+            scored = [
+                (rollout.score, rollout.verdict == "right") for rollout in group.rollouts if rollout.is_scored
+            ]
+            self.scores.setdefault(group.prompt.dataset, []).extend(scored)
 
     @property
     def num_finished(self) -> int:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 PROMPTS_FOLDER = ".prompts"  # of a training: what its rows became under its tokenizer, removed at its end
 LENGTHS_FILE = "prompt_lengths.json"
-FORMAT = 1  # of the file; a change makes it again
+FORMAT = 2  # of the file; a change makes it again
 BATCH_ROWS = 1000
 NUM_BINS = 20  # of the histogram; the last one has the longest 1 % or less
 QUANTILES = (5, 25, 50, 75, 95, 99)
@@ -52,6 +52,7 @@ def tokenize_prompts(
     """
     if not problems:
         return []
+    datasets = {problem.dataset for problem in problems}
     ids, lengths = _encode(tokenizer, _render(tokenizer, problems))
     treat_too_long(lengths, max_prompt_tokens, "error", "data.eval")
     return [
@@ -61,6 +62,7 @@ def tokenize_prompts(
             data_source=str(problem.data_source),
             ground_truth=problem.gold,
             extra_info=json.loads(json.dumps(problem.extra_info)),
+            dataset=problem.dataset if len(datasets) > 1 else "",
         )
         for index, (problem, prompt_ids) in enumerate(
             zip(problems, np.split(ids, np.cumsum(lengths)[:-1]), strict=True)
@@ -128,13 +130,15 @@ def _tokenize_file(path: Path, tokenizer: PreTrainedTokenizerBase, folder: Path)
     partial = folder.with_suffix(".partial")
     partial.mkdir(parents=True)
     digest, data_sources, num_rows = hashlib.sha256(), set[str](), 0
+    sets: dict[tuple[str, float], int] = {}  # name and weight -> number
     with pa.OSFile(str(partial / ROWS_FILE), "wb") as sink, contextlib.ExitStack() as stack:
         writer = None
         for problems, (ids, lengths) in _encoded(_batches(_problems(path)), tokenizer):
-            columns = {
+            columns: dict[str, list[Any]] = {
                 "data_source": [str(problem.data_source) for problem in problems],
                 "ground_truth": [problem.gold for problem in problems],
                 "extra_info": [json.dumps(problem.extra_info) for problem in problems],
+                "set": [sets.setdefault((problem.dataset, problem.weight), len(sets)) for problem in problems],
             }
             digest.update(ids.tobytes() + lengths.tobytes() + json.dumps(columns).encode())
             prompt_ids = pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), ids)
@@ -143,7 +147,8 @@ def _tokenize_file(path: Path, tokenizer: PreTrainedTokenizerBase, folder: Path)
             writer.write_batch(batch)
             data_sources |= set(columns["data_source"])
             num_rows += len(problems)
-    about = {"digest": digest.hexdigest(), "data_sources": sorted(data_sources)}
+    digest.update(json.dumps(list(sets)).encode())
+    about = {"digest": digest.hexdigest(), "data_sources": sorted(data_sources), "sets": list(sets)}
     (partial / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
     publish(partial, folder)
     logger.info("%d prompts tokenised in %.1f s", num_rows, time.monotonic() - started)

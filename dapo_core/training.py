@@ -121,7 +121,7 @@ def _read_prompts(
             )
         held_out = held_out_prompts(held_out_path, benchmark, tokenizer, config)
     require_scorers(prompts.data_sources, config.reward, config.custom_reward)
-    return PromptStream(prompts, config.run.seed, config.data.shuffle), held_out
+    return PromptStream(prompts, config.run.seed, config.data.shuffle, sets=prompts.sets), held_out
 
 
 @contextmanager

@@ -58,9 +58,9 @@ def validate(
 ) -> dict[str, float]:
     """Metrics of one greedy response to each prompt from the engines' weights after `step`.
 
-    Accuracy is the mean `acc` of the scored responses, without overlong penalty, over all and for each data source
-    under verl's name; one with no scored response is left out. Raises RolloutError when nothing finished for
-    `max_seconds`, and RewardError when the scorer failed on every response.
+    Accuracy is the mean `acc` of scored responses, without overlong penalty, over all and under verl's name for
+    each set, or data source of the only set; one with no scored response is left out. Raises RolloutError when
+    nothing finished for `max_seconds`, and RewardError when the scorer failed on every response.
     """
     assert source.num_in_flight == 0, "groups in flight would come back here and be lost"
     # Below 0, where no position in the stream is.
@@ -81,10 +81,10 @@ def validate(
 
 def _metrics(prompts: Sequence[Prompt], rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
     """In the order of the prompts, so that sums do not depend on which response finished first."""
-    accuracies: dict[str, list[float]] = {}  # by data source, of scored responses
+    accuracies: dict[str, list[float]] = {}  # by set or, of one set, by data source: of scored responses
     for prompt, rollout in zip(prompts, rollouts, strict=True):
         if rollout.is_scored:
-            accuracies.setdefault(prompt.data_source, []).append(rollout.acc)
+            accuracies.setdefault(prompt.dataset or prompt.data_source, []).append(rollout.acc)
     scored = [rollout.acc for rollout in rollouts if rollout.is_scored]
     if not scored:
         raise RewardError(

@@ -6,7 +6,7 @@ import io
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eval.compare import Comparison, GroupResult, Side
 from eval.training import Steps, series, with_kept_share
@@ -51,7 +51,12 @@ CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
         "timing_s/testing": "validation",
     },
 }
-_SIGNED = ("Reward per response",)  # the other plots start at zero
+_BY_SET = {  # title -> the metric of a set
+    "Score by set": re.compile("train-core/(.+)/score/mean"),
+    "Accuracy by set, all sampled (share)": re.compile("train-core/(.+)/acc/mean"),
+    "Accuracy by set, held-out (share)": re.compile("val-core/(.+)/acc/mean@1"),
+}
+_SIGNED = ("Reward per response", "Score by set")  # the other plots start at zero
 
 
 def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
@@ -66,15 +71,40 @@ def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
 
 
 def training_plots(steps: Steps) -> list[str]:
-    """SVGs of the curves that the steps have values for."""
+    """SVGs of the curves that the steps have values for; those of each set where there are several."""
     steps = with_kept_share(steps)
     plots = []
-    for title, labels in CURVE_PLOTS.items():
+    for title, labels in {**CURVE_PLOTS, **_plots_by_set(steps)}.items():
         curves = {label: series(steps, key) for key, label in labels.items()}
         curves = {label: curve for label, curve in curves.items() if curve[0]}
         if curves:
             plots.append(_curve_svg(title, curves))
     return plots
+
+
+def _plots_by_set(steps: Steps) -> dict[str, dict[str, str]]:
+    names = sorted({name for metrics in steps for name in metrics})
+    plots = {}
+    for title, pattern in _BY_SET.items():
+        found = {name: match[1] for name in names if (match := pattern.fullmatch(name))}
+        if len(found) > 1:
+            plots[title] = found
+    return plots
+
+
+def prompt_length_plot(lengths: Mapping[str, Any]) -> str:
+    """SVG of the histogram of a data card's prompt lengths; a line marks the longest prompt allowed."""
+    figure, axes = _new_figure(width=5.2, height=2.6)
+    edges, counts = list(lengths["edges"]), lengths["counts"]
+    if len(edges) > 2:
+        edges[-1] = 2 * edges[-2] - edges[-3]  # the last bin holds all that is longer: as wide as the others
+    axes.stairs(counts, edges, color=_COLOUR["after"], fill=True, alpha=0.85)
+    if lengths["max_prompt_tokens"] <= edges[-1]:
+        axes.axvline(lengths["max_prompt_tokens"], color=_COLOUR["down"], linewidth=1, linestyle=(0, (4, 3)))
+    axes.set_title("Prompt length (tokens); the last bar is open", loc="left", fontsize=9.5)
+    axes.set_xlim(left=0)
+    axes.set_ylabel("prompts")
+    return _svg(figure, "Prompt lengths in tokens")
 
 
 def accuracy_plots(before: Side, after: Side) -> list[str]:

@@ -17,6 +17,9 @@ from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 
 if TYPE_CHECKING:
     from dapo_core.config.derived import Quantity
+    from eval.problems.problem_set import ProblemSet
+    from tasks.data.reading import SetCount
+    from tasks.data.showing import Shown
     from tasks.preflight.finding import Finding
     from tasks.runs.collect_garbage import Unused
     from tasks.runs.history import Difference, RecordedRun
@@ -39,6 +42,51 @@ def print_plan(stages: Sequence[PlannedStage], is_whole: bool) -> None:
             f"{stage.seconds:.1f}" if stage.seconds is not None else "",
         )
     print_table(table)
+
+
+def print_sets(sets: Sequence[ProblemSet]) -> None:
+    """The registered sets with their uses."""
+    table = Table("name", "use", "problems", "scorer", "licence")
+    for one in sets:
+        uses = [use for use, source in (("train", one.train), ("eval", one.test)) if source]
+        uses = uses or ["generated" if one.name == "arithmetic" else "your own files"]
+        table.add_row(
+            one.name,
+            ", ".join(uses),
+            one.about,
+            one.scorer,
+            one.licence,
+        )
+    print_table(table)
+
+
+def print_set(one: ProblemSet) -> None:
+    """What the registry says of a set."""
+    table = Table("", one.name, show_header=True, box=SIMPLE_HEAD)
+    for split, sources in (("train", one.train), ("eval", one.test)):
+        for hub, reference in sources.items():
+            table.add_row(f"{split}, {hub}", Text(reference))
+    forms = "; or ".join(", ".join(schema.columns) for schema in one.schemas)
+    rows = {"problems": one.about, "licence": one.licence, "columns": forms, "prompt": one.template}
+    rows |= {"scorer (training)": one.scorer, "grader (evaluation)": one.grader}
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    print_table(table)
+
+
+def print_rows(rows: Sequence[Shown], count: SetCount) -> None:
+    """Rows of a set as the model sees them, and the unusable ones before the last of them."""
+    for row in rows:
+        tokens = "" if row.num_tokens is None else f", {row.num_tokens} tokens"
+        typer.secho(
+            f"{row.id}: answer {row.gold!r}, scored by {row.scorer} (data_source {row.data_source}){tokens}",
+            bold=True,
+        )
+        typer.echo(row.prompt + "\n")
+    for reason, number in count.refused.items():
+        typer.secho(f"refused: {number} with {reason}, such as {count.examples[reason][0]}", fg="yellow")
+    if not rows:
+        typer.echo(f"no usable row among {count.read}")
 
 
 def print_runs(runs: Sequence[RecordedRun], short_ids: Mapping[str, str]) -> None:

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flows.cli import chain, evaluation, history, operating, stages
+from flows.cli import chain, datasets, evaluation, history, operating, stages
 
 ORDER = (
-    *("init", "run", "stage", "plan", "runs", "compare", "export", "gc", "config", "up", "down", "doctor"),
+    *("init", "run", "stage", "plan", "runs", "compare", "export", "gc", "config", "datasets"),
+    *("up", "down", "doctor"),
     *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "grade", "report"),
 )
 
@@ -56,7 +57,7 @@ def options(
     pass
 
 
-for group in (chain, history, stages, evaluation, operating):
+for group in (chain, history, datasets, stages, evaluation, operating):
     app.add_typer(group.app)
 
 

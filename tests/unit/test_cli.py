@@ -285,7 +285,9 @@ def test_prepare_data_writes_both_sets_and_keeps_what_is_there(tmp_path: Path) -
     done = dapo("prepare-data", CONFIG, "--output", output, *sizes)
     assert done.stdout == f"{output}: 64 training and 16 held-out problems\n"
     counts = {path.name: pq.read_metadata(path).num_rows for path in output.glob("*.parquet")}
+    assert {"data_card.json", "data_card.md"} < {path.name for path in output.iterdir()}
     assert counts == {"train.parquet": 64, "eval.parquet": 16}
+    assert sorted(path.name for path in output.glob("data_card.*")) == ["data_card.json", "data_card.md"]
     before = {path.name: path.read_bytes() for path in output.iterdir()}
     assert f"--output {output} already holds files" in refusal("prepare-data", CONFIG, "--output", output)
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
@@ -345,3 +347,29 @@ def test_a_list_of_commands_cuts_no_sentence() -> None:
 )
 def test_stage_refuses_before_prefect_starts(words: tuple[str, ...], message: str) -> None:
     assert message in " ".join(refusal("stage", *words).split())
+
+
+def test_datasets_lists_the_registry_and_shows_rows_as_the_model_sees_them(tmp_path: Path) -> None:
+    assert all(name in dapo("datasets").stdout for name in ("dapo-math-17k", "gpqa-diamond", "CC BY 4.0"))
+    rows = tmp_path / "mine.csv"
+    rows.write_text("question,result,hint\nWhat is 1 + 1?,002,count\n,3,\nAnd NA?,NA,x\n", encoding="utf-8")
+    columns = ("--set", "data.columns.problem=question", "--set", "data.columns.answer=result")
+    template = "data.prompt_template='{problem} Hint: {hint}. In \\boxed{hint}.'"
+    model = build_tiny_qwen3(tmp_path / "model")
+    shown = dapo("datasets", "show", rows, *columns, "--set", template, "--model", model).stdout
+    assert "row-0: answer '002', scored by math_verify" in shown
+    assert "What is 1 + 1? Hint: count. In \\boxed{hint}.<|end|>\n<|assistant|>" in shown
+    assert "row-2: answer 'NA'" in shown
+    assert "refused: 1 with no question, such as row 1:" in shown
+    assert "mine.csv has no column hnt" in refusal(
+        "datasets", "show", rows, *columns, "--set", "data.prompt_template='{problem} {hnt}'"
+    )
+    assert "the prompt would show it" in refusal(
+        "datasets", "show", rows, *columns, "--set", "data.prompt_template='{problem} {result}'"
+    )
+    assert "lacks the columns" in refusal("datasets", "show", rows)
+    assert "did you mean 'gsm8k'" in refusal("datasets", "show", "gsm9k")
+    (tmp_path / "gsm.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    shown = dapo("datasets", "show", "gsm8k", "--data", tmp_path / "gsm.jsonl").stdout
+    assert "hf:openai/gsm8k@main" in shown
+    assert "put your final answer within \\boxed{}" in shown

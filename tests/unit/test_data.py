@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.data import Prompt, PromptStream
+from dapo_core.data import Prompt, PromptStream, interleave
 from dapo_core.errors import ModelError
 from dapo_core.pretrained import load_tokenizer
 from tests.tiny_models import tiny_tokenizer
@@ -62,3 +64,26 @@ def test_a_tokenizer_without_chat_template_or_none_at_all_is_refused(tmp_path: P
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"(?s)empty has no readable tokenizer: .*check model\.path"):
         load_tokenizer(tmp_path / "empty")
+
+
+def test_a_mixture_takes_by_weight_and_continues_where_it_was() -> None:
+    prompts = [replace(PROMPTS[0], index=n, dataset="ab"[n >= 40]) for n in range(50)]
+    sets = [(3.0, np.arange(40)), (1.0, np.arange(40, 50))]
+    whole = PromptStream(prompts, 5, True, sets=sets).take(5000)
+    for start in (0, 37, 2000, 4900):  # also over short stretches
+        assert sum(prompt.dataset == "b" for prompt in whole[start : start + 100]) == 25
+    taken = [[prompt.index for prompt in whole if prompt.dataset == name] for name in "ab"]
+    for indices, rows in zip(taken, (range(40), range(40, 50)), strict=True):  # each epoch of a set has all of it
+        for first in range(0, len(indices) - len(rows), len(rows)):
+            assert sorted(indices[first : first + len(rows)]) == list(rows)
+    for position in (0, 1, 999, 1000, 3210):
+        resumed = PromptStream(prompts, 5, True, position, sets)
+        assert resumed.take(500) == whole[position : position + 500]
+    one = PromptStream(prompts, 5, True, sets=[(0.5, np.arange(50))])
+    assert one.take(200) == PromptStream(prompts, 5, True).take(200)
+
+
+def test_turns_are_by_weight_and_every_set_has_one() -> None:
+    assert interleave([2, 1]).tolist()[:6] == [0, 1, 0, 0, 1, 0]
+    assert np.bincount(interleave([1, 1, 1])).tolist() == [333, 333, 333]
+    assert np.bincount(interleave([1.0, 1e-6])).tolist() == [1000, 1]
