@@ -65,14 +65,15 @@ class Machine:
 
 def first_recipe(
     path: Path,
-    model: str,
+    model: Mapping[str, Any],
     train: str,
     held_out: str | None,
     machine: Machine,
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> str:
-    """The recipe's text; files that no recipe can name as they are, are written beside it in another form.
+    """The recipe's text; `model` is its section of that name.
 
+    Files that no recipe can name as they are, are written beside it in another form.
     Raises ConfigError for what is neither a file nor a name, and for rows whose columns say nothing.
     """
     if held_out is not None:
@@ -84,7 +85,7 @@ def first_recipe(
             data["eval"] = str(target)
     else:
         data = split(path, train, columns)
-    tree: dict[str, Any] = {"data": data, "model": model_keys(model)}
+    tree: dict[str, Any] = {"data": data, "model": dict(model)}
     facts, bounds = _facts(tree)
     lengths = sized_lengths(machine, bounds)
     tree["data"]["max_prompt_tokens"] = lengths.prompt
@@ -92,16 +93,17 @@ def first_recipe(
     return render(tree, machine, facts, bounds)
 
 
-def model_keys(model: str) -> dict[str, Any]:
+def model_keys(model: str, chat_template: Path | None = None) -> dict[str, Any]:
     """The section `model` for a folder or a hub's id. Raises ConfigError for neither."""
+    more = {} if chat_template is None else {"chat_template": str(chat_template)}
     if Path(model).exists():
-        return {"source": "path", "path": model}
+        return {"source": "path", "path": model, **more}
     hub, _, rest = model.rpartition(":")
     name, _, revision = rest.partition("@")
     source = {"": "huggingface", "hf": "huggingface", "modelscope": "modelscope"}.get(hub)
     if source is None or not _HUB_ID.fullmatch(name):
         raise ConfigError(f"--model {model} is no folder here and no id of a hub, such as Qwen/Qwen3-8B")
-    return {"source": source, "id": name, **({"revision": revision} if revision else {})}
+    return {"source": source, "id": name, **({"revision": revision} if revision else {}), **more}
 
 
 def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) -> Any:

@@ -40,20 +40,24 @@ def init(
     held_out: Annotated[
         str | None, typer.Option("--eval", help="To evaluate with; default: part of --data, or its test split.")
     ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file for a base model, which has none.")
+    ] = None,
 ) -> None:
     """Write a commented recipe, sized for the devices here, the model's positions and the prompts' lengths."""
     from dapo_core.errors import ConfigError
     from flows.config import load_config
     from flows.tables import print_findings
-    from tasks.first_recipe import Machine, columns_said, first_recipe
+    from tasks.first_recipe import Machine, columns_said, first_recipe, model_keys
     from tasks.preflight.finding import OK
     from tasks.preflight.run import examine
 
     if path.exists():
         raise ConfigError(f"{path} exists; name another file, or remove it")
+    keys = model_keys(model, chat_template)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        first_recipe(path, model, data, held_out, Machine.this(), columns_said(columns)), encoding="utf-8"
+        first_recipe(path, keys, data, held_out, Machine.this(), columns_said(columns)), encoding="utf-8"
     )
     findings = examine(load_config(path))
     print_findings([finding for finding in findings if finding.status != OK])
