@@ -6,7 +6,7 @@ import io
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eval.compare import Comparison, GroupResult, Side
 from eval.training import Steps, series, with_kept_share
@@ -90,6 +90,21 @@ def _plots_by_set(steps: Steps) -> dict[str, dict[str, str]]:
         if len(found) > 1:
             plots[title] = found
     return plots
+
+
+def prompt_length_plot(lengths: Mapping[str, Any]) -> str:
+    """SVG of the histogram of a data card's prompt lengths; a line marks the longest prompt allowed."""
+    figure, axes = _new_figure(width=5.2, height=2.6)
+    edges, counts = list(lengths["edges"]), lengths["counts"]
+    if len(edges) > 2:
+        edges[-1] = 2 * edges[-2] - edges[-3]  # the last bin holds all that is longer: as wide as the others
+    axes.stairs(counts, edges, color=_COLOUR["after"], fill=True, alpha=0.85)
+    if lengths["max_prompt_tokens"] <= edges[-1]:
+        axes.axvline(lengths["max_prompt_tokens"], color=_COLOUR["down"], linewidth=1, linestyle=(0, (4, 3)))
+    axes.set_title("Prompt length (tokens); the last bar is open", loc="left", fontsize=9.5)
+    axes.set_xlim(left=0)
+    axes.set_ylabel("prompts")
+    return _svg(figure, "Prompt lengths in tokens")
 
 
 def accuracy_plots(before: Side, after: Side) -> list[str]:

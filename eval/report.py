@@ -74,6 +74,7 @@ def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = U
         "expected_false_alarms": SIGNIFICANCE * num_groups,
         "flips": flips,
         "train": training_totals(steps),
+        "data": provenance.card,
         "stages": {name: dict(stage) for name, stage in provenance.stages.items()},
         "artifacts": {name: str(path) for name, path in provenance.artifacts.items()},
     }

@@ -31,6 +31,7 @@ from eval.report import REPORT_MARKDOWN, REPORT_PAGE
 from redaction import redacted
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
+from tasks.data.card import CARD_MARKDOWN
 from tasks.runs.run import Run
 from tasks.stages import LINKS
 
@@ -80,6 +81,8 @@ def show_stage(run: Run, label: str, artifact: Artifact) -> None:
     text = [f"# {label}", _table(facts)]
     text += ["## Numbers", _table(metrics)] if metrics else []
     text += ["## Made from", "\n".join(inputs)] if inputs else []
+    card = Path(artifact.path) / CARD_MARKDOWN
+    text += [unwrapped(card.read_text(encoding="utf-8")).replace("# ", "## ")] if card.is_file() else []
     PageArtifact(run, label, "markdown", how).show("\n\n".join(text))
 
 

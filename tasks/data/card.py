@@ -84,18 +84,12 @@ def make_card(sets: Sequence[Mapping[str, Any]], hits: Sequence[Hit], mode: Mode
     return json.loads(json.dumps(card))  # as a reader of the file gets it: tuples become lists
 
 
-def render_card(card: Mapping[str, Any], lengths: Mapping[str, Any] | None = None) -> str:
-    """data_card.md; `lengths` are the prompt lengths that a training measured (dapo_core.tokenizing)."""
-    return render("data_card.md.j2", card=card, lengths=lengths)
-
-
-def write_card(card: Mapping[str, Any], folder: Path, lengths: Mapping[str, Any] | None = None) -> None:
-    """Write data_card.json and data_card.md into the folder."""
-    content = dict(card) if lengths is None else {**card, "prompt_lengths": lengths}
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+def write_card(card: Mapping[str, Any], folder: Path) -> None:
+    """Write data_card.json and data_card.md; a training adds `prompt_lengths` (dapo_core.tokenizing) to a card."""
+    text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
     # A row may contain a lone surrogate, which UTF-8 cannot encode.
     (folder / CARD_JSON).write_bytes(text.encode(errors="replace"))
-    (folder / CARD_MARKDOWN).write_bytes(render_card(card, lengths).encode(errors="replace"))
+    (folder / CARD_MARKDOWN).write_bytes(render("data_card.md.j2", card=card).encode(errors="replace"))
 
 
 def answer_kind(gold: str) -> str:

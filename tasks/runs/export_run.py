@@ -71,7 +71,8 @@ def _write_beside(folder: Path, run: RecordedRun, config: ChainConfig, report: M
     manifests = {label: _read_manifest(artifact) for label, artifact in found.items() if artifact is not None}
     for name in (REPORT_FOLDER, MANIFESTS_FOLDER):
         (folder / name).mkdir()
-    for path in (run.folder / REPORT_FOLDER).glob("report.*"):
+    report_folder = run.folder / REPORT_FOLDER
+    for path in (*report_folder.glob("report.*"), *report_folder.glob("data_card.*")):
         (folder / REPORT_FOLDER / path.name).write_text(portable(_read_report(run, path)), "utf-8")
     for label, manifest in manifests.items():
         shown = {name: value for name, value in manifest.items() if name != "host"}

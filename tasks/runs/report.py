@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from dapo_core.metrics import METRICS_FILE
+from dapo_core.tokenizing import LENGTHS_FILE
 from durable import write_atomically
 from eval.compare import Comparison
 from eval.measured import Provenance
-from eval.plots import Plots, draw_plots
+from eval.plots import Plots, draw_plots, prompt_length_plot
 from eval.report import write_report
 from eval.training import Steps
 from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
+from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import eval_sources
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.run import Run
@@ -40,8 +42,14 @@ def report_run(run: Run, before: Artifact, after: Artifact, training: Artifact) 
         versions=package_versions(("matplotlib",)),
     ).key
 
+    provenance = provenance_of(run, before, after, training)
+    lengths = (provenance.card or {}).get("prompt_lengths")
+
     def draw(comparison: Comparison, steps: Steps) -> Plots:
-        plots = _find_plots(run, key) or draw_plots(comparison, steps)
+        plots = _find_plots(run, key) or {
+            **draw_plots(comparison, steps),
+            "prompts": [prompt_length_plot(lengths)] if lengths else [],
+        }
         write_atomically(run.folder / PLOTS_FILE, json.dumps({"key": key, "plots": plots}))
         return plots
 
@@ -50,14 +58,27 @@ def report_run(run: Run, before: Artifact, after: Artifact, training: Artifact) 
         after.path,
         Path(training.path) / METRICS_FILE,
         run.folder / REPORT_FOLDER,
-        provenance_of(run, before, after),
+        provenance,
         draw,
     )
+    if provenance.card is not None:
+        write_card(provenance.card, run.folder / REPORT_FOLDER)
     run.record(report=headline(report))
     return report
 
 
-def provenance_of(run: Run, before: Artifact, after: Artifact) -> Provenance:
+def card_of(run: Run, training: Artifact) -> dict[str, Any] | None:
+    """The run's data card with the prompt lengths that its training measured; None if its data has none."""
+    path = Path(run.stages["prepare_data"].artifact) / CARD_JSON
+    lengths = Path(training.path) / LENGTHS_FILE
+    try:
+        card: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {**card, "prompt_lengths": json.loads(lengths.read_text(encoding="utf-8"))}
+    except FileNotFoundError:  # of an earlier version
+        return None
+
+
+def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifact) -> Provenance:
     """What made the numbers of a report: models, engine, data, recipe, code and stages."""
     manifests = {"before": before.manifest(), "after": after.manifest()}
     engines = {side: _engine(manifest["versions"]) for side, manifest in manifests.items()}
@@ -81,6 +102,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact) -> Provenance:
         },
         stages={label: {"cached": stage.cached, "seconds": stage.seconds} for label, stage in run.stages.items()},
         artifacts={label: stage.artifact for label, stage in run.stages.items()},
+        card=card_of(run, training),
     )
 
 

@@ -287,6 +287,7 @@ def test_prepare_data_writes_both_sets_and_keeps_what_is_there(tmp_path: Path) -
     counts = {path.name: pq.read_metadata(path).num_rows for path in output.glob("*.parquet")}
     assert {"data_card.json", "data_card.md"} < {path.name for path in output.iterdir()}
     assert counts == {"train.parquet": 64, "eval.parquet": 16}
+    assert sorted(path.name for path in output.glob("data_card.*")) == ["data_card.json", "data_card.md"]
     before = {path.name: path.read_bytes() for path in output.iterdir()}
     assert f"--output {output} already holds files" in refusal("prepare-data", CONFIG, "--output", output)
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before

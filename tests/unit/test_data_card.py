@@ -7,13 +7,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from eval.compare import compare_evaluations
+from eval.item_pages import pack_items
+from eval.measured import Provenance
+from eval.plots import prompt_length_plot
 from eval.problems.problem_set import Split
 from eval.problems.registry import OWN
+from eval.report import make_report, render_html, render_markdown
 from tasks.data.asking import Asking
 from tasks.data.card import CARD_JSON, CARD_MARKDOWN, answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit
 from tasks.data.reading import MAX_EXAMPLES, SetCount
 from tasks.data.sources import Source
+from tests.evaluations import evaluation, make_items, no_plots
 
 LENGTHS = {
     "num_prompts": 90, "mean": 20.5, "quantiles": {"50": 19, "95": 60}, "max": 70, "max_prompt_tokens": 64,
@@ -38,7 +44,7 @@ def entry(folder: Path, split: Split = "train", name: str = "my.jsonl") -> dict[
 def test_a_card_says_what_became_of_every_row(tmp_path: Path) -> None:
     hits = [Hit("my.jsonl", 3, "aime24", "7", True, 1.0, "What is 1 + 1?", "what is 1+1")]
     card = make_card([entry(tmp_path), entry(tmp_path, "test", "aime24.jsonl")], hits, "remove")
-    write_card(card, tmp_path, LENGTHS)
+    write_card({**card, "prompt_lengths": LENGTHS}, tmp_path)
     stored = json.loads((tmp_path / CARD_JSON).read_text(encoding="utf-8"))
     assert stored == {**card, "prompt_lengths": LENGTHS}
     refused = stored["sets"][0]["refused"]["no gold answer"]
@@ -80,3 +86,25 @@ def test_answers_by_kind() -> None:
     }
     for kind, examples in golds.items():
         assert {answer_kind(gold) for gold in examples} == {kind}, kind
+
+
+def test_the_report_shows_what_the_data_was() -> None:
+    lengths = {
+        "num_prompts": 9, "mean": 20.5, "quantiles": {"50": 19, "95": 60}, "max": 700, "max_prompt_tokens": 64,
+        "num_too_long": 2, "too_long": "drop", "edges": [0, 32, 64, 701], "counts": [5, 2, 2],
+    }  # fmt: skip
+    reasons = {"no gold answer": {"rows": 3, "examples": ["row 1: <b>"]}}
+    one = {"name": "my.jsonl", "use": "train", "read": 1200, "refused": reasons, "removed": {}, "kept": 1197}
+    card = {"sets": [one], "contamination": {"mode": "remove", "rows": 4}, "prompt_lengths": lengths}
+    items = make_items(4)
+    sides = [evaluation(items, letters, name) for letters, name in (("rwww", "a"), ("rrrw", "b"))]
+    comparison = compare_evaluations(*sides)
+    report = make_report(comparison, [], Provenance(card=card))
+    assert report["data"] == card
+    text = " ".join(render_markdown(report).split())
+    assert "| my.jsonl | training | 1,200 | 3 | 0 | 1,197 |" in text
+    assert "4 training problems are also in an evaluation set; they are left out." in text
+    plots = {**no_plots(comparison, []), "prompts": [prompt_length_plot(lengths)]}
+    page = render_html(report, plots, pack_items(*sides))
+    assert 'href="data_card.md"' in page
+    assert "Prompt lengths in tokens" in page
