@@ -66,7 +66,8 @@ def explain(lengths: Lengths, bounds: Bounds) -> tuple[list[str], str]:
         longest = max(bounds.longest_prompt or 0, bounds.longest_question or 0)
         return found, (
             f"no lengths fit: prompts of {longest} tokens leave a response no room in {bounds.positions} "
-            "positions; take shorter prompts, or a model with more positions"
+            "positions; take a model with more, or shorter prompts (data.too_long=drop with a lower "
+            "data.max_prompt_tokens leaves long ones out of the training)"
         )
     return found, "these fit together: " + " ".join(lengths.changes(other))
 

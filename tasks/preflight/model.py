@@ -43,7 +43,9 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
         model_config = load_model_config(folder, config.model.trust_remote_code)
         require_trainable(model_config, config.train.sequence_parallel)
     with findings.catching("tokenizer"):
-        tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
+        template = config.model.chat_template  # which a fetched folder has as its own
+        is_own = template is not None and folder == Path(str(config.model.path))
+        tokenizer = load_tokenizer(folder, config.model.trust_remote_code, template if is_own else None)
         read_eos_ids(folder)
     if model_config is None:
         return ModelFacts(tokenizer)

@@ -209,7 +209,7 @@ def _check_source(source: str, problems: Sequence[Problem], scoring: _Scoring, f
             f"correct reward_model.ground_truth, add {source}=SCORER to reward.scorers (scorers are "
             f"{', '.join(sorted(SCORERS))}), or set custom_reward.path",
         )  # fmt: skip
-    elif asked and not any(form in read for form in asked):
+    elif asked and not scoring.is_custom and not any(form in read for form in asked):
         findings.add(
             "scorer", WARN, f"prompts of {source} ask for {', '.join(asked)}; {scorer} reads {', '.join(read)}",
             f"no response would be right: add {source}=SCORER to reward.scorers (math_boxed reads boxes), or "

@@ -11,8 +11,8 @@ import pytest
 from dapo_core.errors import ConfigError
 from flows.config import load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.first_recipe import Machine, data_set, first_recipe, guessed_columns, model_keys
-from tasks.preflight.finding import OK
+from tasks.first_recipe import Machine, columns_said, data_set, first_recipe, guessed_columns, model_keys
+from tasks.preflight.finding import OK, PreflightError
 from tasks.preflight.run import examine
 from tests.tiny_models import Architecture, build_tiny
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_recipe_in_configs_is_what_init_writes_for_small_files_and_nothing_is_in_its_way(folder: Path) -> None:
-    text = first_recipe(Path("own_cpu.yaml"), "models/small", "data/questions.csv", None, CPU)
+    text = first_recipe(Path("own_cpu.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
     assert (PROJECT_ROOT / "configs/own_cpu.yaml").read_text() == text
     Path("own_cpu.yaml").write_text(text)
     config = load_config("own_cpu.yaml")
@@ -48,14 +48,29 @@ def test_the_recipe_in_configs_is_what_init_writes_for_small_files_and_nothing_i
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_models_of_other_families_and_lengths_plan_clean_too(folder: Path, architecture: Architecture) -> None:
     build_tiny("models/other", architecture, positions=2048)
-    text = first_recipe(Path("other.yaml"), "models/other", "data/questions.csv", None, CPU)
+    text = first_recipe(Path("other.yaml"), model_keys("models/other"), "data/questions.csv", None, CPU)
     Path("other.yaml").write_text(text)
     assert {finding.status for finding in examine(load_config("other.yaml"))} == {OK}
 
 
+def test_a_base_model_takes_a_chat_template_of_the_users(folder: Path) -> None:
+    template = Path("models/small/chat_template.jinja").rename("chat.jinja")
+    with pytest.raises(PreflightError, match=r"has no chat template; .* or set model\.chat_template"):
+        first_recipe(Path("b.yaml"), model_keys("models/small"), "data/questions.csv", None, CPU)
+    text = first_recipe(Path("b.yaml"), model_keys("models/small", template), "data/questions.csv", None, CPU)
+    Path("b.yaml").write_text(text)
+    config = load_config("b.yaml")
+    assert config.model.chat_template == "chat.jinja"
+    assert {finding.status for finding in examine(config)} == {OK}
+
+
 def test_devices_share_ranks_and_engines(folder: Path) -> None:
     text = first_recipe(
-        Path("npu.yaml"), "models/small", "data/questions.csv", "data/questions.csv", Machine("npu", 8, 64)
+        Path("npu.yaml"),
+        model_keys("models/small"),
+        "data/questions.csv",
+        "data/questions.csv",
+        Machine("npu", 8, 64),
     )
     Path("npu.yaml").write_text(text)
     config = load_config("npu.yaml")
@@ -84,15 +99,30 @@ def test_a_registered_form_is_recognised_and_a_part_of_it_does_not_bear_its_name
     rows = [{"question": f"How many? {n}", "answer": f"I count. #### {n}"} for n in range(20)]
     Path("g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert data_set("g.jsonl", "data") == [{"set": "gsm8k", "path": "g.jsonl"}]
-    text = first_recipe(Path("g.yaml"), "models/small", "g.jsonl", None, CPU)
+    text = first_recipe(Path("g.yaml"), model_keys("models/small"), "g.jsonl", None, CPU)
     assert "train: g.train.jsonl" in text
     row = json.loads(Path("g.eval.jsonl").read_text().splitlines()[0])
     assert row == {"id": "0", "problem": "How many? 0", "answer": "0"}
 
 
-def test_columns_that_say_nothing_are_refused_with_the_keys(folder: Path) -> None:
+def test_columns_are_named_by_their_names_or_the_option(folder: Path) -> None:
     Path("x.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match=r"has the columns a, b, none of which .* data\.columns\.problem"):
+    with pytest.raises(ConfigError, match=r"has the columns a, b, none of which .* the problem; add --columns"):
         guessed_columns(Path("x.csv"))
+    assert data_set("x.csv", "data", columns_said("problem=a,answer=b")) == [
+        {"set": "x.csv", "columns": {"problem": "a", "answer": "b"}}
+    ]
+    with pytest.raises(ConfigError, match="has no column c"):
+        guessed_columns(Path("x.csv"), columns_said("problem=c"))
+    with pytest.raises(ConfigError, match="is not problem=NAME"):
+        columns_said("question=a")
     Path("y.csv").write_text("Prompt,solution,label\n1,2,3\n")
     assert guessed_columns(Path("y.csv")) == {"problem": "Prompt", "answer": "label"}
+
+
+def test_a_file_of_whole_numbers_is_no_benchmark(folder: Path) -> None:
+    rows = "".join(f"What is {n} and {n}?,{2 * n}\n" for n in range(60))
+    Path("own.csv").write_text("question,answer\n" + rows + 'How much in all?,"1,080"\n')
+    assert data_set("own.csv", "data") == [
+        {"set": "own.csv", "columns": {"problem": "question", "answer": "answer"}}
+    ]
