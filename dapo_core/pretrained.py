@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo_core.errors import ModelError
+from dapo_core.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +28,9 @@ def load_model_config(model_path: str | Path, trust_remote_code: bool = False) -
 def load_tokenizer(
     model_path: str | Path, trust_remote_code: bool = False, chat_template: str | Path | None = None
 ) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer, with the template in the file `chat_template` in place of its own.
+    """The folder's tokenizer, with the chat template of a file if one is named.
 
-    Raises ModelError when it cannot be read or has no chat template.
+    Raises ModelError when it cannot be read or has no chat template, ConfigError when the file cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -38,8 +38,11 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             str(model_path), local_files_only=True, trust_remote_code=trust_remote_code
         )
-        if chat_template is not None:
+    if chat_template is not None:
+        try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"model.chat_template={chat_template} cannot be read: {error}") from None
     if not tokenizer.chat_template:
         raise ModelError(
             f"the tokenizer in {model_path} has no chat template; use an instruction-tuned model, or set "

@@ -30,6 +30,8 @@ def resolve(urls: Sequence[str], kind: Kind) -> Snapshot:
         name = PurePosixPath(unquote(parts.path)).name
         if parts.scheme not in ("http", "https") or not parts.netloc or not name:
             raise BadReference(f"{url} is no http or https address of a file")
+        if parts.username or parts.password:
+            raise BadReference(f"an address of {parts.hostname} holds a user or password: {_DENIED}")
         digest = require_digest(url, fragment.removeprefix("sha256="))
         files.append(RemoteFile(name, None, digest))
     names = [file.path for file in files]

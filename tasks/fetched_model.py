@@ -97,7 +97,10 @@ def fetch_model_files(
             f"{model_name(model)} changed while the run was under way: its commit was {commit} and is "
             f"{snapshot.commit}; run it again for the new one"
         )
-    downloads.fetch(snapshot, folder, _chosen(model, snapshot), on_progress)
+    chosen = _chosen(model, snapshot)
+    if not _is_archive(snapshot):
+        _require_no_strangers(folder, chosen)
+    downloads.fetch(snapshot, folder, chosen, on_progress)
     if _is_archive(snapshot):
         there = [path for path in folder.rglob("*") if path.is_file()]
         kept = _files_to_fetch(model, [path.relative_to(folder).as_posix() for path in there])
@@ -144,6 +147,17 @@ def _files_to_fetch(model: ModelConfig, paths: Sequence[str]) -> list[str]:
         return files_to_fetch(paths, model.allow_pickle, model.trust_remote_code)
     except ModelError as error:
         raise ModelError(f"{model_name(model)} cannot be trained: {error}") from None
+
+
+def _require_no_strangers(folder: Path, chosen: Sequence[str]) -> None:
+    """Raise ModelError for weights in the folder that are not of the model: loading would find both."""
+    there = {path.name for path in folder.glob("*.safetensors")}
+    converted = {path.replace("pytorch_model", "model").replace(".bin", ".safetensors") for path in chosen}
+    if strangers := sorted(there - converted):
+        raise ModelError(
+            f"{folder} holds {strangers[0]}, which the model to fetch has not: it is of another model or commit; "
+            "name a new folder"
+        )
 
 
 def _is_archive(snapshot: Snapshot) -> bool:

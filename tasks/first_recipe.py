@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from eval.problems.files import iterate_problems, iterate_rows
 from eval.problems.items import Problem
 from eval.problems.problem_set import ProblemSet
 from eval.problems.registry import OWN, SETS
-from eval.problems.rows import Unusable, chat_of
+from eval.problems.rows import chat_of
 from tasks.config import ChainConfig
 from tasks.lengths import Bounds, Lengths, fitted
 from tasks.preflight.finding import FAIL, Findings
@@ -32,6 +32,7 @@ from tasks.preflight.inputs import inputs_here
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import longest_prompt
 
+NO_COLUMNS: Mapping[str, str] = {}
 NUM_TRIED = 50  # rows by which a file's form is recognised
 HELD_OUT_PART, LEAST_HELD_OUT, MOST_HELD_OUT = 10, 8, 500  # of a file without a held-out set: every tenth row
 MAX_SPLIT_BYTES = 64 * 1024**2
@@ -62,21 +63,28 @@ class Machine:
         return Machine("cpu", 1, cores)
 
 
-def first_recipe(path: Path, model: Mapping[str, Any], train: str, held_out: str | None, machine: Machine) -> str:
+def first_recipe(
+    path: Path,
+    model: Mapping[str, Any],
+    train: str,
+    held_out: str | None,
+    machine: Machine,
+    columns: Mapping[str, str] = NO_COLUMNS,
+) -> str:
     """The recipe's text; `model` is its section of that name.
 
     Files that no recipe can name as they are, are written beside it in another form.
     Raises ConfigError for what is neither a file nor a name, and for rows whose columns say nothing.
     """
     if held_out is not None:
-        data = {"train": data_set(train, "data"), "eval": data_set(held_out, "eval")}
+        data = {"train": data_set(train, "data", columns), "eval": data_set(held_out, "eval", columns)}
         known = data["eval"][0]["set"] if isinstance(data["eval"], list) else ""
         if known in SETS and SETS[known].num_items is not None and not _is_complete(Path(held_out), SETS[known]):
             target = path.with_name(f"{path.stem}.eval.jsonl")
             _write_rows(_solved_rows(Path(held_out), SETS[known]), target)
             data["eval"] = str(target)
     else:
-        data = split(path, train)
+        data = split(path, train, columns)
     tree: dict[str, Any] = {"data": data, "model": dict(model)}
     facts, bounds = _facts(tree)
     lengths = sized_lengths(machine, bounds)
@@ -98,7 +106,7 @@ def model_keys(model: str, chat_template: Path | None = None) -> dict[str, Any]:
     return {"source": source, "id": name, **({"revision": revision} if revision else {}), **more}
 
 
-def data_set(name: str, option: str) -> Any:
+def data_set(name: str, option: str, columns: Mapping[str, str] = NO_COLUMNS) -> Any:
     """The value of data.train or data.eval: a registered name, a hub's id, or a file and how its rows are read."""
     if name in SETS or _REMOTE.match(name):
         return name
@@ -110,48 +118,69 @@ def data_set(name: str, option: str) -> Any:
             f"--{option} {name} is no file or folder here, no id of a hub and no registered set "
             f"({', '.join(SETS)})"
         )
-    if _reads(path, OWN):
+    if not columns and _read_as(path, OWN):
         return name
     for known in SETS.values():
-        if known.name != "choice" and _reads(path, known):
+        if not columns and known.name != "choice" and _is_unmistakable(_read_as(path, known)):
             return [{"set": known.name, "path": name}]
-    return [{"set": name, "columns": guessed_columns(path)}]
+    return [{"set": name, "columns": guessed_columns(path, columns)}]
 
 
-def guessed_columns(path: Path) -> dict[str, str]:
-    """Which columns of a file hold problem and answer, by their names. Raises ConfigError where none do."""
+def guessed_columns(path: Path, said: Mapping[str, str] = NO_COLUMNS) -> dict[str, str]:
+    """Which columns of a file hold problem and answer: as `said`, else by their names.
+
+    Raises ConfigError where none do.
+    """
     rows = next(iterate_rows(path), [])
     names = list(rows[0]) if rows else []
-    by_word = {name.lower().strip(): name for name in names}
-    problem = next((by_word[word] for word in _PROBLEMS if word in by_word), None)
-    answer = next((by_word[word] for word in _ANSWERS if word in by_word and by_word[word] != problem), None)
+    if unknown := [name for name in said.values() if name not in names]:
+        raise ConfigError(f"{path} has no column {unknown[0]}, but {', '.join(names)}; correct --columns")
+    by_word = {name.lower().strip(): name for name in names if name not in said.values()}
+    problem = said.get("problem") or next((by_word[word] for word in _PROBLEMS if word in by_word), None)
+    answers = (by_word[word] for word in _ANSWERS if word in by_word and by_word[word] != problem)
+    answer = said.get("answer") or next(answers, None)
     if problem is None or answer is None:
         raise ConfigError(
             f"{path} has the columns {', '.join(names) or '(none)'}, none of which says by its name that it holds "
-            "the problem or the answer; write data.columns.problem and data.columns.answer into a recipe yourself "
-            "(dapo config explain data.columns), or rename the columns to problem and answer"
+            f"the {'problem' if problem is None else 'answer'}; add --columns problem=NAME,answer=NAME"
         )
     asked = "messages" if chat_of(rows[0][problem]) is not None else "problem"
-    return {asked: problem, "answer": answer}
+    return {**said, asked: problem, "answer": answer}
 
 
-def _reads(path: Path, known: ProblemSet) -> bool:
-    """Whether the first rows are of a set's form."""
+def columns_said(text: str | None) -> dict[str, str]:
+    """`problem=NAME,answer=NAME` as a dictionary. Raises ConfigError for anything else."""
+    pairs = [part.partition("=") for part in (text or "").split(",") if part]
+    if not all(name in ("problem", "answer") and column for name, _, column in pairs):
+        raise ConfigError(f"--columns {text} is not problem=NAME,answer=NAME")
+    return {name: column for name, _, column in pairs}
+
+
+def _read_as(path: Path, known: ProblemSet) -> list[tuple[Mapping[str, Any], Problem]]:
+    """The first rows of a file in a set's form, with their problems; none if one of them is of another form."""
     try:
         tried = list(itertools.islice(iterate_problems(path, known.schemas), NUM_TRIED))
-    except ProblemsError:  # another form
-        return False
-    return not any(isinstance(problem, Unusable) for _, _, problem in tried)
+    except ProblemsError:
+        return []
+    found = [(row, problem) for _, row, problem in tried if isinstance(problem, Problem)]
+    return found if len(found) == len(tried) else []
 
 
-def split(recipe: Path, train: str) -> dict[str, Any]:
+def _is_unmistakable(found: Sequence[tuple[Mapping[str, Any], Problem]]) -> bool:
+    """Whether a set's form says more than columns do: an answer within a text, options to be written out."""
+    return any(
+        not {problem.text, problem.gold} <= {str(value) for value in row.values()} for row, problem in found
+    )
+
+
+def split(recipe: Path, train: str, columns: Mapping[str, str] = NO_COLUMNS) -> dict[str, Any]:
     """data.train and data.eval of one source: its own test split, or two files beside the recipe.
 
     Raises ConfigError for a source that has to be fetched, or is too large or small to be split here.
     """
     if train in SETS and SETS[train].test:
         return {"train": train, "eval": train}
-    value, source = data_set(train, "data"), Path(train)
+    value, source = data_set(train, "data", columns), Path(train)
     if not source.is_file() or source.stat().st_size > MAX_SPLIT_BYTES:
         raise ConfigError(f"--data {train} comes without a held-out set; name one with --eval")
     one = value[0] if isinstance(value, list) else {"set": value}

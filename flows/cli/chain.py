@@ -34,6 +34,9 @@ def init(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write, such as my.yaml.")],
     model: Annotated[str, typer.Option(help="Model folder, or a hub's id: ORG/NAME, modelscope:ORG/NAME.")],
     data: Annotated[str, typer.Option(help="To train on: a file, a name or a hub's id.")],
+    columns: Annotated[
+        str | None, typer.Option(help="problem=NAME,answer=NAME: what the columns of the files hold.")
+    ] = None,
     held_out: Annotated[
         str | None, typer.Option("--eval", help="To evaluate with; default: part of --data, or its test split.")
     ] = None,
@@ -45,7 +48,7 @@ def init(
     from dapo_core.errors import ConfigError
     from flows.config import load_config
     from flows.tables import print_findings
-    from tasks.first_recipe import Machine, first_recipe, model_keys
+    from tasks.first_recipe import Machine, columns_said, first_recipe, model_keys
     from tasks.preflight.finding import OK
     from tasks.preflight.run import examine
 
@@ -53,7 +56,9 @@ def init(
         raise ConfigError(f"{path} exists; name another file, or remove it")
     keys = model_keys(model, chat_template)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(first_recipe(path, keys, data, held_out, Machine.this()), encoding="utf-8")
+    path.write_text(
+        first_recipe(path, keys, data, held_out, Machine.this(), columns_said(columns)), encoding="utf-8"
+    )
     findings = examine(load_config(path))
     print_findings([finding for finding in findings if finding.status != OK])
     typer.echo(f"wrote {path}; next: dapo plan {path}, then dapo run {path}")

@@ -261,6 +261,12 @@ def test_networks_that_do_not_work_are_told_apart(
     assert re.search("through the proxy.*HTTPS_PROXY", str(said("http://hub.example")))
 
 
+def test_an_address_with_a_password_is_refused_without_showing_it() -> None:
+    with pytest.raises(downloads.BadReference, match="a user or password") as caught:
+        resolve(f"https://me:hidden-word@a.org/b#sha256={'0' * 64}")
+    assert "hidden-word" not in str(caught.value)
+
+
 def test_archives_stay_in_their_folder(hub: HubServer, tmp_path: Path) -> None:
     def pinned(name: str) -> str:
         hub.plain[f"/{name}"] = (tmp_path / name).read_bytes()

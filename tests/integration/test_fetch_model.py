@@ -156,6 +156,15 @@ def test_a_killed_download_asks_only_for_what_is_missing(hub: HubServer, tmp_pat
     assert "download percent 100 of 100: 7 of 7 files, 3.0 MB of 3.0 MB" in done.stdout
 
 
+def test_weights_of_another_model_are_not_mixed_with_it(hub: HubServer, tmp_path: Path, files: Files) -> None:
+    hub.model().commit(files)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/model-00001-of-00002.safetensors").touch()
+    with pytest.raises(ModelError, match=r"out holds model-00001-of-00002\.safetensors, which the model to fetch"):
+        fetch_model_files(recipe(tmp_path).model, tmp_path / "out")
+    assert hub.contents() == []
+
+
 def test_a_commit_that_moved_under_way_is_refused(hub: HubServer, tmp_path: Path, files: Files) -> None:
     hub.model().commit(files)
     model = recipe(tmp_path, "model.source=modelscope").model

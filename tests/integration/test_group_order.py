@@ -15,6 +15,7 @@ from dapo_core.rollout import Group
 from dapo_core.sampler import Draw, Sampler
 from dapo_core.token_account import FATES
 from dapo_core.training import train
+from tests.in_process import without_ray
 from tests.trainings import World, config_of
 
 NUM_STEPS = 4
@@ -39,7 +40,7 @@ class Seen:
         return [group for draw in self.draws for group in draw.groups]
 
 
-def _train(world: World, ray_address: str, folder: Path, order: str, calls: Sequence[int]) -> Seen:
+def _train(world: World, folder: Path, order: str, calls: Sequence[int]) -> Seen:
     """Train to each of the numbers of steps by a call of its own, with weights that hardly change."""
     (folder / "scorer.py").write_text(SCORER)
     seen = Seen()
@@ -70,17 +71,18 @@ def _train(world: World, ray_address: str, folder: Path, order: str, calls: Sequ
                 rollout={"group_size": 2, "max_response_tokens": 240},
                 train={
                     **{"num_ranks": 1, "train_prompts": TRAIN_PROMPTS, "mini_prompts": TRAIN_PROMPTS},
-                    **{"learning_rate": 1e-9, "total_steps": total_steps, "ray_address": ray_address},
+                    **{"learning_rate": 1e-9, "total_steps": total_steps},
                 },
                 checkpoint={"asynchronous": False},
             )
-            train(config, world.data, world.model, folder / "run", note)
+            with without_ray():
+                train(config, world.data, world.model, folder / "run", note)
     return seen
 
 
 @pytest.fixture(scope="module")
-def stream(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return _train(world, ray_address, tmp_path_factory.mktemp("stream"), "stream", (NUM_STEPS - 1, NUM_STEPS))
+def stream(world: World, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return _train(world, tmp_path_factory.mktemp("stream"), "stream", (NUM_STEPS - 1, NUM_STEPS))
 
 
 def _mean_length(groups: Sequence[Group]) -> float:
@@ -92,7 +94,7 @@ def _has_signal(group: Group) -> bool:
 
 
 def test_trained_groups_are_as_long_as_those_with_signal_unless_the_first_to_finish_are_taken(
-    stream: Seen, world: World, ray_address: str, tmp_path: Path
+    stream: Seen, world: World, tmp_path: Path
 ) -> None:
     with_signal = sorted(
         (group for group in stream.finished if _has_signal(group)), key=lambda group: group.group_id
@@ -100,7 +102,7 @@ def test_trained_groups_are_as_long_as_those_with_signal_unless_the_first_to_fin
     num_kept = NUM_STEPS * TRAIN_PROMPTS
     assert [group.group_id for group in stream.kept] == [group.group_id for group in with_signal[:num_kept]]
     assert _mean_length(stream.kept) == _mean_length(with_signal[:num_kept])
-    finish = _train(world, ray_address, tmp_path, "finish", (NUM_STEPS,))
+    finish = _train(world, tmp_path, "finish", (NUM_STEPS,))
     assert len(finish.kept) == num_kept
     assert _mean_length(finish.kept) < 0.9 * _mean_length(stream.kept)
     cut = [np.mean([line["sampler/kept_clip_ratio"] for line in seen.metrics]) for seen in (finish, stream)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dapo_core.metrics import METRICS_FILE
 from dapo_core.training import train
 from durable import read_json_lines
 from flows.config import load_config
+from tests.in_process import without_ray
 from tests.metric_names import NAME_VALUE
 from tests.trainings import World, config_of
 
@@ -33,23 +35,22 @@ Start = Callable[..., list[dict[str, float]]]
 
 
 @pytest.fixture
-def start(world: World, ray_address: str, tmp_path: Path) -> Start:
-    """Train one rank in the running Ray with the given keys, by section; returns the lines of metrics.jsonl.
+def start(world: World, request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+    """Train with the given keys, by section; returns the lines of metrics.jsonl. Only several ranks use Ray.
 
     `scorer` is the source of a file for custom_reward.path.
     """
 
     def run(scorer: str | None = None, **changes: dict[str, Any]) -> list[dict[str, float]]:
-        changes["train"] = {
-            "num_ranks": 1,
-            "total_steps": 1,
-            "ray_address": ray_address,
-            **changes.get("train", {}),
-        }
+        changes["train"] = {"num_ranks": 1, "total_steps": 1, **changes.get("train", {})}
+        is_single = changes["train"]["num_ranks"] == 1
+        if not is_single:
+            changes["train"]["ray_address"] = request.getfixturevalue("ray_address")
         if scorer is not None:
             (tmp_path / "scorer.py").write_text(scorer)
             changes["custom_reward"] = {"path": str(tmp_path / "scorer.py")}
-        train(config_of(**changes), world.data, world.model, tmp_path / "run")
+        with without_ray() if is_single else nullcontext():
+            train(config_of(**changes), world.data, world.model, tmp_path / "run")
         return read_json_lines(tmp_path / "run" / METRICS_FILE)
 
     return run

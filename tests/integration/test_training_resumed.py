@@ -30,6 +30,7 @@ from flows.config import Config
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.processes.supervisor import descendants
 from tasks.stage_command import dapo_command
+from tests.in_process import without_ray
 from tests.trainings import World, config_of
 
 FAR = 120.0
@@ -52,7 +53,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True)
 class Begun:
-    """A training of four steps on two ranks, validated after each."""
+    """A training of four steps on one rank in this process, validated after each."""
 
     output: Path
     scorer: Path
@@ -70,7 +71,7 @@ class Begun:
         """Let trainings continue."""
         self.scorer.with_name("hold").unlink()
 
-    def config(self, ray_address: str | None, **changes: dict[str, Any]) -> Config:
+    def config(self, **changes: dict[str, Any]) -> Config:
         """Its configuration with other keys."""
         sections = {
             "custom_reward": {"path": str(self.scorer)},
@@ -79,13 +80,13 @@ class Begun:
             **changes,
         }
         sections["checkpoint"] = {"save_every": 3, "keep_last": 1, "keep_best": 1, **changes.get("checkpoint", {})}
-        train = {"total_steps": 4, "learning_rate": 2e-2, "ray_address": ray_address}
+        train = {"total_steps": 4, "learning_rate": 2e-2, "num_ranks": 1}
         sections["train"] = {**train, **changes.get("train", {})}
         return config_of(**sections)
 
 
 @pytest.fixture(scope="module")
-def begun(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Begun:
+def begun(world: World, tmp_path_factory: pytest.TempPathFactory) -> Begun:
     folder = tmp_path_factory.mktemp("begun")
     scorer = folder / "scorer.py"
     scorer.write_text(SCORER)
@@ -94,7 +95,8 @@ def begun(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFacto
     def record(step: int, metrics: dict[str, float]) -> None:
         begun.validated[step] = metrics["validation/accuracy"]
 
-    train(begun.config(ray_address), world.data, world.model, begun.output, record, held_out_path=world.data)
+    with without_ray():
+        train(begun.config(), world.data, world.model, begun.output, record, held_out_path=world.data)
     return begun
 
 
@@ -126,7 +128,7 @@ def test_a_finished_training_starts_nothing(
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     (checkpoints / "step_000003.0123.partial").mkdir()
     monkeypatch.setattr(training, "start_cluster", lambda *_: pytest.fail("it was started again"))
-    result = train(begun.config(None), world.data, world.model, output, held_out_path=world.data)
+    result = train(begun.config(), world.data, world.model, output, held_out_path=world.data)
     assert (result.checkpoint, result.steps) == (checkpoints / "step_000004", 4)
     assert result.policy_version == read_state(result.checkpoint).policy_version
     assert importlib.import_module("crash").differences(begun.output, output) == []
@@ -136,14 +138,12 @@ def test_a_finished_training_starts_nothing(
 def test_another_training_starts_from_its_checkpoint_with_allowed_changes(
     begun: Begun, world: World, ray_address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On one rank instead of two, at another rate; other changes are refused before anything starts."""
-    changed: dict[str, Any] = {"num_ranks": 1, "learning_rate": 1e-2, "total_steps": 5}
+    """On two ranks instead of one, at another rate; other changes are refused before anything starts."""
+    changed: dict[str, Any] = {"num_ranks": 2, "learning_rate": 1e-2, "total_steps": 5, "ray_address": ray_address}
     resume = {"resume": str(begun.output)}
 
     def go(allowed: list[str], **train_changes: Any) -> None:
-        config = begun.config(
-            ray_address, train=changed | train_changes, checkpoint={**resume, "allow_changed": allowed}
-        )
+        config = begun.config(train=changed | train_changes, checkpoint={**resume, "allow_changed": allowed})
         train(config, world.data, world.model, tmp_path / "other", held_out_path=world.data)
 
     with pytest.raises(
@@ -169,11 +169,9 @@ def test_another_training_starts_from_its_checkpoint_with_allowed_changes(
     assert read_state(after).identity["train.learning_rate"] == 1e-2
 
 
-def test_validation_without_a_held_out_set_is_refused(
-    begun: Begun, world: World, ray_address: str, tmp_path: Path
-) -> None:
+def test_validation_without_a_held_out_set_is_refused(begun: Begun, world: World, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"validation\.every=1 needs a held-out set; name one with --held-out"):
-        train(begun.config(ray_address), world.data, world.model, tmp_path)
+        train(begun.config(), world.data, world.model, tmp_path)
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = FAR) -> None:
@@ -193,7 +191,7 @@ def stopped_by_itself(begun: Begun, world: World, config: Config, output: Path) 
 
     sender = threading.Thread(target=send)
     sender.start()
-    with pytest.raises(TrainingStopped) as caught:
+    with pytest.raises(TrainingStopped) as caught, without_ray():
         train(config, world.data, world.model, output, held_out_path=world.data)
     sender.join()
     return caught.value
@@ -225,13 +223,13 @@ def stopped_by_ctrl_c(begun: Begun, world: World, config: Config, output: Path) 
 
 
 def test_a_stopped_and_continued_training_ends_with_the_same_bits(
-    begun: Begun, world: World, ray_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begun: Begun, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the last step is due to be saved: each stop leaves the checkpoint that the next one continues from."""
     monkeypatch.syspath_prepend(str(PROJECT_ROOT / "bench"))
     seldom = {"save_every": 100, "keep_best": 0}
     output, handler = tmp_path / "stopped", signal.getsignal(signal.SIGTERM)
-    config = begun.config(ray_address, checkpoint=seldom)
+    config = begun.config(checkpoint=seldom)
     stopped = stopped_by_itself(begun, world, config, output)
     checkpoints = output / "checkpoints"
     assert str(stopped) == (
@@ -239,12 +237,13 @@ def test_a_stopped_and_continued_training_ends_with_the_same_bits(
         "the same command continues"
     )
     assert signal.getsignal(signal.SIGTERM) == handler  # not Ray's
-    exit_code, log = stopped_by_ctrl_c(begun, world, begun.config(None, checkpoint=seldom), output)
+    exit_code, log = stopped_by_ctrl_c(begun, world, config, output)
     assert exit_code == 130, log
     assert "SIGINT received: writing a last checkpoint after step 3, then ending" in log
     assert "TrainingStopped: training was stopped after step 3 of 4" in log
     assert "Traceback" not in log
     assert latest_checkpoint(checkpoints) == checkpoints / "step_000003"
     begun.let_go()
-    train(config, world.data, world.model, output, held_out_path=world.data)
+    with without_ray():
+        train(config, world.data, world.model, output, held_out_path=world.data)
     assert importlib.import_module("crash").differences(begun.output, output) == []

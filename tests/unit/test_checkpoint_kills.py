@@ -146,6 +146,7 @@ def _go_on(folder: Path, model_path: Path) -> None:
     _assert_all_complete(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_kill_at_any_change_leaves_the_old_or_the_new_checkpoint(
     tmp_path: Path, model_path: Path, is_first: bool
@@ -181,6 +182,7 @@ def test_a_kill_while_the_finished_output_is_tidied(tmp_path: Path, model_path: 
     assert seen == {(5, 10, 15, 20), (5, 15, 20), (5, 20)}
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_any_change_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, model_path: Path) -> None:
     before = tmp_path / "before"
     write(make_writer(before, model_path, **KEEP), STATES[5], STATES[10], STATES[15])

@@ -145,6 +145,7 @@ def test_preparation_does_as_the_recipe_says(mode: str, tmp_path: Path) -> None:
     assert [hit["train_set"] for hit in card["contamination"]["hits"]] == ["first.jsonl", "second.jsonl"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DATA is None, reason="DAPO_TEST_DATA names no folder of published data sets")
 def test_published_sets() -> None:
     """DAPO-Math-17k has 24 rows that are problems of MATH-500 and 32 of AMC 2023's, but none of AIME 2024's."""

@@ -117,6 +117,7 @@ def test_interval_and_test_never_contradict_each_other() -> None:
     assert len(seen) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "k"), [(30, 1), (30, 32), (100, 4)])
 def test_intervals_cover_the_truth_with_few_items(n: int, k: int) -> None:
     """The percentile bootstrap covers 90.7 % with 30 items; bench/intervals.py has the whole table."""

@@ -11,7 +11,7 @@ import pytest
 from dapo_core.errors import ConfigError
 from flows.config import load_config
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.first_recipe import Machine, data_set, first_recipe, guessed_columns, model_keys
+from tasks.first_recipe import Machine, columns_said, data_set, first_recipe, guessed_columns, model_keys
 from tasks.preflight.finding import OK, PreflightError
 from tasks.preflight.run import examine
 from tests.tiny_models import Architecture, build_tiny
@@ -105,9 +105,24 @@ def test_a_registered_form_is_recognised_and_a_part_of_it_does_not_bear_its_name
     assert row == {"id": "0", "problem": "How many? 0", "answer": "0"}
 
 
-def test_columns_that_say_nothing_are_refused_with_the_keys(folder: Path) -> None:
+def test_columns_are_named_by_their_names_or_the_option(folder: Path) -> None:
     Path("x.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match=r"has the columns a, b, none of which .* data\.columns\.problem"):
+    with pytest.raises(ConfigError, match=r"has the columns a, b, none of which .* the problem; add --columns"):
         guessed_columns(Path("x.csv"))
+    assert data_set("x.csv", "data", columns_said("problem=a,answer=b")) == [
+        {"set": "x.csv", "columns": {"problem": "a", "answer": "b"}}
+    ]
+    with pytest.raises(ConfigError, match="has no column c"):
+        guessed_columns(Path("x.csv"), columns_said("problem=c"))
+    with pytest.raises(ConfigError, match="is not problem=NAME"):
+        columns_said("question=a")
     Path("y.csv").write_text("Prompt,solution,label\n1,2,3\n")
     assert guessed_columns(Path("y.csv")) == {"problem": "Prompt", "answer": "label"}
+
+
+def test_a_file_of_whole_numbers_is_no_benchmark(folder: Path) -> None:
+    rows = "".join(f"What is {n} and {n}?,{2 * n}\n" for n in range(60))
+    Path("own.csv").write_text("question,answer\n" + rows + 'How much in all?,"1,080"\n')
+    assert data_set("own.csv", "data") == [
+        {"set": "own.csv", "columns": {"problem": "question", "answer": "answer"}}
+    ]

@@ -154,6 +154,7 @@ def _cut(rows: list[int], num_parts: int, shuffler: Random) -> list[list[int]]:
     return [rows[start:end] for start, end in pairwise(cuts)]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     batch=_mini_batches(),

@@ -14,6 +14,7 @@ from dapo_core.model_folder import (
     INDEX_FILE,
     SINGLE_FILE,
     copy_model_files,
+    files_to_fetch,
     model_fingerprint,
     require_model_folder,
     require_own_files,
@@ -98,3 +99,55 @@ def test_links_in_a_circle_are_named(tmp_path: Path, name: str) -> None:
     (folder / "other").symlink_to(name)
     with pytest.raises(ModelError, match=rf"{name} is a link to other, which leads back to it; replace it"):
         require_own_files(folder)
+
+
+SMALL = ["config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+
+
+@pytest.mark.parametrize(
+    ("others", "kept"),
+    [
+        (["model.safetensors", "README.md", ".gitattributes", "LICENSE"], ["model.safetensors", "LICENSE"]),
+        (
+            [*SHARDS, "consolidated.safetensors", "params.json", "original/consolidated.00.pth"],
+            [*SHARDS, "params.json"],
+        ),
+        ([*SHARDS, "model.safetensors", "model.fp16.safetensors"], SHARDS),
+        (["model.safetensors", "pytorch_model.bin", "tf_model.h5", "onnx/model.onnx"], ["model.safetensors"]),
+        (["weights.safetensors", "chat_template.jinja", "tokenizer.model"], None),
+        (["model.safetensors", "additional_chat_templates/tool_use.jinja"], None),
+        (["model.safetensors", "modeling_x.py", "figures/plot.png", "model-q4.gguf"], ["model.safetensors"]),
+    ],
+)
+def test_of_a_repository_only_what_is_read_is_fetched(others: list[str], kept: list[str] | None) -> None:
+    assert files_to_fetch([*SMALL, *others]) == sorted([*SMALL, *(others if kept is None else kept)])
+
+
+@pytest.mark.parametrize(
+    ("paths", "said"),
+    [
+        (
+            [*SMALL, "pytorch_model.bin"],
+            r"its weights are pickled \(pytorch_model\.bin\).*model\.allow_pickle=true",
+        ),
+        ([*SMALL, "model-q4.gguf"], r"it has no safetensors, but weights as \.gguf; name a repository"),
+        (["adapter_config.json", "adapter_model.safetensors"], r"it holds an adapter, not a model: merge it"),
+        ([*SMALL[1:], "model.safetensors"], r"it lacks config\.json"),
+        (
+            ["config.json", "model.safetensors"],
+            r"it lacks a tokenizer \(tokenizer\.json or tokenizer_config\.json\)",
+        ),
+    ],
+)
+def test_a_repository_without_a_model_is_refused_with_the_reason(paths: list[str], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        files_to_fetch(paths)
+
+
+def test_pickles_come_with_their_index_and_code_with_leave() -> None:
+    pickles = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)] + ["pytorch_model.bin.index.json"]
+    code = ["modeling_x.py", "parts/rope.py"]
+    paths = [*SMALL, *pickles, *code, "training_args.bin"]
+    assert files_to_fetch(paths, allow_pickle=True) == sorted([*SMALL, *pickles])
+    assert files_to_fetch(paths, allow_pickle=True, with_code=True) == sorted([*SMALL, *pickles, *code])

@@ -91,6 +91,17 @@ def test_everything_is_said_at_once_with_keys_that_fit(tmp_path: Path, model: Pa
         assert words in str(caught.value)
 
 
+def test_a_base_model_passes_with_a_chat_template_of_its_own(tmp_path: Path, model: Path) -> None:
+    bare = Path(shutil.copytree(model, tmp_path / "bare"))
+    template = (bare / "chat_template.jinja").rename(tmp_path / "mine.jinja")
+    config = recipe(tmp_path, bare)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": str(template)})})
+    assert not found(config, FAIL)
+    template.unlink()
+    [finding] = found(config, FAIL)
+    assert "mine.jinja cannot be read" in finding.found
+
+
 def test_a_prompt_longer_than_its_limit_is_found_and_the_proposed_keys_pass(tmp_path: Path, model: Path) -> None:
     train = write_training(tmp_path / "t.parquet", golds=["1", "2" * 100])
     config = recipe(tmp_path, model, train)

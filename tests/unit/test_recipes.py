@@ -13,8 +13,11 @@ import yaml
 from dapo_core.config.derived import derive
 from dapo_core.config.fields import known_fields
 from dapo_core.errors import ConfigError
+from downloads import Unreachable
+from eval.problems.registry import SETS
 from flows.config import Config, load_config, resolve_config
 from flows.tables import print_derived
+from tasks.runs.plan import plan_chain
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
@@ -107,6 +110,14 @@ DERIVED = {  # in the order of the table
         *(32, 32, 64, 8, 1, 22_528, 64, 1_024, 20_971_520, 23_068_672, 1_920),
         *(2, 400, 20, 12_800, 512, 64, 5_632, 1, 8_192, 5_767_168),
     ],
+    "dapo_qwen3_0_6b_gsm8k": [
+        *(1, 1, 2, 1, 1, 2_560, 64, 512, 1_048_576, 1_310_720, 1_920),
+        *(4, 400, 20, 6_400, 128, 128, 16_384, 6, 256, 655_360),
+    ],
+    "dapo_qwen3_8b_math": [
+        *(8, 8, 16, 4, 1, 10_240, 64, 1_024, 8_388_608, 10_485_760, 1_920),
+        *(4, 400, 40, 6_400, 256, 64, 10_240, 2, 2_048, 2_621_440),
+    ],
     "dapo_qwen3_8b_choice": [
         *(8, 8, 16, 4, 1, 10_240, 64, 1_024, 8_388_608, 10_485_760, 1_920),
         *(4, 400, 40, 6_400, 256, 64, 10_240, 2, 2_048, 2_621_440),
@@ -134,8 +145,11 @@ def test_sharding_within_nodes_makes_copies() -> None:
     assert derived["data-parallel ranks"] == 16  # sharding does not change who sees which response
 
 
-def test_grpo_differs_from_its_dapo_sibling_in_the_algorithm_and_the_task_alone() -> None:
+def test_grpo_differs_from_its_dapo_siblings_in_the_algorithm_and_the_task_alone() -> None:
     grpo, dapo = load("grpo_qwen3_8b_math"), load("dapo_qwen3_8b_choice")
+    mathematics = load("dapo_qwen3_8b_math")
+    differing = {key for key in known_fields(Config) if value_of(mathematics, key) != value_of(dapo, key)}
+    assert differing == {"run.name", "data.train", "data.eval", "custom_reward.path"}
     differing = {key for key in known_fields(Config) if value_of(grpo, key) != value_of(dapo, key)}
     task = {"run.name", "data.train", "data.eval", "custom_reward.path", "evaluate.benchmark"}
     assert differing - task == {
@@ -162,3 +176,21 @@ def test_the_papers_recipe_is_the_defaults_but_for_hardware_warm_up_and_evaluati
 def test_a_placeholder_in_a_recipe_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.path = '<MODEL>' still holds a placeholder"):
         load("dapo_qwen3_32b_math", "model.path=<MODEL>")
+
+
+def no_answer(*_: object) -> None:
+    raise Unreachable("no answer")
+
+
+@pytest.mark.parametrize("name", ["dapo_qwen3_8b_math", "dapo_qwen3_0_6b_gsm8k", "dapo_qwen3_8b_choice"])
+def test_a_recipe_of_published_sets_plans_offline_and_says_what_it_would_fetch(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("downloads.modelscope.resolve", no_answer)  # whose client tries for a quarter of a minute
+    config = load(name, f"store.path={tmp_path}")
+    data, model, *_ = plan_chain(config)
+    assert model.note.startswith(f"would fetch hf:{config.model.id}, which cannot be resolved now: HF_HUB_OFFLINE")
+    for one, split in ((config.data.train[0], "train"), (config.data.eval[0], "test")):
+        reference = SETS[one.set].source(split)
+        assert ("fetches " if reference.startswith("https://") else "would fetch ") + reference in data.note

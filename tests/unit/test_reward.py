@@ -166,6 +166,7 @@ def test_a_hostile_tail_takes_no_time(name: str) -> None:
         assert time.process_time() - started < 0.1, tail[:20]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(response=st.text(alphabet="answer: \\textboxdfrac{}$#19,.-=\n", max_size=300), truth=st.text(max_size=20))
 def test_rules_without_a_time_limit_never_raise(response: str, truth: str) -> None:

@@ -265,6 +265,24 @@ def test_a_local_model_is_linked_not_copied_and_changes_are_seen(tmp_path: Path)
     assert store.lookup(taken.stage, taken.key) == taken  # the old one is as it was
 
 
+def test_a_chat_template_leaves_the_folder_that_it_was_named_for_as_it_is(tmp_path: Path) -> None:
+    source = build_tiny_qwen3(tmp_path / "model")
+    theirs = (source / "chat_template.jinja").read_bytes()
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    config = make_config(source, model={"path": str(source), "chat_template": str(template)})
+    (tmp_path / "taken").mkdir()
+    take_model_folder(config, tmp_path / "taken")
+    assert (tmp_path / "taken/chat_template.jinja").read_bytes() == template.read_bytes()
+    assert (source / "chat_template.jinja").read_bytes() == theirs
+    first = LINKS["fetch_model"].key(config)
+    template.write_text(template.read_text() + "A:")
+    assert LINKS["fetch_model"].key(config).key != first.key
+    template.unlink()
+    with pytest.raises(ConfigError, match=r"model\.chat_template=.*mine\.jinja cannot be read: No such file"):
+        LINKS["fetch_model"].key(config)
+
+
 def test_an_incomplete_model_is_refused_before_any_work(tmp_path: Path) -> None:
     source = build_tiny_qwen3(tmp_path / "model")
     (source / "config.json").unlink()

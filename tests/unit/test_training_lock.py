@@ -96,6 +96,7 @@ def test_a_look_at_the_lock_does_not_skip_the_run_that_takes_it(tmp_path: Path) 
         timer.join()
 
 
+@pytest.mark.slow
 def test_the_lock_outlasts_a_flow_that_was_killed_and_skips_a_run_that_does_not_wait(tmp_path: Path) -> None:
     path = tmp_path / "training.lock"
     with training(path) as flow:

@@ -1,0 +1,134 @@
+"""A cluster of threads in this process, for trainings in which neither Ray nor a death is what is tested.
+
+Policy, engine and scoring are the real ones; a training takes seconds, where Ray and two processes that import
+torch and transformers take twenty.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, TimeoutError, wait
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ray.exceptions import GetTimeoutError
+
+from dapo_core import training
+from dapo_core.checkpoint.shards import seed_generators
+from dapo_core.cluster import actors, policy_group, rollout_group
+from dapo_core.cluster.actors import Actors
+from dapo_core.cluster.policy_group import PolicyGroup
+from dapo_core.cluster.rollout_group import RolloutGroup
+from dapo_core.cluster.start import Cluster, engine_settings
+from dapo_core.config.training import TrainingConfig
+from dapo_core.device import device_for
+from dapo_core.engines.base import build_engine
+from dapo_core.policy.rank import Policy
+from dapo_core.pretrained import load_model_config, load_tokenizer
+from dapo_core.rollout import RolloutWorker
+
+
+class _Reference:
+    """A result to come; like Ray's, it is the same one when it is copied."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Reference:
+        return self
+
+
+class _Actor:
+    """Calls of an object's methods one after the other on a thread, with copies of arguments and results."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self.executor = ThreadPoolExecutor(1)
+        self.target = self.executor.submit(build).result()
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: self._submit(name, arguments))
+
+    def _submit(self, name: str, arguments: tuple[Any, ...]) -> _Reference:
+        values = [_get(each) if isinstance(each, _Reference) else copy.deepcopy(each) for each in arguments]
+        method = (lambda: "here") if name == "place" else getattr(self.target, name)
+        return _Reference(self.executor.submit(lambda: copy.deepcopy(method(*values))))
+
+
+def _get(references: Any, timeout: float | None = None) -> Any:
+    try:
+        if isinstance(references, _Reference):
+            return references.future.result(timeout)
+        return [reference.future.result(timeout) for reference in references]
+    except TimeoutError as error:
+        raise GetTimeoutError("not yet") from error
+
+
+def _put(value: Any) -> _Reference:
+    future: Future[Any] = Future()
+    future.set_result(copy.deepcopy(value))
+    return _Reference(future)
+
+
+def _wait(references: Sequence[_Reference], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+    waiting = FIRST_COMPLETED if num_returns < len(references) else "ALL_COMPLETED"
+    done = wait([reference.future for reference in references], timeout, waiting).done
+    return [each for each in references if each.future in done], [
+        each for each in references if each.future not in done
+    ]
+
+
+@contextmanager
+def _start_cluster(config: TrainingConfig, model_path: Path) -> Iterator[Cluster]:
+    """As dapo_core.cluster.start.start_cluster, with one rank and one worker."""
+    assert config.train.num_ranks == config.rollout.num_workers == 1
+    device = device_for("cpu")
+
+    def build_policy() -> Policy:
+        seed_generators(config.run.seed, 0, num_optimizer_steps=0)
+        return Policy(model_path, config)
+
+    def build_worker() -> RolloutWorker:
+        settings = engine_settings(config, device)
+        engine = build_engine(config.rollout.engine, model_path, settings, seed=config.run.seed, device="cpu")
+        return RolloutWorker(engine, load_tokenizer(model_path), config)
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        started: list[_Actor] = []
+        try:
+            started.append(_Actor(build_policy))
+            started.append(_Actor(build_worker))
+            policy, worker = started
+            watched = Actors()
+            watched.add("policy rank", [policy])
+            watched.add("rollout worker", [worker])
+            hidden_size = load_model_config(model_path).get_text_config().hidden_size
+            yield Cluster(
+                PolicyGroup([policy], config, watched, hidden_size),
+                RolloutGroup([worker], config.sampler.max_seconds_without_kept, watched),
+            )
+        finally:
+            if len(started) == 2:
+                _get(started[1].close.remote())
+            for actor in started:
+                actor.executor.shutdown()
+            torch.use_deterministic_algorithms(is_deterministic)
+            torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def without_ray() -> Iterator[None]:
+    """Trainings inside the block run in this process."""
+    ray = SimpleNamespace(get=_get, put=_put, wait=_wait)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (actors, policy_group, rollout_group):
+            patch.setattr(module, "ray", ray)
+        patch.setattr(training, "start_cluster", _start_cluster)
+        yield
