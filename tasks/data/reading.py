@@ -21,6 +21,7 @@ from tasks.config import ChainConfig
 from tasks.data.sources import Source
 
 DOWNLOADS = ".downloads"  # in the store: files of remote sets, by commit
+DETAILS = {"index", "unique_id", "id", "idx", "subject", "level"}  # of extra_info
 MAX_EXAMPLES = 3  # of each reason
 EXAMPLE_CHARACTERS = 300
 REPEATED = "the same problem again"
@@ -103,8 +104,13 @@ def advice_for(config: ChainConfig) -> str:
 
 
 def to_row(source: Source, problem: Problem, row: Row) -> dict[str, Any]:
-    """A problem in DAPO-Math-17k's schema, with its bare text, its set and how it is asked and graded."""
+    """A problem in DAPO-Math-17k's schema, with its bare text, its set and how it is asked and graded.
+
+    Of several sets the usual details are texts, since one set may have numbers where another has words.
+    """
     info = dict(problem.extra_info)
+    if source.is_one_of_several:
+        info |= {name: str(info[name]) for name in DETAILS & info.keys() if info[name] is not None}
     details = {"index": problem.id, "subject": problem.subject, "level": problem.level}
     if not info:
         info = {name: value for name, value in details.items() if value is not None}

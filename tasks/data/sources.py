@@ -44,6 +44,7 @@ class Source:
     path: Path | None
     weight: float
     asking: Asking
+    is_one_of_several: bool
 
     @property
     def is_generated(self) -> bool:
@@ -72,7 +73,9 @@ class Source:
             "known": known,
             "asking": dataclasses.asdict(self.asking),
         }
-        return hashlib.sha256(canonical_json({**facts, "reference": self.reference})).hexdigest()
+        return hashlib.sha256(
+            canonical_json({**facts, "reference": self.reference, "several": self.is_one_of_several})
+        ).hexdigest()
 
     def content(self) -> str:
         """A digest of its files, or "" if generated. Raises ConfigError, ProblemsError and DownloadError."""
@@ -229,7 +232,8 @@ def _source(config: ChainConfig, given: SetConfig, key: str, split: Split) -> So
     if one.columns.is_set:
         known = dataclasses.replace(known, schemas=(mapped_schema(one.columns),))
     asking = find_asking(one.prompt_template or DEFAULT, one.system_prompt, known.template, one.columns)
-    return Source(key, name, split, known, reference, path, one.weight, asking)
+    several = len(config.data.train if split == "train" else config.data.eval) > 1
+    return Source(key, name, split, known, reference, path, one.weight, asking, several)
 
 
 def mapped_schema(columns: ColumnsConfig) -> Schema:

@@ -166,6 +166,18 @@ def test_a_mixture_reaches_the_stream_and_its_curves(tmp_path: Path) -> None:
     assert [(item.id, item.subject) for item in items] == [("x.json/row-0", "x.json"), ("y.json/row-0", "y.json")]
 
 
+def test_sets_with_numbers_and_words_for_the_same_detail_mix(tmp_path: Path) -> None:
+    words = [{"question": "Ann has 3. How many?", "answer": "#### 3", "level": "easy"}]
+    gsm8k = write(tmp_path / "g.jsonl", words)
+    chat = [{"role": "user", "content": "1 + 1?"}]
+    rows = [{"data_source": "math_dapo", "prompt": chat, "reward_model": {"ground_truth": "2"}}]
+    own = write(tmp_path / "own.parquet", [{**rows[0], "extra_info": {"index": 7, "level": 2, "weights": [1.5]}}])
+    sets = ["arithmetic", {"set": "gsm8k", "path": gsm8k}, own]
+    _, prepared = prepare(recipe(tmp_path, sets, arithmetic={"num_train": 16}), tmp_path)
+    assert [row["extra_info"]["index"] for row in prepared[15:]] == ["15", "row-0", "7"]
+    assert (prepared[-1]["extra_info"]["level"], prepared[-1]["extra_info"]["weights"]) == ("2", [1.5])
+
+
 def test_sets_of_several_graders_and_names_that_are_none_are_refused(tmp_path: Path) -> None:
     mine = write(tmp_path / "mine.jsonl", ROWS)
     for train, held_out, said in (
