@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -44,6 +45,16 @@ class Offline(Unreachable):
     """The environment forbids asking the hub."""
 
     is_lasting = True
+
+
+def disk_is_full(error: OSError) -> DiskTooSmall | None:
+    """The error of a disk that filled up during a download; None for any other one."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return DiskTooSmall(
+        f"the disk filled up during the download: {error}. What has come is kept; make room (dapo gc removes what "
+        "no run needs) and run it again, or set store.path to another disk"
+    )
 
 
 _TLS = re.compile(r"CERTIFICATE|\bSSL|\bTLS", re.IGNORECASE)

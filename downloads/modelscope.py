@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from downloads.errors import AccessDenied, DownloadError, NotFound, Unreachable, WrongContent, unreachable
+from downloads.errors import (
+    AccessDenied,
+    DownloadError,
+    NotFound,
+    Unreachable,
+    WrongContent,
+    disk_is_full,
+    unreachable,
+)
 from downloads.nearest import nearest
 from downloads.snapshot import Kind, RemoteFile, Snapshot
 from downloads.transfer import retried
@@ -109,6 +117,8 @@ def _explained(error: BaseException, repo: str, revision: str | None, kind: Kind
             return busy
         case errors.APIError():
             return DownloadError(f"{_endpoint()} refuses {place}: {error}")
+        case OSError() if (full := disk_is_full(error)) is not None:
+            return full
     return unreachable(_endpoint(), error)
 
 

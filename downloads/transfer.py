@@ -20,7 +20,15 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from downloads.errors import AccessDenied, DownloadError, NotFound, Unreachable, WrongContent, unreachable
+from downloads.errors import (
+    AccessDenied,
+    DownloadError,
+    NotFound,
+    Unreachable,
+    WrongContent,
+    disk_is_full,
+    unreachable,
+)
 from downloads.snapshot import PARTS, OnProgress, Progress, RemoteFile
 
 MAX_PARALLEL = 8
@@ -91,10 +99,12 @@ def fetch_files(
             try:
                 for future in as_completed(futures):
                     future.result()
-            except BaseException:
+            except BaseException as error:
                 download.stopping.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 client.close()
+                if isinstance(error, OSError) and (full := disk_is_full(error)) is not None:
+                    raise full from error
                 raise
 
 

@@ -231,6 +231,16 @@ def test_a_disk_that_is_too_small_is_said_before_the_first_byte(
     assert hub.contents() == []
 
 
+@pytest.mark.parametrize(("scheme", "part"), [("hf", "config.json"), ("modelscope", "config.json.incomplete")])
+def test_a_disk_that_fills_up_is_named(hub: HubServer, tmp_path: Path, scheme: str, part: str) -> None:
+    hub.model().commit(FILES)
+    (tmp_path / ".parts").mkdir()
+    (tmp_path / ".parts" / part).symlink_to("/dev/full")
+    error = failing(f"{scheme}:org/tiny/config.json", tmp_path)
+    assert isinstance(error, downloads.DiskTooSmall)
+    assert "the disk filled up during the download: [Errno 28]" in str(error)
+
+
 @pytest.mark.parametrize("scheme", ["hf", "modelscope", "url"])
 def test_networks_that_do_not_work_are_told_apart(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str

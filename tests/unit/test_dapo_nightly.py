@@ -47,4 +47,4 @@ def test_the_nights_as_deployed_have_the_same_problems(tmp_path: Path, monkeypat
         build_dataset(load_config(given["config"], (*given["overrides"], *few, *seed)), folder)
         written.append({path.name: path.read_bytes() for path in folder.iterdir()})
     assert written[0] == written[1]
-    assert set(written[0]) == {"train.parquet", "eval.parquet", "data_card.json", "data_card.md"}
+    assert {"train.parquet", "eval.parquet"} < set(written[0])

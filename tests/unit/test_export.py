@@ -332,3 +332,4 @@ def test_the_base_model_is_named_if_its_folder_names_it(
     (model / "config.json").write_text(json.dumps({"_name_or_path": name} if name else {}))
     assert base_model_of(make_config(model)) == expected
     assert base_model_of(make_config(tmp_path / "gone")) is None
+    assert base_model_of(make_config(model={"source": "huggingface", "id": "Qwen/Qwen3-8B"})) == "Qwen/Qwen3-8B"

@@ -12,6 +12,7 @@ from prefect.states import Failed
 
 from dapo_core.errors import CheckpointError, DataError, RolloutError, WorkerDied
 from dapo_core.sampler import NotEnoughSignal
+from downloads import AccessDenied, DiskTooSmall, NotFound, Offline, Unreachable, WrongContent
 from eval import EvaluationError
 from tasks.artifacts.artifact import StoreError
 from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
@@ -30,6 +31,7 @@ PASSING = (
     EvaluationError("requests failed"),
     ServerDied("killed"),
     MemoryError(),
+    Unreachable("busy"),
 )
 LASTING = (
     CheckpointError("damaged"),
@@ -40,6 +42,11 @@ LASTING = (
     StageTimedOut("48 h"),
     FileNotFoundError(2, "no such file"),
     TypeError("a mistake of ours"),
+    Offline("by the environment"),
+    AccessDenied("gated"),
+    NotFound("misspelt"),
+    WrongContent("another digest"),
+    DiskTooSmall("16 GB"),
 )
 
 

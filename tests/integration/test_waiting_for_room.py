@@ -1,0 +1,42 @@
+"""A training that waits for room in Ray ends within seconds on a signal, and has said what it waits for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT = """
+import logging, sys
+from dapo_core.cluster import start
+from dapo_core.cluster.connection import connected_to_ray
+from dapo_core.device import device_for
+from dapo_core.config.training import TrainConfig
+from dapo_core.stopping import StopRequest
+
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+start.WORD_SECONDS = 0.5
+with StopRequest(), connected_to_ray(TrainConfig(), num_cpus=1):
+    start._place(start._PolicyRank, 2, 2, device_for("cpu"), [])
+"""
+
+
+def test_sigterm_ends_a_training_that_waits_for_room() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    one = subprocess.Popen([sys.executable, "-c", WAIT], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert one.stdout is not None
+        said = next(line for line in one.stdout if "room in Ray" in line)
+        assert "for 2 workers of {'CPU': 2}: it has {" in said
+        began = time.monotonic()
+        one.send_signal(signal.SIGTERM)
+        one.communicate(timeout=30)
+        assert one.returncode != 0
+        assert time.monotonic() - began < 10
+    finally:
+        one.kill()
+        one.wait()
