@@ -31,7 +31,7 @@ def entry(folder: Path, split: Split = "train", name: str = "my.jsonl") -> dict[
     path = folder / name
     path.write_text("{}", encoding="utf-8")
     asking = Asking("given", True, "{problem}", ())
-    source = Source("data.train.0", name, split, OWN, None, path, 1.0, asking)
+    source = Source("data.train.0", name, split, OWN, None, path, 1.0, asking, is_one_of_several=False)
     count = SetCount(name, read=100, kept=93)
     for row in range(MAX_EXAMPLES + 4):
         count.refuse(row, "no gold answer", {"problem": "a | `b`\nc", "answer": None})
