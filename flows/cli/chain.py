@@ -208,24 +208,33 @@ def plan(
     damaged: its output changed on disk and is made again. stale: the last run of the same run.name had it with
     another key, or its input is to be built. runs: it is not in the store.
 
-    Before that it checks all that files and a second can tell: model, data, lengths, scorer, devices, disk. What
-    would end the run is refused with the keys to change, all at once; warnings follow the table.
+    It also checks all that files and a second can tell: model, data, lengths, scorer, devices, disk. Warnings follow
+    the table. What would end the run is an error with the keys to change, all at once, also for a recipe of another
+    machine.
     """
+    from dapo_core.errors import DapoError
+    from downloads import DownloadError
+    from eval import EvaluationError
     from flows.config import load_config
     from flows.tables import print_findings, print_json, print_plan
-    from tasks.preflight.finding import OK
+    from tasks.preflight.finding import WARN
     from tasks.preflight.run import examine
     from tasks.runs.plan import plan_chain
 
     settings = load_config(config, overrides or ())
     findings = examine(settings, is_smoke)
-    findings.require()
-    stages = plan_chain(settings)
+    try:
+        stages = plan_chain(settings)
+    except (DapoError, EvaluationError, DownloadError):
+        findings.require()  # which says it, and all else that is in the way
+        raise
     if is_json:
         print_json([vars(stage) for stage in stages])
+        findings.require()
         return
     print_plan(stages, is_whole)
-    print_findings([finding for finding in findings if finding.status != OK])
+    print_findings([finding for finding in findings if finding.status == WARN])
+    findings.require()
     typer.echo(f"preflight: {len(findings)} checks, nothing in the way (dapo doctor {config} shows them)")
 
 
