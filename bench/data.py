@@ -50,21 +50,21 @@ def problems_of(given: str) -> Iterator[Problem]:
 
 
 def time_contamination(train_set: str, texts: list[str], sets: dict[str, list[Problem]]) -> None:
-    """Print a row for each evaluation set: its problems, those found among the texts, and the seconds."""
+    """Print a row for each evaluation set: its problems, those found among the texts, and the seconds of CPU."""
     print(f"{len(texts):,} distinct problems of {train_set}\n")
-    print("| evaluation set | problems | found | training rows | word for word | seconds |")
+    print("| evaluation set | problems | found | training rows | word for word | CPU s |")
     print("|---|---:|---:|---:|---:|---:|")
     for name, problems in sets.items():
-        started = time.monotonic()
+        started = time.process_time()
         hits = find_hits(train_set, lambda: iter(texts), {name: problems})
-        seconds = time.monotonic() - started
+        seconds = time.process_time() - started
         rows, equal = {hit.row for hit in hits}, {hit.row for hit in hits if hit.is_equal}
         found = len({hit.item for hit in hits})
         print(f"| {name} | {len(problems):,} | {found:,} | {len(rows):,} | {len(equal):,} | {seconds:.1f} |")
 
 
 def time_tokenizing(path: Path, model: Path, copies: int) -> None:
-    """Print rows, seconds and the peak of the process's memory beyond what the imports took."""
+    """Print rows, seconds, CPU seconds, and the peak of the process's memory beyond what it had."""
     import pyarrow.parquet as pq
 
     tokenizer = load_tokenizer(model)
@@ -73,10 +73,12 @@ def time_tokenizing(path: Path, model: Path, copies: int) -> None:
         with pq.ParquetWriter(train, table.schema) as writer:
             for _ in range(copies):
                 writer.write_table(table, row_group_size=1000)
-        before, started = peak_bytes(), time.monotonic()
+        before, started, used = peak_bytes(), time.monotonic(), time.process_time()
         prompts = tokenized_prompts(train, model, tokenizer, Path(folder), PromptsConfig(too_long="drop"))
         seconds = time.monotonic() - started
+        cpu_seconds = time.process_time() - used
         print(f"\n{len(prompts):,} prompts, {int(prompts.lengths.sum()):,} tokens: {seconds:.1f} s, ", end="")
+        print(f"{cpu_seconds:.1f} s of CPU, ", end="")
         print(f"{(peak_bytes() - before) / 1024**2:.0f} MiB more than before")
 
 

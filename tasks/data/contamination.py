@@ -31,7 +31,8 @@ Mode = Literal["remove", "warn", "error"]
 
 RUN_WORDS = 13  # GPT-3, arXiv:2005.14165, appendix C
 MIN_OVERLAP = 0.6  # of the evaluation problem's words
-SHARED_SHARE, SHARED_ROWS = 0.001, 3  # a sentence in that many problems of a set is an instruction
+SHARED_SHARE, SHARED_ROWS = 0.001, 3  # a sentence in that many problems of a set may be an instruction
+WIDELY_SHARED_SHARE = 0.2  # in that many it is, and its numbers do not count
 SAMPLED_ROWS = 20_000  # at most, among which such sentences are looked for
 BATCH_ROWS = 10_000
 
@@ -70,9 +71,10 @@ def find_hits(
     `texts`, called twice, gives those of its distinct problems. Memory is that of the evaluation sets and of
     BATCH_ROWS texts.
     """
-    shared = shared_sentences(texts())
-    shared |= frozenset().union(*(shared_sentences([item.text for item in items]) for items in sets.values()))
-    items = _Items([(name, problem) for name, problems in sets.items() for problem in problems], shared)
+    found = [shared_sentences(texts())]
+    found += [shared_sentences(problem.text for problem in problems) for problems in sets.values()]
+    often, widely = (frozenset().union(*sentences) for sentences in zip(*found, strict=True))
+    items = _Items(sets, often, widely)
     hits, start, rows = list[Hit](), 0, texts()
     while batch := list(islice(rows, BATCH_ROWS)):
         hits += items.find(train_set, start, batch)
@@ -112,8 +114,8 @@ def _counts(hits: Sequence[Hit]) -> str:
     return ", ".join(f"{name} ({count} of its items)" for name, count in items.items())
 
 
-def shared_sentences(texts: Iterable[str]) -> frozenset[str]:
-    """Sentences and lines that many of the texts have: instructions, not problems.
+def shared_sentences(texts: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Sentences and lines that SHARED_SHARE and that WIDELY_SHARED_SHARE of the texts have.
 
     Of more than SAMPLED_ROWS texts, as many are looked at, evenly spread.
     """
@@ -124,14 +126,19 @@ def shared_sentences(texts: Iterable[str]) -> frozenset[str]:
         if len(sample) > SAMPLED_ROWS:
             sample, step = sample[::2], 2 * step
     counts = Counter(sentence for text in sample for sentence in set(_sentences(text)))
-    least = max(SHARED_ROWS, SHARED_SHARE * len(sample))
-    return frozenset(sentence for sentence, count in counts.items() if count >= least)
+    least = [max(SHARED_ROWS, share * len(sample)) for share in (SHARED_SHARE, WIDELY_SHARED_SHARE)]
+    often, widely = (frozenset(name for name, count in counts.items() if count >= bound) for bound in least)
+    return often, widely
 
 
-def tokens_of(text: str, shared: Set[str] = frozenset()) -> list[str]:
-    """The words and signs of a text that count; those of shared sentences do if it has no others."""
-    kept = [sentence for sentence in _sentences(text) if sentence not in shared]
-    text = " ".join(kept) if kept else text
+def tokens_of(text: str, *left_out: Set[str]) -> list[str]:
+    """The words and signs of a text without its sentences in the first of `left_out` that leaves any."""
+    sentences = _sentences(text)
+    for shared in left_out:
+        if kept := [sentence for sentence in sentences if sentence not in shared]:
+            sentences = kept
+            break
+    text = " ".join(sentences)
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text).replace("\u2212", "-")
     if "\\" in text:
@@ -157,10 +164,12 @@ def _marks(tokens: Sequence[str]) -> Counter[str]:
 class _Items:
     """The evaluation problems, as tokens and as hashes of their runs."""
 
-    def __init__(self, items: Sequence[tuple[str, Problem]], shared: Set[str]) -> None:
-        self.items = items
-        self.shared = shared
-        self.tokens = [tokens_of(problem.text, shared) for _, problem in items]
+    def __init__(self, sets: Mapping[str, Sequence[Problem]], often: Set[str], widely: Set[str]) -> None:
+        self.items = [(name, problem) for name, problems in sets.items() for problem in problems]
+        self.shared = (often, widely)
+        self.tokens = [tokens_of(problem.text, often, widely) for _, problem in self.items]
+        # Templated problems share sentences with numbers: only those of instructions do not count.
+        self.marks = [_marks(tokens_of(problem.text, widely)) for _, problem in self.items]
         self.by_tokens: dict[tuple[str, ...], list[int]] = {}
         for number, tokens in enumerate(self.tokens):
             self.by_tokens.setdefault(tuple(tokens), []).append(number)
@@ -181,14 +190,14 @@ class _Items:
 
     def find(self, train_set: str, start: int, texts: Sequence[str]) -> Iterator[Hit]:
         """The hits of consecutive training rows, the first of which is row `start`."""
-        tokens = [tokens_of(text, self.shared) for text in texts]
+        tokens = [tokens_of(text, *self.shared) for text in texts]
         overlaps = self._overlaps([_words(row) for row in tokens])
         for row, text in enumerate(texts):
             equal = self.by_tokens.get(tuple(tokens[row]), []) if tokens[row] else []
-            found = dict.fromkeys(equal, 1.0)
-            for item, overlap in overlaps.get(row, {}).items():
-                if overlap >= MIN_OVERLAP and not _marks(self.tokens[item]) - _marks(tokens[row]):
-                    found.setdefault(item, overlap)
+            found = {item: overlap for item, overlap in overlaps.get(row, {}).items() if overlap >= MIN_OVERLAP}
+            found |= dict.fromkeys(equal, 1.0)
+            marks = _marks(tokens_of(text)) if found else Counter[str]()
+            found = {item: overlap for item, overlap in found.items() if not self.marks[item] - marks}
             for item, overlap in sorted(found.items()):
                 name, problem = self.items[item]
                 is_equal, overlap = item in equal, round(overlap, 3)

@@ -19,7 +19,7 @@ from tasks.data.card import answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit, find_hits, rows_to_drop
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.reading import CONTRADICTED, HELD_OUT, Seen, SetCount, advice_for, batched, iterate_source, to_row
-from tasks.data.sources import Source, eval_sources, train_sources
+from tasks.data.sources import ARITHMETIC, Source, eval_sources, train_sources
 
 BATCH_ROWS = 1000
 
@@ -95,7 +95,7 @@ def write_training(
         require_scorers(data_sources, config.reward, config.custom_reward)
         for number in seen.contradicted:
             owners[number].remove(CONTRADICTED, f"row {number} of the distinct problems")
-        hits, left_out = _find_held_out(config, spool, ends, owners, held_out, seen.contradicted)
+        hits, left_out = _find_held_out(config, spool, ends, counts, held_out, seen.contradicted)
         if len(left_out) == len(owners):
             raise DataError(f"no training problem is left of data.train: {describe([one for _, one in counts])}")
 
@@ -114,22 +114,25 @@ def _find_held_out(
     config: ChainConfig,
     spool: IO[str],
     ends: Sequence[int],
-    owners: Sequence[SetCount],
+    counts: Sequence[Counted],
     held_out: Mapping[str, Sequence[Problem]],
     left_out: Set[int],
 ) -> tuple[list[Hit], set[int]]:
     """The problems that are also held out, and the numbers of all rows left out; `ends` are those of the sets."""
     hits, left_out = list[Hit](), set(left_out)
-    for first, end in itertools.pairwise([0, *ends]):
+    for (source, count), (first, end) in zip(counts, itertools.pairwise([0, *ends]), strict=True):
 
         def texts(first: int = first, end: int = end) -> Iterator[str]:
             return (row["problem"] for _, row in _reread(spool, first, end))
 
-        found = find_hits(owners[first].name, texts, held_out) if end > first else []
+        sets = dict(held_out)
+        if source.is_generated:
+            sets.pop(ARITHMETIC, None)  # disjoint by its operands
+        found = find_hits(count.name, texts, sets) if sets and end > first else []
         dropped = {first + row for row in rows_to_drop(found, end - first, config.data.contamination)}
         for number, hit in {first + hit.row: hit for hit in found}.items():
             if number in dropped - left_out:
-                owners[number].remove(HELD_OUT, f"{hit.evaluation_set} {hit.item}: {hit.train_text}")
+                count.remove(HELD_OUT, f"{hit.evaluation_set} {hit.item}: {hit.train_text}")
         hits += found
         left_out |= dropped
     return hits, left_out

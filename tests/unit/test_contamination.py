@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dapo_core.arithmetic import generate_problems
 from dapo_core.errors import DataError
 from eval.problems.files import read_problems
 from eval.problems.items import Problem
@@ -74,11 +75,32 @@ def test_instructions_that_rows_share_are_no_overlap() -> None:
     )
     after = 'Remember to put your answer on its own line after "Answer:".'
     rows = [f"{before}\n\nWhat is {number} + 1?\n\n{after}" for number in range(6)]
-    assert shared_sentences(rows) == {before, after}
+    assert shared_sentences(rows) == ({before, after}, {before, after})
     held_out = [f"{before} What is {number} + 1? {after}" for number in range(5, 9)]
     assert found(rows, held_out) == [(5, "0", 1.0)]
     assert found(rows, ["What is 4 + 1?"]) == [(4, "0", 1.0)]  # instructions on one side only
     assert found(["What is 4 + 1?"], [held_out[0].replace("5", "4"), *held_out[1:]]) == [(0, "0", 1.0)]
+
+
+def test_sentences_of_templated_problems_are_shared_and_still_tell_them_apart() -> None:
+    # Each sentence is in many rows, so only the other one is compared as text: numbers count all the same.
+    text = "Each box holds {a} apples. How many apples in {b} boxes?"
+    rows = [text.format(a=a, b=b) for a in range(10, 20) for b in range(2, 9)]
+    train, held_out = rows[::2], rows[1::2]
+    often, widely = shared_sentences(train)
+    assert (len(often), widely) == (17, frozenset())  # all 10 first and 7 second sentences
+    assert found(train, held_out) == []
+    assert found(train, [*held_out, train[3]]) == [(3, str(len(held_out)), 1.0)]
+    # What a fifth of the held-out problems have in common is an instruction, whatever numbers it has.
+    asked = [f"{row} Answer with an integer from 0 to 999." for row in held_out]
+    assert found([*train, held_out[2]], asked) == [(len(train), "2", 1.0)]
+
+
+def test_generated_problems_are_apart() -> None:
+    train, held_out = (
+        [row["prompt"][0]["content"] for row in rows] for rows in generate_problems(3000, 300, 3, seed=0)
+    )
+    assert found(train, held_out) == []
 
 
 def test_rows_keep_their_numbers_over_batches_and_items_their_sets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +170,7 @@ def test_preparation_does_as_the_recipe_says(mode: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(DATA is None, reason="DAPO_TEST_DATA names no folder of published data sets")
 def test_published_sets() -> None:
-    """DAPO-Math-17k has 24 rows that are problems of MATH-500 and 32 of AMC 2023's, but none of AIME 2024's."""
+    """DAPO-Math-17k has 24 rows that are problems of MATH-500 and 33 of AMC 2023's, but none of AIME 2024's."""
     import pyarrow.parquet as pq
 
     folder = Path(str(DATA))
@@ -173,5 +195,5 @@ def test_published_sets() -> None:
         "math500": 24,
         "aime24": 0,
         "aime25": 0,
-        "amc23": 32,
+        "amc23": 33,
     }
