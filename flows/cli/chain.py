@@ -208,26 +208,22 @@ def plan(
     damaged: its output changed on disk and is made again. stale: the last run of the same run.name had it with
     another key, or its input is to be built. runs: it is not in the store.
 
-    It also checks all that files and a second can tell: model, data, lengths, scorer, devices, disk. Warnings follow
-    the table. What would end the run is an error with the keys to change, all at once, also for a recipe of another
-    machine.
+    Before that it checks all that files and a second can tell: model, data, lengths, scorer, devices, disk. What
+    would end the run is refused with the keys to change, all at once; warnings follow the table. Devices, memory
+    and a cluster that are missing here follow it too: a recipe can be planned on another machine.
     """
-    from dapo_core.errors import DapoError
-    from downloads import DownloadError
-    from eval import EvaluationError
     from flows.config import load_config
     from flows.tables import print_findings, print_json, print_plan
     from tasks.preflight.finding import WARN
+    from tasks.preflight.machine import OF_ANOTHER_MACHINE
     from tasks.preflight.run import examine
     from tasks.runs.plan import plan_chain
 
     settings = load_config(config, overrides or ())
     findings = examine(settings, is_smoke)
-    try:
-        stages = plan_chain(settings)
-    except (DapoError, EvaluationError, DownloadError):
-        findings.require()  # which says it, and all else that is in the way
-        raise
+    if not OF_ANOTHER_MACHINE.issuperset(finding.check for finding in findings.failed):
+        findings.require()
+    stages = plan_chain(settings)
     if is_json:
         print_json([vars(stage) for stage in stages])
         findings.require()
