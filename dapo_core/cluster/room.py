@@ -67,7 +67,8 @@ def main(address: str) -> int:
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except (ray.exceptions.RayError, ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
-        sys.stdout.write(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}\n")
+        kind = "AuthenticationError" if "AuthenticationError" in str(error.__cause__) else type(error).__name__
+        sys.stdout.write(f"{kind}: {(str(error).strip().splitlines() or [''])[0]}\n")
         return 1
     sys.stdout.write(json.dumps({"total": ray.cluster_resources(), "free": ray.available_resources()}))
     return 0

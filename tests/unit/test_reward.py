@@ -26,6 +26,7 @@ from dapo_core.reward.scorers import (
     score_gsm8k,
     score_math,
     score_math_as_verl,
+    score_math_verify,
 )
 from eval.answers.math_dapo import unwrap
 from eval.problems.registry import SETS, load_set
@@ -224,6 +225,29 @@ def test_geo3k(response: str, value: float, verdict: str) -> None:
     score = score_geo3k(response, "13.5")
     assert (score.value, score.verdict) == (pytest.approx(value), verdict)
     assert score.acc == float(verdict == "right")
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "verdict"),
+    [
+        (r"So $\boxed{\frac{1}{2}}$.", "0.5", "right"),
+        (r"$\boxed{(1, 2)}$", r"\left(1,2\right)", "right"),
+        (r"$\boxed{x^2+2x+1}$", "(x+1)^2", "right"),
+        (r"\boxed{3} is wrong, it is \boxed{4}", "4", "right"),
+        ("Answer: 2\\sqrt{3}", r"\sqrt{12}", "right"),
+        (r"$\boxed{0.51}$", r"\frac12", "wrong"),
+        (r"$\boxed{}$ and no more", "4", "no_answer"),
+        ("It is 4.", "4", "no_answer"),
+        (r"\boxed{9^{9^{9^9}}}", "4", "wrong"),  # not computed
+    ],
+)
+def test_math_verify_compares_values(response: str, truth: str, verdict: str) -> None:
+    score = score_math_verify(response, truth)
+    assert (score.verdict, score.value, score.acc) == (
+        verdict,
+        1.0 if verdict == "right" else -1.0,
+        verdict == "right",
+    )
 
 
 def test_geo3k_compares_values_as_latex_and_reads_a_long_response_in_linear_time() -> None:
