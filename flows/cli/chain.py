@@ -209,23 +209,28 @@ def plan(
     another key, or its input is to be built. runs: it is not in the store.
 
     Before that it checks all that files and a second can tell: model, data, lengths, scorer, devices, disk. What
-    would end the run is refused with the keys to change, all at once; warnings follow the table.
+    would end the run is refused with the keys to change, all at once; warnings follow the table. Devices, memory
+    and a cluster that are missing here follow it too: a recipe can be planned on another machine.
     """
     from flows.config import load_config
     from flows.tables import print_findings, print_json, print_plan
-    from tasks.preflight.finding import OK
+    from tasks.preflight.finding import WARN
+    from tasks.preflight.machine import OF_ANOTHER_MACHINE
     from tasks.preflight.run import examine
     from tasks.runs.plan import plan_chain
 
     settings = load_config(config, overrides or ())
     findings = examine(settings, is_smoke)
-    findings.require()
+    if not OF_ANOTHER_MACHINE.issuperset(finding.check for finding in findings.failed):
+        findings.require()
     stages = plan_chain(settings)
     if is_json:
         print_json([vars(stage) for stage in stages])
+        findings.require()
         return
     print_plan(stages, is_whole)
-    print_findings([finding for finding in findings if finding.status != OK])
+    print_findings([finding for finding in findings if finding.status == WARN])
+    findings.require()
     typer.echo(f"preflight: {len(findings)} checks, nothing in the way (dapo doctor {config} shows them)")
 
 

@@ -27,6 +27,8 @@ TRAINING_BYTES = 16  # of a parameter in training: these and the gradient
 MERGED_BYTES = 4  # of a parameter in the merged model
 CACHE_ROOM = 1.25  # vLLM rounds to blocks and keeps some
 
+OF_ANOTHER_MACHINE = frozenset({"devices", "engine", "memory", "Ray"})  # checks that may fail where one only plans
+
 
 def check_machine(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
     """Everything that the stages need of the machine."""

@@ -194,6 +194,13 @@ def test_plan_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_recipe_of_another_machine_is_planned_all_the_same(tmp_path: Path) -> None:
+    done = dapo("plan", CONFIG, "--set", f"store.path={tmp_path}", "--set", "train.device=npu")
+    assert all(label in done.stdout for label in LINKS)
+    assert done.returncode == 2
+    assert "devices: train.device=npu" in done.stderr
+
+
 @pytest.mark.parametrize("words", ["merge-checkpoint", "evaluate-model --side before", "compare"])
 def test_a_stage_without_its_inputs_leaves_no_run(tmp_path: Path, words: str) -> None:
     said = refusal("stage", *words.split(), CONFIG, "--set", f"store.path={tmp_path}")
