@@ -20,21 +20,24 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 # Files that take minutes, the longest first: begun last, one of them would keep a single worker busy in the end.
 LONGEST_FILES = (
-    "test_kill_matrix.py",
     "test_deployment.py",
+    "test_kill_matrix.py",
     "test_readme_commands.py",
     "test_training.py",
-    "test_serve.py",
+    "test_own_data.py",
     "test_deployments.py",
-    "test_dead_workers.py",
-    "test_training_resumed.py",
+    "test_serve.py",
     "test_cancelling.py",
     "test_services.py",
-    "test_policy.py",
-    "test_checkpoint_shards.py",
-    "test_stopping.py",
-    "test_merge.py",
+    "test_dead_workers.py",
+    "test_training_resumed.py",
     "test_ray_security.py",
+    "test_checkpoint_shards.py",
+    "test_policy.py",
+    "test_fetch_model.py",
+    "test_merge.py",
+    "test_eval_run.py",
+    "test_waiting_for_room.py",
     "test_training_options.py",
 )
 RANKS = {name: rank for rank, name in enumerate(LONGEST_FILES)}
