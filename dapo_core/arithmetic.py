@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,11 @@ def answer(subject: str, operands: Sequence[int]) -> int:
     a, b, *rest = operands
     results = {"addition": a + b, "subtraction": a - b, "multiplication": a * b, "two_step": a + b - sum(rest)}
     return results[subject]
+
+
+def is_generated(extra_info: Mapping[str, Any]) -> bool:
+    """Whether a row with this extra_info is a generated problem, whose solution is known."""
+    return bool(extra_info.get("operands"))
 
 
 def worked_solution(subject: str, operands: Sequence[int]) -> str:

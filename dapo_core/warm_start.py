@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from dapo_core.arithmetic import Row, quick_solution, worked_solution
+from dapo_core.arithmetic import Row, is_generated, quick_solution, worked_solution
 from dapo_core.config.warm_start import WarmStartConfig
 from dapo_core.errors import ModelError
 
@@ -52,15 +52,18 @@ def build_model(
     """Write the warm-started model folder; returns steps, first_loss, final_loss, parameters and seconds.
 
     The same arguments give the same bytes on the same machine. The random state and the number of threads of the
-    calling process are left as they were. Raises ModelError for rows that are not generated problems.
+    calling process are left as they were. Rows that are not generated problems are left out, since their solutions
+    are not known; raises ModelError if no other is there.
     """
     started = time.monotonic()
-    num_foreign = sum("operands" not in row.get("extra_info", {}) for row in train_rows)
-    if num_foreign or not train_rows:
+    num_rows, train_rows = (
+        len(train_rows),
+        [row for row in train_rows if is_generated(row.get("extra_info") or {})],
+    )
+    if not train_rows:
         raise ModelError(
-            f"{num_foreign} of {len(train_rows)} training rows are not generated arithmetic problems, "
-            "the only ones whose solutions a warm start knows: set data.train=arithmetic, or "
-            "model.source=path with a model"
+            f"none of {num_rows} training rows is a generated arithmetic problem, the only ones whose solutions a "
+            "warm start knows: set data.train=arithmetic, or model.source=path with a model"
         )
     tokenizer = train_tokenizer(train_rows)
     num_threads_before = torch.get_num_threads()

@@ -49,6 +49,8 @@ def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
     if findings or all(source.is_generated for source in sources):  # as is the model of a recipe: made to fit
         return inputs
     for source in sources:
+        if source.is_generated:
+            continue
         if source.path is None or _is_large(source.path):
             later.append(f"the rows of {source.name}")
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from dapo_core.arithmetic import is_generated
 from dapo_core.checkpoint.resume import require_resume
 from dapo_core.config.loading import dump_config
 from dapo_core.reward.routing import require_scorers
@@ -11,7 +12,7 @@ from eval.problems.prompts import find_template
 from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
 from tasks.data.sources import eval_sources, train_sources
-from tasks.preflight.finding import OK, WARN, Findings, describe
+from tasks.preflight.finding import FAIL, OK, WARN, Findings, describe
 from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here
 from tasks.preflight.machine import check_machine
 from tasks.preflight.model import ModelFacts, check_model
@@ -88,6 +89,8 @@ def _conclude(findings: Findings) -> None:
 def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> ModelFacts:
     facts = check_model(inputs.model, config, findings) if inputs.model is not None else ModelFacts()
     check_lengths(config, facts, inputs.problems, inputs.evaluation, findings)
+    if config.model.source == "recipe" and not inputs.later:
+        _check_warm_start(config, inputs, findings)
     if inputs.problems:
         check_answers(config, inputs.problems, findings)
     if inputs.evaluation is not None:
@@ -95,3 +98,13 @@ def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> 
             check_grader(inputs.evaluation, findings)
     check_forms(inputs.problems, inputs.evaluation, findings)
     return facts
+
+
+def _check_warm_start(config: ChainConfig, inputs: Inputs, findings: Findings) -> None:
+    is_any = any(source.is_generated for source in train_sources(config))
+    if not is_any and inputs.problems and not any(is_generated(one.extra_info) for one in inputs.problems):
+        findings.add(
+            "model", FAIL,
+            "model.source=recipe is warmed up on generated arithmetic, and data.train has none",
+            "set data.train=arithmetic, or model.source=path with a model",
+        )  # fmt: skip

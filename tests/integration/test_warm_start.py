@@ -104,7 +104,12 @@ def test_the_end_token_of_the_generation_config_stops_generation(
     assert generated[0, input_ids.shape[1] :].tolist() == [tokenizer.eos_token_id]
 
 
-def test_rows_without_solutions_are_refused(train_rows: list[Row], tmp_path: Path) -> None:
-    foreign = {**train_rows[0], "extra_info": {"index": 0}}
-    with pytest.raises(ModelError, match=r"1 of 3 training rows are not generated.*set data.train=arithmetic"):
-        build_model([*train_rows[:2], foreign], tmp_path, _RECIPE, seed=0)
+def test_rows_without_solutions_are_left_out_and_nothing_else_is_refused(
+    train_rows: list[Row], tmp_path: Path
+) -> None:
+    """In a mixture that was read from parquet, every row has the columns of all."""
+    foreign = {**train_rows[0], "extra_info": {"index": 0, "operands": None}}
+    with pytest.raises(ModelError, match=r"none of 2 training rows is a generated.*set data.train=arithmetic"):
+        build_model([foreign, {**foreign, "extra_info": None}], tmp_path, _RECIPE, seed=0)
+    short = _RECIPE.model_copy(update={"num_steps": 2})
+    assert build_model([*train_rows[:2], foreign], tmp_path, short, seed=0)["steps"] == 2

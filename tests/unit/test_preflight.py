@@ -203,3 +203,14 @@ def test_a_ray_cluster_that_does_not_answer_is_said_before_a_training_waits_for_
         finding.found
         == "the Ray cluster at train.ray_address=127.0.0.1:1 does not answer: nothing came within 0 s"
     )
+
+
+def test_a_model_that_is_built_here_needs_generated_problems(tmp_path: Path, model: Path) -> None:
+    """Beside rows of other sets it learns from the generated ones."""
+    own = str(write_training(tmp_path / "own.parquet"))
+    values = recipe(tmp_path, model).model_dump() | {"model": {"source": "recipe"}}
+    values["data"] |= {"train": own}
+    [finding] = found(resolve_config(values), FAIL)
+    assert "warmed up on generated arithmetic" in finding.found
+    values["data"] |= {"train": ["arithmetic", own]}
+    assert found(resolve_config(values), FAIL) == []
