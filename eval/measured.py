@@ -69,7 +69,7 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
     found = {
         "benchmark": f"{settings.get('benchmark') or provenance.problems}, {n} items"
         + (f", {k} responses to each" if k > 1 else ""),
-        **{f"model {side}": _model(provenance.models.get(side), result.model) for side, result in sides.items()},
+        **{f"model {side}": model_words(provenance.models.get(side), result.model) for side, result in sides.items()},
         "prompt": f"{template['name']}, {settings.get('api', 'unknown API')}",
         "sampling": _sampling(settings["sampling"]),
         "engine": _engine(provenance.engine, sides),
@@ -79,7 +79,7 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
     return {label: words for label, words in found.items() if words}
 
 
-def _model(name: str | None, model: str) -> str:
+def model_words(name: str | None, model: str) -> str:
     """The name with the short content digest, which is what the settings call a model of a store."""
     is_digest = len(model) == 64 and not model.strip("0123456789abcdef")
     short = f"sha256 {model[:SHORT_DIGEST]}" if is_digest else model
