@@ -101,10 +101,9 @@ class RequestError(Exception):
 class Connection:
     """A kept-open connection for one request at a time. Use as an async context manager."""
 
-    def __init__(self, endpoint: Endpoint, sampling: Sampling, timeout_seconds: float) -> None:
+    def __init__(self, endpoint: Endpoint, timeout_seconds: float) -> None:
         self.opened_at = 0.0  # when the server was last connected to, by time.monotonic
         self._endpoint = endpoint
-        self._sampling = sampling
         self._timeout_seconds = timeout_seconds
         headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         connect_seconds = min(_CONNECT_SECONDS, timeout_seconds)
@@ -130,14 +129,14 @@ class Connection:
     async def _on_connected(self, *_: object) -> None:
         self.opened_at = time.monotonic()
 
-    async def ask(self, prompt: Prompt, sample: int = 0) -> Answer:
+    async def ask(self, prompt: Prompt, sampling: Sampling, sample: int = 0) -> Answer:
         """The response to one prompt: messages go to chat/completions, text to completions. Raises RequestError.
 
         The time-out covers the whole request, even if bytes keep arriving.
         """
         is_chat = not isinstance(prompt, str)
         fields = {"messages": list(prompt)} if is_chat else {"prompt": prompt}
-        body = {"model": self._endpoint.model, **fields, **self._sampling.body(sample)}
+        body = {"model": self._endpoint.model, **fields, **sampling.body(sample)}
         return _read_answer(await self._request("chat/completions" if is_chat else "completions", body), is_chat)
 
     async def identify(self) -> Weights:
