@@ -139,6 +139,8 @@ def _values(annotation: Any) -> str:
         return " or ".join(_values(part) for part in parts)
     if origin in (tuple, list):
         return f"a list of {_values(parts[0])}" if parts[0] is not SetConfig else "a set, or a list of sets"
+    if origin is dict:
+        return "names and values"
     return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
