@@ -63,7 +63,7 @@ class ModelConfig(ModelCodeConfig):
         if self.id is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.id):
             raise ValueError(f"model.id={self.id} is not of the form ORG/NAME, such as Qwen/Qwen3-8B")
         if self.urls:
-            from downloads import resolve  # asks nobody
+            from downloads import resolve  # sends nothing
 
             resolve(self.urls)
         return self
