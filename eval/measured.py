@@ -72,7 +72,7 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
         + (f", {k} responses to each" if k > 1 else ""),
         **{f"model {side}": _model(provenance.models.get(side), result.model) for side, result in sides.items()},
         "prompt": f"{template['name']}, {settings.get('api', 'unknown API')}{system}",
-        "sampling": _sampling(settings["sampling"]),
+        "sampling": "; after: ".join(dict.fromkeys(_sampling(side.sampling) for side in sides.values())),
         "engine": _engine(provenance.engine, sides),
         "grader": str(settings.get("grader")),
         "data": f"sha256 {str(data)[:SHORT_DIGEST]}" if data else "",

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 # What generation_config.json may say beside temperature, top_p and top_k, under the names of vLLM's requests.
 _FURTHER_SAMPLING = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
+
 def evaluate_servers(
     evaluation_set: EvaluationSet,
     servers: Sequence[Endpoint],
@@ -36,7 +37,7 @@ def evaluate_servers(
     on_progress: OnProgress | None = None,
     model_folder: Path | None = None,
 ) -> Summary:
-    """`eval.run.evaluate` with the configuration's sampling and limits; `model_folder` is the model's, if known."""
+    """`eval.run.evaluate` with the configuration's sampling and limits; `model_folder` is as in `sampling_of`."""
     return evaluate(
         evaluation_set,
         servers,
@@ -68,7 +69,7 @@ def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling
         top_k=settings.top_k,
         seed=settings.seed,
         num_samples=settings.num_samples,
-        chat_template_kwargs=settings.chat_template_kwargs or None,
+        chat_template_kwargs=settings.chat_template_kwargs or None if settings.api == "chat" else None,
         extra_body=settings.extra_body or None,
     )
     if settings.sampling == "settings":
@@ -98,7 +99,7 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
         named = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"evaluate.sampling=model needs {path}: {error}; set evaluate.sampling=settings and evaluate.temperature"
+            f"evaluate.sampling=model needs {path}: {error}; set evaluate.sampling=settings and a temperature"
         ) from None
     named = {name: value for name, value in named.items() if value is not None} if isinstance(named, dict) else {}
     if "temperature" in named or named.keys() & {"top_p", "top_k"}:

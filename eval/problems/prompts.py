@@ -22,7 +22,8 @@ DEFAULT = "default"  # the benchmark's own
 class Template:
     """A text around `{problem}`; a response ends at any of the texts in `stop`.
 
-    A `system` message takes the place of the file's own. The template `given` is the file's own messages; a file without any is asked its bare problems.
+    A `system` message takes the place of the file's own. The template `given` is the file's own messages; a file
+    without any is asked its bare problems.
     """
 
     name: str
