@@ -17,6 +17,7 @@ from dapo_core.config.loading import nearest
 from dapo_core.errors import ConfigError
 from flows.config import Config
 from tasks.data_config import SetConfig
+from tasks.evaluate_config import BenchmarkConfig
 from tasks.stages import STAGES
 
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
@@ -138,7 +139,11 @@ def _values(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_values(part) for part in parts)
     if origin in (tuple, list):
-        return f"a list of {_values(parts[0])}" if parts[0] is not SetConfig else "a set, or a list of sets"
+        return (
+            f"a list of {_values(parts[0])}"
+            if parts[0] not in (SetConfig, BenchmarkConfig)
+            else "a set, or a list of sets"
+        )
     return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 

@@ -48,6 +48,7 @@ NOT_COUNTED = (
     "tasks/artifacts",
     "tasks/config.py",
     "tasks/data_config.py",
+    "tasks/evaluate_config.py",
     "tasks/references.py",
     "tasks/serve_model/checks.py",
     "tasks/serve_model/config.py",
