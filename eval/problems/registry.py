@@ -41,6 +41,11 @@ _MODULES = (
     *(math500, aime24, aime25, amc23, olympiadbench, minerva, gpqa_diamond),
 )
 SETS: dict[str, ProblemSet] = {module.SET.name: module.SET for module in _MODULES}
+# Benchmarks that are asked together, by the suite's name.
+SUITES: dict[str, tuple[str, ...]] = {
+    "math": ("math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva"),
+}
+POOLED = "pooled"  # all benchmarks of a suite together, where a name of one is expected
 # What files of the user's own hold when nothing else is said: DAPO-Math-17k's schema, or {problem, answer}.
 OWN = ProblemSet("own", "your own file", "yours", (CHAT, SOLVED), scorer="math_verify")
 

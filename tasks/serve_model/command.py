@@ -90,7 +90,7 @@ def serve_environments(settings: ServeConfig, environment: Mapping[str, str]) ->
 
 
 def _fits_one_process(settings: ServeConfig, environment: Mapping[str, str]) -> bool:
-    """Whether one server serves from few CPU cores, and nobody asked for bound threads or a worker process."""
+    """Whether one server serves from few CPU cores, without bound threads or a worker process in the settings."""
     is_single = settings.num_servers == settings.devices_per_server == 1
     has_asked = CPU_BINDING_VARIABLE in environment or WORKER_PROCESS_VARIABLE in environment
     is_small = len(os.sched_getaffinity(0)) <= MAX_UNBOUND_CORES
