@@ -315,7 +315,7 @@ def _next_run(client: SyncPrefectClient, deployment: DeploymentResponse) -> str:
 
 
 def _requirements(distribution: str) -> list[Requirement]:
-    """What an installed distribution asks for in this environment, ours with the chain; [] if it is not installed."""
+    """What an installed distribution asks for here, this project with its chain; [] if it is not installed."""
     try:
         lines = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:

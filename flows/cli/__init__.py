@@ -23,7 +23,7 @@ ORDER = (
 CHAIN_MODULES = ("math_verify", "prefect", "ray", "safetensors", "sqlalchemy", "torch", "transformers")
 ADVICE = (
     "This environment has only the evaluation part: eval, grade, report, compare and datasets. All commands: "
-    "pip install 'dapo-pipeline[chain]', or in a clone `pip install '.[chain]'`, or `make demo` for the pinned versions"
+    "pip install 'dapo-pipeline[chain]'; in a clone: pip install '.[chain]', or make demo for pinned versions"
 )
 
 

@@ -1,4 +1,4 @@
-"""`dapo eval` and its kin where only the evaluation part is installed: what the extra brings cannot be imported."""
+"""`dapo eval` and its kin with the evaluation part alone: what the extra `chain` brings cannot be imported."""
 
 from __future__ import annotations
 
