@@ -107,13 +107,17 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
         link_log(run, log_path)
-        evaluation_set = load_set(Path(data.path) / EVAL_FILE, None, settings.prompt, settings.api)
+        evaluation_set = load_set(
+            Path(data.path) / EVAL_FILE, None, settings.prompt, settings.api, settings.system_prompt
+        )
         name = served_name(model.digest)
         with serve_model(model.path, run.config.served, log_path=log_path, name=name) as servers:
             urls = ", ".join(server.base_url for server in servers)
             logger.info("%s serves on %s; asking %d items", servers[0].model, urls, len(evaluation_set.items))
             on_progress = StageProgress(run, label).on_progress
-            summary = evaluate_servers(evaluation_set, servers, settings, folder, model.digest, on_progress)
+            summary = evaluate_servers(
+                evaluation_set, servers, settings, folder, model.digest, on_progress, Path(model.path)
+            )
         commands = [server.command for server in servers]
         return {"accuracy": summary.accuracy, "n": summary.n, "serve_commands": commands}
 
