@@ -63,7 +63,10 @@ class GateResult:
 
 
 def parse_gate(text: str, benchmarks: Sequence[str], columns: Sequence[str]) -> Gate:
-    """The gate that the text says. Raises GateError, with what was probably meant."""
+    """The gate that the text says. Raises GateError, with what was probably meant.
+
+    `benchmarks` is empty where there is only one: any name means it, and the gate's is `pooled`.
+    """
     match = _GATE.fullmatch(text.strip())
     if match is None:
         raise GateError(f"evaluate.gates: {text!r} is not of the form {FORM}")
@@ -71,16 +74,16 @@ def parse_gate(text: str, benchmarks: Sequence[str], columns: Sequence[str]) -> 
     column, shift = match["column"], match["shift"] or "0"
     if match["bound"] in columns:  # a name that ends like a number of points
         column, shift = match["bound"], "0"
-    if name not in (*benchmarks, POOLED):
+    if benchmarks and name not in (*benchmarks, POOLED):
         raise GateError(f"evaluate.gates: {text!r}: no benchmark {name}{nearest(name, (*benchmarks, POOLED))}")
     if metric not in METRICS:
         raise GateError(f"evaluate.gates: {text!r}: no metric {metric}{nearest(metric, METRICS)}")
-    if name == POOLED and metric != ACCURACY:
+    if benchmarks and name == POOLED and metric != ACCURACY:
         raise GateError(f"evaluate.gates: {text!r}: {POOLED} has no {metric}, only its accuracy; name a benchmark")
     if column is not None and column not in columns:
         raise GateError(f"evaluate.gates: {text!r}: no column {column}{nearest(column, columns)}")
     points = float(match["bound"]) if column is None else float("".join(shift.split()))
-    return Gate(text.strip(), name, metric, match["sign"], column, points)
+    return Gate(text.strip(), name if benchmarks else POOLED, metric, match["sign"], column, points)
 
 
 def check_gate(gate: Gate, measured: Measured) -> GateResult:

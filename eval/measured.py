@@ -70,7 +70,10 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
     found = {
         "benchmark": f"{settings.get('benchmark') or provenance.problems}, {n} items"
         + (f", {k} responses to each" if k > 1 else ""),
-        **{f"model {side}": model_words(provenance.models.get(side), result.model) for side, result in sides.items()},
+        **{
+            f"model {side}": model_words(provenance.models.get(side), result.model)
+            for side, result in sides.items()
+        },
         "prompt": f"{template['name']}, {settings.get('api', 'unknown API')}{system}",
         "sampling": "; after: ".join(dict.fromkeys(_sampling(side.sampling) for side in sides.values())),
         "engine": _engine(provenance.engine, sides),

@@ -1,4 +1,4 @@
-"""A suite of benchmarks before and after: each paired by itself, Holm's adjustment over them, and the pooled change."""
+"""A suite of benchmarks before and after: each paired by itself, Holm adjusted over them, the pooled change."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class Paired:
 def compare_suite(pairs: Sequence[Paired]) -> SuiteComparison:
     """The suite from its benchmarks in their order; at least one.
 
-    Holm's adjustment is over the benchmarks. The pool is stratified by benchmark and paired; a problem that several
-    benchmarks ask counts once, with the first of them, so that the strata are independent.
+    Holm's adjustment is over the benchmarks. The pool is stratified by benchmark and paired. A problem that
+    several benchmarks ask counts once, with the first of them, so that the strata are independent.
     """
     adjusted = holm([pair.row.p for pair in pairs])
     counted = _counted_once(pairs)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.compare import Comparison, ComparisonError, compare_evaluations
-from eval.gates import BEFORE, LAST_NIGHT, GateResult, Measured, check_gate, describe_gates, parse_gate
+from eval.gates import BEFORE, LAST_NIGHT, GateResult, check_gate, describe_gates, parse_gate
 from eval.item_pages import pack_items
 from eval.measured import UNKNOWN, Provenance, model_words
 from eval.pages import field_of, format_p, percent, plain_p, points, points_interval, render
@@ -48,15 +48,16 @@ def write_suite_report(
     """The content of report.json, written to `output_dir` (None: not written) with report.md and report.html.
 
     Of one benchmark these are its own pages. Of several they are the suite's, and each benchmark has its own under
-    its name. Raises what `compare` and `parse_gate` raise, and ComparisonError when before and after are not of the
-    same benchmarks. A benchmark that a baseline lacks, or was asked in another way, is left out there, and said.
+    its name. A benchmark that a baseline lacks, or was asked in another way, is left out there with the reason.
+    Raises what `compare` and `parse_gate` raise, and ComparisonError when the two sides have other benchmarks.
     """
     suite = describe_suite(columns.after)
     folders = {BEFORE: read_suite(columns.before), "after": read_suite(columns.after)}
     if folders[BEFORE].keys() != folders["after"].keys():
         listed = "; ".join(f"{', '.join(found)} {side}" for side, found in folders.items())
         raise ComparisonError(f"the two sides are not of the same benchmarks: {listed}. Evaluate both alike.")
-    wanted = [parse_gate(gate, [*folders["after"]], [BEFORE, *columns.baselines, LAST_NIGHT]) for gate in gates]
+    names = [member.name for member in suite.members] if len(suite.members) > 1 else []
+    wanted = [parse_gate(gate, names, [BEFORE, *columns.baselines, LAST_NIGHT]) for gate in gates]
     steps = read_training_metrics(train_metrics) if train_metrics is not None else []
     work = _Work(suite, provenance, steps, output_dir, keep)
     beside = {name: _Baseline(name, read_suite(folder)) for name, folder in columns.baselines.items()}
@@ -66,9 +67,9 @@ def write_suite_report(
         for baseline in beside.values():
             baseline.add(member.name, member.weight, before, after)
     compared = compare_suite(work.pairs)
-    measured = {BEFORE: _measured(compared)} | {
-        name: _measured(found.comparison("after")) for name, found in beside.items() if found.pairs["after"]
-    }
+    measured: dict[str, Any] = {BEFORE: _measured(compared)}
+    for name, baseline in beside.items():
+        measured[name] = _measured(baseline.comparison("after")) if baseline.pairs["after"] else {}
     results = [check_gate(gate, measured) for gate in wanted]
     extras = {
         "gates": [asdict(result) for result in results],
@@ -131,7 +132,8 @@ class _Work:
         """Compare one benchmark, and write its own page where there are several."""
         comparison = compare_evaluations(before, after)
         self.pairs.append(Paired.of(name, weight, comparison, before))
-        own = replace(self._provenance, title=f"{self._provenance.title}: {name}", stages={}, card=None)
+        title = f"{self._provenance.title}: {name}"
+        own = replace(self._provenance, title=title, problems=name, data="", stages={}, card=None)
         report = (
             make_report(comparison, [], own)
             if self._is_suite
@@ -160,6 +162,7 @@ class _Work:
             report |= self._front(compared)
         sentences = report.get("sentences", [report["verdict"]]) + describe_gates(results)
         report |= {"verdict": " ".join(sentences), "sentences": sentences}
+        report["is_one_evaluation"] = compared.is_one_evaluation
         report["is_failed"] = any(result.is_passed is False for result in results)
         report = json.loads(json.dumps(report))
         if self._output_dir is not None:
@@ -168,7 +171,11 @@ class _Work:
         return report
 
     def _plots(self, comparison: Comparison) -> Plots:
-        return draw_plots(comparison, []) if self._is_suite else self._with_prompts(draw_plots(comparison, self._steps))
+        return (
+            draw_plots(comparison, [])
+            if self._is_suite
+            else self._with_prompts(draw_plots(comparison, self._steps))
+        )
 
     def _with_prompts(self, plots: Plots) -> Plots:
         lengths = (self._provenance.card or {}).get("prompt_lengths")
@@ -187,7 +194,6 @@ class _Work:
             "graders": {**one["graders"], "disagreements": []},
             "headline": self._suite.headline,
             **_content(compared),
-            "is_one_evaluation": compared.is_one_evaluation,
             "asked": self._asked,
             "train": training_totals(self._steps),
             "data": provenance.card,
@@ -232,8 +238,8 @@ def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
     rows, pooled = compared.benchmarks, compared.pooled
     if compared.is_one_evaluation:
         return [
-            f"Both sides are the same stored evaluations of {len(rows)} benchmarks: there was only one measurement "
-            f"of each, so nothing can be said about a change."
+            f"Both sides are the same stored evaluations of {len(rows)} benchmarks: there was only one "
+            f"measurement of each, so nothing can be said about a change."
         ]
     change = f"changed by {points(pooled.difference)} points, not significantly"
     if pooled.p < SIGNIFICANCE:
@@ -267,5 +273,6 @@ def _measured(compared: SuiteComparison) -> dict[str, tuple[dict[str, float | No
     """By benchmark and pooled, the metrics of both sides, as gates read them."""
     found = {row.name: (dict(row.before_metrics), dict(row.after_metrics)) for row in compared.benchmarks}
     pooled = compared.pooled
-    found[POOLED] = ({"accuracy": 100 * pooled.before}, {"accuracy": 100 * pooled.after})
-    return found
+    if len(found) == 1:
+        return {POOLED: next(iter(found.values()))}
+    return {**found, POOLED: ({"accuracy": 100 * pooled.before}, {"accuracy": 100 * pooled.after})}
