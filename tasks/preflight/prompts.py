@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from dapo_core.errors import DataError
 from dapo_core.reward.routing import require_scorers, routes, scorer_name
 from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Scorer
+from dapo_core.tokenizing import NO_ARGUMENTS, require_template_reads
 from eval.answers.grading import GRADERS
 from eval.answers.pool import CallFailed, Pool, StartFailed
 from tasks.config import ChainConfig
@@ -36,20 +37,24 @@ def check_lengths(
     findings: Findings,
 ) -> None:  # fmt: skip
     """The longest prompts of both sets, the model's positions and the keys: all conflicts, with keys that fit."""
-    bounds = replace(bounds_of(config), positions=facts.positions)
+    bounds, rendering = replace(bounds_of(config), positions=facts.positions), config.rollout.chat_template_kwargs
     said = []
     with findings.catching("prompt lengths"):
+        if facts.tokenizer is not None:
+            require_template_reads(facts.tokenizer, rendering)
         if facts.tokenizer is not None and problems:
             chats: list[Any] = [problem.messages for problem in problems]
-            longest = longest_prompt(facts, chats)
+            longest = longest_prompt(facts, chats, rendering)
             said.append(f"training prompts have up to {longest} tokens")
             if config.data.too_long != "error" and longest > config.data.max_prompt_tokens:
                 said[-1] += f" (above {config.data.max_prompt_tokens}, data.too_long={config.data.too_long})"
                 longest = config.data.max_prompt_tokens
             bounds = replace(bounds, longest_prompt=longest)
         if facts.tokenizer is not None and evaluation is not None:
-            longest = longest_prompt(facts, [item.prompt for item in evaluation.items])
-            both = max(longest, bounds.longest_prompt or 0) if config.validation.every else bounds.longest_prompt
+            questions = [item.prompt for item in evaluation.items]
+            longest, both = longest_prompt(facts, questions), bounds.longest_prompt
+            if config.validation.every:
+                both = max(longest_prompt(facts, questions, rendering), both or 0)
             bounds = replace(bounds, longest_question=longest, longest_prompt=both)
             said.append(f"evaluation prompts up to {longest}")
     found, advice = explain(config.lengths, bounds)
@@ -113,7 +118,9 @@ def asked_forms(text: str) -> list[str]:
     return [form for form, pattern in _ASKED.items() if pattern.search(text)]
 
 
-def longest_prompt(facts: ModelFacts, prompts: Sequence[Any]) -> int:
+def longest_prompt(
+    facts: ModelFacts, prompts: Sequence[Any], template_kwargs: Mapping[str, Any] = NO_ARGUMENTS
+) -> int:
     """Tokens of the longest prompt, looked for among the longest texts; a text is sent without a template.
 
     Raises DataError where the template refuses a prompt or gives a token that the model has no embedding for.
@@ -127,7 +134,10 @@ def longest_prompt(facts: ModelFacts, prompts: Sequence[Any]) -> int:
             if isinstance(prompt, str)
             else str(
                 tokenizer.apply_chat_template(
-                    [dict(message) for message in prompt], add_generation_prompt=True, tokenize=False
+                    [dict(message) for message in prompt],
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **template_kwargs,
                 )
             )
             for prompt in longest
