@@ -66,14 +66,15 @@ def run_job(job: Job) -> Outcome:
     from eval.training import read_training_metrics, series, training_totals
     from flows.config import load_config
     from tasks.artifacts.store import ArtifactStore
-    from tasks.stages import LINKS, TRAIN_FILE
+    from tasks.data.layout import TRAIN_FILE
+    from tasks.links import link_of
 
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     config, store = load_config(RECIPE, job.overrides), ArtifactStore(job.store)
-    key = LINKS["prepare_data"].key(config)
+    key = link_of(config, "prepare_data").key()
     data = _produce(store, key, job, lambda folder: ["prepare-data", RECIPE, "--output", folder])
     rows = Path(data.path) / TRAIN_FILE
-    key = LINKS["fetch_model"].key(config, data)
+    key = link_of(config, "fetch_model").key(data)
     model = _produce(store, key, job, lambda folder: ["fetch-model", RECIPE, "--data", rows, "--output", folder])
     if job.variant is None:
         return Outcome(job, *_answer(config, store, data, model), curves={}, generated_tokens=0, num_items=0)
@@ -106,14 +107,15 @@ def _train(
     config: Config, store: ArtifactStore, data: Artifact, model: Artifact, job: Job
 ) -> tuple[Artifact, Artifact]:
     """The training and its policy as a model folder."""
-    from tasks.stages import LINKS, TRAIN_FILE
+    from tasks.data.layout import TRAIN_FILE
+    from tasks.links import link_of
 
-    key = LINKS["train_policy"].key(config, data, model)
+    key = link_of(config, "train_policy").key(data, model)
     paths = ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path]
     training = _produce(
         store, key, job, lambda folder: ["train", RECIPE, *paths, "--output", folder], resumable=True
     )
-    key = LINKS["merge_checkpoint"].key(config, training)
+    key = link_of(config, "merge_checkpoint").key(training)
     return training, _produce(store, key, job, lambda folder: ["merge", training.path, folder])
 
 

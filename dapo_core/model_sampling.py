@@ -31,9 +31,9 @@ def read_sampling(model_path: Path) -> Sampling:
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}; fetch the model again") from None
-    if values.get("do_sample") is False:
-        return GREEDY
     found = {name: values[name] for name in ("temperature", "top_p", "top_k") if values.get(name) is not None}
+    if not found and values.get("do_sample") is False:
+        return GREEDY
     if not found:
         raise ModelError(
             f"{file} recommends no temperature, top_p or top_k, which sampling=model would take; set "
@@ -61,8 +61,8 @@ def with_model_sampling(config: Root, model_path: Path) -> Root:
     sampling = read_sampling(model_path)
     if sampling.is_greedy and "rollout" in asking:
         raise ConfigError(
-            f"{GENERATION_CONFIG} of {model_path} is greedy, which gives {config.rollout.group_size} times the same "
-            "response; set rollout.sampling=settings, with a rollout.temperature"
+            f"{GENERATION_CONFIG} of {model_path} is greedy, which gives {config.rollout.group_size} times the "
+            "same response; set rollout.sampling=settings, with a rollout.temperature"
         )
     logger.info("%s of the model: %s", GENERATION_CONFIG, sampling)
     values = {} if sampling.is_greedy else asdict(sampling)

@@ -1,7 +1,7 @@
 """Metrics over several responses to each prompt, under verl's names: mean@N, std@N, best@n, worst@n and maj@n.
 
 best@n, worst@n and maj@n are what n responses drawn from a prompt's N with replacement would give, for n of 2, 4,
-8 ... and N: their mean and their std, averaged over prompts. verl draws 1,000 times; best and worst are exact here.
+8 ... and N: mean and std, averaged over prompts. verl draws 1,000 times; best and worst are exact here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NUM_DRAWS, DRAW_SEED = 1000, 42  # of maj@n, as in verl
 
 
 def sample_metrics(name: str, prompts: Sequence[Sequence[Rollout]], num_samples: int) -> dict[str, float]:
-    """Metrics of a set called `name`; the scored responses to each of its prompts, N or fewer, and at least one."""
+    """Metrics of a set called `name` from the scored responses to each of its prompts: 1 to N of them."""
     votes = any(rollout.answer is not None for rollouts in prompts for rollout in rollouts)
     metrics: dict[str, float] = {}
     for value in VALUES:

@@ -24,9 +24,8 @@ from downloads.errors import (
 )
 from downloads.nearest import nearest
 from downloads.snapshot import Kind, RemoteFile, Snapshot
-from downloads.transfer import retried
+from downloads.transfer import MAX_PARALLEL, retried
 
-MAX_PARALLEL = 8
 DEFAULT_REVISION = "master"
 
 

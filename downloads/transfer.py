@@ -63,19 +63,19 @@ class Meter:
         self._finished: set[str] = set()
 
     def set(self, path: str, num_bytes: int) -> None:
-        """The file has so many bytes now."""
+        """Set the number of bytes that the file has."""
         with self._lock:
             self._done[path] = num_bytes
             self._report()
 
     def add(self, path: str, num_bytes: int) -> None:
-        """The file has so many bytes more, or fewer."""
+        """Add to the number of bytes that the file has."""
         with self._lock:
             self._done[path] = self._done.get(path, 0) + num_bytes
             self._report()
 
     def finish(self, path: str) -> None:
-        """The file is complete and verified."""
+        """Count the file as complete and verified."""
         with self._lock:
             self._finished.add(path)
             self._report()
@@ -89,8 +89,7 @@ class Meter:
 def fetch_files(
     files: Sequence[RemoteFile], request_for: Callable[[RemoteFile], Request], folder: Path, meter: Meter
 ) -> None:
-    """Download the files into the folder. Raises the first DownloadError; what has come stays for the next "
-    "call."""
+    """Download the files into the folder. Raises the first DownloadError; the next call continues."""
     with httpx.Client(follow_redirects=True, timeout=TIMEOUT_SECONDS) as client:
         download = _Download(client, request_for, folder, meter)
         with ThreadPoolExecutor(MAX_PARALLEL) as pool:
@@ -139,8 +138,7 @@ def git_oid(content: bytes) -> str:
 
 
 def retried(ask: Callable[[], T]) -> T:
-    """The answer to a short question; a busy server is asked again after the time that it names, but not for "
-    "long."""
+    """The answer to a short question; a busy server is asked again once the time that it names is over."""
     for attempt in range(ATTEMPTS - 1):
         try:
             return ask()
@@ -152,8 +150,7 @@ def retried(ask: Callable[[], T]) -> T:
 
 
 def retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds that an answer asks to wait: of Retry-After, or of the Hugging Face hub's RateLimit; 0 if "
-    "neither."""
+    """Seconds that an answer asks to wait, from Retry-After or the Hugging Face hub's RateLimit; 0 without."""
     text = headers.get("Retry-After", "").strip()
     if text.isdigit():
         return float(text)

@@ -17,7 +17,8 @@ from dapo_core.config.loading import nearest
 from dapo_core.errors import ConfigError
 from flows.config import Config
 from tasks.data_config import SetConfig
-from tasks.stages import CHAIN
+from tasks.evaluate_config import BenchmarkConfig
+from tasks.stages import STAGES
 
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 _SIGNS = (
@@ -138,16 +139,21 @@ def _values(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_values(part) for part in parts)
     if origin in (tuple, list):
-        return f"a list of {_values(parts[0])}" if parts[0] is not SetConfig else "a set, or a list of sets"
+        return (
+            f"a list of {_values(parts[0])}"
+            if parts[0] not in (SetConfig, BenchmarkConfig)
+            else "a set, or a list of sets"
+        )
+    if origin is dict:
+        return "names and values"
     return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
 def _stages(name: str) -> str:
     """The first stages that read the key; all that are made from their output follow."""
-    stages = [stage for link in CHAIN for stage in (link.stage, link.fetches) if stage is not None]
     readers = dict.fromkeys(
         stage.name
-        for stage in stages
+        for stage in STAGES
         if any(name == section or name.startswith(f"{section}.") for section in stage.sections)
     )
     return ", ".join(readers or [_READERS[name.partition(".")[0]]])

@@ -5,9 +5,9 @@ from typing import Any, Literal
 from flows.config import load_config
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
 from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
+from tasks.links import link_of
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.run import Run
-from tasks.stages import LINKS
 
 
 @recipe_flow("prepare-data")
@@ -21,7 +21,7 @@ def prepare(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), forc
 def fetch(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force: bool = False) -> str:
     """Fetch the model that a recipe begins from."""
     with Run.start(load_config(config, overrides), "fetch-model", ["fetch_model"] * force) as run:
-        needs_data = "prepare_data" in LINKS["fetch_model"].needs_of(run.config)
+        needs_data = "prepare_data" in link_of(run.config, "fetch_model").needs
         return fetch_model(run, run.take("prepare_data") if needs_data else None).path
 
 

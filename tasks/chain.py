@@ -24,6 +24,7 @@ from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.prepare import build_dataset
 from tasks.evaluation_settings import evaluate_servers
 from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
+from tasks.links import link_of
 from tasks.page import StageProgress, show_report
 from tasks.processes.cancellation import is_worker_restart
 from tasks.processes.detached import DetachOptions
@@ -35,7 +36,6 @@ from tasks.serve_model.command import served_name
 from tasks.serve_model.servers import serve_model
 from tasks.stage_command import link_log, run_dapo
 from tasks.stage_task import retried_task, stage_task
-from tasks.stages import LINKS
 from tasks.training_lock import hold, training_lock_path
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 @stage_task("prepare-data")
 def prepare_data(run: Run) -> Artifact:
     """The training and held-out problems: train.parquet and eval.parquet."""
-    key = LINKS["prepare_data"].key(run.config)
+    key = link_of(run.config, "prepare_data").key()
     return run.produce("prepare_data", key, lambda folder: build_dataset(run.config, folder))
 
 
@@ -54,7 +54,7 @@ def fetch_model(run: Run, data: Artifact | None) -> Artifact:
 
     Only a built one needs the data. A cut download is continued by the next attempt.
     """
-    key = LINKS["fetch_model"].key(run.config, *([] if data is None else [data]))
+    key = link_of(run.config, "fetch_model").key(*([] if data is None else [data]))
     model = run.config.model
 
     def build(folder: Path) -> Mapping[str, Any]:
@@ -102,18 +102,22 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
     A failed attempt keeps its answers; the next one with the same key asks only for what is missing.
     """
     settings = run.config.evaluate
-    key = LINKS[label].key(run.config, data, model)
+    key = link_of(run.config, label).key(data, model)
 
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
         link_log(run, log_path)
-        evaluation_set = load_set(Path(data.path) / EVAL_FILE, None, settings.prompt, settings.api)
+        evaluation_set = load_set(
+            Path(data.path) / EVAL_FILE, None, settings.prompt, settings.api, settings.system_prompt
+        )
         name = served_name(model.digest)
         with serve_model(model.path, run.config.served, log_path=log_path, name=name) as servers:
             urls = ", ".join(server.base_url for server in servers)
             logger.info("%s serves on %s; asking %d items", servers[0].model, urls, len(evaluation_set.items))
             on_progress = StageProgress(run, label).on_progress
-            summary = evaluate_servers(evaluation_set, servers, settings, folder, model.digest, on_progress)
+            summary = evaluate_servers(
+                evaluation_set, servers, settings, folder, model.digest, on_progress, Path(model.path)
+            )
         commands = [server.command for server in servers]
         return {"accuracy": summary.accuracy, "n": summary.n, "serve_commands": commands}
 
@@ -129,7 +133,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: boo
     first attempt raises RunSkipped instead (a later one would lose hours of work).
     """
     attempt = task_run.run_count or 1
-    key = LINKS["train_policy"].key(run.config, data, model)
+    key = link_of(run.config, "train_policy").key(data, model)
 
     def build(folder: Path) -> Output:
         words: list[str | Path] = ["train", run.config_path]
@@ -178,7 +182,7 @@ def last_metrics(folder: Path) -> dict[str, float]:
 @stage_task("merge-checkpoint")
 def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
     """The trained model as a Hugging Face folder that transformers and vLLM load."""
-    key = LINKS["merge_checkpoint"].key(run.config, training)
+    key = link_of(run.config, "merge_checkpoint").key(training)
 
     def build(folder: Path) -> Output:
         from dapo_core.merge.run import remove_leftovers

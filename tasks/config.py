@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.training import TrainingConfig
 from dapo_core.config.warm_start import ModelCodeConfig, WarmStartConfig
-from eval.problems.registry import find_set
 from tasks.data_config import DataConfig
+from tasks.evaluate_config import EvaluateConfig
 from tasks.lengths import Lengths, bounds_of, explain
 from tasks.serve_model.config import ServeConfig
 
@@ -63,7 +63,7 @@ class ModelConfig(ModelCodeConfig):
         if self.id is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.id):
             raise ValueError(f"model.id={self.id} is not of the form ORG/NAME, such as Qwen/Qwen3-8B")
         if self.urls:
-            from downloads import resolve  # asks nobody
+            from downloads import resolve  # sends nothing
 
             resolve(self.urls)
         return self
@@ -91,43 +91,6 @@ class MergeConfig(Section):
         "keep", "Precision of the merged weights; keep: float32, as trained."
     )
     max_shard_bytes: int = key(5 * 1000**3, "Largest size of a safetensors file.", ge=1024)
-
-
-class EvaluateConfig(Section):
-    """The before and after measurement."""
-
-    benchmark: str | None = key(
-        None,
-        "Registered set whose rows a file of data.eval holds; they are counted, asked and graded accordingly.",
-    )
-    api: Literal["chat", "completions"] = key(
-        "chat", "completions sends no chat template, as in AISBench's guide."
-    )
-    prompt: str = key(
-        "default",
-        "aisbench, cot, few-shot, bare, given, or a file with {problem}; default: the benchmark's own.",
-    )
-    temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=10)
-    top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
-    top_k: int | None = key(None, "Sample among the k likeliest tokens; unset: not sent.", ge=1)
-    max_response_tokens: int = key(20480, "Length limit of an answer.", ge=1)
-    seed: int = key(1234, "Sampling seed sent with each request; sample i of a problem has seed + i.", ge=0)
-    num_samples: int = key(1, "Answers to each problem.", ge=1, le=10_000)
-    concurrency: int = volatile(48, "Requests in flight at each server.", ge=1, le=10_000)
-    requests_per_second: float | None = volatile(None, "Most requests started per second; unset: no limit.", gt=0)
-    request_timeout_seconds: float = volatile(3600.0, "Time limit of a whole request.", gt=0)
-    max_attempts: int = volatile(
-        8, "Attempts per request; the pause of half a second doubles each time.", ge=1, le=100
-    )
-    outage_seconds: float = volatile(120.0, "How long an unreachable server is awaited.", ge=0)
-    max_failed_ratio: float = key(0.0, "Largest share of failed requests; above it the stage fails.", ge=0, lt=1)
-
-    @field_validator("benchmark")
-    @classmethod
-    def _benchmark_is_registered(cls, name: str | None) -> str | None:
-        if name is not None:
-            find_set(name)
-        return name
 
 
 class TimeLimitsConfig(Section):

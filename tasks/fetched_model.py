@@ -18,8 +18,7 @@ from dapo_core.errors import ModelError
 from dapo_core.model_folder import files_to_fetch, require_model_folder
 from downloads.snapshot import OnProgress, Snapshot
 from downloads.urls import is_archive
-from tasks.artifacts.artifact import artifact_at
-from tasks.artifacts.store import FINISHED, ArtifactStore
+from tasks.artifacts.store import ArtifactStore
 from tasks.config import ModelConfig
 from tasks.references import COMMIT, FILE, inputs_of, resolve_once
 
@@ -60,16 +59,14 @@ def link_known_files(store: ArtifactStore, stage: str, inputs: Mapping[str, str]
 
     A new commit often changes no more than a model card.
     """
-    for attempt in store.attempts():
-        artifact = artifact_at(attempt.path) if (attempt.stage, attempt.state) == (stage, FINISHED) else None
-        known = artifact.manifest()["inputs"] if artifact is not None else {}
+    for earlier, manifest in store.finished(stage):
         for name, digest in inputs.items():
             path = name.removeprefix(FILE)
-            if not name.startswith(FILE) or known.get(name) != digest or (folder / path).exists():
+            if not name.startswith(FILE) or manifest["inputs"].get(name) != digest or (folder / path).exists():
                 continue
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):  # a file system without hard links, or a converted file
-                os.link(attempt.path / path, folder / path)
+                os.link(earlier / path, folder / path)
 
 
 def fetched_metrics(model: ModelConfig, inputs: Mapping[str, str], folder: Path) -> dict[str, Any]:

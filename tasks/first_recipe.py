@@ -19,6 +19,7 @@ import yaml
 from dapo_core.config.fields import known_fields
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError
+from dapo_core.reward.routing import routes
 from eval.problems import ProblemsError
 from eval.problems.files import iterate_problems, iterate_rows
 from eval.problems.items import Problem
@@ -86,10 +87,12 @@ def first_recipe(
     else:
         data = split(path, train, columns)
     tree: dict[str, Any] = {"data": data, "model": dict(model)}
-    facts, bounds = _facts(tree)
+    facts, bounds, unknown = _facts(tree)
     lengths = sized_lengths(machine, bounds)
     tree["data"]["max_prompt_tokens"] = lengths.prompt
     tree |= sized(machine, facts, lengths)
+    if unknown:
+        tree["reward"]["scorers"] = [f"{source}={OWN.scorer}" for source in unknown]
     return render(tree, machine, facts, bounds)
 
 
@@ -217,8 +220,11 @@ def _write_rows(rows: list[dict[str, Any]], path: Path) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def _facts(tree: dict[str, Any]) -> tuple[ModelFacts, Bounds]:
-    """What the model and the prompts say, as far as they are here. Raises PreflightError for what is unusable."""
+def _facts(tree: dict[str, Any]) -> tuple[ModelFacts, Bounds, list[str]]:
+    """What the model and the prompts say, as far as they are here, and data sources without a scorer.
+
+    Raises PreflightError for what is unusable.
+    """
     config = ChainConfig.model_validate(tree)
     findings = Findings()
     inputs = inputs_here(config, findings)
@@ -231,7 +237,7 @@ def _facts(tree: dict[str, Any]) -> tuple[ModelFacts, Bounds]:
         prompts += [item.prompt for item in inputs.evaluation.items] if inputs.evaluation else []
         longest = longest_prompt(facts, prompts) if prompts else None
         bounds = replace(bounds, longest_prompt=longest, longest_question=longest)
-    return facts, bounds
+    return facts, bounds, sorted({one.data_source for one in inputs.problems if one.data_source} - routes().keys())
 
 
 def sized_lengths(machine: Machine, bounds: Bounds) -> Lengths:
@@ -302,7 +308,7 @@ def render(tree: dict[str, Any], machine: Machine, facts: ModelFacts, bounds: Bo
         "data": f"Names (dapo datasets), files, folders, hf:ORG/NAME. Longest prompt allowed; {longest}.",
         "model": "A folder, or source: huggingface or modelscope with id and revision.",
         "rollout": "Responses to each prompt, their longest length, and the engines that sample them.",
-        "reward": "The last tokens before the limit cost points. A scorer of your own: custom_reward.path.",
+        "reward": "The last tokens before the limit cost points. Scorers by data source, or custom_reward.path.",
         "sampler": "Prompts in flight at once; groups all right or all wrong are drawn again.",
         "train": "Steps first of all: a few, to see the chain work, then hundreds.",
         "serve": "vLLM servers of the evaluation before and after.",

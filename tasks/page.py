@@ -32,8 +32,8 @@ from redaction import redacted
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 from tasks.data.card import CARD_MARKDOWN
+from tasks.links import link_of
 from tasks.runs.run import Run
-from tasks.stages import LINKS
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def show_stage(run: Run, label: str, artifact: Artifact) -> None:
     facts = {"output": _code(artifact.path), "state": how, "key": _short(artifact.key)}
     facts |= {"content": _short(artifact.digest), "host": manifest["host"], "run": _code(str(run.folder))}
     metrics = {name: _number(value) for name, value in manifest["metrics"].items() if not isinstance(value, list)}
-    needs = [need for need in LINKS[label].needs_of(run.config) if need in run.stages]
+    needs = [need for need in link_of(run.config, label).needs if need in run.stages]
     inputs = [f"- {_link(run, need)}: {_short(run.stages[need].digest)}" for need in needs]
     text = [f"# {label}", _table(facts)]
     text += ["## Numbers", _table(metrics)] if metrics else []

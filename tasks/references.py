@@ -8,8 +8,7 @@ from typing import Any
 
 import downloads
 from redaction import redacted
-from tasks.artifacts.artifact import read_manifest
-from tasks.artifacts.store import FINISHED, ArtifactStore
+from tasks.artifacts.store import ArtifactStore
 
 logger = logging.getLogger(__name__)
 
@@ -52,21 +51,17 @@ def earlier_inputs(
 
     Raises `reason` when the store has none.
     """
-    found = []
-    for attempt in ArtifactStore(store_path).attempts():
-        if (attempt.stage, attempt.state) != (stage, FINISHED):
-            continue
-        try:
-            manifest = read_manifest(attempt.path)
-        except (OSError, ValueError):
-            continue  # damaged: a lookup names it
+    for _, manifest in ArtifactStore(store_path).finished(stage):
         if manifest.get("config") == redacted(config) and COMMIT in manifest["inputs"]:
-            found.append((manifest["ended_at"], manifest["inputs"]))
-    if not found:
-        raise reason
-    ended_at, inputs = max(found, key=lambda pair: pair[0])
-    words = f"{reason}. Going on with commit {inputs[COMMIT][:12]}, fetched on {ended_at[:10]}"
+            inputs = manifest["inputs"]
+            log_earlier(reason, inputs[COMMIT], manifest["ended_at"])
+            return {name: value for name, value in inputs.items() if name == COMMIT or name.startswith(FILE)}
+    raise reason
+
+
+def log_earlier(reason: downloads.Unreachable, commit: str, ended_at: str) -> None:
+    """Log once a run that an earlier artifact stands for what cannot be reached."""
+    words = f"{reason}. Going on with commit {commit[:12]}, fetched on {ended_at[:10]}"
     if words not in _said:
         _said.add(words)
         logger.warning("%s", words)
-    return {name: value for name, value in inputs.items() if name == COMMIT or name.startswith(FILE)}

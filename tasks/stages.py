@@ -1,10 +1,10 @@
-"""The chain as data: what each stage's output depends on. Tasks, `dapo plan` and tests read it here."""
+"""What the output of each stage depends on: sections of the configuration, code, packages, digests of inputs."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, sha256_of
 from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
-from tasks.data.sources import source_files
 from tasks.fetched_model import fetched_inputs
 from tasks.references import earlier_inputs
 
@@ -49,6 +48,7 @@ NOT_COUNTED = (
     "tasks/artifacts",
     "tasks/config.py",
     "tasks/data_config.py",
+    "tasks/evaluate_config.py",
     "tasks/references.py",
     "tasks/serve_model/checks.py",
     "tasks/serve_model/config.py",
@@ -156,6 +156,7 @@ MERGE_CHECKPOINT = Stage(
     code=("dapo_core", "dapo_core/merge", "eval/answers", "eval/problems"),
     packages=("torch", "safetensors"),
 )
+STAGES = (PREPARE_DATA, BUILD_MODEL, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, MERGE_CHECKPOINT)
 
 
 def model_inputs(config: ChainConfig, data: Artifact | None = None) -> dict[str, str]:
@@ -221,60 +222,6 @@ def evaluation_files(config: ChainConfig) -> dict[str, str]:
     if config.evaluate.prompt in (DEFAULT, *TEMPLATES):
         return {}
     return {"prompt_template": _file_digest("evaluate.prompt", config.evaluate.prompt)}
-
-
-@dataclass(frozen=True)
-class Link:
-    """A stage at its place in the chain, where `label` names its output: in run.json, links and tables."""
-
-    label: str
-    stage: Stage
-    needs: tuple[str, ...]  # labels of the artifacts that `inputs` takes after the configuration
-    inputs: Callable[..., dict[str, str]]  # digests from the configuration and these artifacts
-    files: Callable[[ChainConfig], dict[str, str]]  # of files that the configuration names
-    fetches: Stage | None = None  # in place of `stage` where model.source is not a recipe; needs no other artifact
-
-    @property
-    def command(self) -> str:
-        """The command that makes it."""
-        side = f" --side {self.label.removeprefix('evaluate_')}" if self.stage is EVALUATE_MODEL else ""
-        return f"dapo stage {self.stage.name.replace('_', '-')} CONFIG{side}"
-
-    def key(self, config: ChainConfig, *artifacts: Artifact) -> StageKey:
-        """The key of its output, given those of the links it needs, in their order."""
-        inputs = self.inputs(config, *artifacts[: len(self.needs_of(config))])
-        return self.stage_of(config).key(config, {**inputs, **self.files(config)})
-
-    def stage_of(self, config: ChainConfig) -> Stage:
-        """The stage that makes it for this configuration."""
-        return self.stage if self.fetches is None or config.model.source == "recipe" else self.fetches
-
-    def needs_of(self, config: ChainConfig) -> tuple[str, ...]:
-        """The labels that this configuration needs."""
-        return self.needs if self.stage_of(config) is self.stage else ()
-
-
-def _evaluation(side: str, model: str) -> Link:
-    return Link(
-        f"evaluate_{side}", EVALUATE_MODEL, ("prepare_data", model), evaluate_model_inputs, evaluation_files
-    )
-
-
-CHAIN = (
-    Link("prepare_data", PREPARE_DATA, (), lambda _: {}, source_files),
-    Link("fetch_model", BUILD_MODEL, ("prepare_data",), model_inputs, model_files, fetches=FETCH_MODEL),
-    _evaluation("before", "fetch_model"),
-    Link("train_policy", TRAIN_POLICY, ("prepare_data", "fetch_model"), train_policy_inputs, training_files),
-    Link(
-        "merge_checkpoint",
-        MERGE_CHECKPOINT,
-        ("train_policy",),
-        lambda _, training: {"training": training.digest},
-        lambda _: {},
-    ),
-    _evaluation("after", "merge_checkpoint"),
-)
-LINKS = {link.label: link for link in CHAIN}
 
 
 def file_digest(artifact: Artifact, name: str) -> str:

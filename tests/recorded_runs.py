@@ -19,13 +19,14 @@ from flows.config import Config, load_config
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.data.prepare import build_dataset
+from tasks.links import labels_of, link_of
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import headline
 from tasks.runs.run import Run
-from tasks.stages import LINKS
 from tests.evaluations import write_results
 
 SMALL = ("data.arithmetic.num_train=32", "data.arithmetic.num_eval=8", "evaluate.benchmark=arithmetic")
+LABELS = labels_of(load_config(PROJECT_ROOT / "configs" / "arith_cpu.yaml"))
 STEP = {"perf/trained_response_tokens": 900, "perf/generated_tokens": 1200, "timing_s/step": 2.5}
 
 
@@ -47,14 +48,14 @@ def small_config(store: Path, *overrides: str) -> Config:
 def record_run(
     config: Config,
     outcome: Outcome | None = None,
-    labels: Collection[str] = tuple(LINKS),
+    labels: Collection[str] = LABELS,
     flow: str = "dapo-full",
     forced: Collection[str] = (),
 ) -> Run:
     """A run that ended; of the whole chain with its report."""
     with Run.start(config, flow, forced) as run:
         artifacts = produce(run, outcome or Outcome(), labels)
-        if len(labels) == len(LINKS):
+        if len(labels) == len(LABELS):
             write_report(run, artifacts)
     return run
 
@@ -76,9 +77,9 @@ def produce(run: Run, outcome: Outcome, labels: Collection[str]) -> dict[str, Ar
     """The artifacts of these stages, built where the store lacks them; those before them are taken from it."""
     artifacts: dict[str, Artifact] = {}
     for label in labels:
-        link = LINKS[label]
+        link = link_of(run.config, label)
         needs = [artifacts.get(need) or run.take(need) for need in link.needs]
-        artifacts[label] = run.produce(label, link.key(run.config, *needs), builder(run.config, label, outcome))
+        artifacts[label] = run.produce(label, link.key(*needs), builder(run.config, label, outcome))
     return artifacts
 
 

@@ -41,6 +41,11 @@ _MODULES = (
     *(math500, aime24, aime25, amc23, olympiadbench, minerva, gpqa_diamond),
 )
 SETS: dict[str, ProblemSet] = {module.SET.name: module.SET for module in _MODULES}
+# Benchmarks that are asked together, by the suite's name.
+SUITES: dict[str, tuple[str, ...]] = {
+    "math": ("math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva"),
+}
+POOLED = "pooled"  # all benchmarks of a suite together, where a name of one is expected
 # What files of the user's own hold when nothing else is said: DAPO-Math-17k's schema, or {problem, answer}.
 OWN = ProblemSet("own", "your own file", "yours", (CHAT, SOLVED), scorer="math_verify")
 
@@ -98,7 +103,11 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
 
 
 def load_set(
-    source: str | Path | None, benchmark: str | None = None, prompt: str = DEFAULT, api: Api = "chat"
+    source: str | Path | None,
+    benchmark: str | None = None,
+    prompt: str = DEFAULT,
+    api: Api = "chat",
+    system_prompt: str | None = None,
 ) -> EvaluationSet:
     """The items of an evaluation file, as they are sent to the model.
 
@@ -111,7 +120,7 @@ def load_set(
         raise ProblemsError("no evaluation set is named; name a known one with --dataset, or a file with --data")
     path = fetch(source or find_set(str(benchmark)).source("test"))
     held_out = read_held_out(path, benchmark)
-    template = find_template(prompt, held_out.template)
+    template = replace(find_template(prompt, held_out.template), system=system_prompt)
     items = tuple(
         Item(one.id, make_prompt(template, api, one.text, one.messages), one.gold, one.subject, one.level)
         for one in held_out.problems

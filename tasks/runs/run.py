@@ -28,10 +28,10 @@ from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
 from tasks.config import ChainConfig
 from tasks.data.sources import eval_sources, source_files, train_sources
+from tasks.links import Link, link_of
 from tasks.references import forget_resolved
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
 from tasks.serve_model.checks import require_positions, require_servable
-from tasks.stages import LINKS
 from tasks.time_limit import clock_stopped
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Run:
                 artifact, cached = self.store.produce(
                     key,
                     build,
-                    resumable=LINKS[label].stage_of(self.config).is_resumable,
+                    resumable=link_of(self.config, label).stage.is_resumable,
                     force=is_forced,
                     waiting=clock_stopped(),
                 )
@@ -128,10 +128,10 @@ class Run:
 
     def take(self, label: str) -> Artifact:
         """The artifact of a stage that ran before, recorded as cached; raises StoreError if it is missing."""
-        link = LINKS[label]
-        key = link.key(self.config, *map(self.take, link.needs_of(self.config)))
+        link = link_of(self.config, label)
+        key = link.key(*map(self.take, link.needs))
         with self.store.in_use():
-            artifact = _require(self.store, label, key)
+            artifact = _require(self.store, link, key)
             if label in self.stages:
                 return artifact
             self._keep(label, artifact, True, 0.0)
@@ -186,19 +186,18 @@ def require_outputs(config: ChainConfig, labels: Iterable[str]) -> dict[str, Art
     store = ArtifactStore(config.store.path)
     found: dict[str, Artifact] = {}
     for label in labels:
-        link = LINKS[label]
-        found[label] = _require(
-            store, label, link.key(config, *require_outputs(config, link.needs_of(config)).values())
-        )
+        link = link_of(config, label)
+        key = link.key(*require_outputs(config, link.needs).values())
+        found[label] = _require(store, link, key)
     return found
 
 
-def _require(store: ArtifactStore, label: str, key: StageKey) -> Artifact:
+def _require(store: ArtifactStore, link: Link, key: StageKey) -> Artifact:
     artifact = store.lookup(key.stage, key.key)
     if artifact is None:
         raise StoreError(
-            f"the store {store.root} has no output of {label} for this configuration (key "
-            f"{key.key[:SHORT_KEY_LENGTH]}), which this stage begins from; make it with {LINKS[label].command}, "
+            f"the store {store.root} has no output of {link.label} for this configuration (key "
+            f"{key.key[:SHORT_KEY_LENGTH]}), which this stage begins from; make it with {link.command}, "
             "or all of the chain with dapo run CONFIG; dapo plan CONFIG shows what it has"
         )
     return artifact

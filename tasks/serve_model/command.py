@@ -38,7 +38,8 @@ def serve_command(model_path: str | Path, settings: ServeConfig, port: int, name
         "--dtype": settings.dtype,
         "--max-model-len": settings.max_model_len,
         "--max-num-seqs": settings.max_num_seqs,
-        "--generation-config": "vllm",
+        "--generation-config": "vllm",  # requests say how they sample: what they leave out has no other default
+        "--reasoning-parser": settings.reasoning_parser,
         "--tensor-parallel-size": settings.tensor_parallel if settings.tensor_parallel > 1 else None,
         "--data-parallel-size": settings.data_parallel if settings.data_parallel > 1 else None,
         "--gpu-memory-utilization": settings.memory_utilization,
@@ -90,7 +91,7 @@ def serve_environments(settings: ServeConfig, environment: Mapping[str, str]) ->
 
 
 def _fits_one_process(settings: ServeConfig, environment: Mapping[str, str]) -> bool:
-    """Whether one server serves from few CPU cores, and nobody asked for bound threads or a worker process."""
+    """Whether one server serves from few CPU cores, without bound threads or a worker process in the settings."""
     is_single = settings.num_servers == settings.devices_per_server == 1
     has_asked = CPU_BINDING_VARIABLE in environment or WORKER_PROCESS_VARIABLE in environment
     is_small = len(os.sched_getaffinity(0)) <= MAX_UNBOUND_CORES

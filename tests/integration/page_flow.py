@@ -17,11 +17,11 @@ from flows.notify import report_failure, report_result
 from flows.recipe_flow import complete_page
 from tasks.artifacts.artifact import Artifact
 from tasks.chain import fetch_model, prepare_data, write_report
+from tasks.links import link_of
 from tasks.page import StageProgress
 from tasks.processes.child import run_command
 from tasks.runs.run import Run
 from tasks.stage_task import RETRIED, stage_task
-from tasks.stages import LINKS
 from tests.evaluations import write_results
 from tests.tiny_models import build_tiny_qwen3
 
@@ -45,7 +45,7 @@ STUCK = "import time; print('at it'); time.sleep(60)"
 
 @stage_task("train-policy")
 def train_policy(run: Run, data: Artifact, model: Artifact, code: str) -> Artifact:
-    key = LINKS["train_policy"].key(run.config, data, model)
+    key = link_of(run.config, "train_policy").key(data, model)
     key = replace(key, inputs={**key.inputs, "code": code})
 
     def build(folder: Path) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def evaluate(run: Run, label: str, data: Artifact, model: Artifact, outcomes: st
         write_results(folder, outcomes)
         return {}
 
-    return run.produce(label, LINKS[label].key(run.config, data, model), build)
+    return run.produce(label, link_of(run.config, label).key(data, model), build)
 
 
 @flow(name="seen", on_completion=[complete_page], on_failure=[complete_page, report_failure])

@@ -18,10 +18,8 @@ from dapo_core.engines.base import (
     EngineSettings,
     GenerationRequest,
     Response,
-    Sampling,
     build_engine,
     read_eos_ids,
-    read_sampling,
 )
 from dapo_core.errors import ModelError, RolloutError
 from tests.tiny_models import build_tiny_qwen3

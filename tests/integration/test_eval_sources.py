@@ -15,9 +15,9 @@ from eval.problems.sources import fetch, rows_of
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.store import ArtifactStore
 from tasks.data.prepare import build_dataset
+from tasks.links import link_of
 from tasks.references import forget_resolved
 from tasks.runs.plan import plan_chain
-from tasks.stages import LINKS
 from tests.configs import make_config
 from tests.hub_server import HubServer, sha256
 from tests.hubs import hub_of_this_machine
@@ -92,7 +92,7 @@ def test_a_recipe_takes_its_sets_from_hubs_and_goes_on_without_them(
 
     def prepared() -> tuple[Artifact, bool]:
         forget_resolved()
-        return store.produce(LINKS["prepare_data"].key(config), lambda folder: build_dataset(config, folder))
+        return store.produce(link_of(config, "prepare_data").key(), lambda folder: build_dataset(config, folder))
 
     first, _ = prepared()
     assert first.manifest()["metrics"]["train_rows"] == 1

@@ -23,11 +23,11 @@ from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.artifacts.store import ArtifactStore
 from tasks.chain import fetch_model
 from tasks.fetched_model import fetch_model_files
+from tasks.links import link_of
 from tasks.references import COMMIT, forget_resolved
 from tasks.runs.plan import PlannedStage, plan_chain
 from tasks.runs.report import model_facts
 from tasks.runs.run import Run
-from tasks.stages import LINKS
 from tests.hub_server import Files, HubServer, sha256
 from tests.hubs import hub_of_this_machine
 from tests.tiny_models import build_tiny_qwen3
@@ -182,9 +182,9 @@ def test_a_chat_template_is_part_of_the_model(hub: HubServer, tmp_path: Path, fi
     question = [{"role": "user", "content": "2 + 2?"}]
     tokenizer = load_tokenizer(model.path)
     assert tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == "Q: 2 + 2?\nA:"
-    before = LINKS["fetch_model"].key(config).key
+    before = link_of(config, "fetch_model").key().key
     template.write_text(TEMPLATE.replace("Q:", "Question:"))
-    assert LINKS["fetch_model"].key(config).key != before
+    assert link_of(config, "fetch_model").key().key != before
     for text, said in (
         ("{% for", r"mine\.jinja cannot be rendered: .*; correct"),
         ("{{ bos_token }}", r"leaves out what the user says: it renders"),

@@ -83,7 +83,7 @@ class Begun:
                 "before_training": True,
                 "num_samples": 2,
                 "temperature": 0.7,
-            },  # fmt: skip
+            },
             **changes,
         }
         sections["checkpoint"] = {"save_every": 3, "keep_last": 1, "keep_best": 1, **changes.get("checkpoint", {})}

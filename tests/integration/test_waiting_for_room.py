@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = """
 import logging, sys
@@ -25,7 +27,8 @@ with StopRequest(), connected_to_ray(TrainConfig(), num_cpus=1):
 """
 
 
-def test_sigterm_ends_a_training_that_waits_for_room() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_training_that_waits_for_room(number: signal.Signals) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     one = subprocess.Popen([sys.executable, "-c", WAIT], env=environment, stdout=subprocess.PIPE, text=True)
     try:
@@ -33,7 +36,7 @@ def test_sigterm_ends_a_training_that_waits_for_room() -> None:
         said = next(line for line in one.stdout if "room in Ray" in line)
         assert "for 2 workers of {'CPU': 2}: it has {" in said
         began = time.monotonic()
-        one.send_signal(signal.SIGTERM)
+        one.send_signal(number)
         one.communicate(timeout=30)
         assert one.returncode != 0
         assert time.monotonic() - began < 10

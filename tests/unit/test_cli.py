@@ -30,8 +30,8 @@ from tasks.chain import resume_words
 from tasks.processes.child import ChildProcessFailed
 from tasks.retries import describe, exit_code_of
 from tasks.serve_model.failure import ServeError
-from tasks.stages import LINKS
 from tests.evaluations import write_results
+from tests.recorded_runs import LABELS
 from tests.tiny_models import build_tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,7 +187,7 @@ def test_plan_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
     store = tmp_path / "store"
     done = dapo("plan", CONFIG, "--set", f"store.path={store}")
     rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in done.stdout.splitlines() if "│" in line]
-    assert [row[:2] for row in rows] == [[label, "runs"] for label in LINKS]
+    assert [row[:2] for row in rows] == [[label, "runs"] for label in LABELS]
     assert rows[0][2] == "never built"
     assert len(rows[0][3]) == 16  # the data's key is known
     assert rows[1][2:] == ["waits for prepare_data", "after prepare_data"]
@@ -196,7 +196,7 @@ def test_plan_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
 
 def test_a_recipe_of_another_machine_is_planned_all_the_same(tmp_path: Path) -> None:
     done = dapo("plan", CONFIG, "--set", f"store.path={tmp_path}", "--set", "train.device=npu")
-    assert all(label in done.stdout for label in LINKS)
+    assert all(label in done.stdout for label in LABELS)
     assert done.returncode == 2
     assert "devices: train.device=npu" in done.stderr
 

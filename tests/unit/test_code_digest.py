@@ -8,10 +8,9 @@ import pytest
 
 from tasks.artifacts.artifact import StoreError
 from tasks.artifacts.stage_key import PROJECT_ROOT, code_digest, code_files
-from tasks.stages import CHAIN, EVALUATE_MODEL, NOT_COUNTED, TRAIN_POLICY, Stage
+from tasks.stages import EVALUATE_MODEL, NOT_COUNTED, STAGES, TRAIN_POLICY, Stage
 from tests.imports import files_imported
 
-STAGES = tuple(dict.fromkeys(link.stage for link in CHAIN))
 CODE = ("core", "eval/answers", "durable.py")
 WITHOUT = ("core/merge", "core/config.py")
 

@@ -131,6 +131,17 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             r"has no key wieght; it has set, path, weight, ",
         ),
         ("data.columns.problem=question", r"data\.columns needs data\.columns\.answer and one of"),
+        (
+            "evaluate.benchmarks=[{set: math500, sampels: 4}]",
+            r"evaluate\.benchmarks has no key sampels; it has set",
+        ),
+        ("evaluate.benchmarks=[math500, math500]", r"names 'math500' twice; give one of them another `name`"),
+        ("evaluate.benchmarks=[{set: math500, name: pooled}]", r"'pooled' names a folder and a column"),
+        (
+            "evaluate.headline=math500",
+            r"evaluate\.headline=math500 is none of evaluate\.benchmarks: which is empty",
+        ),
+        ("evaluate.gates=[math500 is good]", r"'math500 is good' is not NAME"),
         ("evaluate.benchmark=math50", r"'math50' is not a registered set; did you mean 'math500'\?"),
         ("model.source=path", r"model\.source is path, but model\.path is not set"),
         ("model.path=qwen", r"model\.path=qwen would be ignored by model\.source=recipe; set model\.source=path"),
@@ -330,3 +341,17 @@ def test_every_key_is_read_somewhere() -> None:
     }  # stage_task reads the limit by the stage's name
     unread = [key for key in LEAVES if key.rsplit(".", 1)[-1] not in names]
     assert not unread
+
+
+def test_a_benchmark_has_a_name_and_the_sections_values_where_it_sets_none() -> None:
+    sampled = {"set": "aime24", "num_samples": 4, "temperature": 0.6}
+    sets = ["math500", sampled, "hf:you/geometry-set@main/", "own/held.parquet"]
+    evaluate = _resolve(evaluate={"benchmarks": sets, "gates": ["math500 >= before - 1"]}).evaluate
+    assert [one.label for one in evaluate.benchmarks] == ["math500", "aime24", "geometry-set", "held"]
+    aime = evaluate.of(evaluate.benchmarks[1])
+    assert (aime.num_samples, aime.temperature, aime.max_response_tokens) == (4, 0.6, evaluate.max_response_tokens)
+    # A benchmark of a suite has the key of the same benchmark asked alone.
+    alone = _resolve(evaluate={"num_samples": 4, "temperature": 0.6}).evaluate
+    assert result_values(aime) == result_values(alone)
+    with pytest.raises(ConfigError, match=r"names aime, which is none of evaluate\.benchmarks: math500, pooled"):
+        _resolve(evaluate={"benchmarks": "math500", "gates": ["aime > before"]})

@@ -64,6 +64,22 @@ def test_a_base_model_takes_a_chat_template_of_the_users(folder: Path) -> None:
     assert {finding.status for finding in examine(config)} == {OK}
 
 
+def test_rows_of_an_unknown_data_source_get_the_scorer_of_own_problems(folder: Path) -> None:
+    rows = [
+        {
+            "data_source": "school-2026",
+            "prompt": [{"role": "user", "content": f"What is {number} + {number}? Put it in \\boxed{{}}."}],
+            "reward_model": {"ground_truth": str(2 * number)},
+        }
+        for number in range(40)
+    ]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("s.yaml").write_text(first_recipe(Path("s.yaml"), model_keys("models/small"), "rows.jsonl", None, CPU))
+    config = load_config("s.yaml")
+    assert config.reward.scorers == ("school-2026=math_verify",)
+    assert {finding.status for finding in examine(config)} == {OK}
+
+
 def test_devices_share_ranks_and_engines(folder: Path) -> None:
     text = first_recipe(
         Path("npu.yaml"),

@@ -19,11 +19,11 @@ from flows.tables import print_garbage
 from tasks.artifacts.artifact import StoreError
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import PARTIAL, ArtifactStore, Attempt
+from tasks.links import link_of
 from tasks.runs.collect_garbage import Unused, collect_garbage
 from tasks.runs.history import artifact_of, read_runs, short_ids
 from tasks.runs.run import Run, current_stage
 from tasks.stage_command import link_log
-from tasks.stages import LINKS
 from tests.garbage import NOW, collect, keys, make_old, nights, own_of, stored_keys
 from tests.processes import wait_until
 from tests.recorded_runs import Outcome, record_run, small_config
@@ -78,7 +78,7 @@ def test_a_long_training_keeps_its_inputs_for_a_day_after_its_last_change(tmp_pa
     """Its run recorded nothing since the stage before, days ago."""
     begun = ("prepare_data", "fetch_model", "evaluate_before")
     run = record_run(small_config(tmp_path), labels=begun, flow="train-policy")
-    key = LINKS["train_policy"].key(run.config, *map(run.take, begun[:2]))
+    key = link_of(run.config, "train_policy").key(*map(run.take, begun[:2]))
     current = current_stage.set("train_policy")
     link_log(run, run.store.log_path(key.stage, key.key))
     current_stage.reset(current)

@@ -34,8 +34,7 @@ from tasks.runs.history import (
     short_ids,
 )
 from tasks.runs.run import Run, RunSkipped, require_outputs
-from tasks.stages import LINKS
-from tests.recorded_runs import Outcome, record_run, small_config
+from tests.recorded_runs import LABELS, Outcome, record_run, small_config
 
 
 def write_run(store: Path, identity: str, **values: object) -> Path:
@@ -252,8 +251,8 @@ def test_latest_counts_only_runs_that_have_what_is_needed(own: Path) -> None:
 
 def test_what_a_stage_begins_from_is_named_with_the_command_that_makes_it(own: Path) -> None:
     config = small_config(own)
-    artifacts = require_outputs(config, LINKS)
-    assert list(artifacts) == list(LINKS)
+    artifacts = require_outputs(config, LABELS)
+    assert list(artifacts) == list(LABELS)
     for label, command in (
         ("evaluate_before", "evaluate-model CONFIG --side before"),
         ("merge_checkpoint", "merge-checkpoint CONFIG"),

@@ -9,7 +9,7 @@ from dapo_core.errors import ConfigError
 from flows.config import Config
 from flows.keys import all_keys, explain, keys_page
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.stages import CHAIN
+from tasks.stages import STAGES
 
 
 def test_the_page_of_keys_is_true_and_has_all() -> None:
@@ -43,7 +43,7 @@ def test_a_section_or_a_last_word_finds_its_keys_and_a_misspelt_one_the_nearest(
 
 
 def test_every_key_says_something_and_names_real_stages() -> None:
-    stages = {link.stage.name for link in CHAIN}
+    stages = {stage.name for stage in STAGES}
     for key in all_keys().values():
         assert key.meaning
         assert key.stages == "nothing" or set(key.stages.split(", ")) <= stages

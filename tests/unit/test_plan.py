@@ -15,13 +15,11 @@ from typer.testing import CliRunner
 from flows.cli import app
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.artifacts.store import ArtifactStore
+from tasks.links import link_of
 from tasks.runs.history import differences_of
 from tasks.runs.plan import PlannedStage, plan_chain
 from tasks.runs.run import Run
-from tasks.stages import LINKS
-from tests.recorded_runs import SMALL, Outcome, record_run, small_config
-
-LABELS = tuple(LINKS)
+from tests.recorded_runs import LABELS, SMALL, Outcome, record_run, small_config
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +142,8 @@ def test_a_stage_that_waits_names_a_changed_file(recorded: Run, tmp_path: Path) 
 
 def test_what_is_being_built_is_not_said_to_be_unfinished(recorded: Run, tmp_path: Path) -> None:
     store = copied(recorded, tmp_path)
-    needs = map(recorded.take, LINKS["train_policy"].needs)
-    key = LINKS["train_policy"].key(small_config(store, "train.total_steps=61"), *needs)
+    link = link_of(small_config(store, "train.total_steps=61"), "train_policy")
+    key = link.key(*map(recorded.take, link.needs))
     seen: list[PlannedStage] = []
 
     def build(folder: Path) -> dict[str, int]:

@@ -28,7 +28,7 @@ from eval.problems.registry import load_set
 from flows.config import Config
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.data.prepare import build_dataset
-from tasks.stages import LINKS
+from tasks.links import link_of
 from tests.batches import make_group
 from tests.configs import make_config
 from tests.tiny_models import tiny_tokenizer
@@ -187,14 +187,14 @@ def test_sets_of_several_graders_and_names_that_are_none_are_refused(tmp_path: P
         ({"set": mine, "path": mine}, mine, "is for registered sets"),
     ):
         with pytest.raises(ProblemsError, match=said):
-            LINKS["prepare_data"].key(recipe(tmp_path, train, held_out))
+            link_of(recipe(tmp_path, train, held_out), "prepare_data").key()
 
 
 def test_what_decides_the_prepared_rows_is_in_the_key(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.jsonl", ROWS)
     moved = write(tmp_path / "other" / "mine.jsonl", ROWS) if (tmp_path / "other").mkdir() is None else ""
-    first = LINKS["prepare_data"].key(recipe(tmp_path, path)).key
-    assert LINKS["prepare_data"].key(recipe(tmp_path, moved)).key == first
+    first = link_of(recipe(tmp_path, path), "prepare_data").key().key
+    assert link_of(recipe(tmp_path, moved), "prepare_data").key().key == first
     changes: list[dict[str, Any]] = [
         {"prompt_template": "{problem}!"},
         {"system_prompt": "Think."},
@@ -202,7 +202,7 @@ def test_what_decides_the_prepared_rows_is_in_the_key(tmp_path: Path) -> None:
         {"train": [path, write(tmp_path / "more.jsonl", ROWS)]},
         {"train": {"set": path, "weight": 2}},
     ]
-    keys = {LINKS["prepare_data"].key(recipe(tmp_path, **{"train": path, **change})).key for change in changes}
+    keys = {link_of(recipe(tmp_path, **{"train": path, **change}), "prepare_data").key().key for change in changes}
     assert len({first, *keys}) == 6
 
 

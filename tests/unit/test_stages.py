@@ -28,15 +28,15 @@ from tasks.chain import take_model_folder
 from tasks.data.layout import EVAL_FILE
 from tasks.data.prepare import build_dataset
 from tasks.data_config import ColumnsConfig
+from tasks.links import link_of
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run, current_stage
-from tasks.stages import CHAIN, FETCH_MODEL, LINKS, Stage
+from tasks.stages import STAGES, Stage
 from tests.configs import make_config
 from tests.recorded_runs import small_config
 from tests.tiny_models import build_tiny_qwen3
 
 CONFIG = PROJECT_ROOT / "configs" / "arith_cpu.yaml"
-STAGES = (*dict.fromkeys(link.stage for link in CHAIN), FETCH_MODEL)
 # The keys that each stage reads, by prefix; a change of any of them builds it again.
 READS = {
     "prepare_data": ("run.seed", "data.arithmetic.", "data.contamination", "data.max_refused_ratio"),
@@ -130,13 +130,13 @@ def config(tmp_path: Path) -> Config:
 
 def prepared(config: Config) -> Artifact:
     """The data artifact of the configuration, built in its store when it is not there."""
-    key = LINKS["prepare_data"].key(config)
+    key = link_of(config, "prepare_data").key()
     return ArtifactStore(config.store.path).produce(key, lambda folder: build_dataset(config, folder))[0]
 
 
 def inputs(label: str, config: Config, *artifacts: Artifact) -> Mapping[str, str]:
     """What the stage's key has as its inputs."""
-    return LINKS[label].key(config, *artifacts).inputs
+    return link_of(config, label).key(*artifacts).inputs
 
 
 def files_config(folder: Path, held_out: Path, *overrides: str) -> Config:
@@ -192,7 +192,7 @@ def test_own_data_is_asked_as_its_file_is(tmp_path: Path, suffix: str) -> None:
 
 def test_own_data_that_cannot_be_used_is_refused_and_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.eval\.0: .*gone\.jsonl is not a file"):
-        LINKS["prepare_data"].key(files_config(tmp_path, tmp_path / "gone.jsonl"))
+        link_of(files_config(tmp_path, tmp_path / "gone.jsonl"), "prepare_data").key()
     held_out = math500_file(tmp_path / "eval.jsonl")
     held_out.write_text(held_out.read_text() + '{"problem": "?", "answer": ""}\n')
     with pytest.raises(
@@ -233,8 +233,8 @@ def test_data_without_a_scorer_is_refused_unless_the_configuration_names_one(tmp
 def test_before_and_after_share_the_evaluation_of_an_unchanged_model(config: Config) -> None:
     data = prepared(config)
     model, merged = (Artifact("stage", key, "/nowhere", "digest") for key in ("one key", "another"))
-    before, after = LINKS["evaluate_before"], LINKS["evaluate_after"]
-    assert before.key(config, data, model).key == after.key(config, data, merged).key
+    before, after = (link_of(config, f"evaluate_{side}") for side in ("before", "after"))
+    assert before.key(data, model).key == after.key(data, merged).key
 
 
 def model_config(folder: Path, model: Path) -> Config:
@@ -250,18 +250,18 @@ def test_a_local_model_is_linked_not_copied_and_changes_are_seen(tmp_path: Path)
         (source / blob.name).symlink_to(f"../../blobs/{blob.name}")
     config = model_config(tmp_path, source)
     data = prepared(config)
-    key = LINKS["fetch_model"].key(config, data)
+    key = link_of(config, "fetch_model").key(data)
     store = ArtifactStore(config.store.path)
     taken, _ = store.produce(key, lambda folder: take_model_folder(config, folder))
     weights = Path(taken.path) / "model.safetensors"
     assert os.path.samefile(weights, repository / "blobs" / "model.safetensors")
     assert not any(path.is_symlink() for path in Path(taken.path).iterdir())
     assert taken.manifest()["metrics"]["bytes"] == sum(path.stat().st_size for path in source.iterdir())
-    assert LINKS["fetch_model"].key(config, data) == key
+    assert link_of(config, "fetch_model").key(data) == key
     replaced = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").unlink()
     (source / "model.safetensors").write_bytes(replaced + b" ")
-    assert LINKS["fetch_model"].key(config, data) != key
+    assert link_of(config, "fetch_model").key(data) != key
     assert store.lookup(taken.stage, taken.key) == taken  # the old one is as it was
 
 
@@ -275,12 +275,12 @@ def test_a_chat_template_leaves_the_folder_that_it_was_named_for_as_it_is(tmp_pa
     take_model_folder(config, tmp_path / "taken")
     assert (tmp_path / "taken/chat_template.jinja").read_bytes() == template.read_bytes()
     assert (source / "chat_template.jinja").read_bytes() == theirs
-    first = LINKS["fetch_model"].key(config)
+    first = link_of(config, "fetch_model").key()
     template.write_text(template.read_text() + "A:")
-    assert LINKS["fetch_model"].key(config).key != first.key
+    assert link_of(config, "fetch_model").key().key != first.key
     template.unlink()
     with pytest.raises(ConfigError, match=r"model\.chat_template=.*mine\.jinja cannot be read: No such file"):
-        LINKS["fetch_model"].key(config)
+        link_of(config, "fetch_model").key()
 
 
 def test_an_incomplete_model_is_refused_before_any_work(tmp_path: Path) -> None:

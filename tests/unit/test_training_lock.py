@@ -18,8 +18,8 @@ import durable
 from tasks import stage_command
 from tasks.artifacts.artifact import Artifact
 from tasks.chain import train_policy
+from tasks.links import link_of
 from tasks.runs.run import Run, RunSkipped
-from tasks.stages import LINKS
 from tasks.training_lock import check_free, find_holder, hold, nightly_lock_path, training_lock_path
 from tests.configs import make_config
 from tests.processes import DEADLINE_SECONDS, wait_until
@@ -115,7 +115,7 @@ def test_a_nightly_run_begins_beside_its_own_training_only(tmp_path: Path) -> No
     path = training_lock_path(run.config)
     check_free(path, run.config)
     inputs: dict[str, Artifact] = produce(run, Outcome(), ("prepare_data", "fetch_model"))
-    with hold(path, "run-7", LINKS["train_policy"].key(run.config, *inputs.values()).key):
+    with hold(path, "run-7", link_of(run.config, "train_policy").key(*inputs.values()).key):
         check_free(path, run.config)  # left by a flow that died: goes on in the next
     words = "The run was skipped because another training holds the lock .*: run run-7"
     with hold(path, "run-7", KEY), pytest.raises(RunSkipped, match=words):

@@ -1,0 +1,80 @@
+"""A suite: the results folders of several benchmarks that one model was asked, side by side in one folder.
+
+FOLDER/suite.json       the benchmarks in their order, with weight and key, and the headline
+FOLDER/NAME/            the results folder of one: settings.json, results.jsonl, summary.json
+
+A folder with settings.json directly in it is a suite of one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from eval.results import SETTINGS_FILE, ResultsError, read_settings, write_json
+
+SUITE_FILE = "suite.json"
+OWN = "own"  # the only benchmark of a folder whose set has no name
+
+
+@dataclass(frozen=True)
+class Member:
+    """One benchmark of a suite."""
+
+    name: str
+    weight: float = 1.0
+    key: str | None = None  # of everything that its answers depend on; None outside a store
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The benchmarks of a folder in their order."""
+
+    members: tuple[Member, ...]
+    headline: str  # the member whose difference is the verdict
+
+
+def read_suite(folder: str | Path) -> dict[str, Path]:
+    """The results folder of each benchmark by its name, in the suite's order. Raises ResultsError."""
+    folder = Path(folder)
+    if is_single(folder):
+        return {describe_suite(folder).headline: folder}
+    return {member.name: folder / member.name for member in describe_suite(folder).members}
+
+
+def describe_suite(folder: str | Path) -> Suite:
+    """Weights, keys and headline of a folder's benchmarks. Raises ResultsError where there are none."""
+    folder = Path(folder)
+    if is_single(folder):
+        name = str((read_settings(folder) or {}).get("benchmark") or OWN)
+        return Suite((Member(name),), name)
+    path = folder / SUITE_FILE
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        suite = Suite(tuple(Member(**one) for one in stored["benchmarks"]), stored["headline"])
+    except (FileNotFoundError, NotADirectoryError):
+        raise ResultsError(
+            f"{folder} has no {SETTINGS_FILE} and no {SUITE_FILE}: it is no folder of `dapo eval`; name the one "
+            "of its --output"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ResultsError(f"{path} cannot be read ({error!r}): run the same evaluation again") from None
+    missing = [one.name for one in suite.members if not (folder / one.name / SETTINGS_FILE).is_file()]
+    if missing or suite.headline not in [one.name for one in suite.members]:
+        what = ", ".join(missing) or f"its headline {suite.headline}"
+        raise ResultsError(f"{folder} lacks {what}: the evaluation did not finish; run it again")
+    return suite
+
+
+def is_single(folder: Path) -> bool:
+    """Whether the folder is the results folder of one benchmark itself."""
+    return (folder / SETTINGS_FILE).is_file()
+
+
+def write_suite(folder: Path, members: Sequence[Member], headline: str) -> None:
+    """Write suite.json. Raises ResultsError for a folder that holds the results of one benchmark itself."""
+    if is_single(folder):
+        raise ResultsError(f"{folder} holds the evaluation of one benchmark; choose another --output for a suite")
+    write_json(folder / SUITE_FILE, {"headline": headline, "benchmarks": [asdict(one) for one in members]})

@@ -1,0 +1,223 @@
+"""The section `evaluate`: which benchmarks a model is asked, and how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from pydantic import Field, field_serializer, field_validator, model_validator
+
+from dapo_core.config.fields import JsonObject, Section, key, volatile
+from eval.problems.registry import POOLED, find_set
+from tasks.data_config import ColumnsConfig
+
+_NAME = re.compile(r"\w[\w-]*")
+_NUMBER = r"\d+(?:\.\d+)?"
+_GATE = re.compile(
+    rf"(?P<name>\w[\w-]*)(?:\.\w+)?\s*(?:>=|<=|>|<)\s*(?:{_NUMBER}|[A-Za-z][\w-]*(?:\s+[+-]\s*{_NUMBER})?)"
+)
+
+
+class BenchmarkConfig(Section):
+    """One benchmark of the suite. What is unset is the section's own key `evaluate.*`."""
+
+    set: str = Field(description="A registered name, a file or folder, or a hub's id.", min_length=1)
+    path: str | None = key(None, "File or folder with the rows of a registered set, which is then not fetched.")
+    columns: ColumnsConfig | None = key(None, "Columns of your own rows, as data.columns.")
+    name: str | None = key(None, "Its name in results and reports; unset: that of the set or file.")
+    weight: float = key(1.0, "Its share of the pooled verdict, relative to the others'.", gt=0, le=1e6)
+    api: Literal["chat", "completions"] | None = key(None, "As evaluate.api.")
+    prompt: str | None = key(None, "As evaluate.prompt.")
+    system_prompt: str | None = key(None, "As evaluate.system_prompt.")
+    sampling: Literal["settings", "model"] | None = key(
+        None, "As evaluate.sampling; settings where temperature, top_p or top_k are set here."
+    )
+    temperature: float | None = key(None, "As evaluate.temperature.", ge=0, le=10)
+    top_p: float | None = key(None, "As evaluate.top_p.", gt=0, le=1)
+    top_k: int | None = key(None, "As evaluate.top_k.", ge=1)
+    max_response_tokens: int | None = key(None, "As evaluate.max_response_tokens.", ge=1)
+    num_samples: int | None = key(None, "As evaluate.num_samples.", ge=1, le=10_000)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_are_known(cls, values: Any) -> Any:
+        unknown = sorted(values.keys() - cls.model_fields.keys()) if isinstance(values, dict) else []
+        if unknown:
+            raise ValueError(
+                f"a benchmark of evaluate.benchmarks has no key {', '.join(unknown)}; it has "
+                f"{', '.join(cls.model_fields)}"
+            )
+        return values
+
+    @property
+    def label(self) -> str:
+        """What results, gates and reports call it."""
+        if self.name is not None:
+            return self.name
+        plain = re.sub(r"@[^/]*", "", self.set.partition("#")[0])  # without digest and revision
+        return re.sub(r"[^\w-]+", "-", PurePosixPath(plain).stem)
+
+
+# The key that sets each field of a request. The others may be set by evaluate.extra_body.
+_REQUEST_KEYS = {
+    "model": "the served model's name",
+    "messages": "evaluate.prompt",
+    "prompt": "evaluate.prompt",
+    "max_tokens": "evaluate.max_response_tokens",
+    "max_completion_tokens": "evaluate.max_response_tokens",
+    "temperature": "evaluate.temperature",
+    "top_p": "evaluate.top_p",
+    "top_k": "evaluate.top_k",
+    "seed": "evaluate.seed",
+    "n": "evaluate.num_samples",
+    "best_of": "evaluate.num_samples",
+    "stop": "evaluate.prompt, whose template has its own",
+    "stream": "nothing: responses are read whole",
+    "echo": "nothing: a response is read without its prompt",
+    "chat_template_kwargs": "evaluate.chat_template_kwargs",
+}
+
+
+class EvaluateConfig(Section):
+    """The before and after measurement."""
+
+    benchmarks: tuple[BenchmarkConfig, ...] = key(
+        (), "The suite: sets as in data.eval, each with its own sampling, or a list; empty: data.eval is asked."
+    )
+    headline: str | None = key(None, "The benchmark whose difference is the verdict; unset: the first.")
+    gates: tuple[str, ...] = volatile(
+        (), "What must hold after training, such as math500 >= before - 1 (docs/evaluation.md)."
+    )
+    benchmark: str | None = key(
+        None,
+        "Registered set whose rows a file of data.eval holds; they are counted, asked and graded accordingly.",
+    )
+    api: Literal["chat", "completions"] = key(
+        "chat", "completions sends no chat template, as in AISBench's guide."
+    )
+    prompt: str = key(
+        "default",
+        "aisbench, cot, few-shot, bare, given, or a file with {problem}; default: the benchmark's own.",
+    )
+    system_prompt: str | None = key(
+        None, "System message of every prompt, in place of the file's own; unset: the file's, if it has one."
+    )
+    chat_template_kwargs: JsonObject = key(
+        {}, "Arguments of the chat template, such as {enable_thinking: false}; sent with each request of a chat."
+    )
+    extra_body: JsonObject = key(
+        {}, "Further fields of each request, such as {min_p: 0.05}; those with a key of their own are refused."
+    )
+    sampling: Literal["settings", "model"] = key(
+        "settings",
+        "settings: temperature, top_p and top_k below; model: those of the model's generation_config.json.",
+    )
+    temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=10)
+    top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
+    top_k: int | None = key(None, "Sample among the k likeliest tokens; unset: not sent.", ge=1)
+    max_response_tokens: int = key(20480, "Length limit of an answer.", ge=1)
+    seed: int = key(1234, "Sampling seed sent with each request; sample i of a problem has seed + i.", ge=0)
+    num_samples: int = key(1, "Answers to each problem.", ge=1, le=10_000)
+    concurrency: int = volatile(48, "Requests in flight at each server.", ge=1, le=10_000)
+    requests_per_second: float | None = volatile(None, "Most requests started per second; unset: no limit.", gt=0)
+    request_timeout_seconds: float = volatile(3600.0, "Time limit of a whole request.", gt=0)
+    max_attempts: int = volatile(
+        8, "Attempts per request; the pause of half a second doubles each time.", ge=1, le=100
+    )
+    outage_seconds: float = volatile(120.0, "How long an unreachable server is awaited.", ge=0)
+    max_failed_ratio: float = key(0.0, "Largest share of failed requests; above it the stage fails.", ge=0, lt=1)
+
+    @field_validator("benchmark")
+    @classmethod
+    def _benchmark_is_registered(cls, name: str | None) -> str | None:
+        if name is not None:
+            find_set(name)
+        return name
+
+    @field_validator("extra_body")
+    @classmethod
+    def _fields_without_a_key(cls, fields: JsonObject) -> JsonObject:
+        for name in fields.keys() & _REQUEST_KEYS.keys():
+            raise ValueError(f"evaluate.extra_body.{name} is set by {_REQUEST_KEYS[name]}; remove it")
+        return fields
+
+    @model_validator(mode="after")
+    def _one_word_on_sampling(self) -> EvaluateConfig:
+        for name in ("temperature", "top_p", "top_k"):
+            value = getattr(self, name)
+            if self.sampling == "model" and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"evaluate.{name}={value} would be ignored by evaluate.sampling=model; set "
+                    "evaluate.sampling=settings to use it, or remove it"
+                )
+        if self.chat_template_kwargs and self.api == "completions":
+            raise ValueError(
+                f"evaluate.chat_template_kwargs={dict(self.chat_template_kwargs)} would be ignored by "
+                "evaluate.api=completions, which has no chat template; set evaluate.api=chat, or remove them"
+            )
+        return self
+
+    @field_validator("benchmarks", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        listed = [value] if isinstance(value, str | Mapping) else value
+        if not isinstance(listed, list | tuple):
+            return listed
+        return tuple({"set": one} if isinstance(one, str) else one for one in listed)
+
+    @field_validator("benchmarks")
+    @classmethod
+    def _names_differ(cls, benchmarks: tuple[BenchmarkConfig, ...]) -> tuple[BenchmarkConfig, ...]:
+        labels = [one.label for one in benchmarks]
+        for label in labels:
+            if not _NAME.fullmatch(label) or label == POOLED:
+                raise ValueError(
+                    f"evaluate.benchmarks: {label!r} names a folder and a column, so it is letters, digits, _ and "
+                    f"-, and not {POOLED!r}; set the benchmark's `name`"
+                )
+            if labels.count(label) > 1:
+                raise ValueError(
+                    f"evaluate.benchmarks names {label!r} twice; give one of them another `name`, such as "
+                    f"{{set: {label}, name: {label}-avg4, num_samples: 4}}"
+                )
+        return benchmarks
+
+    @field_serializer("benchmarks")
+    def _as_written(self, benchmarks: tuple[BenchmarkConfig, ...]) -> Any:
+        dumped = [one.model_dump(exclude_unset=True) for one in benchmarks]
+        return [one["set"] if one.keys() == {"set"} else one for one in dumped]
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> EvaluateConfig:
+        names = [one.label for one in self.benchmarks]
+        if self.headline is not None and self.headline not in names:
+            raise ValueError(f"evaluate.headline={self.headline} is none of evaluate.benchmarks: {_listed(names)}")
+        for gate in self.gates:
+            match = _GATE.fullmatch(gate.strip())
+            if match is None:
+                raise ValueError(
+                    f"evaluate.gates: {gate!r} is not NAME[.METRIC] >= NUMBER, nor NAME >= before - NUMBER; names "
+                    f"are benchmarks or {POOLED}, signs are >=, >, <= and <"
+                )
+            if names and match["name"] not in (*names, POOLED):
+                raise ValueError(
+                    f"evaluate.gates: {gate!r} names {match['name']}, which is none of evaluate.benchmarks: "
+                    f"{_listed(names)}, {POOLED}"
+                )
+        return self
+
+    def of(self, benchmark: BenchmarkConfig) -> EvaluateConfig:
+        """The section as it holds for one benchmark alone."""
+        own = {
+            name: getattr(benchmark, name) for name in type(self).model_fields.keys() & benchmark.model_fields_set
+        }
+        if own.keys() & {"temperature", "top_p", "top_k"}:
+            own.setdefault("sampling", "settings")
+        alone: dict[str, Any] = {"benchmarks": (), "benchmark": None, "headline": None, "gates": ()}
+        return self.model_copy(update={name: value for name, value in own.items() if value is not None} | alone)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "which is empty"
