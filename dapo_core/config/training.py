@@ -5,6 +5,8 @@ Defaults are the DAPO paper's recipe (arXiv:2503.14476, section 4.1).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -244,6 +246,9 @@ class CheckpointConfig(Section):
     save_every: int = volatile(20, "Training steps between checkpoints.", ge=1)
     keep_last: int = volatile(2, "Newest checkpoints kept during training; the finished output keeps one.", ge=1)
     keep_best: int = key(0, "Checkpoints with the highest validation/accuracy that are kept as well.", ge=0)
+    keep_steps: tuple[int, ...] = volatile(
+        (), "Steps whose checkpoints are kept for good; those of evaluate.checkpoints are added to them."
+    )
     asynchronous: bool = volatile(
         True, "Write during training; needs host memory for a copy of weights and optimizer state."
     )
@@ -313,6 +318,25 @@ class TrainingConfig(Section):
                 f"checkpoint.keep_best={self.checkpoint.keep_best} needs accuracies to compare, and "
                 "validation.every=0 measures none; set validation.every, or checkpoint.keep_best=0"
             )
+        return self
+
+    def require_saved(self, name: str, steps: Iterable[int]) -> None:
+        """Raise ValueError for a step that has no checkpoint; `name` is the key that names the steps."""
+        every, total = self.checkpoint.save_every, self.train.total_steps
+        for step in steps:
+            if not 0 < step <= total:
+                raise ValueError(
+                    f"{name} names step {step}, and train.total_steps is {total}; name steps 1 to {total}"
+                )
+            if step % every and step != total:
+                raise ValueError(
+                    f"{name} names step {step}, and checkpoint.save_every={every} saves none there; set "
+                    f"checkpoint.save_every={math.gcd(step, every)}, or name multiples of {every}"
+                )
+
+    @model_validator(mode="after")
+    def _kept_steps_are_saved(self) -> TrainingConfig:
+        self.require_saved("checkpoint.keep_steps", self.checkpoint.keep_steps)
         return self
 
     @model_validator(mode="after")
