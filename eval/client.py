@@ -6,9 +6,10 @@ import asyncio
 import email.utils
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -48,12 +49,15 @@ class Sampling:
     """Sampling parameters, all part of a result's identity. Sample i of an item uses seed + i."""
 
     max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int | None = None  # vLLM's extra field, sent only when set
+    temperature: float | None = 0.0  # None, here and below: not sent, so that the server's own default applies
+    top_p: float | None = 1.0
+    top_k: int | None = None  # vLLM's extra field
     seed: int = 1234
     num_samples: int = 1
     stop: tuple[str, ...] = ()
+    chat_template_kwargs: Mapping[str, Any] | None = None  # vLLM's extra field
+    extra_body: Mapping[str, Any] | None = None  # further fields
+    source: Literal["model", "server"] | None = None  # of temperature, top_p, top_k; None: the settings
 
     def body(self, sample: int) -> dict[str, Any]:
         """The fields of the request of one sample."""
@@ -62,12 +66,18 @@ class Sampling:
             "temperature": self.temperature,
             "top_p": self.top_p,
             "seed": self.seed + sample,
+            "top_k": self.top_k,
+            "stop": list(self.stop) or None,
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
-        if self.top_k is not None:
-            fields["top_k"] = self.top_k
-        if self.stop:
-            fields["stop"] = list(self.stop)
-        return fields
+        sent = {name: value for name, value in fields.items() if value is not None}
+        return {**sent, **(self.extra_body or {})}
+
+    def to_json(self) -> dict[str, Any]:
+        """As settings.json holds it; a field that earlier versions lack is left out unless it is set."""
+        fields = {**asdict(self), "stop": list(self.stop)}
+        added = ("chat_template_kwargs", "extra_body", "source")
+        return {name: value for name, value in fields.items() if value is not None or name not in added}
 
 
 @dataclass(frozen=True)
@@ -101,10 +111,9 @@ class RequestError(Exception):
 class Connection:
     """A kept-open connection for one request at a time. Use as an async context manager."""
 
-    def __init__(self, endpoint: Endpoint, sampling: Sampling, timeout_seconds: float) -> None:
+    def __init__(self, endpoint: Endpoint, timeout_seconds: float) -> None:
         self.opened_at = 0.0  # when the server was last connected to, by time.monotonic
         self._endpoint = endpoint
-        self._sampling = sampling
         self._timeout_seconds = timeout_seconds
         headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         connect_seconds = min(_CONNECT_SECONDS, timeout_seconds)
@@ -130,14 +139,14 @@ class Connection:
     async def _on_connected(self, *_: object) -> None:
         self.opened_at = time.monotonic()
 
-    async def ask(self, prompt: Prompt, sample: int = 0) -> Answer:
+    async def ask(self, prompt: Prompt, sampling: Sampling, sample: int = 0) -> Answer:
         """The response to one prompt: messages go to chat/completions, text to completions. Raises RequestError.
 
         The time-out covers the whole request, even if bytes keep arriving.
         """
         is_chat = not isinstance(prompt, str)
         fields = {"messages": list(prompt)} if is_chat else {"prompt": prompt}
-        body = {"model": self._endpoint.model, **fields, **self._sampling.body(sample)}
+        body = {"model": self._endpoint.model, **fields, **sampling.body(sample)}
         return _read_answer(await self._request("chat/completions" if is_chat else "completions", body), is_chat)
 
     async def identify(self) -> Weights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,6 +59,7 @@ class Side:
     weights: str  # what identifies them, in words
     engine: str | None  # version and settings, as the server says
     evaluation: str  # digest of the measurement: copies share it
+    sampling: Mapping[str, Any]  # as in settings.json
     n: int
     right: int
     accuracy: float
@@ -195,7 +196,7 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
 
 def _refuse_different(before: Evaluation, after: Evaluation) -> None:
     left, right = (
-        {key: value for key, value in side.settings.items() if key not in _NOT_COMPARED}
+        {**{key: value for key, value in side.settings.items() if key not in _NOT_COMPARED}, **_set_sampling(side)}
         for side in (before, after)
     )
     reasons = describe_differences(left, right)
@@ -218,6 +219,15 @@ def _refuse_different(before: Evaluation, after: Evaluation) -> None:
             f"the two evaluations cannot be compared: {'; '.join(reasons)}. A difference in accuracy would not "
             f"be the model's alone: evaluate both with the same evaluate.* settings.{hint}"
         )
+
+
+def _set_sampling(side: Evaluation) -> dict[str, Any]:
+    """The sampling that a recipe sets: without what generation_config.json says, in which models may differ."""
+    sampling = side.settings["sampling"]
+    if sampling.get("source") != "model":
+        return {"sampling": sampling}
+    own = ("temperature", "top_p", "top_k", "extra_body")
+    return {"sampling": {name: value for name, value in sampling.items() if name not in own}}
 
 
 def _unpaired(pairs: Sequence[Pair]) -> Unpaired:
@@ -245,6 +255,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         weights=describe_weights(evaluation.settings.get(SERVED)),
         engine=(evaluation.settings.get(SERVED) or {}).get("engine"),
         evaluation=evaluation.digest,
+        sampling=evaluation.settings["sampling"],
         n=total.n,
         right=total.right,
         accuracy=total.accuracy,

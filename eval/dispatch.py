@@ -50,6 +50,8 @@ class Request:
 
     item: Item
     sample: int
+    sampling: Sampling
+    benchmark: str = ""  # whose item it is, where several are asked
     attempts: int = 0
     started_at: float | None = None
     # Servers that failed it, and whether by a time-out. A time-out is not repeated at the same server.
@@ -93,16 +95,14 @@ class Dispatcher:
     the answer counts. `weights` are those to expect; None for the first ones found.
     """
 
-    def __init__(
-        self, endpoints: Sequence[Endpoint], sampling: Sampling, limits: Limits, weights: Weights | None = None
-    ) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], limits: Limits, weights: Weights | None = None) -> None:
         self._servers = [_Server(endpoint) for endpoint in endpoints]
-        self._sampling = sampling
         self._limits = limits
         self._weights = weights
         self._on_weights: OnWeights | None = None
         self._queue: deque[Request] = deque()
         self._num_open = 0
+        self._dropped: set[str] = set()  # benchmarks
         # Beside cancelling: a task may lose a cancellation that arrives together with its answer.
         self._is_stopped = False
         self._changed = asyncio.Event()
@@ -126,6 +126,14 @@ class Dispatcher:
         self._is_stopped = True
         for worker in self._workers:
             worker.cancel()
+
+    def drop(self, benchmark: str) -> None:
+        """Send no more requests of a benchmark; those in flight end, and are not repeated."""
+        self._dropped.add(benchmark)
+        left = [request for request in self._queue if request.benchmark != benchmark]
+        self._num_open -= len(self._queue) - len(left)
+        self._queue = deque(left)
+        self._changed.set()
 
     async def run(self, requests: Sequence[Request], finish: Finish, on_weights: OnWeights | None = None) -> None:
         """Await `finish` with the outcome of each request; every call that began has ended when this returns.
@@ -152,13 +160,13 @@ class Dispatcher:
                 raise error
 
     async def _work(self, server: _Server, finish: Finish) -> None:
-        async with Connection(server.endpoint, self._sampling, self._limits.timeout_seconds) as connection:
+        async with Connection(server.endpoint, self._limits.timeout_seconds) as connection:
             while (request := await self._take(server)) is not None:
                 await self._pace()
                 started_at = request.started_at = request.started_at or time.monotonic()
                 failure, is_refused = None, False
                 try:
-                    answer = await connection.ask(request.item.prompt, request.sample)
+                    answer = await connection.ask(request.item.prompt, request.sampling, request.sample)
                     await self._check_weights(server, connection)
                     request.attempts += 1
                 except RequestError as error:
@@ -181,7 +189,7 @@ class Dispatcher:
             if server.has_answered:
                 server.checked_at = 0.0
                 seconds = min(self._limits.timeout_seconds, _LAST_CHECK_SECONDS)
-                async with Connection(server.endpoint, self._sampling, seconds) as connection:
+                async with Connection(server.endpoint, seconds) as connection:
                     try:
                         await self._check_weights(server, connection)
                     except RequestError as error:
@@ -242,6 +250,8 @@ class Dispatcher:
 
     async def _retry(self, request: Request, server: _Server, error: RequestError) -> bool:
         """Put the request back and wait before this server's next one; False when the request has failed."""
+        if request.benchmark in self._dropped:
+            return False
         if error.is_unreachable:
             self._watch(server, str(error))
             self._put_back(request)
@@ -292,7 +302,7 @@ class Dispatcher:
     async def _await_return(self, server: _Server) -> None:
         give_up_at = time.monotonic() + self._limits.outage_seconds
         delay = self._limits.backoff_seconds
-        async with Connection(server.endpoint, self._sampling, self._limits.timeout_seconds) as connection:
+        async with Connection(server.endpoint, self._limits.timeout_seconds) as connection:
             while not server.is_up and time.monotonic() < give_up_at:
                 await asyncio.sleep(min(delay, max(0.0, give_up_at - time.monotonic())))
                 server.is_up = await connection.is_there()

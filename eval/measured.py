@@ -65,13 +65,14 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
     k, n = comparison.num_samples, comparison.n + comparison.unpaired.num_items
     sides = {"before": comparison.before, "after": comparison.after}
     template = settings.get("prompt_template") or {"name": "given"}
+    system = ", with a system prompt" if template.get("system") else ""
     data = provenance.data or settings.get("prompts", "")
     found = {
         "benchmark": f"{settings.get('benchmark') or provenance.problems}, {n} items"
         + (f", {k} responses to each" if k > 1 else ""),
         **{f"model {side}": _model(provenance.models.get(side), result.model) for side, result in sides.items()},
-        "prompt": f"{template['name']}, {settings.get('api', 'unknown API')}",
-        "sampling": _sampling(settings["sampling"]),
+        "prompt": f"{template['name']}, {settings.get('api', 'unknown API')}{system}",
+        "sampling": "; after: ".join(dict.fromkeys(_sampling(side.sampling) for side in sides.values())),
         "engine": _engine(provenance.engine, sides),
         "grader": str(settings.get("grader")),
         "data": f"sha256 {str(data)[:SHORT_DIGEST]}" if data else "",
@@ -99,8 +100,15 @@ def _engine(versions: Mapping[str, str], sides: Mapping[str, Side]) -> str:
 
 def _sampling(sampling: Mapping[str, Any]) -> str:
     temperature, k, seed = sampling["temperature"], sampling["num_samples"], sampling["seed"]
-    words = "greedy" if temperature == 0 else f"temperature {temperature:g}, top_p {sampling['top_p']:g}"
+    if temperature is None:
+        words = "the server's own default"
+    else:
+        words = "greedy" if temperature == 0 else f"temperature {temperature:g}, top_p {sampling['top_p']:g}"
     if temperature and sampling.get("top_k") is not None:
         words += f", top_k {sampling['top_k']}"
+    if sampling.get("source") == "model":
+        words += " (the model's generation_config.json)"
+    for name in ("chat_template_kwargs", "extra_body"):
+        words += "".join(f", {key}={value}" for key, value in (sampling.get(name) or {}).items())
     seeds = f"seeds {seed} to {seed + k - 1}" if k > 1 else f"seed {seed}"
     return f"{words}, at most {sampling['max_tokens']:,} tokens, {seeds}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.answers.grading import GRADERS, grader_of
+from eval.recorder import regrade_row
 from eval.results import (
     RESULTS_FILE,
     SETTINGS_FILE,
@@ -20,7 +21,6 @@ from eval.results import (
     write_json,
     write_rows,
 )
-from eval.run import regrade_row
 from eval.summary import Summary, same_answer_by, summarise
 
 

@@ -1,52 +1,30 @@
-"""Evaluate a served model on an evaluation set, resumably, into a results directory."""
+"""Evaluate a served model on one benchmark or several, resumably, each into a results directory."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eval import EvaluationError, RequestsRefused
-from eval.answers.grading import GRADERS, Grader
+from eval.answers.grading import GRADERS
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Dispatcher, Limits, Outcome, Request, run_in_thread
 from eval.identity import ModelChangedError, Weights
-from eval.problems.items import EvaluationSet, Item
-from eval.results import (
-    GRADING_SETTINGS,
-    RESULTS_FILE,
-    SERVED,
-    SETTINGS_FILE,
-    SUMMARY_FILE,
-    Evaluation,
-    Row,
-    RowKey,
-    describe_differences,
-    exclusive,
-    make_folder,
-    make_settings,
-    read_rows,
-    read_settings,
-    write_json,
-    write_rows,
-)
-from eval.summary import Summary, same_answer_by, summarise
+from eval.problems.items import EvaluationSet
+from eval.recorder import NUM_GRADING_THREADS, Benchmark, Recorder
+from eval.results import exclusive, make_folder, make_settings
+from eval.summary import Summary
 
 logger = logging.getLogger(__name__)
-
-_NUM_GRADING_THREADS = 4
-REFUSED = (
-    "The server refuses these requests as they are, and would again: a prompt too long for serve.max_model_len, a "
-    "model without a chat template, or another API (evaluate.api) are the usual reasons."
-)
 
 OnProgress = Callable[[int, int], None]  # requests finished, and in all
 
@@ -62,183 +40,145 @@ def evaluate(
     max_failed_ratio: float = 0.0,
     on_progress: OnProgress | None = None,
 ) -> Summary:
-    """Ask for each sample of each item and return the summary, which is also written beside the rows.
-
-    A problem that is on r rows of its file has r times `sampling.num_samples` samples. The endpoints serve one
-    model and share the work. A directory with equal settings is continued: only missing rows and failed requests
-    are asked. If only the grader or the gold answers differ, its rows are graded again. With other settings the
-    evaluation starts over, and the old files move to `superseded-N/`. Raises EvaluationError when more than
-    `max_failed_ratio` of the requests failed, and RequestsRefused when all of these were refused as they are;
-    every finished row is kept for the next attempt.
-    """
-    items = evaluation_set.items
-    if not items or not endpoints:
-        raise EvaluationError(f"{len(items)} items and {len(endpoints)} servers: nothing can be evaluated")
-    num_samples = evaluation_set.num_repeats * sampling.num_samples
-    sampling = replace(sampling, stop=evaluation_set.template.stop, num_samples=num_samples)
-    if evaluation_set.num_repeats > 1:
-        _log_repeats(evaluation_set, sampling)
-    settings = make_settings(
-        items,
-        endpoints[0],
-        sampling,
-        model_digest,
-        benchmark=evaluation_set.benchmark,
-        template=evaluation_set.template,
-        grader=GRADERS[evaluation_set.grader].rule,
+    """`evaluate_all` for one benchmark."""
+    benchmark = Benchmark(evaluation_set, sampling, Path(output_dir), max_failed_ratio=max_failed_ratio)
+    [summary] = evaluate_all(
+        [benchmark], endpoints, limits=limits, model_digest=model_digest, on_progress=on_progress
     )
-    output_dir = make_folder(output_dir)
-    wanted = [(item, sample) for item in items for sample in range(sampling.num_samples)]
-    with exclusive(output_dir), GRADERS[evaluation_set.grader]() as grader:
-        rows = _resume(output_dir, settings, items, grader)
-        missing = [Request(item, sample) for item, sample in wanted if (item.id, sample) not in rows]
-        if missing:
-            max_failed = int(max_failed_ratio * len(wanted))
-            dispatcher = Dispatcher(endpoints, sampling, limits or Limits(), Weights.of(settings.get(SERVED)))
-            recorder = _Recorder(output_dir, settings, grader, dispatcher, max_failed, on_progress)
-            recorder.ask(missing)
-            rows = read_rows(output_dir)
-            try:
-                _refuse_failures(rows, dispatcher, endpoints, max_failed, len(wanted), output_dir)
-            except EvaluationError as error:
-                if recorder.only_refused:
-                    raise RequestsRefused(f"{error} {REFUSED}") from None
-                raise
-        # Rows are appended as they finish; a finished file has the items' order.
-        ordered = [rows[item.id, sample] for item, sample in wanted]
-        write_rows(output_dir, ordered)
-        summary = summarise(Evaluation.of(settings, ordered), same_answer_by(grader.grade))
-        write_json(output_dir / SUMMARY_FILE, asdict(summary))
-    _log(summary)
     return summary
 
 
-def _log_repeats(evaluation_set: EvaluationSet, sampling: Sampling) -> None:
-    logger.info(
-        "%d problems on %d rows each: every problem is one item with %d samples",
-        len(evaluation_set.items), evaluation_set.num_repeats, sampling.num_samples,
-    )  # fmt: skip
-    if sampling.temperature == 0:
-        logger.warning("at temperature 0 the samples of an item are alike; set evaluate.temperature for avg@k")
+def evaluate_all(
+    benchmarks: Sequence[Benchmark],
+    endpoints: Sequence[Endpoint],
+    *,
+    limits: Limits | None = None,
+    model_digest: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> list[Summary]:
+    """Ask for each sample of each item and return the summaries, which are also written beside the rows.
+
+    A problem that is on r rows of its file has r times `sampling.num_samples` samples. The endpoints serve one
+    model and share the work of all benchmarks, the requests that may take longest first. A directory with equal
+    settings is continued: only missing rows and failed requests are asked. If only the grader or the gold answers
+    differ, its rows are graded again. With other settings the benchmark starts over, and the old files move to
+    `superseded-N/`. Raises EvaluationError when more than `max_failed_ratio` of a benchmark's requests failed, and
+    RequestsRefused when all of these were refused as they are; every finished row is kept for the next attempt,
+    and the other benchmarks are finished.
+    """
+    for benchmark in benchmarks:
+        if not (items := benchmark.evaluation_set.items) or not endpoints:
+            raise EvaluationError(f"{len(items)} items and {len(endpoints)} servers: nothing can be evaluated")
+    with contextlib.ExitStack() as stack:
+        recorders = []
+        for benchmark in benchmarks:
+            stack.enter_context(exclusive(make_folder(benchmark.output_dir)))
+            grader = stack.enter_context(GRADERS[benchmark.evaluation_set.grader]())
+            settings = _settings(benchmark, endpoints[0], model_digest)
+            recorders.append(Recorder(benchmark, settings, grader))
+        asked = [recorder for recorder in recorders if recorder.num_missing]
+        known = next((served for recorder in recorders if (served := recorder.served) is not None), None)
+        session = _Session(asked, Dispatcher(endpoints, limits or Limits(), known), known)
+        if asked:
+            session.ask(on_progress)
+        return _finish(recorders, ", ".join(endpoint.base_url for endpoint in endpoints), session.outage)
 
 
-def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
-    """The row with new verdicts, and with the gold answer, subject and level of the item if given."""
-    if item is not None:
-        row = replace(row, gold=item.gold, subject=item.subject, level=item.level)
-    is_chat = not isinstance(row.prompt, str)
-    graded = grader.grade(row.response, row.finish_reason, row.gold, is_chat)
-    return replace(row, **asdict(graded))
+def _settings(benchmark: Benchmark, endpoint: Endpoint, model_digest: str | None) -> dict[str, Any]:
+    """The settings of a benchmark's results, with the samples that repeated rows of its file ask for."""
+    asked, sampling = benchmark.evaluation_set, benchmark.requested
+    if asked.num_repeats > 1:
+        logger.info(
+            "%d problems on %d rows each: every problem is one item with %d samples",
+            len(asked.items), asked.num_repeats, sampling.num_samples,
+        )  # fmt: skip
+        if sampling.temperature == 0:
+            logger.warning("at temperature 0 the samples of an item are alike; set evaluate.temperature for avg@k")
+    return make_settings(
+        asked.items,
+        endpoint,
+        sampling,
+        model_digest,
+        benchmark=asked.benchmark,
+        template=asked.template,
+        grader=GRADERS[asked.grader].rule,
+    )
 
 
-def _resume(
-    output_dir: Path, settings: dict[str, Any], items: Sequence[Item], grader: Grader
-) -> dict[RowKey, Row]:
-    """The rows of an earlier attempt that can be kept; leaves the directory ready for more."""
-    stored = read_settings(output_dir) or {}
-    served = stored.pop(SERVED, None)
-    rows: dict[RowKey, Row] = {}
-    if stored != {**settings, **{key: stored.get(key) for key in GRADING_SETTINGS}}:
-        if stored or (output_dir / RESULTS_FILE).exists():
-            _move_aside(output_dir, describe_differences(stored, settings))
-    else:
-        rows = {key: row for key, row in read_rows(output_dir).items() if row.is_answered}
-        if stored != settings:
-            reasons = "; ".join(describe_differences(stored, settings))
-            logger.warning("%s: grading again (%s)", output_dir, reasons)
-            (output_dir / SUMMARY_FILE).unlink(missing_ok=True)
-            by_id = {item.id: item for item in items}
-            with ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads:
-                graded = threads.map(lambda row: regrade_row(row, grader, by_id[row.id]), rows.values())
-                rows = {row.key: row for row in graded}
-        write_rows(output_dir, rows.values())  # without a torn last line: rows are appended
-    if rows:
-        settings[SERVED] = served
-    write_json(output_dir / SETTINGS_FILE, settings)
-    if rows:
-        num_rows = settings["num_items"] * settings["sampling"]["num_samples"]
-        logger.info("%s: continuing, %d of %d items are answered", output_dir, len(rows), num_rows)
-    return rows
+def _finish(recorders: Sequence[Recorder], servers: str, outage: str) -> list[Summary]:
+    """The summaries, once every benchmark without a failure has its own. Raises the failures as one."""
+    summaries, failures = [], dict[str, EvaluationError]()
+    for recorder in recorders:
+        try:
+            summaries.append(recorder.finish(servers, outage))
+        except EvaluationError as error:
+            failures[recorder.name] = error
+    if failures:
+        kind = RequestsRefused if all(isinstance(one, RequestsRefused) for one in failures.values()) else None
+        said = " ".join(f"{name}: {error}" if name else str(error) for name, error in failures.items())
+        raise (kind or EvaluationError)(said)
+    return summaries
 
 
-def _move_aside(output_dir: Path, reasons: Sequence[str]) -> None:
-    number = 1
-    while (aside := output_dir / f"superseded-{number}").exists():
-        number += 1
-    aside.mkdir()
-    for name in (RESULTS_FILE, SETTINGS_FILE, SUMMARY_FILE):
-        if (output_dir / name).exists():
-            (output_dir / name).rename(aside / name)
-    logger.warning("%s: the old results are now in %s (%s)", output_dir, aside, "; ".join(reasons))
+class _Session:
+    """The missing requests of several benchmarks, asked as one queue."""
 
-
-class _Recorder:
-    """Appends a graded row for each outcome; stops the requests when only failures come back."""
-
-    def __init__(
-        self,
-        output_dir: Path,
-        settings: dict[str, Any],
-        grader: Grader,
-        dispatcher: Dispatcher,
-        max_failed: int,
-        on_progress: OnProgress | None,
-    ) -> None:
-        self._output_dir = output_dir
-        self._settings = settings
-        self._grader = grader
+    def __init__(self, recorders: Sequence[Recorder], dispatcher: Dispatcher, weights: Weights | None) -> None:
+        self._recorders = {recorder.name: recorder for recorder in recorders}
         self._dispatcher = dispatcher
-        self._max_failed = max_failed
-        self._on_progress = on_progress
-        self._num_failed = 0
-        self._num_failed_in_a_row = 0
-        self._num_refused = 0
+        if weights is not None:
+            self._keep_weights(weights)
 
     @property
-    def only_refused(self) -> bool:
-        """Whether every failed request was refused as it is, so that another attempt would end alike."""
-        return 0 < self._num_refused == self._num_failed
+    def outage(self) -> str:
+        """Why a server was given up."""
+        return self._dispatcher.outage
 
-    def ask(self, requests: Sequence[Request]) -> None:
+    def ask(self, on_progress: OnProgress | None) -> None:
         """Run the requests and record each that ends, also when they are interrupted.
 
-        Raises ModelChangedError, and moves every row aside if any may be another model's.
+        Raises ModelChangedError, and moves the rows aside if any may be another model's.
         """
+        expected = [pair for recorder in self._recorders.values() for pair in recorder.missing()]
+        requests = [request for _, request in sorted(expected, key=lambda pair: pair[0], reverse=True)]
         try:
-            run_in_thread(self._record(requests), self._dispatcher.stop)
+            run_in_thread(self._record(requests, on_progress), self._dispatcher.stop)
         except ModelChangedError as error:
-            if error.is_late:
-                _move_aside(self._output_dir, [str(error)])
+            for recorder in self._recorders.values() if error.is_late else ():
+                recorder.set_aside(str(error))
             raise
+        finally:
+            for recorder in self._recorders.values():
+                recorder.close()
 
-    async def _record(self, requests: Sequence[Request]) -> None:
+    async def _record(self, requests: Sequence[Request], on_progress: OnProgress | None) -> None:
         with (
-            (self._output_dir / RESULTS_FILE).open("a", encoding="utf-8") as file,
-            ThreadPoolExecutor(_NUM_GRADING_THREADS) as threads,
-            _Progress(len(requests), self._on_progress) as progress,
+            ThreadPoolExecutor(NUM_GRADING_THREADS) as threads,
+            _Progress(len(requests), on_progress) as progress,
         ):
 
             async def finish(request: Request, outcome: Outcome) -> None:
+                recorder = self._recorders[request.benchmark]
                 loop = asyncio.get_running_loop()
-                row = await loop.run_in_executor(threads, regrade_row, _make_row(request, outcome), self._grader)
-                self._append(row, file)
-                self._num_refused += outcome.is_refused
+                row = await loop.run_in_executor(threads, recorder.graded, request, outcome)
+                recorder.append(row, outcome)
+                self._end_if_hopeless(recorder)
                 progress.advance(row.response_tokens)
 
             await self._dispatcher.run(requests, finish, self._keep_weights)
             await self._dispatcher.check_at_end()
 
     def _keep_weights(self, weights: Weights) -> None:
-        self._settings[SERVED] = weights.to_json()
-        write_json(self._output_dir / SETTINGS_FILE, self._settings)
+        for recorder in self._recorders.values():
+            recorder.keep_weights(weights)
 
-    def _append(self, row: Row, file: TextIO) -> None:
-        file.write(row.to_line())
-        file.flush()
-        self._num_failed += not row.is_answered
-        self._num_failed_in_a_row = 0 if row.is_answered else self._num_failed_in_a_row + 1
-        if self._num_failed > self._max_failed and self._num_failed_in_a_row >= self._dispatcher.patience:
-            self._dispatcher.stop()
+    def _end_if_hopeless(self, recorder: Recorder) -> None:
+        """Send no more of a benchmark's requests when only failures come back; end when nothing else is left."""
+        patience = self._dispatcher.patience
+        if recorder.is_hopeless(patience):
+            self._dispatcher.drop(recorder.name)
+            if all(one.is_hopeless(patience) or not one.num_missing for one in self._recorders.values()):
+                self._dispatcher.stop()
 
 
 class _Progress:
@@ -276,71 +216,3 @@ class _Progress:
             left = seconds / self._num_done * (self._num_requests - self._num_done)
             done = f"{self._num_done} of {self._num_requests} items done"
             logger.info("%s, %s, about %.0f s left", done, speed, left)
-
-
-def _make_row(request: Request, outcome: Outcome) -> Row:
-    """The row of an outcome, not yet graded."""
-    item, answer = request.item, outcome.answer
-    return Row(
-        id=item.id,
-        sample=request.sample,
-        prompt=item.prompt,
-        response=answer.text if answer else None,
-        finish_reason=answer.finish_reason if answer else None,
-        response_tokens=answer.response_tokens if answer else None,
-        answer=None,
-        gold=item.gold,
-        verdict="request_failed",
-        aisbench_answer=None,
-        aisbench_right=False,
-        aisbench_raises=False,
-        attempts=outcome.attempts,
-        seconds=round(outcome.seconds, 4),
-        subject=item.subject,
-        level=item.level,
-        failure=outcome.failure,
-        ended_at=round(time.time(), 3),
-    )
-
-
-def _refuse_failures(
-    rows: dict[RowKey, Row],
-    dispatcher: Dispatcher,
-    endpoints: Sequence[Endpoint],
-    max_failed: int,
-    num_wanted: int,
-    output_dir: Path,
-) -> None:
-    """Raise EvaluationError when too many requests failed, or some were not sent."""
-    failures = [row for row in rows.values() if not row.is_answered]
-    unasked = num_wanted - len(rows)
-    if len(failures) <= max_failed and not unasked:
-        return
-    given_up = f", {unasked} were not sent because nothing answered" if unasked else ""
-    reason = failures[0].failure if failures else dispatcher.outage
-    servers = ", ".join(endpoint.base_url for endpoint in endpoints)
-    raise EvaluationError(
-        f"{len(failures)} of {num_wanted} requests to {servers} failed{given_up}; "
-        f"at most {max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. "
-        f"The answers so far are kept in {output_dir}: run the same evaluation again to continue."
-    )
-
-
-def _log(summary: Summary) -> None:
-    logger.info(
-        "accuracy %.1f %% on %d responses (AISBench's rule %.1f %%, no answer %.1f %%, truncated %.1f %%, "
-        "failed requests %.1f %%)",
-        100 * summary.accuracy,
-        summary.n,
-        100 * summary.aisbench["accuracy"],
-        100 * summary.no_answer_rate,
-        100 * summary.truncated_rate,
-        100 * summary.request_failed_rate,
-    )
-    if summary.repeats and summary.repeats["differing_responses"]:
-        logger.warning(
-            "greedy repeats differ on %.1f %% of %d items (answers on %.1f %%): this server is not deterministic",
-            100 * summary.repeats["differing_responses"],
-            summary.repeats["num_items"],
-            100 * summary.repeats["differing_answers"],
-        )

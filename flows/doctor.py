@@ -315,13 +315,13 @@ def _next_run(client: SyncPrefectClient, deployment: DeploymentResponse) -> str:
 
 
 def _requirements(distribution: str) -> list[Requirement]:
-    """What an installed distribution asks for in this environment, without extras; [] if it is not installed."""
+    """What an installed distribution asks for here, this project with its chain; [] if it is not installed."""
     try:
         lines = importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         return []
     needs = [Requirement(line) for line in lines]
-    return [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return [need for need in needs if need.marker is None or need.marker.evaluate({"extra": "chain"})]
 
 
 def _version(distribution: str) -> str | None:

@@ -144,6 +144,8 @@ def _values(annotation: Any) -> str:
             if parts[0] not in (SetConfig, BenchmarkConfig)
             else "a set, or a list of sets"
         )
+    if origin is dict:
+        return "names and values"
     return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 

@@ -24,7 +24,7 @@ from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output, algorithm_
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.prepare import build_dataset
-from tasks.evaluation_settings import evaluate_servers
+from tasks.evaluation_settings import evaluate_servers, served_folder
 from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
 from tasks.links import Link, baseline_of, link_of
 from tasks.page import StageProgress, show_report
@@ -113,12 +113,16 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
         link_log(run, log_path)
-        evaluation_set = load_set(Path(data.path) / EVAL_FILE, None, settings.prompt, settings.api)
-        with served(link, model, log_path) as (servers, digest):
+        evaluation_set = load_set(
+            Path(data.path) / EVAL_FILE, None, settings.prompt, settings.api, settings.system_prompt
+        )
+        with served(link, model, log_path) as (servers, digest, model_folder):
             urls = ", ".join(server.base_url for server in servers)
             logger.info("%s serves on %s; asking %d items", servers[0].model, urls, len(evaluation_set.items))
             on_progress = StageProgress(run, label).on_progress
-            summary = evaluate_servers(evaluation_set, servers, settings, folder, digest, on_progress)
+            summary = evaluate_servers(
+                evaluation_set, servers, settings, folder, digest, on_progress, model_folder
+            )
         commands = [server.command for server in servers if server.command]
         return {"accuracy": summary.accuracy, "n": summary.n, "serve_commands": commands}
 
@@ -126,16 +130,18 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
 
 
 @contextlib.contextmanager
-def served(link: Link, model: Artifact | None, log_path: Path) -> Iterator[tuple[Sequence[Server], str]]:
-    """The servers of a model, and what identifies it; without a model those of the baseline at its URL."""
+def served(
+    link: Link, model: Artifact | None, log_path: Path
+) -> Iterator[tuple[Sequence[Server], str, Path | None]]:
+    """The servers of a model, what identifies it, and its folder; without a model, of the baseline at its URL."""
     if model is None:
         baseline = served_model(link.config, baseline_of(link))
         baseline.remember()
-        yield [baseline.server], baseline.digest
+        yield [baseline.server], baseline.digest, served_folder(baseline.server)
         return
     name = served_name(model.digest)
     with serve_model(model.path, link.config.served, log_path=log_path, name=name) as servers:
-        yield servers, model.digest
+        yield servers, model.digest, Path(model.path)
 
 
 @stage_task("train-policy", afterwards="run it again: it continues from its last checkpoint")

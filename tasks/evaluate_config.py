@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.fields import JsonObject, Section, key, volatile
 from eval.problems.registry import POOLED, find_set
 from tasks.baseline_config import BaselineConfig
 from tasks.data_config import ColumnsConfig
@@ -31,6 +31,10 @@ class BenchmarkConfig(Section):
     weight: float = key(1.0, "Its share of the pooled verdict, relative to the others'.", gt=0, le=1e6)
     api: Literal["chat", "completions"] | None = key(None, "As evaluate.api.")
     prompt: str | None = key(None, "As evaluate.prompt.")
+    system_prompt: str | None = key(None, "As evaluate.system_prompt.")
+    sampling: Literal["settings", "model"] | None = key(
+        None, "As evaluate.sampling; settings where temperature, top_p or top_k are set here."
+    )
     temperature: float | None = key(None, "As evaluate.temperature.", ge=0, le=10)
     top_p: float | None = key(None, "As evaluate.top_p.", gt=0, le=1)
     top_k: int | None = key(None, "As evaluate.top_k.", ge=1)
@@ -55,6 +59,26 @@ class BenchmarkConfig(Section):
             return self.name
         plain = re.sub(r"@[^/]*", "", self.set.partition("#")[0])  # without digest and revision
         return re.sub(r"[^\w-]+", "-", PurePosixPath(plain).stem)
+
+
+# The key that sets each field of a request. The others may be set by evaluate.extra_body.
+_REQUEST_KEYS = {
+    "model": "the served model's name",
+    "messages": "evaluate.prompt",
+    "prompt": "evaluate.prompt",
+    "max_tokens": "evaluate.max_response_tokens",
+    "max_completion_tokens": "evaluate.max_response_tokens",
+    "temperature": "evaluate.temperature",
+    "top_p": "evaluate.top_p",
+    "top_k": "evaluate.top_k",
+    "seed": "evaluate.seed",
+    "n": "evaluate.num_samples",
+    "best_of": "evaluate.num_samples",
+    "stop": "evaluate.prompt, whose template has its own",
+    "stream": "nothing: responses are read whole",
+    "echo": "nothing: a response is read without its prompt",
+    "chat_template_kwargs": "evaluate.chat_template_kwargs",
+}
 
 
 class EvaluateConfig(Section):
@@ -85,6 +109,19 @@ class EvaluateConfig(Section):
         "default",
         "aisbench, cot, few-shot, bare, given, or a file with {problem}; default: the benchmark's own.",
     )
+    system_prompt: str | None = key(
+        None, "System message of every prompt, in place of the file's own; unset: the file's, if it has one."
+    )
+    chat_template_kwargs: JsonObject = key(
+        {}, "Arguments of the chat template, such as {enable_thinking: false}; sent with each request of a chat."
+    )
+    extra_body: JsonObject = key(
+        {}, "Further fields of each request, such as {min_p: 0.05}; those with a key of their own are refused."
+    )
+    sampling: Literal["settings", "model"] = key(
+        "settings",
+        "settings: temperature, top_p and top_k below; model: those of the model's generation_config.json.",
+    )
     temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
     top_k: int | None = key(None, "Sample among the k likeliest tokens; unset: not sent.", ge=1)
@@ -106,6 +143,29 @@ class EvaluateConfig(Section):
         if name is not None:
             find_set(name)
         return name
+
+    @field_validator("extra_body")
+    @classmethod
+    def _fields_without_a_key(cls, fields: JsonObject) -> JsonObject:
+        for name in fields.keys() & _REQUEST_KEYS.keys():
+            raise ValueError(f"evaluate.extra_body.{name} is set by {_REQUEST_KEYS[name]}; remove it")
+        return fields
+
+    @model_validator(mode="after")
+    def _one_word_on_sampling(self) -> EvaluateConfig:
+        for name in ("temperature", "top_p", "top_k"):
+            value = getattr(self, name)
+            if self.sampling == "model" and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"evaluate.{name}={value} would be ignored by evaluate.sampling=model; set "
+                    "evaluate.sampling=settings to use it, or remove it"
+                )
+        if self.chat_template_kwargs and self.api == "completions":
+            raise ValueError(
+                f"evaluate.chat_template_kwargs={dict(self.chat_template_kwargs)} would be ignored by "
+                "evaluate.api=completions, which has no chat template; set evaluate.api=chat, or remove them"
+            )
+        return self
 
     @field_validator("benchmarks", mode="before")
     @classmethod
@@ -191,7 +251,9 @@ class EvaluateConfig(Section):
         own = {
             name: getattr(benchmark, name) for name in type(self).model_fields.keys() & benchmark.model_fields_set
         }
-        alone = {"benchmarks": (), "benchmark": None, "headline": None, "gates": ()}
+        if own.keys() & {"temperature", "top_p", "top_k"}:
+            own.setdefault("sampling", "settings")
+        alone: dict[str, Any] = {"benchmarks": (), "benchmark": None, "headline": None, "gates": ()}
         return self.model_copy(update={name: value for name, value in own.items() if value is not None} | alone)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from dapo_core.errors import ConfigError
 from eval.client import LOOPBACK, Endpoint, Sampling
 from eval.dispatch import Limits
 from eval.problems.items import EvaluationSet
@@ -21,6 +25,11 @@ from tasks.serve_model.failure import ServeError, ServerUnreachable
 
 CLIENT_SECONDS = 60.0
 
+logger = logging.getLogger(__name__)
+
+# What generation_config.json may say beside temperature, top_p and top_k, under the names of vLLM's requests.
+_FURTHER_SAMPLING = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
 
 def evaluate_servers(
     evaluation_set: EvaluationSet,
@@ -29,19 +38,13 @@ def evaluate_servers(
     output_dir: Path,
     model_digest: str,
     on_progress: OnProgress | None = None,
+    model_folder: Path | None = None,
 ) -> Summary:
-    """`eval.run.evaluate` with the configuration's sampling and limits."""
+    """`eval.run.evaluate` with the configuration's sampling and limits; `model_folder` is as in `sampling_of`."""
     return evaluate(
         evaluation_set,
         servers,
-        Sampling(
-            max_tokens=settings.max_response_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            seed=settings.seed,
-            num_samples=settings.num_samples,
-        ),
+        sampling_of(settings, model_folder),
         output_dir,
         limits=Limits(
             concurrency=settings.concurrency,
@@ -63,6 +66,68 @@ class ServedBy:
     url: str = "--base-url"
     model: str = "--model-name"
     key_variable: str = "VLLM_API_KEY"
+
+
+def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling:
+    """The sampling of the section `evaluate`; with `sampling: model` that of the folder's generation_config.json.
+
+    Without a folder nothing is sent, so that the server's own default applies, which for vLLM is that file too
+    unless it was started with `--generation-config vllm`. Raises ConfigError for a file without sampling.
+    """
+    sampling = Sampling(
+        max_tokens=settings.max_response_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        seed=settings.seed,
+        num_samples=settings.num_samples,
+        chat_template_kwargs=settings.chat_template_kwargs or None if settings.api == "chat" else None,
+        extra_body=settings.extra_body or None,
+    )
+    if settings.sampling == "settings":
+        return sampling
+    if model_folder is None:
+        logger.warning(
+            "evaluate.sampling=model: the model's folder is not on this machine, so temperature, top_p and top_k "
+            "are not sent and the server's own defaults apply; settings.json cannot record their values"
+        )
+        return replace(sampling, temperature=None, top_p=None, top_k=None, source="server")
+    named = _read_generation_config(model_folder)
+    further = {name: named[name] for name in _FURTHER_SAMPLING if name in named} | settings.extra_body
+    return replace(
+        sampling,
+        temperature=named["temperature"],
+        top_p=named.get("top_p", 1.0),
+        top_k=named.get("top_k"),
+        extra_body=further or None,
+        source="model",
+    )
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    """The values of generation_config.json that are set, with a temperature: vLLM's 1 where it names none."""
+    path = folder / "generation_config.json"
+    try:
+        named = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"evaluate.sampling=model needs {path}: {error}; set evaluate.sampling=settings and a temperature"
+        ) from None
+    named = {name: value for name, value in named.items() if value is not None} if isinstance(named, dict) else {}
+    if "temperature" in named or named.keys() & {"top_p", "top_k"}:
+        return {"temperature": 1.0, **named}
+    if named.get("do_sample") is False:
+        return {**named, "temperature": 0.0}
+    raise ConfigError(
+        f"evaluate.sampling=model: {path} names no temperature, top_p or top_k, so this model has no sampling of "
+        f"its own; set evaluate.sampling=settings and evaluate.temperature"
+    )
+
+
+def served_folder(server: Endpoint, said: ServedBy = ServedBy()) -> Path | None:
+    """The folder of the served model, if the server names one of this machine."""
+    root = Path(_served_models(server, said).get(server.model, ""))
+    return root if (root / "config.json").is_file() else None
 
 
 def served_model_identity(servers: Sequence[Endpoint], said: ServedBy = ServedBy()) -> str:

@@ -70,7 +70,9 @@ def served_model(config: ChainConfig, baseline: BaselineConfig) -> ServedModel:
 
     Raises ServeError when it serves no model of that name, and ServerUnreachable when it does not answer.
     """
-    return once_a_run(baseline, lambda: _ask(Path(config.store.path).absolute() / KNOWN_FOLDER, baseline))
+    return once_a_run(
+        (config.store.path, baseline), lambda: _ask(Path(config.store.path).absolute() / KNOWN_FOLDER, baseline)
+    )
 
 
 def _ask(folder: Path, baseline: BaselineConfig) -> ServedModel:

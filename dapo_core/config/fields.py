@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+import json
+from typing import Annotated, Any, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic.fields import FieldInfo
+
+
+class _Object(dict[str, JsonValue]):
+    """Hashable, as the frozen section that holds it."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(json.dumps(self, sort_keys=True))
+
+
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_Object)]  # the type of a key that holds fields
 
 
 class Section(BaseModel):

@@ -22,12 +22,18 @@ DEFAULT = "default"  # the benchmark's own
 class Template:
     """A text around `{problem}`; a response ends at any of the texts in `stop`.
 
-    The template `given` is the file's own messages; a file without any is asked its bare problems.
+    A `system` message takes the place of the file's own. The template `given` is the file's own messages; a file
+    without any is asked its bare problems.
     """
 
     name: str
     text: str
     stop: tuple[str, ...] = ()
+    system: str | None = None
+
+    def to_json(self) -> dict[str, str]:
+        """As settings.json holds it."""
+        return {"name": self.name, "text": self.text, **({"system": self.system} if self.system else {})}
 
     def render(self, problem: str) -> str:
         """The text with the problem in its place, whatever braces either of them holds."""
@@ -121,9 +127,13 @@ def read_utf8(path: Path) -> str:
 
 def make_messages(template: Template, problem: str, messages: Sequence[Message] | None) -> tuple[Message, ...]:
     """The chat that asks one problem; `messages` are the file's own, for the template `given`."""
+    chat: Sequence[Message] = ({"role": "user", "content": template.render(problem)},)
     if template.name == "given" and messages:
-        return tuple(messages)
-    return ({"role": "user", "content": template.render(problem)},)
+        chat = messages
+    if template.system is not None:
+        own = (message for message in chat if message["role"] != "system")
+        return ({"role": "system", "content": template.system}, *own)
+    return tuple(chat)
 
 
 def make_prompt(template: Template, api: Api, problem: str, messages: Sequence[Message] | None) -> Prompt:

@@ -103,7 +103,11 @@ def read_held_out(path: Path, name: str | None = None) -> HeldOut:
 
 
 def load_set(
-    source: str | Path | None, benchmark: str | None = None, prompt: str = DEFAULT, api: Api = "chat"
+    source: str | Path | None,
+    benchmark: str | None = None,
+    prompt: str = DEFAULT,
+    api: Api = "chat",
+    system_prompt: str | None = None,
 ) -> EvaluationSet:
     """The items of an evaluation file, as they are sent to the model.
 
@@ -116,7 +120,7 @@ def load_set(
         raise ProblemsError("no evaluation set is named; name a known one with --dataset, or a file with --data")
     path = fetch(source or find_set(str(benchmark)).source("test"))
     held_out = read_held_out(path, benchmark)
-    template = find_template(prompt, held_out.template)
+    template = replace(find_template(prompt, held_out.template), system=system_prompt)
     items = tuple(
         Item(one.id, make_prompt(template, api, one.text, one.messages), one.gold, one.subject, one.level)
         for one in held_out.problems

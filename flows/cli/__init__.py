@@ -19,6 +19,12 @@ ORDER = (
     *("up", "down", "doctor"),
     *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "grade", "report"),
 )
+# What the extra `chain` of pyproject.toml brings; the rest is enough to evaluate, grade, compare and report.
+CHAIN_MODULES = ("math_verify", "prefect", "ray", "safetensors", "sqlalchemy", "torch", "transformers")
+ADVICE = (
+    "This environment has only the evaluation part: eval, grade, report, compare and datasets. All commands: "
+    "pip install 'dapo-pipeline[chain]'; in a clone: pip install '.[chain]', or make demo for pinned versions"
+)
 
 
 class Commands(TyperGroup):
@@ -77,8 +83,11 @@ def main() -> None:
     except (DapoError, EvaluationError, DownloadError) as error:
         typer.secho(redact(describe(error)), err=True, fg="red")
         sys.exit(exit_code_of(error))
-    except LASTING_ERRORS:  # a bug or a missing file: the traceback, and a status that has nothing tried again
-        traceback.print_exc()
+    except LASTING_ERRORS as error:  # a bug or a missing file: a status that has nothing tried again
+        if getattr(error, "name", None) in CHAIN_MODULES:
+            typer.secho(f"{error}. {ADVICE}", err=True, fg="red")
+        else:
+            traceback.print_exc()
         sys.exit(LASTING_EXIT_CODE)
     finally:
         if "prefect" in sys.modules:  # skips the last garbage collection, which takes a second with Prefect loaded

@@ -52,15 +52,16 @@ def evaluate(
     from eval.client import Endpoint
     from eval.problems.registry import load_set
     from flows.config import load_config_or_defaults
-    from tasks.evaluation_settings import evaluate_servers, served_model_identity
+    from tasks.evaluation_settings import evaluate_servers, served_folder, served_model_identity
     from tasks.serve_model.command import API_KEY_VARIABLE
 
     chosen = [f"evaluate.benchmark={dataset}"] if dataset is not None else []
     settings = load_config_or_defaults(config, [*(overrides or ()), *chosen]).evaluate
-    evaluation_set = load_set(data, settings.benchmark, settings.prompt, settings.api)
+    evaluation_set = load_set(data, settings.benchmark, settings.prompt, settings.api, settings.system_prompt)
     servers = [Endpoint(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
     identity = served_model_identity(servers)
-    summary = evaluate_servers(evaluation_set, servers, settings, output, identity)
+    folder = served_folder(servers[0]) if settings.sampling == "model" else None
+    summary = evaluate_servers(evaluation_set, servers, settings, output, identity, model_folder=folder)
     typer.echo(
         f"{output}: accuracy {summary.accuracy:.1%} of {summary.n} (AISBench's rule "
         f"{summary.aisbench['accuracy']:.1%}), no answer {summary.no_answer_rate:.1%}, "

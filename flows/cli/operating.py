@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import shlex
 from pathlib import Path
@@ -44,6 +45,8 @@ def up(
 
     Type it in the project directory, where prefect.yaml is. What is running stays as it is.
     """
+    if importlib.util.find_spec("prefect") is None:  # before its server is started
+        raise ModuleNotFoundError("No module named 'prefect'", name="prefect")
     project = Path.cwd()
     services = bring_up(store, project, host=host, port=port, database=database)
     server = services.server.read()

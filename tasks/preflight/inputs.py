@@ -71,7 +71,8 @@ def inputs_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Inpu
 
 
 def _evaluation_set(config: ChainConfig, folder: Path) -> EvaluationSet:
-    return load_set(folder / EVAL_FILE, None, config.evaluate.prompt, config.evaluate.api)
+    asked = config.evaluate
+    return load_set(folder / EVAL_FILE, None, asked.prompt, asked.api, asked.system_prompt)
 
 
 def _is_read_later(source: Source) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,8 @@ def check_lengths(
                 longest = config.data.max_prompt_tokens
             bounds = replace(bounds, longest_prompt=longest)
         if facts.tokenizer is not None and evaluation is not None:
-            longest = longest_prompt(facts, [item.prompt for item in evaluation.items])
+            arguments = config.evaluate.chat_template_kwargs
+            longest = longest_prompt(facts, [item.prompt for item in evaluation.items], arguments)
             both = max(longest, bounds.longest_prompt or 0) if config.validation.every else bounds.longest_prompt
             bounds = replace(bounds, longest_question=longest, longest_prompt=both)
             said.append(f"evaluation prompts up to {longest}")
@@ -113,8 +114,10 @@ def asked_forms(text: str) -> list[str]:
     return [form for form, pattern in _ASKED.items() if pattern.search(text)]
 
 
-def longest_prompt(facts: ModelFacts, prompts: Sequence[Any]) -> int:
+def longest_prompt(facts: ModelFacts, prompts: Sequence[Any], arguments: Mapping[str, Any] | None = None) -> int:
     """Tokens of the longest prompt, looked for among the longest texts; a text is sent without a template.
+
+    `arguments` are those of the chat template.
 
     Raises DataError where the template refuses a prompt or gives a token that the model has no embedding for.
     """
@@ -127,7 +130,8 @@ def longest_prompt(facts: ModelFacts, prompts: Sequence[Any]) -> int:
             if isinstance(prompt, str)
             else str(
                 tokenizer.apply_chat_template(
-                    [dict(message) for message in prompt], add_generation_prompt=True, tokenize=False
+                    [dict(message) for message in prompt],
+                    **{**(arguments or {}), "add_generation_prompt": True, "tokenize": False},
                 )
             )
             for prompt in longest

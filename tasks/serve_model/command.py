@@ -38,7 +38,8 @@ def serve_command(model_path: str | Path, settings: ServeConfig, port: int, name
         "--dtype": settings.dtype,
         "--max-model-len": settings.max_model_len,
         "--max-num-seqs": settings.max_num_seqs,
-        "--generation-config": "vllm",
+        "--generation-config": "vllm",  # requests say how they sample: what they leave out has no other default
+        "--reasoning-parser": settings.reasoning_parser,
         "--tensor-parallel-size": settings.tensor_parallel if settings.tensor_parallel > 1 else None,
         "--data-parallel-size": settings.data_parallel if settings.data_parallel > 1 else None,
         "--gpu-memory-utilization": settings.memory_utilization,

@@ -19,6 +19,7 @@ _SERVE_KEYS = {
     "--max-num-seqs": "serve.max_num_seqs",
     "--enforce-eager": "serve.eager",
     "--no-enforce-eager": "serve.eager",
+    "--reasoning-parser": "serve.reasoning_parser",
     "--gpu-memory-utilization": "serve.memory_utilization",
     "--kv-cache-memory-bytes": "serve.memory_gigabytes",
     "--host": "serve.host",
@@ -43,6 +44,11 @@ class ServeConfig(Section):
     )
     max_model_len: int = key(22528, "Prompt plus response tokens.", ge=2)
     max_num_seqs: int = volatile(24, "Sequences decoded at once.", ge=1)
+    reasoning_parser: str | None = key(
+        None,
+        "vLLM's parser of the model's thinking, such as qwen3 or deepseek_r1; unset: <think> tags are read.",
+        min_length=1,
+    )
     eager: bool = key(False, "Do not compile: a small model starts sooner, a large one runs slower.")
     memory_utilization: float | None = volatile(
         None, "Share of a device's memory that a server takes; unset: vLLM's default.", gt=0, le=1

@@ -63,8 +63,8 @@ def ask(
         outcomes.append(outcome)
 
     async def one() -> None:
-        dispatcher = Dispatcher([endpoint], SAMPLING, replace(LIMITS, **limits))
-        await dispatcher.run([Request(Item("x", prompt, "5"), sample)], finish)
+        dispatcher = Dispatcher([endpoint], replace(LIMITS, **limits))
+        await dispatcher.run([Request(Item("x", prompt, "5"), sample, SAMPLING)], finish)
 
     asyncio.run(one())
     return outcomes[0]

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from eval.answers.grading import MathGrader
 from eval.client import Endpoint, Sampling
 from eval.problems.items import Item
+from eval.recorder import regrade_row
 from eval.regrade import describe, regrade
 from eval.results import ResultsError, Row, make_folder, make_settings, read_rows, write_rows
-from eval.run import regrade_row
 from flows.cli import app
 
 ROW = Row(

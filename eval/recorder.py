@@ -1,0 +1,263 @@
+"""The results folder of a benchmark while its answers come in: what is kept, what is missing, what is recorded."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from eval import EvaluationError, RequestsRefused
+from eval.answers.grading import Grader
+from eval.client import Sampling
+from eval.dispatch import Outcome, Request
+from eval.identity import Weights
+from eval.problems.items import EvaluationSet, Item
+from eval.results import (
+    GRADING_SETTINGS,
+    RESULTS_FILE,
+    SERVED,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    Evaluation,
+    Row,
+    RowKey,
+    describe_differences,
+    mean_response_tokens,
+    read_rows,
+    read_settings,
+    write_json,
+    write_rows,
+)
+from eval.summary import Summary, same_answer_by, summarise
+
+logger = logging.getLogger(__name__)
+
+NUM_GRADING_THREADS = 4
+REFUSED = (
+    "The server refuses these requests as they are, and would again: a prompt too long for serve.max_model_len, a "
+    "model without a chat template, or another API (evaluate.api) are the usual reasons."
+)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A set of problems, how it is asked, and where its results go."""
+
+    evaluation_set: EvaluationSet
+    sampling: Sampling
+    output_dir: Path
+    name: str = ""  # in messages; "" for one alone
+    max_failed_ratio: float = 0.0
+    earlier: Path | None = None  # results of the same items by any model: how long answers get
+
+    @property
+    def requested(self) -> Sampling:
+        """The sampling of its requests: a problem that is on r rows of its file has r times as many samples."""
+        asked = self.evaluation_set
+        num_samples = asked.num_repeats * self.sampling.num_samples
+        return replace(self.sampling, stop=asked.template.stop, num_samples=num_samples)
+
+
+class Recorder:
+    """The answers to one benchmark: those of earlier attempts that count, then each that comes in."""
+
+    def __init__(self, benchmark: Benchmark, settings: dict[str, Any], grader: Grader) -> None:
+        """Make the folder ready for more rows; its lock is held by the caller."""
+        self.name, self.folder, self.settings = benchmark.name, benchmark.output_dir, settings
+        self._benchmark, self._grader = benchmark, grader
+        self._sampling, items = benchmark.requested, benchmark.evaluation_set.items
+        self._wanted = [(item, sample) for item in items for sample in range(self._sampling.num_samples)]
+        self._max_failed = int(benchmark.max_failed_ratio * len(self._wanted))
+        self._rows = _resume(self.folder, settings, items, grader)
+        self.num_missing = sum((item.id, sample) not in self._rows for item, sample in self._wanted)
+        self._num_failed = self._num_failed_in_a_row = self._num_refused = 0
+        self._file: TextIO | None = None
+
+    @property
+    def served(self) -> Weights | None:
+        """The weights that gave its answers so far."""
+        return Weights.of(self.settings.get(SERVED))
+
+    def missing(self) -> list[tuple[float, Request]]:
+        """The requests that are left, each with the tokens that its answer may take.
+
+        These are the item's own mean among the answers known of any model, the mean of all, or the token limit.
+        """
+        earlier = self._benchmark.earlier
+        known = [*self._rows.values(), *(read_rows(earlier).values() if earlier is not None else ())]
+        by_item: dict[str, list[Row]] = {}
+        for row in known:
+            by_item.setdefault(row.id, []).append(row)
+        usual = mean_response_tokens(known) or self._sampling.max_tokens
+        lengths = {identity: mean_response_tokens(rows) or usual for identity, rows in by_item.items()}
+        return [
+            (lengths.get(item.id, usual), Request(item, sample, self._sampling, self.name))
+            for item, sample in self._wanted
+            if (item.id, sample) not in self._rows
+        ]
+
+    def keep_weights(self, weights: Weights) -> None:
+        """Store which weights give the answers."""
+        self.settings[SERVED] = weights.to_json()
+        write_json(self.folder / SETTINGS_FILE, self.settings)
+
+    def graded(self, request: Request, outcome: Outcome) -> Row:
+        """The row of an outcome; may be called from any thread."""
+        return regrade_row(_make_row(request, outcome), self._grader)
+
+    def append(self, row: Row, outcome: Outcome) -> None:
+        """Write the row to the disk."""
+        if self._file is None:
+            self._file = (self.folder / RESULTS_FILE).open("a", encoding="utf-8")
+        self._file.write(row.to_line())
+        self._file.flush()
+        self.num_missing -= 1
+        self._num_refused += outcome.is_refused
+        self._num_failed += not row.is_answered
+        self._num_failed_in_a_row = 0 if row.is_answered else self._num_failed_in_a_row + 1
+
+    def is_hopeless(self, patience: int) -> bool:
+        """Whether more requests failed than may, and only failures come back: `patience` of them in a row."""
+        return self._num_failed > self._max_failed and self._num_failed_in_a_row >= patience
+
+    def close(self) -> None:
+        """Close the file of rows."""
+        if self._file is not None:
+            self._file.close()
+
+    def set_aside(self, reason: str) -> None:
+        """Move every row to `superseded-N/`: any of them may be another model's."""
+        _move_aside(self.folder, [reason])
+
+    def finish(self, servers: str, outage: str) -> Summary:
+        """Order the rows as the items are, and write the summary beside them.
+
+        Raises EvaluationError when too many requests failed or some were not sent, RequestsRefused when all that
+        failed were refused as they are.
+        """
+        rows = read_rows(self.folder)
+        try:
+            self._refuse_failures(rows, servers, outage)
+        except EvaluationError as error:
+            if 0 < self._num_refused == self._num_failed:
+                raise RequestsRefused(f"{error} {REFUSED}") from None
+            raise
+        ordered = [rows[item.id, sample] for item, sample in self._wanted]
+        write_rows(self.folder, ordered)
+        summary = summarise(Evaluation.of(self.settings, ordered), same_answer_by(self._grader.grade))
+        write_json(self.folder / SUMMARY_FILE, asdict(summary))
+        _log(summary, self.name)
+        return summary
+
+    def _refuse_failures(self, rows: dict[RowKey, Row], servers: str, outage: str) -> None:
+        failures = [row for row in rows.values() if not row.is_answered]
+        unasked = len(self._wanted) - len(rows)
+        if len(failures) <= self._max_failed and not unasked:
+            return
+        given_up = f", {unasked} were not sent because nothing answered" if unasked else ""
+        reason = failures[0].failure if failures else outage
+        raise EvaluationError(
+            f"{len(failures)} of {len(self._wanted)} requests to {servers} failed{given_up}; "
+            f"at most {self._max_failed} may (evaluate.max_failed_ratio). First reason: {reason}. "
+            f"The answers so far are kept in {self.folder}: run the same evaluation again to continue."
+        )
+
+
+def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
+    """The row with new verdicts, and with the gold answer, subject and level of the item if given."""
+    if item is not None:
+        row = replace(row, gold=item.gold, subject=item.subject, level=item.level)
+    is_chat = not isinstance(row.prompt, str)
+    graded = grader.grade(row.response, row.finish_reason, row.gold, is_chat)
+    return replace(row, **asdict(graded))
+
+
+def _resume(
+    output_dir: Path, settings: dict[str, Any], items: Sequence[Item], grader: Grader
+) -> dict[RowKey, Row]:
+    """The rows of an earlier attempt that can be kept; leaves the directory ready for more."""
+    stored = read_settings(output_dir) or {}
+    served = stored.pop(SERVED, None)
+    rows: dict[RowKey, Row] = {}
+    if stored != {**settings, **{key: stored.get(key) for key in GRADING_SETTINGS}}:
+        if stored or (output_dir / RESULTS_FILE).exists():
+            _move_aside(output_dir, describe_differences(stored, settings))
+    else:
+        rows = {key: row for key, row in read_rows(output_dir).items() if row.is_answered}
+        if stored != settings:
+            reasons = "; ".join(describe_differences(stored, settings))
+            logger.warning("%s: grading again (%s)", output_dir, reasons)
+            (output_dir / SUMMARY_FILE).unlink(missing_ok=True)
+            by_id = {item.id: item for item in items}
+            with ThreadPoolExecutor(NUM_GRADING_THREADS) as threads:
+                graded = threads.map(lambda row: regrade_row(row, grader, by_id[row.id]), rows.values())
+                rows = {row.key: row for row in graded}
+        write_rows(output_dir, rows.values())  # without a torn last line: rows are appended
+    if rows:
+        settings[SERVED] = served
+    write_json(output_dir / SETTINGS_FILE, settings)
+    if rows:
+        num_rows = settings["num_items"] * settings["sampling"]["num_samples"]
+        logger.info("%s: continuing, %d of %d items are answered", output_dir, len(rows), num_rows)
+    return rows
+
+
+def _move_aside(output_dir: Path, reasons: Sequence[str]) -> None:
+    number = 1
+    while (aside := output_dir / f"superseded-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for name in (RESULTS_FILE, SETTINGS_FILE, SUMMARY_FILE):
+        if (output_dir / name).exists():
+            (output_dir / name).rename(aside / name)
+    logger.warning("%s: the old results are now in %s (%s)", output_dir, aside, "; ".join(reasons))
+
+
+def _make_row(request: Request, outcome: Outcome) -> Row:
+    """The row of an outcome, not yet graded."""
+    item, answer = request.item, outcome.answer
+    return Row(
+        id=item.id,
+        sample=request.sample,
+        prompt=item.prompt,
+        response=answer.text if answer else None,
+        finish_reason=answer.finish_reason if answer else None,
+        response_tokens=answer.response_tokens if answer else None,
+        answer=None,
+        gold=item.gold,
+        verdict="request_failed",
+        aisbench_answer=None,
+        aisbench_right=False,
+        aisbench_raises=False,
+        attempts=outcome.attempts,
+        seconds=round(outcome.seconds, 4),
+        subject=item.subject,
+        level=item.level,
+        failure=outcome.failure,
+        ended_at=round(time.time(), 3),
+    )
+
+
+def _log(summary: Summary, name: str) -> None:
+    logger.info(
+        "%saccuracy %.1f %% on %d responses (AISBench's rule %.1f %%, no answer %.1f %%, truncated %.1f %%, "
+        "failed requests %.1f %%)",
+        f"{name}: " if name else "",
+        100 * summary.accuracy,
+        summary.n,
+        100 * summary.aisbench["accuracy"],
+        100 * summary.no_answer_rate,
+        100 * summary.truncated_rate,
+        100 * summary.request_failed_rate,
+    )
+    if summary.repeats and summary.repeats["differing_responses"]:
+        logger.warning(
+            "greedy repeats differ on %.1f %% of %d items (answers on %.1f %%): this server is not deterministic",
+            100 * summary.repeats["differing_responses"],
+            summary.repeats["num_items"],
+            100 * summary.repeats["differing_answers"],
+        )

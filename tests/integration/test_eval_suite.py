@@ -1,0 +1,135 @@
+"""Several benchmarks asked in one session: never an idle server, each with its own sampling, failures and rows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from eval import RequestsRefused
+from eval.client import Endpoint, Sampling
+from eval.dispatch import Limits
+from eval.problems.items import EvaluationSet
+from eval.recorder import Benchmark
+from eval.results import load_evaluation, read_rows
+from eval.run import evaluate_all
+from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
+
+LIMITS = Limits(concurrency=2, timeout_seconds=5.0, max_attempts=2, backoff_seconds=0.01, outage_seconds=0.1)
+LONG, SHORT = 1000, 0  # the first problem of each set
+LONG_SECONDS, SHORT_SECONDS = 0.4, 0.02
+
+
+@dataclass
+class Record:
+    """When a server had which problem in work."""
+
+    spans: list[tuple[float, float, int]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def behave(self, handler: Handler, prompt: str, attempt: int) -> bool:
+        """Take long for a long problem."""
+        began, number = time.monotonic(), int(prompt.split()[0])
+        time.sleep(LONG_SECONDS if number >= LONG else SHORT_SECONDS)
+        with self.lock:
+            self.spans.append((began, time.monotonic(), number))
+        return False
+
+    def longest_pause(self, until: float) -> float:
+        """Most seconds in a row without any request, between the first one's begin and `until`."""
+        longest, busy_until = 0.0, min(begin for begin, _, _ in self.spans)
+        for begin, end, _ in sorted(self.spans):
+            longest = max(longest, min(begin, until) - busy_until)
+            busy_until = max(busy_until, end)
+        return longest
+
+
+@pytest.fixture
+def servers() -> Iterator[list[ArithmeticServer]]:
+    with running() as one, running() as other:
+        yield [one, other]
+
+
+def set_of(count: int, first: int) -> EvaluationSet:
+    """Problems `first + 1 = ?` and so on."""
+    items = [
+        replace(item, prompt=({"role": "user", "content": f"{first + i} + 1 = ?"},), gold=str(first + i + 1))
+        for i, item in enumerate(make_set(count).items)
+    ]
+    return EvaluationSet(tuple(items))
+
+
+def suite(folder: Path, num_long: int = 8, num_short: int = 40) -> list[Benchmark]:
+    """Short problems first, then long ones that are sampled twice."""
+    short = Benchmark(set_of(num_short, SHORT), Sampling(max_tokens=16), folder / "short", "short")
+    sampling = Sampling(max_tokens=512, temperature=0.6, num_samples=2)
+    return [short, Benchmark(set_of(num_long, LONG), sampling, folder / "long", "long")]
+
+
+def endpoints(servers: list[ArithmeticServer]) -> list[Endpoint]:
+    return [Endpoint(server.url, "m") for server in servers]
+
+
+def test_no_server_is_idle_while_requests_of_any_benchmark_are_left(
+    servers: list[ArithmeticServer], tmp_path: Path
+) -> None:
+    records = [Record(), Record()]
+    for server, record in zip(servers, records, strict=True):
+        server.behave = record.behave
+    progress: list[tuple[int, int]] = []
+    short, long = evaluate_all(
+        suite(tmp_path), endpoints(servers), limits=LIMITS, on_progress=lambda *done: progress.append(done)
+    )
+    assert (short.n, short.accuracy, long.n, long.num_samples) == (40, 1.0, 16, 2)
+    assert progress[-1] == (56, 56)
+    spans = sorted(span for record in records for span in record.spans)
+    numbers = [number >= LONG for _, _, number in spans]
+    assert numbers.index(False) >= 16, "a short problem was asked before the last long one"
+    last_begin = spans[-1][0]
+    for record in records:
+        assert record.longest_pause(last_begin) < LONG_SECONDS / 2
+    # The short ones fill what the last long ones leave: asked in the order of the suite, these would end alone.
+    assert max(end for _, end, _ in spans) - last_begin < LONG_SECONDS
+    bodies = [body for server in servers for _, _, body in server.requests]
+    assert {(body["max_tokens"], body["temperature"]) for body in bodies} == {(16, 0.0), (512, 0.6)}
+
+
+def test_answers_of_another_model_say_what_takes_long(servers: list[ArithmeticServer], tmp_path: Path) -> None:
+    """Without them the token limit is all that is known; with them, the items' own lengths."""
+    benchmarks = suite(tmp_path / "before", num_long=2)
+    evaluate_all(benchmarks, endpoints(servers), limits=LIMITS)
+    path = tmp_path / "before" / "short" / "results.jsonl"
+    lines = path.read_text().splitlines()
+    lines[7] = lines[7].replace('"response_tokens": 5', '"response_tokens": 700')
+    path.write_text("\n".join(lines) + "\n")
+    after = [replace(one, output_dir=tmp_path / "after" / one.name, earlier=one.output_dir) for one in benchmarks]
+    first = len(servers[0].requests)
+    evaluate_all(after, endpoints(servers[:1]), limits=replace(LIMITS, concurrency=1), model_digest="other")
+    assert servers[0].requests[first][2]["messages"][-1]["content"] == "7 + 1 = ?"
+
+
+def test_a_benchmark_that_fails_costs_the_others_nothing_and_one_added_later_asks_its_own(
+    servers: list[ArithmeticServer], tmp_path: Path
+) -> None:
+    for server in servers:
+        server.behave = lambda handler, prompt, attempt: (
+            int(prompt.split()[0]) >= LONG and handler.send(400, b"too long")
+        )
+    benchmarks = suite(tmp_path, num_long=50)
+    with pytest.raises(RequestsRefused, match=r"^long: \d+ of 100 requests to http.* failed") as caught:
+        evaluate_all(benchmarks, endpoints(servers), limits=LIMITS)
+    assert "short" not in str(caught.value)
+    assert load_evaluation(tmp_path / "short").num_samples == 1
+    asked_in_vain = len(read_rows(tmp_path / "long"))
+    assert 8 <= asked_in_vain < 100  # `Limits` has a patience of 8; the rest was not sent
+    for server in servers:
+        server.behave = lambda handler, prompt, attempt: False
+        server.asked.clear()
+    third = Benchmark(set_of(3, 500), Sampling(max_tokens=16), tmp_path / "third", "third")
+    evaluate_all([*benchmarks, third], endpoints(servers), limits=LIMITS)
+    asked = [int(prompt.split()[0]) for server in servers for prompt in server.asked.elements()]
+    assert sorted(asked) == sorted([*range(LONG, LONG + 50), *range(LONG, LONG + 50), 500, 501, 502])

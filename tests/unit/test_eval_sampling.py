@@ -1,0 +1,143 @@
+"""What a request says of sampling, thinking and anything else, and what of it is recorded."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_core.errors import ConfigError
+from eval.client import Endpoint, Sampling
+from eval.compare import ComparisonError, compare_evaluations
+from eval.measured import UNKNOWN, describe_measurement
+from eval.problems.prompts import TEMPLATES, Template, make_prompt
+from eval.results import load_evaluation, make_settings
+from flows.config import load_config_or_defaults
+from tasks.evaluate_config import BenchmarkConfig
+from tasks.evaluation_settings import sampling_of
+from tests.evaluations import make_items, write_results
+
+
+def sampling(folder: Path | None, *overrides: str) -> Sampling:
+    settings = load_config_or_defaults(None, [f"evaluate.{override}" for override in overrides]).evaluate
+    return sampling_of(settings, folder)
+
+
+def model(folder: Path, **fields: Any) -> Path:
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_a_request_has_the_template_s_arguments_and_further_fields_and_settings_record_them() -> None:
+    asked = sampling(None, "chat_template_kwargs.enable_thinking=false", "extra_body={min_p: 0.05}")
+    body = asked.body(1)
+    assert (body["chat_template_kwargs"], body["min_p"], body["seed"]) == ({"enable_thinking": False}, 0.05, 1235)
+    items, recorded = make_items(1), asked.to_json()
+    assert recorded["extra_body"] == {"min_p": 0.05}
+    assert json.loads(json.dumps(recorded)) == recorded
+    # What is unset is not in settings.json, so that results of earlier versions are continued.
+    plain = sampling(None)
+    assert not {"chat_template_kwargs", "extra_body", "source"} & plain.to_json().keys()
+    assert not {"chat_template_kwargs", "top_k", "stop"} & plain.body(0).keys()
+    # Text to complete has no template; the entry of a suite may ask so beside chats.
+    config = load_config_or_defaults(None, ["evaluate.chat_template_kwargs={enable_thinking: true}"]).evaluate
+    base = config.of(BenchmarkConfig(set="math500", api="completions"))
+    assert sampling_of(base, None).chat_template_kwargs is None
+    assert len({config, config.model_copy(), base}) == 2  # sections stay hashable
+    assert make_settings(items, Endpoint("http://localhost", "m"), asked, None)["sampling"] == recorded
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (  # Qwen3's file
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1]},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+        (  # Qwen2.5's
+            {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
+            {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
+        ),
+        ({"top_p": 0.9, "temperature": None}, {"temperature": 1.0, "top_p": 0.9}),  # vLLM's own default
+        ({"do_sample": False}, {"temperature": 0.0, "top_p": 1.0}),
+    ],
+)
+def test_the_model_s_own_sampling_is_sent_and_recorded(
+    tmp_path: Path, fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = sampling(model(tmp_path, **fields), "sampling=model", "num_samples=4")
+    assert found.body(0) == {**expected, "max_tokens": 20480, "seed": 1234}
+    assert (found.to_json()["source"], found.num_samples) == ("model", 4)
+    # A field of the recipe's own counts more than the file's.
+    again = sampling(tmp_path, "sampling=model", "extra_body={repetition_penalty: 1.2}")
+    assert again.body(0)["repetition_penalty"] == 1.2
+
+
+def test_a_model_without_sampling_of_its_own_is_refused_and_an_unknown_folder_leaves_it_to_the_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=r"needs .*generation_config\.json: .*No such file.*and a temperature"):
+        sampling(tmp_path, "sampling=model")
+    with pytest.raises(ConfigError, match=r"names no temperature, top_p or top_k.*evaluate\.sampling=settings"):
+        sampling(model(tmp_path, eos_token_id=2), "sampling=model")
+    (tmp_path / "generation_config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="names no temperature"):
+        sampling(tmp_path, "sampling=model")
+    with caplog.at_level(logging.WARNING):
+        found = sampling(None, "sampling=model")
+    assert "the server's own defaults apply" in caplog.text
+    assert found.body(0) == {"max_tokens": 20480, "seed": 1234}
+    assert (found.to_json()["source"], found.to_json()["temperature"]) == ("server", None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["extra_body={temperature: 1}"], r"evaluate\.extra_body\.temperature is set by evaluate\.temperature"),
+        (["extra_body.n=4"], r"evaluate\.extra_body\.n is set by evaluate\.num_samples"),
+        (["extra_body=5"], r"evaluate\.extra_body = 5 is refused: input should be a valid dictionary"),
+        (["sampling=model", "temperature=0.6"], r"evaluate\.temperature=0\.6 would be ignored by evaluate\.sampl"),
+        (
+            ["api=completions", "chat_template_kwargs={enable_thinking: false}"],
+            r"\{'enable_thinking': False\} would be ignored by evaluate\.api=completions",
+        ),
+    ],
+)
+def test_fields_that_contradict_another_key_are_refused_by_name(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sampling(None, *overrides)
+
+
+def test_a_benchmark_with_a_temperature_of_its_own_does_not_take_the_model_s() -> None:
+    section = load_config_or_defaults(None, ["evaluate.sampling=model"]).evaluate
+    assert section.of(BenchmarkConfig(set="aime24", temperature=0.8)).sampling == "settings"
+    assert section.of(BenchmarkConfig(set="aime24")).sampling == "model"
+
+
+def test_the_system_prompt_takes_the_place_of_the_file_s_own() -> None:
+    own = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"})
+    template = Template("given", "{problem}", system="Think.")
+    thinking = {"role": "system", "content": "Think."}
+    assert make_prompt(template, "chat", "1 + 1?", own) == (thinking, own[1])
+    assert make_prompt(Template("bare", "{problem}", system="Think."), "chat", "2?", None)[0] == thinking
+    assert make_prompt(template, "completions", "1 + 1?", own) == "Think.\n\n1 + 1?"
+    assert template.to_json()["system"] == "Think."
+    assert "system" not in TEMPLATES["aisbench"].to_json()
+
+
+def test_two_models_are_compared_by_their_own_sampling_and_the_report_says_which(tmp_path: Path) -> None:
+    items = make_items(4)
+    sides = []
+    for side, temperature in (("before", 0.6), ("after", 0.7)):
+        of_model = Sampling(max_tokens=64, temperature=temperature, top_k=20, source="model")
+        settings = {"sampling": of_model.to_json()}
+        sides.append(load_evaluation(write_results(tmp_path / side, "rrww", items, side, settings)))
+    said = describe_measurement(compare_evaluations(*sides), UNKNOWN)["sampling"]
+    words = "top_p 1, top_k 20 (the model's generation_config.json), at most 64 tokens, seed 1234"
+    assert said == f"temperature 0.6, {words}; after: temperature 0.7, {words}"
+    fixed = write_results(tmp_path / "fixed", "rrww", items)
+    with pytest.raises(ComparisonError, match=r"sampling\.source: unset before, model after"):
+        compare_evaluations(load_evaluation(fixed), sides[1])

@@ -1,0 +1,81 @@
+"""`dapo eval` and its kin with the evaluation part alone: what the extra `chain` brings cannot be imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows.cli import CHAIN_MODULES
+from tests.integration.arithmetic_server import running
+
+# Runs command lines in one process that finds none of the modules named first; prints the exit status of each.
+ALONE = """
+import importlib.metadata, importlib.machinery, json, sys
+names, lines = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+finder, distribution = importlib.machinery.PathFinder, importlib.metadata.Distribution
+find_spec, from_name = finder.find_spec, distribution.from_name
+def found(name, *rest):
+    return None if name.partition(".")[0] in names else find_spec(name, *rest)
+def installed(name):
+    if name.replace("-", "_") in names:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return from_name(name)
+finder.find_spec, distribution.from_name = staticmethod(found), staticmethod(installed)
+from flows.cli import main
+for line in lines:
+    sys.argv = ["dapo", *line]
+    try:
+        main()
+    except SystemExit as end:
+        print("exit status", end.code or 0)
+assert not {*names} & {*sys.modules}
+"""
+
+
+def dapo_alone(folder: Path, *lines: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    arguments = [json.dumps([*CHAIN_MODULES, "vllm"]), json.dumps(lines)]
+    command = [sys.executable, "-c", ALONE, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_an_evaluation_goes_to_its_report_without_the_chain(tmp_path: Path) -> None:
+    rows = [{"problem": f"{n} + 1 = ?", "answer": str(n + 1)} for n in range(8)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with running() as server:
+        asked = ("eval", "--model-name", "m", "--data", "sums.jsonl", "--base-url", server.url, "--output")
+        done = dapo_alone(
+            tmp_path,
+            (*asked, "before"),
+            (*asked, "after"),
+            ("grade", "before"),
+            ("compare", "before", "after"),
+            ("report", "--before", "before", "--after", "after", "--output", "page"),
+            ("datasets",),
+            ("datasets", "show", "sums.jsonl", "--use", "eval"),
+        )
+    assert re.findall("exit status (.*)", done.stdout) == ["0"] * 7, done.stdout + done.stderr
+    for said in ("after: accuracy 100.0% of 8", "no verdict changed", "report.html", "math500", "1 + 1 = ?"):
+        assert said in done.stdout
+    assert (tmp_path / "page" / "report.html").stat().st_size > 10_000
+
+
+def test_what_needs_the_chain_says_how_to_install_it(tmp_path: Path) -> None:
+    (tmp_path / "prefect.yaml").write_text("deployments: []")
+    (tmp_path / "c.yaml").write_text("model: {source: recipe}\ndata: {train: arithmetic, eval: arithmetic}\n")
+    done = dapo_alone(
+        tmp_path, ("up",), ("run", "c.yaml"), ("fetch-model", "c.yaml", "--data", "d", "--output", "o")
+    )
+    assert re.findall("exit status (.*)", done.stdout) == ["2"] * 3, done.stdout + done.stderr
+    assert done.stderr.count("pip install 'dapo-pipeline[chain]'") == 3, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_extra_brings_the_modules_that_the_message_knows() -> None:
+    needs = importlib.metadata.requires("dapo-pipeline") or []
+    names = {re.split(r"[\[<>=; ]", need)[0] for need in needs if re.search("extra == .chain.", need)}
+    assert {name.replace("-", "_") for name in names} == set(CHAIN_MODULES)
