@@ -31,6 +31,7 @@ from tasks.page import StageProgress, show_report
 from tasks.processes.cancellation import is_worker_restart
 from tasks.processes.detached import DetachOptions
 from tasks.references import COMMIT
+from tasks.runs.columns import Columns
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import report_run
 from tasks.runs.run import Run
@@ -243,8 +244,10 @@ def step_checkpoint(training: Artifact, step: int) -> Path:
 
 
 @retried_task("write-report")
-def write_report(run: Run, before: Artifact, after: Artifact, training: Artifact) -> dict[str, Any]:
+def write_report(
+    run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
+) -> dict[str, Any]:
     """The before/after report, written to the run's folder and shown on Prefect's page."""
-    report = report_run(run, before, after, training)
+    report = report_run(run, before, after, training, columns)
     show_report(run, run.folder / REPORT_FOLDER, report["verdict"])
     return report

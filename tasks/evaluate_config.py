@@ -195,7 +195,7 @@ class EvaluateConfig(Section):
     @field_validator("baselines")
     @classmethod
     def _baselines_differ(cls, baselines: tuple[BaselineConfig, ...]) -> tuple[BaselineConfig, ...]:
-        names = [one.name for one in baselines]
+        names = [one.name.lower() for one in baselines]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"evaluate.baselines names {twice!r} twice; give one of them another name")
         return baselines

@@ -112,7 +112,7 @@ def label_of(config: ChainConfig, stage: str, side: str | None) -> str:
             return link.label
     sides = ", ".join(filter(None, (side_of(link.label) for link in links))) or "none"
     raise ConfigError(
-        f"{stage.replace('_', '-')} of this recipe has no side {side}, but {sides}; evaluate.baselines and "
+        f"{stage.replace('_', '-')} of this recipe has no side {side}; it has {sides}: evaluate.baselines and "
         "evaluate.checkpoints add some"
     )
 
@@ -126,7 +126,7 @@ def _baseline(config: ChainConfig, baseline: BaselineConfig) -> tuple[Link, ...]
     """A model that is fetched and served, or one that is only asked."""
     asked, fetched = f"{BASELINE_EVALUATION}{baseline.name}", f"{BASELINE_MODEL}{baseline.name}"
     if baseline.base_url is None:
-        recipe = _with_baseline(config, baseline)
+        recipe = config.model_copy(update={"model": model_of(baseline)})
         needs = ("prepare_data", fetched)
         return (
             Link(fetched, FETCH_MODEL, recipe, (), model_inputs, model_files),
@@ -141,9 +141,9 @@ def _baseline(config: ChainConfig, baseline: BaselineConfig) -> tuple[Link, ...]
     return (Link(asked, EVALUATE_SERVED, config, ("prepare_data",), inputs, evaluation_files),)
 
 
-def _with_baseline(config: ChainConfig, baseline: BaselineConfig) -> ChainConfig:
-    """The recipe with the baseline as its model, as which it is fetched and served; not for a base_url."""
-    model = ModelConfig(
+def model_of(baseline: BaselineConfig) -> ModelConfig:
+    """The baseline as the model of a recipe, as which it is fetched and served; not for a base_url."""
+    return ModelConfig(
         source="path" if baseline.path is not None else baseline.source,
         path=baseline.path,
         id=baseline.id,
@@ -151,7 +151,6 @@ def _with_baseline(config: ChainConfig, baseline: BaselineConfig) -> ChainConfig
         chat_template=baseline.chat_template,
         trust_remote_code=baseline.trust_remote_code,
     )
-    return config.model_copy(update={"model": model})
 
 
 def _checkpoint(config: ChainConfig, step: int) -> tuple[Link, Link]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.sampler import SamplerConfig
@@ -246,7 +246,7 @@ class CheckpointConfig(Section):
     save_every: int = volatile(20, "Training steps between checkpoints.", ge=1)
     keep_last: int = volatile(2, "Newest checkpoints kept during training; the finished output keeps one.", ge=1)
     keep_best: int = key(0, "Checkpoints with the highest validation/accuracy that are kept as well.", ge=0)
-    keep_steps: tuple[int, ...] = volatile(
+    keep_steps: tuple[PositiveInt, ...] = volatile(
         (), "Steps whose checkpoints are kept for good; those of evaluate.checkpoints are added to them."
     )
     asynchronous: bool = volatile(
