@@ -164,7 +164,7 @@ def resume_metrics(output: Path, state: TrainerState, is_own: bool = True) -> Me
 
     Unless the state `is_own`, from a checkpoint of this output, existing lines belong to another training and go.
     """
-    log = MetricsLog(output, state.step if is_own else 0)
+    log = MetricsLog(output, state.step if is_own else None)
     lines = read_json_lines(log.path)
     if not lines or lines[-1]["step"] < state.step:
         log.append(state.step, state.policy_version, state.metrics)

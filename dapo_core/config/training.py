@@ -9,12 +9,15 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.fields import JsonObject, Section, key, volatile
 from dapo_core.config.sampler import SamplerConfig
+from dapo_core.config.validation import SamplingSource, ValidationConfig, require_model_alone
 from dapo_core.config.warm_start import ModelCodeConfig
 
+# Arguments of apply_chat_template that decide what it returns.
+TEMPLATE_CALL = ("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
 MOST_HORIZONS_PER_STEP = 5  # adaptive KL changes its coefficient by at most 1/5 for each horizon that passes
 
 
@@ -168,6 +171,13 @@ class RolloutConfig(Section):
     num_workers: int = volatile(1, "Rollout workers, one engine each.", ge=1, le=4096)
     threads_per_worker: int = volatile(2, "CPU threads of an engine.", ge=1, le=1024)
     group_size: int = key(16, "Responses per prompt (G).", ge=2, le=1024)
+    chat_template_kwargs: JsonObject = key(
+        {}, "Arguments of the chat template, such as {enable_thinking: false}; also of validation prompts."
+    )
+    sampling: SamplingSource = key(
+        "settings",
+        "settings: temperature, top_p and top_k below; model: those of the model's generation_config.json.",
+    )
     temperature: float = key(1.0, "Sampling temperature.", gt=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
     top_k: int = key(-1, "Sample among the k likeliest tokens; -1 means all.", ge=-1)
@@ -178,6 +188,22 @@ class RolloutConfig(Section):
     memory_utilization: float = volatile(0.8, "Share of the device's memory that an engine takes.", gt=0, le=1)
     memory_gigabytes: float = volatile(1.0, "KV cache of an engine on a CPU.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the engine's weights.")
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template_has_its_own(cls, arguments: JsonObject) -> JsonObject:
+        for name in arguments:
+            if name in TEMPLATE_CALL:
+                raise ValueError(
+                    f"rollout.chat_template_kwargs.{name} is the project's own to set; name what the model's chat "
+                    "template reads, such as enable_thinking"
+                )
+        return arguments
+
+    @model_validator(mode="after")
+    def _sampled_one_way(self) -> RolloutConfig:
+        require_model_alone("rollout", self)
+        return self
 
 
 class TrainConfig(Section):
@@ -262,13 +288,6 @@ class CheckpointConfig(Section):
     allow_changed: tuple[str, ...] = volatile(
         (), "Keys that may differ from the checkpoint's, such as train.learning_rate."
     )
-
-
-class ValidationConfig(Section):
-    """Accuracy on the held-out set during training: one greedy response per prompt."""
-
-    every: int = key(0, "Training steps between validations; 0 means never.", ge=0)
-    num_prompts: int | None = key(None, "Use the first prompts of the held-out set; unset: all.", ge=1)
 
 
 class TrainingConfig(Section):
