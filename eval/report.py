@@ -86,6 +86,7 @@ def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = U
         "train": training_totals(steps),
         "gates": [],
         "baselines": [],
+        "absent": {},
         "checkpoints": None,
         "data": provenance.card,
         "stages": {name: dict(stage) for name, stage in provenance.stages.items()},

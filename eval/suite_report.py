@@ -29,16 +29,18 @@ _OWN_PAGE = ("flips", "items", "transitions", "groups", "num_groups", "expected_
 
 
 @dataclass(frozen=True)
-class Columns:
+class Models:
     """The results folders of the models that a report compares: suites, or each of one benchmark."""
 
     before: str | Path
     after: str | Path
-    baselines: Mapping[str, str | Path] = field(default_factory=dict)  # name -> folder
+    baselines: Mapping[str, str | Path] = field(default_factory=dict)  # by name
+    checkpoints: Mapping[int, str | Path] = field(default_factory=dict)  # by training step
+    absent: Mapping[str, str] = field(default_factory=dict)  # a baseline, or "step N" -> why it was not asked
 
 
 def write_suite_report(
-    columns: Columns,
+    models: Models,
     train_metrics: str | Path | None,
     output_dir: str | Path | None,
     provenance: Provenance = UNKNOWN,
@@ -51,16 +53,16 @@ def write_suite_report(
     its name. A benchmark that a baseline lacks, or was asked in another way, is left out there with the reason.
     Raises what `compare` and `parse_gate` raise, and ComparisonError when the two sides have other benchmarks.
     """
-    suite = describe_suite(columns.after)
-    folders = {BEFORE: read_suite(columns.before), "after": read_suite(columns.after)}
+    suite = describe_suite(models.after)
+    folders = {BEFORE: read_suite(models.before), "after": read_suite(models.after)}
     if folders[BEFORE].keys() != folders["after"].keys():
         listed = "; ".join(f"{', '.join(found)} {side}" for side, found in folders.items())
         raise ComparisonError(f"the two sides are not of the same benchmarks: {listed}. Evaluate both alike.")
     names = [member.name for member in suite.members] if len(suite.members) > 1 else []
-    wanted = [parse_gate(gate, names, [BEFORE, *columns.baselines, LAST_NIGHT]) for gate in gates]
+    wanted = [parse_gate(gate, names, [BEFORE, *models.baselines, *models.absent, LAST_NIGHT]) for gate in gates]
     steps = read_training_metrics(train_metrics) if train_metrics is not None else []
     work = _Work(suite, provenance, steps, output_dir, keep)
-    beside = {name: _Baseline(name, read_suite(folder)) for name, folder in columns.baselines.items()}
+    beside = {name: _Baseline(name, read_suite(folder)) for name, folder in models.baselines.items()}
     for member in suite.members:
         before, after = (load_evaluation(folders[side][member.name]) for side in (BEFORE, "after"))
         work.add(member.name, member.weight, before, after)
@@ -74,6 +76,7 @@ def write_suite_report(
     extras = {
         "gates": [asdict(result) for result in results],
         "baselines": [baseline.content() for baseline in beside.values()],
+        "absent": dict(models.absent),
     }
     return work.finish(compared, results, extras)
 

@@ -99,11 +99,11 @@ def report(
     """Compare two evaluations item by item and write the report."""
     from eval.measured import Provenance
     from eval.report import REPORT_PAGE, render_markdown
-    from eval.suite_report import Columns, write_suite_report
+    from eval.suite_report import Models, write_suite_report
     from flows.console import print_markdown
 
-    columns = Columns(before, after, read_baselines(baselines))
-    content = write_suite_report(columns, metrics, output, Provenance(title=title), gates or ())
+    models = Models(before, after, read_baselines(baselines))
+    content = write_suite_report(models, metrics, output, Provenance(title=title), gates or ())
     print_markdown(render_markdown(content))
     typer.secho(f"\nReport with plots: {output / REPORT_PAGE}\n{content['verdict']}", bold=True)
     exit_by_gates(content)
@@ -153,11 +153,11 @@ def compare(
         return
     from eval.measured import Provenance
     from eval.report import render_markdown
-    from eval.suite_report import Columns, write_suite_report
+    from eval.suite_report import Models, write_suite_report
     from flows.console import print_markdown
 
-    columns = Columns(before, after, read_baselines(baselines))
-    content = write_suite_report(columns, None, None, Provenance(title="Before/after comparison"), gates or ())
+    models = Models(before, after, read_baselines(baselines))
+    content = write_suite_report(models, None, None, Provenance(title="Before/after comparison"), gates or ())
     if not content["is_one_evaluation"]:
         print_markdown(render_markdown(content))
         typer.echo("")

