@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from prefect.states import Completed, State
+from prefect.states import Completed
 
 from flows.config import WebhookConfig, load_config
 from flows.notify import report_result
@@ -16,7 +16,7 @@ from tasks.runs.run import Run
 
 
 @recipe_flow("dapo-full")
-def dapo_full(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) -> dict[str, Any] | State[Any]:
+def dapo_full(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) -> dict[str, Any]:
     """Train a model with DAPO and report whether it got better."""
     settings = load_config(config, overrides)
     require_ready(settings)
@@ -44,8 +44,8 @@ def run_chain(run: Run, webhook: WebhookConfig, skips_if_locked: bool = False) -
     return {"run": str(run.folder), "verdict": report["verdict"], "is_failed": report["is_failed"]}
 
 
-def outcome(result: dict[str, Any]) -> dict[str, Any] | State[Any]:
-    """The result of a flow run; with a failed gate in a state of that name, which Prefect's lists show."""
+def outcome(result: dict[str, Any]) -> Any:
+    """What a flow returns: its result, with a failed gate in a state of that name, which Prefect's lists show."""
     if not result["is_failed"]:
         return result
     return Completed(name="GateFailed", message=result["verdict"], data=result)
