@@ -11,7 +11,7 @@ from dapo_core.reward.routing import require_scorers
 from eval.problems.prompts import find_template
 from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
-from tasks.data.sources import eval_sources, train_sources
+from tasks.data.sources import all_sources, train_sources
 from tasks.preflight.finding import FAIL, OK, WARN, Findings, describe
 from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here, inputs_later
 from tasks.preflight.machine import check_machine
@@ -35,7 +35,7 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
     """
     findings = Findings()
     with findings.catching("data"):
-        for source in (*train_sources(config), *eval_sources(config)):
+        for source in all_sources(config):
             source.check_columns()
     inputs = inputs_here(config, findings)
     with findings.catching("reward"):
