@@ -17,7 +17,6 @@ from dapo_core.checkpoint.manifest import shard_digests
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
 from durable import read_json_lines
-from eval.problems.registry import load_set
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output, algorithm_for
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
@@ -36,6 +35,7 @@ from tasks.serve_model.command import served_name
 from tasks.serve_model.servers import serve_model
 from tasks.stage_command import link_log, run_dapo
 from tasks.stage_task import retried_task, stage_task
+from tasks.suite import benchmarks_of, suite_metrics, take_stored
 from tasks.training_lock import hold, training_lock_path
 
 logger = logging.getLogger(__name__)
@@ -97,29 +97,32 @@ def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
 
 @stage_task("evaluate-model", task_run_name="{label}", afterwards="run it again: it asks only for what is missing")
 def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Artifact:
-    """The results folder (results.jsonl, settings.json, summary.json) of one model, recorded as `label`.
+    """The results of one model, a folder or a suite of them (eval/suite.py), recorded as `label`.
 
-    A failed attempt keeps its answers; the next one with the same key asks only for what is missing.
+    A failed attempt keeps its answers; the next one with the same key asks only for what is missing. Benchmarks
+    that the store has of the same model are taken from there; if it has all, nothing is served.
     """
-    settings = run.config.evaluate
-    key = link_of(run.config, label).key(data, model)
+    link = link_of(run.config, label)
+    key = link.key(data, model)
 
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
         link_log(run, log_path)
-        evaluation_set = load_set(
-            Path(data.path) / EVAL_FILE, None, settings.prompt, settings.api, settings.system_prompt
-        )
-        name = served_name(model.digest)
-        with serve_model(model.path, run.config.served, log_path=log_path, name=name) as servers:
-            urls = ", ".join(server.base_url for server in servers)
-            logger.info("%s serves on %s; asking %d items", servers[0].model, urls, len(evaluation_set.items))
-            on_progress = StageProgress(run, label).on_progress
-            summary = evaluate_servers(
-                evaluation_set, servers, settings, folder, model.digest, on_progress, Path(model.path)
-            )
-        commands = [server.command for server in servers]
-        return {"accuracy": summary.accuracy, "n": summary.n, "serve_commands": commands}
+        with run.store.in_use():
+            suite = benchmarks_of(run.store, link.stage, link.config, data, key.inputs["model"])
+            take_stored(link.config, suite, folder)
+        missing = [one.benchmark(folder, Path(model.path)) for one in suite if one.stored is None]
+        commands = []
+        if missing:
+            name = served_name(model.digest)
+            with serve_model(model.path, run.config.served, log_path=log_path, name=name) as servers:
+                urls = ", ".join(server.base_url for server in servers)
+                num_items = sum(len(one.evaluation_set.items) for one in missing)
+                logger.info("%s serves on %s; asking %d items", servers[0].model, urls, num_items)
+                on_progress = StageProgress(run, label).on_progress
+                evaluate_servers(missing, servers, link.config.evaluate, model.digest, on_progress)
+            commands = [server.command for server in servers]
+        return {**suite_metrics(link.config, suite, folder), "serve_commands": commands}
 
     return run.produce(label, key, build)
 

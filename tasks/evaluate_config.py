@@ -208,6 +208,16 @@ class EvaluateConfig(Section):
                 )
         return self
 
+    @property
+    def named(self) -> dict[str, BenchmarkConfig]:
+        """The benchmarks by name, in their order."""
+        return {one.label: one for one in self.benchmarks}
+
+    @property
+    def headline_name(self) -> str:
+        """The name of the benchmark of the verdict; "" where data.eval is asked alone."""
+        return self.headline or next(iter(self.named), "")
+
     def of(self, benchmark: BenchmarkConfig) -> EvaluateConfig:
         """The section as it holds for one benchmark alone."""
         own = {

@@ -20,6 +20,7 @@ from tasks.preflight.finding import FAIL, OK, WARN, Findings
 
 if TYPE_CHECKING:
     from eval.problems.items import EvaluationSet, Problem
+    from tasks.preflight.inputs import Inputs
     from tasks.preflight.model import ModelFacts
 
 NUM_MEASURED = 256  # prompts of a set whose tokens are counted: those with the longest texts
@@ -31,34 +32,39 @@ _ASKED = {"\\boxed{}": re.compile(r"\\+boxed"), "Answer:": re.compile(r"Answer: 
 _SOLUTIONS = ("solution", "reference_solution", "reasoning", "answer")  # of extra_info
 
 
-def check_lengths(
-    config: ChainConfig, facts: ModelFacts, problems: Sequence[Problem], evaluation: EvaluationSet | None,
-    findings: Findings,
-) -> None:  # fmt: skip
-    """The longest prompts of both sets, the model's positions and the keys: all conflicts, with keys that fit."""
-    bounds = replace(bounds_of(config), positions=facts.positions)
+def check_lengths(config: ChainConfig, facts: ModelFacts, inputs: Inputs, findings: Findings) -> None:
+    """The longest prompts of all sets, the model's positions and the keys: all conflicts, with keys that fit."""
+    bounds, lengths = replace(bounds_of(config), positions=facts.positions), config.lengths
     said = []
     with findings.catching("prompt lengths"):
-        if facts.tokenizer is not None and problems:
-            chats: list[Any] = [problem.messages for problem in problems]
+        if facts.tokenizer is not None and inputs.problems:
+            chats: list[Any] = [problem.messages for problem in inputs.problems]
             longest = longest_prompt(facts, chats)
             said.append(f"training prompts have up to {longest} tokens")
             if config.data.too_long != "error" and longest > config.data.max_prompt_tokens:
                 said[-1] += f" (above {config.data.max_prompt_tokens}, data.too_long={config.data.too_long})"
                 longest = config.data.max_prompt_tokens
             bounds = replace(bounds, longest_prompt=longest)
-        if facts.tokenizer is not None and evaluation is not None:
-            arguments = config.evaluate.chat_template_kwargs
-            longest = longest_prompt(facts, [item.prompt for item in evaluation.items], arguments)
-            both = max(longest, bounds.longest_prompt or 0) if config.validation.every else bounds.longest_prompt
-            bounds = replace(bounds, longest_question=longest, longest_prompt=both)
-            said.append(f"evaluation prompts up to {longest}")
-    found, advice = explain(config.lengths, bounds)
+        if facts.tokenizer is not None and inputs.evaluation is not None and config.validation.every:
+            longest = _longest_question(facts, config, inputs.evaluation)
+            bounds = replace(bounds, longest_prompt=max(longest, bounds.longest_prompt or 0))
+        if facts.tokenizer is not None and (asked := inputs.asked(config)):
+            # With its answer the longest, of several benchmarks.
+            questions = [(_longest_question(facts, config, found), config.lengths_of(one)) for one, found in asked]
+            longest, lengths = max(questions, key=lambda pair: pair[0] + pair[1].answer)
+            bounds = replace(bounds, longest_question=longest)
+            said.append(f"evaluation prompts up to {max(question for question, _ in questions)}")
+    found, advice = explain(lengths, bounds)
     if found:
         findings.add("lengths", FAIL, "; ".join(found), advice)
     elif said:
         limit = f", the model has {facts.positions} positions" if facts.positions else ""
         findings.add("lengths", OK, " and ".join(said) + limit)
+
+
+def _longest_question(facts: ModelFacts, config: ChainConfig, asked: EvaluationSet) -> int:
+    arguments = config.evaluate.chat_template_kwargs
+    return longest_prompt(facts, [item.prompt for item in asked.items], arguments)
 
 
 def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Findings) -> None:
@@ -74,9 +80,9 @@ def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Fi
                 _check_source(source, own, scoring, findings)
 
 
-def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet | None, findings: Findings) -> None:
+def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet, findings: Findings) -> None:
     """The prompts of training and evaluation side by side; a warning where they ask for different forms."""
-    if not problems or evaluation is None:
+    if not problems:
         return
     texts = [_text_of(problems[0].messages or problems[0].text), _text_of(evaluation.items[0].prompt)]
     asked = [asked_forms(text) for text in texts]

@@ -43,7 +43,8 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
     with findings.catching("resume"):
         require_resume(config.checkpoint.resume)
     with findings.catching("prompt"):
-        find_template(config.evaluate.prompt, default="given")
+        for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):
+            find_template(settings.prompt, default="given")
     facts = _examine_inputs(config, inputs, findings)
     check_machine(config, facts, findings)
     if is_smoke and inputs.model is not None and config.model.chat_template is None and not findings.failed:
@@ -88,15 +89,15 @@ def _conclude(findings: Findings) -> None:
 
 def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> ModelFacts:
     facts = check_model(inputs.model, config, findings) if inputs.model is not None else ModelFacts()
-    check_lengths(config, facts, inputs.problems, inputs.evaluation, findings)
+    check_lengths(config, facts, inputs, findings)
     if config.model.source == "recipe" and not inputs.later:
         _check_warm_start(config, inputs, findings)
     if inputs.problems:
         check_answers(config, inputs.problems, findings)
-    if inputs.evaluation is not None:
+    for _, asked in inputs.asked(config):
         with findings.catching("grader"):
-            check_grader(inputs.evaluation, findings)
-    check_forms(inputs.problems, inputs.evaluation, findings)
+            check_grader(asked, findings)
+        check_forms(inputs.problems, asked, findings)
     return facts
 
 

@@ -225,7 +225,8 @@ def check_inputs(config: ChainConfig) -> None:
     source_files(config)
     require_scorers((), config.reward, config.custom_reward)
     require_resume(config.checkpoint.resume)
-    find_template(config.evaluate.prompt, default="given")
+    for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):
+        find_template(settings.prompt, default="given")
     for source in all_sources(config):
         source.check_columns()
     if config.model.source == "path":
