@@ -147,9 +147,7 @@ def suite_metrics(config: ChainConfig, asked: Sequence[Asked], output: Path) -> 
 
 
 def describe_asked(asked: Sequence[Asked]) -> str:
-    """Which benchmarks would be asked, and which the store has; "" for one alone."""
-    if not any(one.name for one in asked):
-        return ""
+    """Which benchmarks would be asked, and which the store has."""
     groups = {
         "asks": [one for one in asked if not one.stored],
         "in the store": [one for one in asked if one.stored],

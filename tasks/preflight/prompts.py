@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from dapo_core.errors import DataError
 from dapo_core.reward.routing import require_scorers, routes, scorer_name
 from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Scorer
+from dapo_core.tokenizing import require_template_reads
 from eval.answers.grading import GRADERS
 from eval.answers.pool import CallFailed, Pool, StartFailed
 from tasks.config import ChainConfig
@@ -35,36 +36,35 @@ _SOLUTIONS = ("solution", "reference_solution", "reasoning", "answer")  # of ext
 def check_lengths(config: ChainConfig, facts: ModelFacts, inputs: Inputs, findings: Findings) -> None:
     """The longest prompts of all sets, the model's positions and the keys: all conflicts, with keys that fit."""
     bounds, lengths = replace(bounds_of(config), positions=facts.positions), config.lengths
-    said = []
+    rendering, said = config.rollout.chat_template_kwargs, []
     with findings.catching("prompt lengths"):
+        if facts.tokenizer is not None:
+            require_template_reads(facts.tokenizer, rendering)
+            arguments = config.evaluate.chat_template_kwargs
+            require_template_reads(facts.tokenizer, arguments, "evaluate.chat_template_kwargs")
         if facts.tokenizer is not None and inputs.problems:
             chats: list[Any] = [problem.messages for problem in inputs.problems]
-            longest = longest_prompt(facts, chats)
+            longest = longest_prompt(facts, chats, rendering)
             said.append(f"training prompts have up to {longest} tokens")
             if config.data.too_long != "error" and longest > config.data.max_prompt_tokens:
                 said[-1] += f" (above {config.data.max_prompt_tokens}, data.too_long={config.data.too_long})"
                 longest = config.data.max_prompt_tokens
             bounds = replace(bounds, longest_prompt=longest)
         if facts.tokenizer is not None and inputs.evaluation is not None and config.validation.every:
-            longest = _longest_question(facts, config, inputs.evaluation)
-            bounds = replace(bounds, longest_prompt=max(longest, bounds.longest_prompt or 0))
+            validated = longest_prompt(facts, [item.prompt for item in inputs.evaluation.items], rendering)
+            bounds = replace(bounds, longest_prompt=max(validated, bounds.longest_prompt or 0))
         if facts.tokenizer is not None and (asked := inputs.asked(config)):
-            # With its answer the longest, of several benchmarks.
-            questions = [(_longest_question(facts, config, found), config.lengths_of(one)) for one, found in asked]
-            longest, lengths = max(questions, key=lambda pair: pair[0] + pair[1].answer)
+            questions = [longest_prompt(facts, [item.prompt for item in one.items], arguments) for _, one in asked]
+            of_each = zip(questions, (config.lengths_of(one) for one, _ in asked), strict=True)
+            longest, lengths = max(of_each, key=lambda pair: pair[0] + pair[1].answer)  # with the answer
             bounds = replace(bounds, longest_question=longest)
-            said.append(f"evaluation prompts up to {max(question for question, _ in questions)}")
+            said.append(f"evaluation prompts up to {max(questions)}")
     found, advice = explain(lengths, bounds)
     if found:
         findings.add("lengths", FAIL, "; ".join(found), advice)
     elif said:
         limit = f", the model has {facts.positions} positions" if facts.positions else ""
         findings.add("lengths", OK, " and ".join(said) + limit)
-
-
-def _longest_question(facts: ModelFacts, config: ChainConfig, asked: EvaluationSet) -> int:
-    arguments = config.evaluate.chat_template_kwargs
-    return longest_prompt(facts, [item.prompt for item in asked.items], arguments)
 
 
 def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Findings) -> None:
