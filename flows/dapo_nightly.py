@@ -9,7 +9,7 @@ from prefect.states import Completed, State
 from pydantic import Field
 
 from flows.config import load_config
-from flows.dapo_full import run_chain
+from flows.dapo_full import outcome, run_chain
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
 from tasks.preflight.run import require_ready
 from tasks.runs.nights import with_last_night
@@ -39,7 +39,7 @@ def dapo_nightly(
                 check_in_time(scheduled, datetime.datetime.now(datetime.timezone.utc), max_late_hours)
             with hold(nightly_lock_path(settings), run.folder.name, skips_if_locked=True):
                 check_free(training_lock_path(settings), settings)
-                return run_chain(run, settings.flow.webhook, skips_if_locked=True)
+                return outcome(run_chain(run, settings.flow.webhook, skips_if_locked=True))
     except RunSkipped as reason:
         logger.warning("%s", reason)
         return Completed(name="Skipped", message=str(reason))
