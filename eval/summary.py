@@ -46,6 +46,7 @@ class Summary:
     request_failed_rate: float
     mean_response_tokens: float | None
     thinking: Thinking | None
+    scorer: dict[str, float] | None  # {mean_score, errors: calls that failed} where a scorer grades
     by_limit: list[Budget]  # what lower token limits would have left
     aisbench: dict[str, float]  # {accuracy, raises: rows on which AISBench itself would raise}
     agreement: dict[str, int]  # of the two graders over answered rows, see count_agreement
@@ -72,6 +73,7 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
         request_failed_rate=rate(rows, lambda row: not row.is_answered),
         mean_response_tokens=mean_response_tokens(answered),
         thinking=measure_thinking(answered),
+        scorer=summarise_scores(answered),
         by_limit=[budget for (budget,) in by_limit(settings["sampling"].get("max_tokens"), answered)],
         aisbench={
             "accuracy": rate(answered, lambda row: row.aisbench_right),
@@ -83,6 +85,15 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
         repeats=_repeats(answered) if num_samples > 1 and temperature == 0 else None,
         settings=settings,
     )
+
+
+def summarise_scores(rows: Iterable[Row]) -> dict[str, float] | None:
+    """{mean_score, errors} of rows that a scorer graded; None for other rows."""
+    details = [row.details for row in rows if row.details and row.details.keys() & {"score", "error"}]
+    scores = [one["score"] for one in details if "score" in one]
+    if not details:
+        return None
+    return {"mean_score": sum(scores) / max(1, len(scores)), "errors": len(details) - len(scores)}
 
 
 def count_agreement(rows: Iterable[Row]) -> dict[str, int]:

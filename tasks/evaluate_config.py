@@ -31,6 +31,7 @@ class BenchmarkConfig(Section):
     api: Literal["chat", "completions"] | None = key(None, "As evaluate.api.")
     prompt: str | None = key(None, "As evaluate.prompt.")
     system_prompt: str | None = key(None, "As evaluate.system_prompt.")
+    scorer: str | None = key(None, "As evaluate.scorer.")
     sampling: Literal["settings", "model"] | None = key(
         None, "As evaluate.sampling; settings where temperature, top_p or top_k are set here."
     )
@@ -109,6 +110,12 @@ class EvaluateConfig(Section):
     )
     extra_body: JsonObject = key(
         {}, "Further fields of each request, such as {min_p: 0.05}; those with a key of their own are refused."
+    )
+    scorer: str | None = key(
+        None,
+        "Grades in place of the set's grader: a scorer's name, or FILE.py with compute_score (FILE.py:NAME for "
+        "another function).",
+        min_length=1,
     )
     sampling: Literal["settings", "model"] = key(
         "settings",

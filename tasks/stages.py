@@ -21,6 +21,7 @@ from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.fetched_model import fetched_inputs
+from tasks.graders import scorer_file
 from tasks.references import earlier_inputs
 
 # Left out of the folder that holds them, since a change there changes no output: configuration, which a key has
@@ -218,10 +219,13 @@ def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact) 
 
 
 def evaluation_files(config: ChainConfig) -> dict[str, str]:
-    """The file of the prompt if it is one."""
-    if config.evaluate.prompt in (DEFAULT, *TEMPLATES):
-        return {}
-    return {"prompt_template": _file_digest("evaluate.prompt", config.evaluate.prompt)}
+    """The files of the prompt and of the scorer, where they are files."""
+    files = {}
+    if config.evaluate.prompt not in (DEFAULT, *TEMPLATES):
+        files["prompt_template"] = _file_digest("evaluate.prompt", config.evaluate.prompt)
+    if (scorer := scorer_file(config.evaluate)) is not None:
+        files["scorer"] = _file_digest("evaluate.scorer", str(scorer[0]))
+    return files
 
 
 def file_digest(artifact: Artifact, name: str) -> str:

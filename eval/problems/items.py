@@ -48,6 +48,8 @@ class Item:
     gold: str
     subject: str | None = None
     level: str | None = None
+    data_source: str | None = None  # this and what follows is for graders that read it
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

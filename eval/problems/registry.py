@@ -122,7 +122,15 @@ def load_set(
     held_out = read_held_out(path, benchmark)
     template = replace(find_template(prompt, held_out.template), system=system_prompt)
     items = tuple(
-        Item(one.id, make_prompt(template, api, one.text, one.messages), one.gold, one.subject, one.level)
+        Item(
+            one.id,
+            make_prompt(template, api, one.text, one.messages),
+            one.gold,
+            one.subject,
+            one.level,
+            one.data_source or held_out.name,
+            one.extra_info,
+        )
         for one in held_out.problems
     )
     return EvaluationSet(items, held_out.name, template, held_out.grader, held_out.num_repeats)
