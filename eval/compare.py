@@ -30,7 +30,7 @@ from eval.statistics import (
     measure_change,
     share_interval,
 )
-from eval.summary import same_answer_by, summarise_scores
+from eval.summary import acc_norm, same_answer_by, summarise_scores
 from eval.thinking import Budget, Thinking, by_limit, measure_thinking
 
 GROUP_FIELDS = ("level", "subject")
@@ -73,6 +73,7 @@ class Side:
     mean_response_tokens: float | None
     thinking: Thinking | None
     scorer: dict[str, float] | None  # {mean_score, errors} where a scorer grades
+    acc_norm: float | None  # where options are weighed
     num_finished: int  # responses that are right or wrong: neither truncated nor without an answer
     finished_accuracy: float  # of those
     speed: Speed
@@ -273,6 +274,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         mean_response_tokens=mean_response_tokens(rows),
         thinking=measure_thinking(rows),
         scorer=summarise_scores(rows),
+        acc_norm=acc_norm(rows),
         num_finished=len(finished),
         finished_accuracy=rate(finished, lambda row: row.is_right),
         speed=speed_of(rows),

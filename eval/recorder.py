@@ -194,7 +194,7 @@ def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
         graded = grader.grade(row.text, row.finish_reason, row.gold, is_chat)
     if row.is_cut_while_thinking:
         graded = replace(graded, verdict="truncated", answer=None)
-    return replace(row, **asdict(graded))
+    return replace(row, **{**asdict(graded), "details": graded.details or row.details})
 
 
 def _resume(
@@ -262,6 +262,7 @@ def _make_row(request: Request, outcome: Outcome) -> Row:
         ended_at=round(time.time(), 3),
         reasoning=answer.reasoning if answer else None,
         reasoning_tokens=answer.reasoning_tokens if answer else None,
+        details=answer.details if answer else None,
     )
 
 

@@ -302,14 +302,20 @@ def make_settings(
     return {
         "benchmark": benchmark,
         "model": model_digest or endpoint.model,
-        "api": "completions" if isinstance(items[0].prompt, str) else "chat/completions",
+        "api": _api_of(items[0]),
         "prompt_template": template.to_json() if template else None,
         "grader": grader,
         "sampling": sampling.to_json(),
         "num_items": len(items),
-        "prompts": _digest([(item.id, item.prompt) for item in items]),
+        "prompts": _digest([(item.id, item.prompt, *item.options) for item in items]),
         "golds": _digest([(item.id, item.gold, item.subject, item.level, *_read(item, grader)) for item in items]),
     }
+
+
+def _api_of(item: Item) -> str:
+    if item.options:
+        return "completions, log-probs of options"
+    return "completions" if isinstance(item.prompt, str) else "chat/completions"
 
 
 def _read(item: Item, rule: str) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ SHORT_DIGEST = 12
 
 def grader_for(settings: EvaluateConfig) -> Grader | None:
     """The grader that evaluate.scorer names; None for the set's own. Raises ConfigError."""
-    if settings.scorer is None:
+    if settings.scorer is None or settings.mode == "loglikelihood":
         return None
     file, arguments, rule = scorer_file(settings), (), f"scorer-{settings.scorer}/1"
     if file is not None:

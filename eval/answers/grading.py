@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Verdict = Literal["right", "wrong", "no_answer", "truncated", "request_failed"]
 VERDICTS: tuple[Verdict, ...] = ("right", "wrong", "no_answer", "truncated", "request_failed")
-GraderName = Literal["mathematics", "choice"]
+GraderName = Literal["mathematics", "choice", "loglikelihood"]
 
 _PLAIN_NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3}){1,9}|\d{1,30})(\.\d{0,30})?", re.ASCII)
 OWN_RULES = ("scorer-",)  # how the rules of graders that a recipe sets begin
@@ -107,6 +107,19 @@ class ChoiceGrader(Grader):
         return Grade(answer, "truncated" if is_cut(finish_reason) else verdict, answer, is_equal, False)
 
 
+class WeighedGrader(Grader):
+    """Right when the likeliest option is the gold one. The prompt asks for no form, so nothing can be missed."""
+
+    rule = "loglikelihood/1"
+
+    def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
+        """The verdict on an option; None stands for a failed request."""
+        if response is None:
+            return Grade(None, "request_failed", None, False, False)
+        is_right = response == gold
+        return Grade(response, "right" if is_right else "wrong", response, is_right, False)
+
+
 class MathGrader(Grader):
     """The exact rule. Where strings and plain numbers do not decide, it runs in a process that can be killed.
 
@@ -150,7 +163,11 @@ class MathGrader(Grader):
             ) from None
 
 
-GRADERS: dict[GraderName, type[Grader]] = {"mathematics": MathGrader, "choice": ChoiceGrader}
+GRADERS: dict[GraderName, type[Grader]] = {
+    "mathematics": MathGrader,
+    "choice": ChoiceGrader,
+    "loglikelihood": WeighedGrader,
+}
 
 
 def grader_of(rule: str) -> GraderName:
@@ -163,7 +180,8 @@ def grader_of(rule: str) -> GraderName:
             f"these responses were graded by {rule}, which needs their problems: repeat `dapo eval` with the same "
             "settings, which grades stored responses again without asking the model"
         )
-    return "choice" if rule.partition("/")[0] == ChoiceGrader.rule.partition("/")[0] else "mathematics"
+    kinds = {kind.rule.partition("/")[0]: name for name, kind in GRADERS.items()}
+    return kinds.get(rule.partition("/")[0], "mathematics")
 
 
 def load_exact_rule() -> Callable[[tuple[Any, ...], str], bool]:
