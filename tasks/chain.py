@@ -13,9 +13,8 @@ from typing import Any
 
 from prefect.runtime import task_run
 
-from dapo_core.checkpoint.folder import CHECKPOINTS, checkpoint_folders, named_step, step_folder
+from dapo_core.checkpoint.folder import CHECKPOINTS, checkpoint_folders
 from dapo_core.checkpoint.manifest import shard_digests
-from dapo_core.errors import CheckpointError
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
 from durable import read_json_lines
@@ -25,7 +24,7 @@ from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.prepare import build_dataset
 from tasks.evaluation_settings import evaluate_servers, served_folder
 from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
-from tasks.links import Link, baseline_of, link_of
+from tasks.links import Link, baseline_of, link_of, step_checkpoint
 from tasks.page import StageProgress, show_report
 from tasks.processes.cancellation import is_worker_restart
 from tasks.processes.detached import DetachOptions
@@ -231,18 +230,6 @@ def merge_checkpoint(
         return Output({"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}, digests)
 
     return run.produce(label, key, build)
-
-
-def step_checkpoint(training: Artifact, step: int) -> Path:
-    """The checkpoint of a step in a training's output. Raises CheckpointError when it was not kept."""
-    folder = Path(training.path) / CHECKPOINTS
-    if not (path := step_folder(folder, step)).is_dir():
-        kept = ", ".join(str(named_step(other)) for other in checkpoint_folders(folder))
-        raise CheckpointError(
-            f"the training in the store kept checkpoints of steps {kept}, and evaluate.checkpoints names {step}; "
-            "dapo stage train-policy CONFIG --force trains again and keeps it, or name one of these"
-        )
-    return path
 
 
 @retried_task("write-report")

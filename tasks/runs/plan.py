@@ -64,8 +64,8 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
             continue
         try:
             key = link.key(*(found[label] for label in link.needs))
-        except (Unreachable, ServeError) as error:
-            note = str(error) if isinstance(error, ServeError) else _fetched(link)
+        except (Unreachable, ServeError, CheckpointError) as error:
+            note = _fetched(link) if isinstance(error, Unreachable) else str(error)
             stages.append(PlannedStage(link.label, "runs", note, (), None, None, None))
             continue
         try:
