@@ -9,7 +9,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.engine_args import require_no_own_key
+from dapo_core.config.fields import JsonObject, Section, key, volatile
 from dapo_core.config.sampler import SamplerConfig
 from dapo_core.config.warm_start import ModelCodeConfig
 
@@ -164,7 +165,8 @@ class RolloutConfig(Section):
 
     engine: Literal["vllm", "hf"] = key("vllm", "Inference engine of the rollout workers.")
     num_workers: int = volatile(1, "Rollout workers, one engine each.", ge=1, le=4096)
-    threads_per_worker: int = volatile(2, "CPU threads of an engine.", ge=1, le=1024)
+    tensor_parallel: int = volatile(1, "Devices of one node that share the weights of an engine.", ge=1, le=64)
+    threads_per_worker: int = volatile(2, "CPU threads of an engine, on each of its devices.", ge=1, le=1024)
     group_size: int = key(16, "Responses per prompt (G).", ge=2, le=1024)
     temperature: float = key(1.0, "Sampling temperature.", gt=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
@@ -176,6 +178,22 @@ class RolloutConfig(Section):
     memory_utilization: float = volatile(0.8, "Share of the device's memory that an engine takes.", gt=0, le=1)
     memory_gigabytes: float = volatile(1.0, "KV cache of an engine on a CPU.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the engine's weights.")
+    engine_args: JsonObject = key({}, "Further arguments of vLLM's EngineArgs, such as enable_expert_parallel.")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all engines."""
+        return self.num_workers * self.tensor_parallel
+
+    @model_validator(mode="after")
+    def _engine_takes_them(self) -> RolloutConfig:
+        require_no_own_key(self.engine_args)
+        if self.engine == "hf" and (self.tensor_parallel > 1 or self.engine_args):
+            raise ValueError(
+                f"rollout.tensor_parallel={self.tensor_parallel} and rollout.engine_args={[*self.engine_args]} "
+                "are for rollout.engine=vllm; the Hugging Face engine takes one device and no arguments"
+            )
+        return self
 
 
 class TrainConfig(Section):
@@ -284,7 +302,7 @@ class TrainingConfig(Section):
     @property
     def num_devices(self) -> int:
         """Devices of the policy's ranks and of the rollout workers."""
-        return self.train.num_ranks + self.rollout.num_workers
+        return self.train.num_ranks + self.rollout.num_devices
 
     @model_validator(mode="after")
     def _batches_divide(self) -> TrainingConfig:
