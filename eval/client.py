@@ -20,6 +20,7 @@ from redaction import MIN_SECRET_CHARS, add_secret, redact
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429})  # beside every 5xx
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+_REASONING = ("reasoning", "reasoning_content")  # vLLM's name of a message's thinking, and the one before
 _TEXT_PARTS = frozenset({"text", "output_text", None})
 _MAX_REASON_CHARS = 300
 _MIN_KEY_CHARS = 16  # in a response, where a password like 123456 may be the answer
@@ -86,7 +87,9 @@ class Answer:
 
     text: str
     finish_reason: str | None
-    response_tokens: int | None  # None where the server does not count them
+    response_tokens: int | None  # with the thinking's; None where the server does not count them
+    reasoning: str | None = None  # thinking that the server's parser took out of the text
+    reasoning_tokens: int | None = None
 
 
 class RequestError(Exception):
@@ -212,7 +215,11 @@ def _read_answer(content: bytes, is_chat: bool) -> Answer:
         raise RequestError(f"invalid JSON in {size} ({error}): {_beginning(content)[:100]!r}") from error
     try:
         choice = payload["choices"][0]
-        text = choice["message"]["content"] if is_chat else choice["text"]
+        message = choice["message"] if is_chat else {"content": choice["text"]}
+        text = message["content"]
+        reasoning = next(
+            (said for name in _REASONING if isinstance(said := message.get(name), str) and said), None
+        )
         finish_reason = choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise RequestError(f"not a {'chat ' if is_chat else ''}completion: {_beginning(content)!r}") from error
@@ -220,10 +227,19 @@ def _read_answer(content: bytes, is_chat: bool) -> Answer:
     if not isinstance(text, str):
         raise RequestError(f"the response's text is a {type(text).__name__}, not text")
     usage = payload.get("usage")
-    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    is_count = isinstance(tokens, int) and not isinstance(tokens, bool)
-    reason = _clean(finish_reason) if isinstance(finish_reason, str) else None
-    return Answer(_clean(text, _MIN_KEY_CHARS), reason, tokens if is_count else None)
+    details = usage.get("completion_tokens_details") if isinstance(usage, dict) else None
+    return Answer(
+        _clean(text, _MIN_KEY_CHARS),
+        _clean(finish_reason) if isinstance(finish_reason, str) else None,
+        _count(usage, "completion_tokens"),
+        None if reasoning is None else _clean(reasoning, _MIN_KEY_CHARS),
+        _count(details, "reasoning_tokens"),
+    )
+
+
+def _count(fields: Any, name: str) -> int | None:
+    count = fields.get(name) if isinstance(fields, dict) else None
+    return count if isinstance(count, int) and not isinstance(count, bool) else None
 
 
 def _joined(content: Any) -> Any:

@@ -29,7 +29,7 @@ _MARKED_BELOW = 12  # a curve with fewer points gets markers
 CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
     "Reward per response": {"critic/rewards/mean": "reward", "critic/score/mean": "score alone"},
     "Accuracy (share)": {
-        "validation/accuracy": "held-out, greedy",
+        "validation/accuracy": "held-out",
         "sampler/accuracy": "all sampled",
         "reward/right_ratio": "trained on",
     },
@@ -54,7 +54,7 @@ CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
 _BY_SET = {  # title -> the metric of a set
     "Score by set": re.compile("train-core/(.+)/score/mean"),
     "Accuracy by set, all sampled (share)": re.compile("train-core/(.+)/acc/mean"),
-    "Accuracy by set, held-out (share)": re.compile("val-core/(.+)/acc/mean@1"),
+    "Accuracy by set, held-out (share)": re.compile("val-core/(.+)/acc/mean@[0-9]+"),
 }
 _SIGNED = ("Reward per response", "Score by set")  # the other plots start at zero
 

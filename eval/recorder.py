@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from eval import EvaluationError, RequestsRefused
+from eval.answers.extraction import split_thinking
 from eval.answers.grading import Grader
 from eval.client import Sampling
 from eval.dispatch import Outcome, Request
@@ -171,8 +172,13 @@ def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
     """The row with new verdicts, and with the gold answer, subject and level of the item if given."""
     if item is not None:
         row = replace(row, gold=item.gold, subject=item.subject, level=item.level)
+    if row.reasoning is None and row.response is not None:
+        reasoning, response = split_thinking(row.response)
+        row = replace(row, reasoning=reasoning, response=response)
     is_chat = not isinstance(row.prompt, str)
-    graded = grader.grade(row.response, row.finish_reason, row.gold, is_chat)
+    graded = grader.grade(row.text, row.finish_reason, row.gold, is_chat)
+    if row.is_cut_while_thinking:
+        graded = replace(graded, verdict="truncated", answer=None)
     return replace(row, **asdict(graded))
 
 
@@ -239,6 +245,8 @@ def _make_row(request: Request, outcome: Outcome) -> Row:
         level=item.level,
         failure=outcome.failure,
         ended_at=round(time.time(), 3),
+        reasoning=answer.reasoning if answer else None,
+        reasoning_tokens=answer.reasoning_tokens if answer else None,
     )
 
 

