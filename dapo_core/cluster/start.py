@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import socket
 import time
@@ -32,13 +33,13 @@ from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
 
 if TYPE_CHECKING:
-    from dapo_core.config.training import RolloutConfig, TrainingConfig
+    from dapo_core.config.rollout import RolloutConfig
+    from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 300.0
 CLOSE_SECONDS = 5.0
-SHARED_MEMORY = "dapo-engine-"  # its names begin so, for engines over several processes on a CPU
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
                     for number, part in enumerate(parts[1:], 1)
                 ]
             actors.get(starting)
-            _unlink_shared_memory()
+            actors.get([parts[0].unlink_shared_memory.remote() for parts in engines])
             counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
             logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
             model_config = load_model_config(model_path, config.model.trust_remote_code)
@@ -127,13 +128,7 @@ def _meeting_point(folder: Path | None, actor: Any, actors: Actors) -> str:
     """Where processes meet: in a private folder, without a port open to others, or on the actor's node."""
     if folder is None:
         return str(actors.get(actor.rendezvous.remote()))
-    return f"file://{folder}/{SHARED_MEMORY}{secrets.token_hex(8)}"
-
-
-def _unlink_shared_memory() -> None:
-    """Remove the names of vLLM's shared memory once all parts have it, since it may be left behind."""
-    for path in Path("/dev/shm").glob(f"{SHARED_MEMORY}*"):
-        path.unlink(missing_ok=True)
+    return f"file://{folder}/{secrets.token_hex(8)}"  # its end names shared memory
 
 
 def _place(
@@ -221,8 +216,14 @@ class _RolloutRank(_Process, RolloutWorker):
 
     def start(self, model_path: str, config: TrainingConfig, part: EnginePart, followers: Sequence[Any]) -> None:
         """Load the model into the engine and start the scoring processes."""
+        self._part = part
         engine = _load_engine(model_path, config, part, _Followers(followers))
         super().__init__(engine, load_tokenizer(model_path, config.model.trust_remote_code), config)
+
+    def unlink_shared_memory(self) -> None:
+        """Remove the names of vLLM's shared memory on a CPU, which it may leave behind; all parts have it open."""
+        for path in Path("/dev/shm").glob(f"{re.split('[/:]', self._part.address)[-1]}-tp*"):
+            path.unlink(missing_ok=True)
 
 
 class _EngineRank(_Process):

@@ -81,6 +81,10 @@ class EngineSettings:
     tensor_parallel: int = 1  # processes, with a device each, that share the weights
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # further arguments of vLLM's EngineArgs
 
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, self.top_k)
+
 
 @dataclass(frozen=True)
 class EnginePart:
@@ -88,10 +92,6 @@ class EnginePart:
 
     rank: int
     address: str  # file:///PATH or tcp://HOST:PORT; on a CPU the shared memory has the end of it as its name
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p, self.top_k)
 
 
 @dataclass
