@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from prefect.states import Completed
+
 from flows.config import WebhookConfig, load_config
 from flows.notify import report_result
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
@@ -19,7 +21,7 @@ def dapo_full(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) ->
     settings = load_config(config, overrides)
     require_ready(settings)
     with Run.start(settings) as run:
-        return run_chain(run, settings.flow.webhook)
+        return outcome(run_chain(run, settings.flow.webhook))
 
 
 def run_chain(run: Run, webhook: WebhookConfig, skips_if_locked: bool = False) -> dict[str, Any]:
@@ -39,7 +41,14 @@ def run_chain(run: Run, webhook: WebhookConfig, skips_if_locked: bool = False) -
     ask_checkpoints(run, data, training, columns)
     report = write_report(run, before, after, training, columns)
     report_result(run, report, webhook)
-    return {"run": str(run.folder), "verdict": report["verdict"]}
+    return {"run": str(run.folder), "verdict": report["verdict"], "is_failed": report["is_failed"]}
+
+
+def outcome(result: dict[str, Any]) -> Any:
+    """What a flow returns: its result, with a failed gate in a state of that name, which Prefect's lists show."""
+    if not result["is_failed"]:
+        return result
+    return Completed(name="GateFailed", message=result["verdict"], data=result)
 
 
 def ask_baselines(run: Run, data: Artifact, columns: Columns) -> None:

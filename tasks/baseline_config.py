@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from dapo_core.config.fields import Section, key, volatile
 from eval.problems.registry import POOLED
 
-LAST_NIGHT = "last-night"  # which the nightly flow adds itself
 _NAME = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 _TAKEN = re.compile(rf"before|after|{POOLED}|step[_-]?\d+")
 # The places that read a key.

@@ -10,15 +10,12 @@ from typing import Any, Literal
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from dapo_core.config.fields import JsonObject, Section, key, volatile
+from eval.gates import BEFORE, LAST_NIGHT, parse_gate
 from eval.problems.registry import POOLED, find_set
 from tasks.baseline_config import BaselineConfig
 from tasks.data_config import ColumnsConfig
 
 _NAME = re.compile(r"\w[\w-]*")
-_NUMBER = r"\d+(?:\.\d+)?"
-_GATE = re.compile(
-    rf"(?P<name>\w[\w-]*)(?:\.\w+)?\s*(?:>=|<=|>|<)\s*(?:{_NUMBER}|[A-Za-z][\w-]*(?:\s+[+-]\s*{_NUMBER})?)"
-)
 
 
 class BenchmarkConfig(Section):
@@ -226,17 +223,7 @@ class EvaluateConfig(Section):
         if self.headline is not None and self.headline not in names:
             raise ValueError(f"evaluate.headline={self.headline} is none of evaluate.benchmarks: {_listed(names)}")
         for gate in self.gates:
-            match = _GATE.fullmatch(gate.strip())
-            if match is None:
-                raise ValueError(
-                    f"evaluate.gates: {gate!r} is not NAME[.METRIC] >= NUMBER, nor NAME >= before - NUMBER; names "
-                    f"are benchmarks or {POOLED}, signs are >=, >, <= and <"
-                )
-            if names and match["name"] not in (*names, POOLED):
-                raise ValueError(
-                    f"evaluate.gates: {gate!r} names {match['name']}, which is none of evaluate.benchmarks: "
-                    f"{_listed(names)}, {POOLED}"
-                )
+            parse_gate(gate, names, (BEFORE, *(one.name for one in self.baselines), LAST_NIGHT))
         return self
 
     def steps(self, total_steps: int) -> tuple[int, ...]:

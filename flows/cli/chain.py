@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from flows.cli.options import ConfigArgument, JsonOption, SetOption, SmokeOption
+from flows.cli.options import ConfigArgument, JsonOption, SetOption, SmokeOption, exit_by_gates
 
 if TYPE_CHECKING:
     from flows.config import Config
@@ -73,6 +73,9 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     """Run the whole chain as the Prefect flow dapo-full and print the report.
 
     Where the store has every output and no Prefect server runs, none is started: only the report is written.
+
+    Exit status: 0 all is done; 1 it failed, and may succeed another time; 2 something has to change first;
+    3 all is done, but a gate of evaluate.gates failed; 130 or 143 it was stopped.
     """
     from flows.prefect_server import named_api, provide_prefect_api
     from tasks.preflight.run import require_ready
@@ -188,12 +191,13 @@ def message_when_stopped() -> Iterator[None]:
 
 
 def print_report(folder: Path) -> None:
-    """Print a run's report, its verdict, and the path of the report with plots."""
+    """Print a run's report, its verdict, and the path of the report with plots; exit with 3 if a gate failed."""
     from flows.console import print_markdown
 
     print_markdown((folder / "report.md").read_text(encoding="utf-8"))
-    verdict = json.loads((folder / "report.json").read_text(encoding="utf-8"))["verdict"]
-    typer.secho(f"\n{verdict}\nReport with plots: {folder / 'report.html'}", bold=True)
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    typer.secho(f"\n{report['verdict']}\nReport with plots: {folder / 'report.html'}", bold=True)
+    exit_by_gates(report)
 
 
 @app.command(

@@ -141,7 +141,7 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             "evaluate.headline=math500",
             r"evaluate\.headline=math500 is none of evaluate\.benchmarks: which is empty",
         ),
-        ("evaluate.gates=[math500 is good]", r"'math500 is good' is not NAME"),
+        ("evaluate.gates=[math500 is good]", r"'math500 is good' is not of the form NAME"),
         ("evaluate.baselines=[{name: base, pth: x}]", r"evaluate\.baselines has no key pth; it has name, path"),
         ("evaluate.baselines=[{name: base}]", r"base has none of path, id and base_url; name one"),
         ("evaluate.baselines=[{name: b, path: x, id: o/n}]", r"b has path and id of path, id and base_url"),
@@ -368,5 +368,5 @@ def test_a_benchmark_has_a_name_and_the_sections_values_where_it_sets_none() -> 
     # A benchmark of a suite has the key of the same benchmark asked alone.
     alone = _resolve(evaluate={"num_samples": 4, "temperature": 0.6}).evaluate
     assert result_values(aime) == result_values(alone)
-    with pytest.raises(ConfigError, match=r"names aime, which is none of evaluate\.benchmarks: math500, pooled"):
+    with pytest.raises(ConfigError, match=r"no benchmark aime; it has math500, pooled"):
         _resolve(evaluate={"benchmarks": "math500", "gates": ["aime > before"]})
