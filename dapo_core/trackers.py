@@ -1,4 +1,4 @@
-"""Experiment trackers of a training: each step, its responses, and later the results, sent without holding it up."""
+"""Trackers of a training: each step, responses of validations and later the results, sent beside the training."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def require_trackers(names: Sequence[str]) -> None:
     if missing:
         packages = " ".join(CLIENTS[name][2] for name in missing)
         raise ConfigError(
-            f"train.trackers names {', '.join(missing)}, whose client is not installed here: pip install {packages} "
-            '(or "dapo-pipeline[trackers]" for all), or take it out of train.trackers'
+            f"train.trackers names {', '.join(missing)}, whose client is not installed here: pip install "
+            f'{packages} (or "dapo-pipeline[trackers]" for all), or take it out of train.trackers'
         )
 
 
@@ -70,6 +70,11 @@ def send_results(folder: Path, results: Mapping[str, float], step: int) -> None:
     trackers = Trackers(saved.place, list(saved.records.values()), {}, None)
     trackers.send(lambda client: client.log_results(finite(results), step))
     trackers.close()
+
+
+def tracked_runs(folder: Path) -> list[str]:
+    """The runs of a training in `folder`, each as the tracker's name and the run's address or path."""
+    return [f"{one.name} {one.url or one.path}" for one in _read(folder).records.values() if one.url or one.path]
 
 
 def tracked_config(config: TrainingConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Trackers with clients of the test's own: what is sent once, what failures do, what is written and what is not."""
+"""Trackers with clients of the test's own: what is sent once, what failures do, and what is kept from them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ import pytest
 from dapo_core import trackers
 from dapo_core.errors import ConfigError
 from dapo_core.tracker_clients import CLIENTS, Client, Place, Record, Rows
-from dapo_core.trackers import TRACKERS_FILE, require_trackers, send_results, tracked_config, tracking
+from dapo_core.trackers import (
+    TRACKERS_FILE,
+    require_trackers,
+    send_results,
+    tracked_config,
+    tracked_runs,
+    tracking,
+)
 from dapo_core.validation import generations_file
 from flows.config import Config
+from tasks.artifacts.artifact import Artifact
+from tasks.runs.tracked_results import results_of, send_report
 from tests.configs import make_config
+from tests.recorded_runs import record_run, small_config
 
 
 class Told(Client):
@@ -80,6 +90,7 @@ def test_a_continued_training_goes_on_with_its_run_and_sends_no_step_twice(
         "name": "wandb", "id": record["id"], "url": "https://tracker/run", "path": None, "last_step": 2,
         "num_failed": 0,
     }  # fmt: skip
+    assert tracked_runs(tmp_path) == ["wandb https://tracker/run"]
     with tracking(config(), tmp_path, True) as tracked:
         for step in (2, 3):
             tracked.on_step(step, {"critic/score/mean": float(step)})
@@ -173,3 +184,38 @@ def test_trackers_see_the_training_without_secrets(monkeypatch: pytest.MonkeyPat
     damaged.write_text("{")
     send_results(tmp_path, {"eval/x/after": 1.0}, 1)
     assert damaged.read_text() == "{"
+
+
+def test_results_of_one_benchmark_and_of_a_suite() -> None:
+    one = {"before": {"accuracy": 0.5}, "after": {"accuracy": 0.625}, "difference": 0.125, "p": 0.03}
+    assert results_of(one, "math500") == {
+        "eval/math500/before": 0.5, "eval/math500/after": 0.625, "eval/math500/difference": 0.125,
+        "eval/math500/p": 0.03,
+    }  # fmt: skip
+    row = {"name": "gsm8k", "before": 0.5, "after": 0.25, "difference": -0.25, "p": 0.01, "p_holm": 0.02, "n": 9}
+    suite = {**one, "benchmarks": [row], "pooled": {"before": 0.5, "after": 0.75, "difference": 0.25, "p": 0.5}}
+    results = results_of(suite, "math500+gsm8k")
+    assert results["eval/gsm8k/p_holm"] == 0.02
+    assert results["eval/pooled/after"] == 0.75
+    assert {name.split("/")[1] for name in results} == {"gsm8k", "pooled"}
+
+
+def test_a_run_sends_its_results_unless_all_is_cached(told: type[Told], tmp_path: Path) -> None:
+    run = record_run(small_config(tmp_path))
+    training = run.stages["train_policy"].artifact
+    (Path(training) / TRACKERS_FILE).write_text(
+        json.dumps(
+            {"project": "p", "run": "r", "folder": str(tmp_path), "trackers": [{"name": "wandb", "id": "7"}]}
+        )
+    )
+    report = {"before": {"accuracy": 0.5}, "after": {"accuracy": 0.75}, "difference": 0.25, "p": 0.25}
+    artifact = Artifact(training, "key", "digest")
+    send_report(run, report, artifact)
+    figures = {"before": 0.5, "after": 0.75, "difference": 0.25, "p": 0.25}
+    sent = {f"eval/arithmetic/{name}": value for name, value in figures.items()}
+    step = run.config.train.total_steps
+    assert told.calls == [("open", "p", "r", "7", None), ("results", step, sent), ("finish",)]
+    again = record_run(small_config(tmp_path))
+    assert all(stage.cached for stage in again.stages.values())
+    send_report(again, report, artifact)
+    assert len(told.calls) == 3
