@@ -201,21 +201,20 @@ def test_results_of_one_benchmark_and_of_a_suite() -> None:
 
 
 def test_a_run_sends_its_results_unless_all_is_cached(told: type[Told], tmp_path: Path) -> None:
-    run = record_run(small_config(tmp_path))
-    training = run.stages["train_policy"].artifact
-    (Path(training) / TRACKERS_FILE).write_text(
+    run = record_run(small_config(tmp_path / "store"))
+    (tmp_path / TRACKERS_FILE).write_text(
         json.dumps(
             {"project": "p", "run": "r", "folder": str(tmp_path), "trackers": [{"name": "wandb", "id": "7"}]}
         )
     )
     report = {"before": {"accuracy": 0.5}, "after": {"accuracy": 0.75}, "difference": 0.25, "p": 0.25}
-    artifact = Artifact(training, "key", "digest")
+    artifact = Artifact("train_policy", "key", str(tmp_path), "digest")
     send_report(run, report, artifact)
     figures = {"before": 0.5, "after": 0.75, "difference": 0.25, "p": 0.25}
     sent = {f"eval/arithmetic/{name}": value for name, value in figures.items()}
     step = run.config.train.total_steps
     assert told.calls == [("open", "p", "r", "7", None), ("results", step, sent), ("finish",)]
-    again = record_run(small_config(tmp_path))
+    again = record_run(small_config(tmp_path / "store"))
     assert all(stage.cached for stage in again.stages.values())
     send_report(again, report, artifact)
     assert len(told.calls) == 3
