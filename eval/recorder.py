@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from eval import EvaluationError, RequestsRefused
+from eval import EvaluationError, InputError, RequestsRefused
 from eval.answers.extraction import split_thinking
 from eval.answers.grading import Grader
 from eval.client import Sampling
@@ -53,6 +53,7 @@ class Benchmark:
     output_dir: Path
     name: str = ""  # in messages; "" for one alone
     max_failed_ratio: float = 0.0
+    grader: Grader | None = None  # in place of the set's own
     earlier: Path | None = None  # results of the same items by any model: how long answers get
 
     @property
@@ -108,7 +109,7 @@ class Recorder:
 
     def graded(self, request: Request, outcome: Outcome) -> Row:
         """The row of an outcome; may be called from any thread."""
-        return regrade_row(_make_row(request, outcome), self._grader)
+        return regrade_row(_make_row(request, outcome), self._grader, request.item)
 
     def append(self, row: Row, outcome: Outcome) -> None:
         """Write the row to the disk."""
@@ -149,6 +150,7 @@ class Recorder:
             raise
         ordered = [rows[item.id, sample] for item, sample in self._wanted]
         write_rows(self.folder, ordered)
+        _refuse_broken_scorer([row for row in ordered if row.is_answered], self._grader.rule)
         summary = summarise(Evaluation.of(self.settings, ordered), same_answer_by(self._grader.grade))
         write_json(self.folder / SUMMARY_FILE, asdict(summary))
         _log(summary, self.name)
@@ -168,6 +170,16 @@ class Recorder:
         )
 
 
+def _refuse_broken_scorer(rows: Sequence[Row], rule: str) -> None:
+    """Raise InputError when a scorer failed on every response: its verdicts say nothing."""
+    errors = [row.details["error"] for row in rows if row.details and "error" in row.details]
+    if errors and len(errors) == len(rows):
+        raise InputError(
+            f"{rule} failed on all {len(rows)} responses, so nothing is graded; correct evaluate.scorer and "
+            f"repeat the command, which asks nothing again. The first failure: {errors[0]}"
+        )
+
+
 def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
     """The row with new verdicts, and with the gold answer, subject and level of the item if given."""
     if item is not None:
@@ -176,10 +188,13 @@ def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
         reasoning, response = split_thinking(row.response)
         row = replace(row, reasoning=reasoning, response=response)
     is_chat = not isinstance(row.prompt, str)
-    graded = grader.grade(row.text, row.finish_reason, row.gold, is_chat)
+    if item is not None:
+        graded = grader.grade_item(row.text, row.finish_reason, item, is_chat)
+    else:
+        graded = grader.grade(row.text, row.finish_reason, row.gold, is_chat)
     if row.is_cut_while_thinking:
         graded = replace(graded, verdict="truncated", answer=None)
-    return replace(row, **asdict(graded))
+    return replace(row, **{**asdict(graded), "details": graded.details or row.details})
 
 
 def _resume(
@@ -247,6 +262,7 @@ def _make_row(request: Request, outcome: Outcome) -> Row:
         ended_at=round(time.time(), 3),
         reasoning=answer.reasoning if answer else None,
         reasoning_tokens=answer.reasoning_tokens if answer else None,
+        details=answer.details if answer else None,
     )
 
 
