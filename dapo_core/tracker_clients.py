@@ -185,7 +185,7 @@ class MLflow(Client):
         experiment_id = (
             experiment.experiment_id
             if experiment is not None
-            else self._client.create_experiment(place.project, artifacts and artifacts.as_uri())
+            else self._client.create_experiment(place.project, own)
         )
         if record.path is None and record.url is None:
             record.id = self._client.create_run(experiment_id, run_name=place.run).info.run_id
