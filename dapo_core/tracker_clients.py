@@ -179,9 +179,7 @@ class MLflow(Client):
         self._client = MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name(place.project)
         # Without a server, artifacts would go to the working directory.
-        artifacts = (
-            None if "://" in uri and not uri.startswith("sqlite") else database.with_name("mlflow-artifacts")
-        )
+        own = database.with_name("mlflow-artifacts").as_uri() if uri.startswith("sqlite:") else None
         experiment_id = (
             experiment.experiment_id
             if experiment is not None
