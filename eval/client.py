@@ -6,7 +6,7 @@ import asyncio
 import email.utils
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import aiohttp
 
 from eval.identity import Weights, probe_requests, read_engine, read_logprobs, read_root
 from eval.problems.prompts import Prompt
-from redaction import MIN_SECRET_CHARS, add_secret, redact
+from redaction import add_secret, redact, redactor
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429})  # beside every 5xx
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -101,7 +101,7 @@ class RequestError(Exception):
         is_unreachable: bool = False,
         retry_after_seconds: float = 0.0,
     ) -> None:
-        super().__init__(_clean(reason)[:_MAX_REASON_CHARS])
+        super().__init__(_encodable(redact(reason))[:_MAX_REASON_CHARS])
         self.is_final = is_final  # another attempt would fail too, at any server
         self.is_timeout = is_timeout  # another attempt at this server would only wait again
         self.is_unreachable = is_unreachable  # no connection, so nothing was sent
@@ -115,6 +115,7 @@ class Connection:
         self.opened_at = 0.0  # when the server was last connected to, by time.monotonic
         self._endpoint = endpoint
         self._timeout_seconds = timeout_seconds
+        self._redact = redactor(_MIN_KEY_CHARS)
         headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         connect_seconds = min(_CONNECT_SECONDS, timeout_seconds)
         tracing = aiohttp.TraceConfig()
@@ -147,7 +148,8 @@ class Connection:
         is_chat = not isinstance(prompt, str)
         fields = {"messages": list(prompt)} if is_chat else {"prompt": prompt}
         body = {"model": self._endpoint.model, **fields, **sampling.body(sample)}
-        return _read_answer(await self._request("chat/completions" if is_chat else "completions", body), is_chat)
+        content = await self._request("chat/completions" if is_chat else "completions", body)
+        return _read_answer(content, is_chat, lambda text: _encodable(self._redact(text)))
 
     async def identify(self) -> Weights:
         """What the server shows of the weights that it serves. Raises RequestError when it does not answer."""
@@ -204,7 +206,7 @@ class Connection:
             return True
 
 
-def _read_answer(content: bytes, is_chat: bool) -> Answer:
+def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> Answer:
     try:
         payload = json.loads(content)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -222,8 +224,8 @@ def _read_answer(content: bytes, is_chat: bool) -> Answer:
     usage = payload.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     is_count = isinstance(tokens, int) and not isinstance(tokens, bool)
-    reason = _clean(finish_reason) if isinstance(finish_reason, str) else None
-    return Answer(_clean(text, _MIN_KEY_CHARS), reason, tokens if is_count else None)
+    reason = clean(finish_reason) if isinstance(finish_reason, str) else None
+    return Answer(clean(text), reason, tokens if is_count else None)
 
 
 def _joined(content: Any) -> Any:
@@ -238,9 +240,9 @@ def _beginning(content: bytes) -> str:
     return redact(content.decode("utf-8", "replace"))[:_MAX_REASON_CHARS]
 
 
-def _clean(text: str, min_chars: int = MIN_SECRET_CHARS) -> str:
-    """The text without known secrets, and without lone surrogates, which UTF-8 cannot encode."""
-    return redact(text, min_chars).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+def _encodable(text: str) -> str:
+    """The text without lone surrogates, which UTF-8 cannot encode."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _retry_after(value: str) -> float:

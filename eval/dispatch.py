@@ -109,7 +109,6 @@ class Dispatcher:
         self._next_start = 0.0
         self._workers: list[asyncio.Task[None]] = []
         self._watchers: set[asyncio.Task[None]] = set()
-        self._finishing: set[asyncio.Task[None]] = set()
 
     @property
     def outage(self) -> str:
@@ -136,7 +135,7 @@ class Dispatcher:
         self._changed.set()
 
     async def run(self, requests: Sequence[Request], finish: Finish, on_weights: OnWeights | None = None) -> None:
-        """Await `finish` with the outcome of each request; every call that began has ended when this returns.
+        """Await `finish` with the outcome of each request; it must keep the outcome before it waits for anything.
 
         `on_weights` is called once, before the first outcome, if no weights were expected. Raises what `finish`
         raises, and ModelChangedError when a server has other weights; stops then.
@@ -154,7 +153,7 @@ class Dispatcher:
             self.stop()
             for watcher in self._watchers:
                 watcher.cancel()
-            ended = await asyncio.gather(*self._workers, *self._watchers, *self._finishing, return_exceptions=True)
+            ended = await asyncio.gather(*self._workers, *self._watchers, return_exceptions=True)
         for error in ended:
             if isinstance(error, Exception):
                 raise error
@@ -180,8 +179,7 @@ class Dispatcher:
                 self._changed.set()
                 seconds = time.monotonic() - started_at
                 outcome = Outcome(answer, request.attempts, seconds, failure, is_refused)
-                # Shielded: an answer that arrived is recorded even when the evaluation is interrupted.
-                await asyncio.shield(self._start(finish(request, outcome), self._finishing))
+                await finish(request, outcome)
 
     async def check_at_end(self) -> None:
         """Raise ModelChangedError when a server that answered now serves other weights, unnoticed until now."""
@@ -199,6 +197,8 @@ class Dispatcher:
 
     async def _check_weights(self, server: _Server, connection: Connection) -> None:
         """Return once the weights were checked after the connection was opened, by whichever worker."""
+        if server.checked_at > connection.opened_at:
+            return
         async with server.checking:
             if server.checked_at > connection.opened_at:
                 return

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from eval import EvaluationError, RequestsRefused
 from eval.answers.grading import Grader
+from eval.batches import Batch
 from eval.client import Sampling
 from eval.dispatch import Outcome, Request
 from eval.identity import Weights
@@ -105,20 +106,21 @@ class Recorder:
         self.settings[SERVED] = weights.to_json()
         write_json(self.folder / SETTINGS_FILE, self.settings)
 
-    def graded(self, request: Request, outcome: Outcome) -> Row:
-        """The row of an outcome; may be called from any thread."""
-        return regrade_row(_make_row(request, outcome), self._grader)
+    def graded(self, batch: Batch) -> list[Row]:
+        """The rows of outcomes; may be called from any thread."""
+        return [regrade_row(_make_row(request, outcome), self._grader) for request, outcome in batch]
 
-    def append(self, row: Row, outcome: Outcome) -> None:
-        """Write the row to the disk."""
+    def append(self, rows: Sequence[Row], batch: Batch) -> None:
+        """Write rows to the disk."""
         if self._file is None:
             self._file = (self.folder / RESULTS_FILE).open("a", encoding="utf-8")
-        self._file.write(row.to_line())
+        self._file.write("".join(row.to_line() for row in rows))
         self._file.flush()
-        self.num_missing -= 1
-        self._num_refused += outcome.is_refused
-        self._num_failed += not row.is_answered
-        self._num_failed_in_a_row = 0 if row.is_answered else self._num_failed_in_a_row + 1
+        self.num_missing -= len(rows)
+        self._num_refused += sum(outcome.is_refused for _, outcome in batch)
+        self._num_failed += sum(not row.is_answered for row in rows)
+        for row in rows:
+            self._num_failed_in_a_row = 0 if row.is_answered else self._num_failed_in_a_row + 1
 
     def is_hopeless(self, patience: int) -> bool:
         """Whether more requests failed than may, and only failures come back: `patience` of them in a row."""
@@ -173,7 +175,7 @@ def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
         row = replace(row, gold=item.gold, subject=item.subject, level=item.level)
     is_chat = not isinstance(row.prompt, str)
     graded = grader.grade(row.response, row.finish_reason, row.gold, is_chat)
-    return replace(row, **asdict(graded))
+    return replace(row, **vars(graded))
 
 
 def _resume(
