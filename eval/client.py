@@ -6,6 +6,7 @@ import asyncio
 import email.utils
 import json
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -108,23 +109,40 @@ class RequestError(Exception):
         self.retry_after_seconds = retry_after_seconds
 
 
+class _Connector(aiohttp.TCPConnector):
+    """Keeps connections open, as many as are in use at once, and knows when the newest was opened."""
+
+    opened_at = 0.0  # by time.monotonic
+
+    def __init__(self) -> None:
+        super().__init__(limit=0)
+        self._known: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
+
+    async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
+        """A connection from the pool, or a new one."""
+        connection = await super().connect(*args, **kwargs)
+        transport = connection.transport
+        if transport is not None and transport not in self._known:
+            self._known.add(transport)
+            self.opened_at = time.monotonic()
+        return connection
+
+
 class Connection:
-    """A kept-open connection for one request at a time. Use as an async context manager."""
+    """Kept-open connections to one server. Use as an async context manager."""
 
     def __init__(self, endpoint: Endpoint, timeout_seconds: float) -> None:
-        self.opened_at = 0.0  # when the server was last connected to, by time.monotonic
         self._endpoint = endpoint
         self._timeout_seconds = timeout_seconds
         self._redact = redactor(_MIN_KEY_CHARS)
         headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         connect_seconds = min(_CONNECT_SECONDS, timeout_seconds)
-        tracing = aiohttp.TraceConfig()
-        tracing.on_connection_create_end.append(self._on_connected)
+        self._connector = _Connector()
         self._http = aiohttp.ClientSession(
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
-            connector=aiohttp.TCPConnector(limit=1),
-            trace_configs=[tracing],
+            connector=self._connector,
+            cookie_jar=aiohttp.DummyCookieJar(),  # a balancer's cookie would bind all requests to one server
             # A server on this machine is reached without the environment's proxy.
             trust_env=urlsplit(endpoint.base_url).hostname not in LOOPBACK,
         )
@@ -137,8 +155,10 @@ class Connection:
     ) -> None:
         await self._http.close()
 
-    async def _on_connected(self, *_: object) -> None:
-        self.opened_at = time.monotonic()
+    @property
+    def opened_at(self) -> float:
+        """When the newest connection was opened, by time.monotonic; 0 before."""
+        return self._connector.opened_at
 
     async def ask(self, prompt: Prompt, sampling: Sampling, sample: int = 0) -> Answer:
         """The response to one prompt: messages go to chat/completions, text to completions. Raises RequestError.

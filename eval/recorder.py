@@ -108,7 +108,7 @@ class Recorder:
 
     def graded(self, batch: Batch) -> list[Row]:
         """The rows of outcomes; may be called from any thread."""
-        return [regrade_row(_make_row(request, outcome), self._grader) for request, outcome in batch]
+        return [_graded_row(request, outcome, self._grader) for request, outcome in batch]
 
     def append(self, rows: Sequence[Row], batch: Batch) -> None:
         """Write rows to the disk."""
@@ -219,28 +219,24 @@ def _move_aside(output_dir: Path, reasons: Sequence[str]) -> None:
     logger.warning("%s: the old results are now in %s (%s)", output_dir, aside, "; ".join(reasons))
 
 
-def _make_row(request: Request, outcome: Outcome) -> Row:
-    """The row of an outcome, not yet graded."""
+def _graded_row(request: Request, outcome: Outcome, grader: Grader) -> Row:
     item, answer = request.item, outcome.answer
+    text, finish_reason = (answer.text, answer.finish_reason) if answer else (None, None)
     return Row(
         id=item.id,
         sample=request.sample,
         prompt=item.prompt,
-        response=answer.text if answer else None,
-        finish_reason=answer.finish_reason if answer else None,
+        response=text,
+        finish_reason=finish_reason,
         response_tokens=answer.response_tokens if answer else None,
-        answer=None,
         gold=item.gold,
-        verdict="request_failed",
-        aisbench_answer=None,
-        aisbench_right=False,
-        aisbench_raises=False,
         attempts=outcome.attempts,
         seconds=round(outcome.seconds, 4),
         subject=item.subject,
         level=item.level,
         failure=outcome.failure,
         ended_at=round(time.time(), 3),
+        **vars(grader.grade(text, finish_reason, item.gold, not isinstance(item.prompt, str))),
     )
 
 
