@@ -215,13 +215,16 @@ def format_step(step: int, metrics: Mapping[str, float]) -> str:
 
 
 class MetricsLog:
-    """metrics.jsonl, one line a step. Continuing after step n removes the lines of later steps.
+    """metrics.jsonl, one line a step; step 0 is a validation before training.
+
+    Continuing after step n removes the lines of later steps; None removes all.
 
     Raises CheckpointError when it cannot be written.
     """
 
-    def __init__(self, folder: Path, last_step: int) -> None:
+    def __init__(self, folder: Path, last_step: int | None) -> None:
         self.path = folder / METRICS_FILE
+        last_step = -1 if last_step is None else last_step
         kept = [line for line in read_json_lines(self.path) if line["step"] <= last_step]
         with self._writing():
             write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))

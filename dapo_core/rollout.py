@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dapo_core.compat import Compat
 from dapo_core.data import Prompt
-from dapo_core.engines.base import Engine, FinishReason, GenerationRequest, Response
+from dapo_core.engines.base import Engine, FinishReason, GenerationRequest, Response, Sampling
 from dapo_core.reward.pool import RewardPool, ScoreRequest
 from dapo_core.reward.scorers import Score, Verdict, overlong_penalty
 
@@ -37,6 +37,7 @@ class Rollout:
     verdict: Verdict
     acc: float  # the scorer's accuracy, 1 right and 0 not unless it says otherwise
     versions: VersionSpans
+    answer: str | None = None  # what the scorer read, None where it names none
 
     @property
     def reward(self) -> float:
@@ -54,7 +55,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """The G siblings of a prompt, or its one greedy response."""
+    """The G siblings of a prompt, or the responses of a validation."""
 
     group_id: int  # GroupRequest.group_id
     prompt: Prompt
@@ -76,17 +77,15 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One group to sample: a fresh one, or one that an earlier step left unfinished.
-
-    A greedy group has one response, because its siblings would be identical.
-    """
+    """One group to sample: a fresh one, or one that an earlier step left unfinished."""
 
     group_id: int  # position of its prompt in the stream; below 0 outside the stream
     prompt: Prompt
     step: int  # training step that drew the prompt, also when a later one continues it
     responses: list[Response] = field(default_factory=list)  # [G]; those with finish reason `abort` continue
     versions: list[VersionSpans] = field(default_factory=list)  # [G], of `responses`
-    is_greedy: bool = False  # one response of the likeliest tokens instead of G samples
+    sampling: Sampling | None = None  # None: the engine's
+    num_samples: int | None = None  # None: G
 
     @property
     def num_response_tokens(self) -> int:
@@ -143,7 +142,7 @@ class RolloutWorker:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue groups. A response's seed depends on (run seed, drawing step, group id, sample) alone."""
         for request in requests:
-            group = _OpenGroup(request, 1 if request.is_greedy else self.group_size, self.engine.policy_version)
+            group = _OpenGroup(request, request.num_samples or self.group_size, self.engine.policy_version)
             self._open[request.group_id] = group
             unfinished = []
             for sample in range(group.num_samples):
@@ -215,7 +214,7 @@ class RolloutWorker:
             sample_seed(self.config.run.seed, request.step, request.group_id, sample),
             so_far.response_ids,
             so_far.rollout_log_probs,
-            request.is_greedy,
+            request.sampling,
         )
 
     def _num_open_tokens(self) -> int:
@@ -266,6 +265,7 @@ class RolloutWorker:
             verdict=score.verdict,
             acc=score.acc,
             versions=group.versions(sample, response),
+            answer=score.answer,
         )
 
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import itertools
 import json
 import logging
+import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dapo_core.data import ABOUT_FILE, ROWS_FILE, Prompt, TokenizedPrompts, TooLong, treat_too_long
 from dapo_core.digests import file_digest
-from dapo_core.errors import DataError
+from dapo_core.errors import ConfigError, DataError
 from dapo_core.model_folder import model_files
 from durable import publish, write_atomically
 from eval.problems.files import files_of, iterate_problems, refuse_faults
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 PROMPTS_FOLDER = ".prompts"  # of a training: what its rows became under its tokenizer, removed at its end
 LENGTHS_FILE = "prompt_lengths.json"
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})  # of a chat template
 FORMAT = 2  # of the file; a change makes it again
 BATCH_ROWS = 1000
 NUM_BINS = 20  # of the histogram; the last one has the longest 1 % or less
@@ -44,7 +48,10 @@ Tokens = tuple[np.ndarray, np.ndarray]  # of several prompts in a row, and how m
 
 
 def tokenize_prompts(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    template_kwargs: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> list[Prompt]:
     """The messages of held-out problems as prompts, through the chat template with the generation prompt added.
 
@@ -53,7 +60,7 @@ def tokenize_prompts(
     if not problems:
         return []
     datasets = {problem.dataset for problem in problems}
-    ids, lengths = _encode(tokenizer, _render(tokenizer, problems))
+    ids, lengths = _encode(tokenizer, _render(tokenizer, problems, template_kwargs))
     treat_too_long(lengths, max_prompt_tokens, "error", "data.eval")
     return [
         Prompt(
@@ -71,17 +78,24 @@ def tokenize_prompts(
 
 
 def tokenized_prompts(
-    path: Path, model_path: Path, tokenizer: PreTrainedTokenizerBase, output_dir: Path, data: PromptsConfig
+    path: Path,
+    model_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
+    data: PromptsConfig,
+    template_kwargs: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> TokenizedPrompts:
     """The prompts of a file in DAPO-Math-17k's schema, tokenised now or by an earlier attempt in `output_dir`.
 
-    Memory is that of a few batches and of one number a row. prompt_lengths.json is written beside. Raises
-    ProblemsError for a file that cannot be read or has unusable rows, DataError for prompts that are too long.
+    `template_kwargs` are arguments of the chat template. Memory is that of a few batches and of one number a row.
+    prompt_lengths.json is written beside. Raises ProblemsError for a file that cannot be read or has unusable
+    rows, DataError for prompts that are too long, ConfigError for an argument that the template does not read.
     """
-    folder = output_dir / PROMPTS_FOLDER / _key(path, model_path)[:16]
+    require_template_reads(tokenizer, template_kwargs)
+    folder = output_dir / PROMPTS_FOLDER / _key(path, model_path, template_kwargs)[:16]
     if not folder.exists():
         remove_prompts(output_dir)
-        _tokenize_file(path, tokenizer, folder)
+        _tokenize_file(path, tokenizer, folder, template_kwargs)
     prompts = TokenizedPrompts(folder, data.max_prompt_tokens, data.too_long)
     lengths = describe_lengths(prompts.lengths, data.max_prompt_tokens, data.too_long)
     write_atomically(output_dir / LENGTHS_FILE, json.dumps(lengths, indent=2) + "\n")
@@ -114,15 +128,34 @@ def describe_lengths(lengths: np.ndarray, max_prompt_tokens: int, too_long: TooL
     }
 
 
-def _key(path: Path, model_path: Path) -> str:
+def require_template_reads(
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
+    key: str = "rollout.chat_template_kwargs",
+) -> None:
+    """Raise ConfigError for an argument that the model's chat template does not read: it would do nothing."""
+    words = set(re.findall(r"[A-Za-z_]\w*", str(tokenizer.get_chat_template()))) if template_kwargs else set()
+    for name in template_kwargs:
+        if name not in words:
+            near = difflib.get_close_matches(name, words, n=1)
+            raise ConfigError(
+                f"{key}.{name} changes nothing: the model's chat template does not read it"
+                + (f" (did you mean {near[0]}?)" if near else "; remove it")
+            )
+
+
+def _key(path: Path, model_path: Path, template_kwargs: Mapping[str, Any]) -> str:
     """A digest of what the tokens follow from: the rows, and the model folder's files but for weights."""
     parts = [f"{FORMAT}", *(f"{name} {metadata.version(name)}" for name in ("transformers", "tokenizers"))]
+    parts.append(json.dumps(dict(template_kwargs), sort_keys=True))
     parts += [file_digest(file) for file in files_of(path)]
     parts += [f"{file.relative_to(model_path)} {file_digest(file)}" for file in model_files(model_path)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _tokenize_file(path: Path, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _tokenize_file(
+    path: Path, tokenizer: PreTrainedTokenizerBase, folder: Path, template_kwargs: Mapping[str, Any]
+) -> None:
     """Make the folder that TokenizedPrompts reads, with BATCH_ROWS rows in each batch."""
     import pyarrow as pa
 
@@ -133,7 +166,7 @@ def _tokenize_file(path: Path, tokenizer: PreTrainedTokenizerBase, folder: Path)
     sets: dict[tuple[str, float], int] = {}  # name and weight -> number
     with pa.OSFile(str(partial / ROWS_FILE), "wb") as sink, contextlib.ExitStack() as stack:
         writer = None
-        for problems, (ids, lengths) in _encoded(_batches(_problems(path)), tokenizer):
+        for problems, (ids, lengths) in _encoded(_batches(_problems(path)), tokenizer, template_kwargs):
             columns: dict[str, list[Any]] = {
                 "data_source": [str(problem.data_source) for problem in problems],
                 "ground_truth": [problem.gold for problem in problems],
@@ -172,7 +205,7 @@ def _batches(problems: Iterator[Problem]) -> Iterator[list[Problem]]:
 
 
 def _encoded(
-    batches: Iterator[list[Problem]], tokenizer: PreTrainedTokenizerBase
+    batches: Iterator[list[Problem]], tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[list[Problem], Tokens]]:
     """Each batch with its tokens, in order.
 
@@ -181,7 +214,7 @@ def _encoded(
     with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
         before: tuple[list[Problem], Future[Tokens]] | None = None
         for problems in batches:
-            encoding = thread.submit(_encode, tokenizer, _render(tokenizer, problems))
+            encoding = thread.submit(_encode, tokenizer, _render(tokenizer, problems, template_kwargs))
             if before is not None:
                 yield before[0], before[1].result()
             before = problems, encoding
@@ -189,13 +222,16 @@ def _encoded(
             yield before[0], before[1].result()
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> list[str]:
+def _render(
+    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], template_kwargs: Mapping[str, Any]
+) -> list[str]:
     """The prompts as text. Raises DataError where the chat template refuses one."""
     from jinja2 import TemplateError
 
     chats = [[dict(message) for message in problem.messages or ()] for problem in problems]
     try:
-        return list(tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False))
+        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False, **template_kwargs)
+        return list(texts)
     except TemplateError as error:
         roles = sorted({" ".join(message["role"] for message in chat) for chat in chats})
         raise DataError(

@@ -18,7 +18,7 @@ policy ranks (policy/rank.py)    RankShare ->      <- log-probs, then sums of th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +38,13 @@ from dapo_core.pretrained import load_model_config
 from dapo_core.rollout_correction import mismatch_metrics
 from dapo_core.sampler import Sampler
 from dapo_core.stopping import StopRequest
-from dapo_core.validation import validate
 from dapo_core.weight_sync import probe_difference, publish_weights
 
 if TYPE_CHECKING:
     from dapo_core.cluster.start import Cluster
     from dapo_core.config.training import TrainingConfig
-    from dapo_core.data import Prompt, PromptStream
+    from dapo_core.data import PromptStream
+    from dapo_core.validation import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +64,12 @@ class Trainer:
         model_path: Path,
         output_dir: Path,
         identity: Mapping[str, Any],
-        held_out: Sequence[Prompt] = (),
+        validation: Validation,
     ) -> None:
         self.config = config
         self.cluster = cluster
         self.stream = stream
-        self.held_out = held_out
+        self.validation = validation
         self.output_dir = output_dir
         self.identity = dict(identity)
         self.sampler = Sampler(
@@ -97,7 +97,8 @@ class Trainer:
         """Continue from the checkpoint, or start from the beginning without one."""
         if checkpoint is None:
             self.stream.position = 0
-            self.log = measure.MetricsLog(self.output_dir, 0)
+            self.log = measure.MetricsLog(self.output_dir, None)
+            self.validation.begin()
             return
         state = read_state(checkpoint)
         self.num_steps, self.policy_version = state.step, state.policy_version
@@ -122,10 +123,24 @@ class Trainer:
         """Do all steps that are left; on a stop request write a last checkpoint and raise StopRequested."""
         self.stop = stop or self.stop
         with self.stop.deferred(), self.checkpoints.ending():
+            if self.num_steps == 0 and self.config.validation.before_training:
+                self._begin(on_step)
             for number in range(self.num_steps + 1, self.config.train.total_steps + 1):
                 metrics = self.step(number)
                 if on_step is not None:
                     on_step(number, metrics)
+
+    def _begin(self, on_step: OnStep | None) -> None:
+        """Step 0: the validation of the model before training."""
+        timer = measure.PhaseTimer()
+        self.stop.check()
+        with timer.phase("testing"):
+            metrics = self.validation.run(self.cluster.rollouts, 0)
+        metrics |= {"training/global_step": 0.0, "timing_s/testing": timer.seconds["testing"]}
+        self.log.append(0, self.policy_version, metrics)
+        logger.info("%s", measure.format_step(0, metrics))
+        if on_step is not None:
+            on_step(0, metrics)
 
     def step(self, number: int) -> dict[str, float]:
         """Do training step `number`, 1 for the first; returns its metrics."""
@@ -164,8 +179,7 @@ class Trainer:
         self.num_steps = number
         if is_due(number, config.validation.every, config.train.total_steps):
             with timer.phase("testing"):
-                limit = config.sampler.max_seconds_without_kept
-                metrics |= validate(self.cluster.rollouts, self.held_out, number, limit)
+                metrics |= self.validation.run(self.cluster.rollouts, number)
         metrics |= {"training/global_step": float(number), "training/epoch": self.stream.epoch}
         metrics |= policy.memory_metrics()
         with timer.phase("save_checkpoint"):

@@ -24,13 +24,14 @@ from dapo_core.data import Prompt, PromptStream
 from dapo_core.errors import ConfigError, WorkerDied
 from dapo_core.identity import training_identity
 from dapo_core.model_folder import require_model_folder
+from dapo_core.model_sampling import with_model_sampling
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.reward.routing import require_scorers
 from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
 from dapo_core.tokenizing import remove_prompts, tokenized_prompts
 from dapo_core.trainer import OnStep, Trainer
-from dapo_core.validation import held_out_prompts
+from dapo_core.validation import Validation, held_out_prompts
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -70,7 +71,9 @@ def train(
     """
     folder = output_dir / CHECKPOINTS
     with StopRequest() as stop, raising_stopped(stop, config, folder):
-        stream, held_out = _read_prompts(config, train_path, model_path, output_dir, held_out_path, benchmark)
+        require_model_folder(model_path)
+        config = with_model_sampling(config, model_path)
+        stream, validation = _read_prompts(config, train_path, model_path, output_dir, held_out_path, benchmark)
         identity = training_identity(config, stream, model_path)  # now: a scorer may be edited while training runs
         folder.mkdir(parents=True, exist_ok=True)
         with lock_checkpoints(folder):
@@ -83,7 +86,7 @@ def train(
 
             def attempt(start: Path | None) -> Trainer:
                 with start_cluster(config, model_path) as cluster:
-                    trainer = Trainer(config, cluster, stream, model_path, output_dir, identity, held_out)
+                    trainer = Trainer(config, cluster, stream, model_path, output_dir, identity, validation)
                     trainer.resume(start)
                     trainer.run(on_step, stop)
                     return trainer
@@ -104,14 +107,14 @@ def _read_prompts(
     output_dir: Path,
     held_out_path: Path | None,
     benchmark: str | None,
-) -> tuple[PromptStream, list[Prompt]]:
+) -> tuple[PromptStream, Validation]:
     """The prompts to train on and those to validate with, checked against the model and the scorers."""
     require_resume(config.checkpoint.resume)
-    require_model_folder(model_path)
     trusted = config.model.trust_remote_code
     require_trainable(load_model_config(model_path, trusted), config.train.sequence_parallel)
     tokenizer = load_tokenizer(model_path, trusted)
-    prompts = tokenized_prompts(train_path, model_path, tokenizer, output_dir, config.data)
+    arguments = config.rollout.chat_template_kwargs
+    prompts = tokenized_prompts(train_path, model_path, tokenizer, output_dir, config.data, arguments)
     held_out: list[Prompt] = []
     if config.validation.every:
         if held_out_path is None:
@@ -121,7 +124,8 @@ def _read_prompts(
             )
         held_out = held_out_prompts(held_out_path, benchmark, tokenizer, config)
     require_scorers(prompts.data_sources, config.reward, config.custom_reward)
-    return PromptStream(prompts, config.run.seed, config.data.shuffle, sets=prompts.sets), held_out
+    stream = PromptStream(prompts, config.run.seed, config.data.shuffle, sets=prompts.sets)
+    return stream, Validation(config, held_out, tokenizer, output_dir)
 
 
 @contextmanager

@@ -1,20 +1,25 @@
-"""Accuracy on the held-out set during training: one greedy response a prompt."""
+"""Validation during training: responses to the held-out sets, their metrics, and some of them as text."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dapo_core.data import Prompt
+from dapo_core.engines.base import Sampling
 from dapo_core.errors import RewardError, RolloutError
 from dapo_core.reward.routing import require_scorers
 from dapo_core.rollout import Group, GroupRequest, Rollout
+from dapo_core.sample_metrics import sample_metrics
 from dapo_core.tokenizing import tokenize_prompts
+from durable import write_atomically
 from eval.problems.prompts import DEFAULT, find_template, make_messages
 from eval.problems.registry import OWN, read_held_out
 
@@ -23,6 +28,8 @@ if TYPE_CHECKING:
 
     from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.config.training import TrainingConfig
+
+GENERATIONS_FOLDER = "generations"  # of a training: responses of its validations
 
 
 def held_out_prompts(
@@ -44,9 +51,66 @@ def held_out_prompts(
         )
         for problem in held_out.problems[: config.validation.num_prompts]
     ]
-    prompts = tokenize_prompts(problems, tokenizer, config.data.max_prompt_tokens)
+    arguments = config.rollout.chat_template_kwargs
+    prompts = tokenize_prompts(problems, tokenizer, config.data.max_prompt_tokens, arguments)
     require_scorers({prompt.data_source for prompt in prompts}, config.reward, config.custom_reward)
     return prompts
+
+
+class Validation:
+    """The held-out prompts and how they are asked; asked after training steps with the engines' weights.
+
+    A file generations/step_N.jsonl of `folder` shows the first response to some of them: the same each time.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        prompts: Sequence[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        folder: Path,
+    ) -> None:
+        settings = config.validation
+        self.prompts = prompts
+        self.tokenizer = tokenizer
+        self.folder = folder / GENERATIONS_FOLDER
+        self.max_seconds = config.sampler.max_seconds_without_kept
+        self.num_samples = settings.num_samples
+        self.sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
+        places = np.linspace(0, len(prompts), min(settings.num_logged, len(prompts)), endpoint=False)
+        self._logged = places.astype(int).tolist()  # of prompts; spread, since sets follow one another
+
+    def begin(self) -> None:
+        """Forget the responses of an earlier training in the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(self, source: RolloutGroup, step: int) -> dict[str, float]:
+        """Metrics of the engines' weights after `step`; raises as `validate` does."""
+        rollouts = validate(source, self.prompts, step, self.max_seconds, self.sampling, self.num_samples)
+        metrics = validation_metrics(self.prompts, rollouts, step)
+        lines = [self._described(self.prompts[place], rollouts[place][0]) for place in self._logged]
+        if lines:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            write_atomically(generations_file(self.folder.parent, step), text)
+        return metrics
+
+    def _described(self, prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
+        return {
+            "set": prompt.dataset or prompt.data_source,
+            "prompt": self.tokenizer.decode(list(prompt.prompt_ids)),
+            "response": self.tokenizer.decode(rollout.response_ids),
+            "answer": rollout.answer,
+            "gold": prompt.ground_truth,
+            "score": rollout.score,
+            "verdict": rollout.verdict,
+            "truncated": rollout.is_truncated,
+        }
+
+
+def generations_file(folder: Path, step: int) -> Path:
+    """Where a training in `folder` keeps responses of the validation after `step`."""
+    return folder / GENERATIONS_FOLDER / f"step_{step}.jsonl"
 
 
 def validate(
@@ -54,17 +118,20 @@ def validate(
     prompts: Sequence[Prompt],
     step: int,
     max_seconds: float,
+    sampling: Sampling,
+    num_samples: int = 1,
     clock: Callable[[], float] = time.monotonic,
-) -> dict[str, float]:
-    """Metrics of one greedy response to each prompt from the engines' weights after `step`.
+) -> list[list[Rollout]]:
+    """`num_samples` responses to each prompt, in the order of the prompts.
 
-    Accuracy is the mean `acc` of scored responses, without overlong penalty, over all and under verl's name for
-    each set, or data source of the only set; one with no scored response is left out. Raises RolloutError when
-    nothing finished for `max_seconds`, and RewardError when the scorer failed on every response.
+    Raises RolloutError when nothing finished for `max_seconds`.
     """
     assert source.num_in_flight == 0, "groups in flight would come back here and be lost"
     # Below 0, where no position in the stream is.
-    requests = [GroupRequest(-1 - number, prompt, step, is_greedy=True) for number, prompt in enumerate(prompts)]
+    requests = [
+        GroupRequest(-1 - number, prompt, step, sampling=sampling, num_samples=num_samples)
+        for number, prompt in enumerate(prompts)
+    ]
     source.submit(requests)
     groups: dict[int, Group] = {}
     last_finished = clock()
@@ -76,29 +143,41 @@ def validate(
         elif (seconds := clock() - last_finished) > max_seconds:
             raise RolloutError(_silence(source, step, seconds, len(groups), len(requests)))
     source.take_reward_seconds()  # they must not count for the next draw
-    return _metrics(prompts, [groups[request.group_id].rollouts[0] for request in requests], step)
+    return [groups[request.group_id].rollouts for request in requests]
 
 
-def _metrics(prompts: Sequence[Prompt], rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
-    """In the order of the prompts, so that sums do not depend on which response finished first."""
-    accuracies: dict[str, list[float]] = {}  # by set or, of one set, by data source: of scored responses
-    for prompt, rollout in zip(prompts, rollouts, strict=True):
-        if rollout.is_scored:
-            accuracies.setdefault(prompt.dataset or prompt.data_source, []).append(rollout.acc)
-    scored = [rollout.acc for rollout in rollouts if rollout.is_scored]
-    if not scored:
+def validation_metrics(
+    prompts: Sequence[Prompt], rollouts: Sequence[Sequence[Rollout]], step: int
+) -> dict[str, float]:
+    """Metrics of the responses to each prompt, in the order of the prompts.
+
+    validation/accuracy is the mean over prompts of the mean `acc` of their scored responses. verl's metrics are of
+    each set, or of each data source of the only set. Prompts and sets without a scored response are left out.
+    Raises RewardError when the scorer failed on every response.
+    """
+    num_samples = len(rollouts[0])
+    sets: dict[str, list[list[Rollout]]] = {}
+    for prompt, siblings in zip(prompts, rollouts, strict=True):
+        if scored := [rollout for rollout in siblings if rollout.is_scored]:
+            sets.setdefault(prompt.dataset or prompt.data_source, []).append(scored)
+    every = [rollout for siblings in rollouts for rollout in siblings]
+    if not sets:
         raise RewardError(
-            f"the scorer raised or ran out of time on all {len(rollouts)} responses of the validation after "
+            f"the scorer raised or ran out of time on all {len(every)} responses of the validation after "
             f"training step {step}; the log has its first tracebacks: correct the file of custom_reward.path, or "
             "raise reward.timeout_seconds"
         )
+    accuracies = [np.mean([rollout.acc for rollout in scored]) for asked in sets.values() for scored in asked]
+    metrics: dict[str, float] = {}
+    for name, asked in sets.items():
+        metrics |= sample_metrics(name, asked, num_samples)
     return {
-        **{f"val-core/{name}/acc/mean@1": float(np.mean(values)) for name, values in accuracies.items()},
-        "validation/accuracy": float(np.mean(scored)),
-        "validation/truncated_ratio": float(np.mean([rollout.is_truncated for rollout in rollouts])),
-        "validation/no_answer_ratio": float(np.mean([rollout.verdict == "no_answer" for rollout in rollouts])),
-        "validation/unscored_ratio": float(np.mean([not rollout.is_scored for rollout in rollouts])),
-        "validation/response_length/mean": float(np.mean([len(rollout.response_ids) for rollout in rollouts])),
+        **metrics,
+        "validation/accuracy": float(np.mean(accuracies)),
+        "validation/truncated_ratio": float(np.mean([rollout.is_truncated for rollout in every])),
+        "validation/no_answer_ratio": float(np.mean([rollout.verdict == "no_answer" for rollout in every])),
+        "validation/unscored_ratio": float(np.mean([not rollout.is_scored for rollout in every])),
+        "validation/response_length/mean": float(np.mean([len(rollout.response_ids) for rollout in every])),
         "validation/num_prompts": float(len(prompts)),
     }
 
@@ -106,8 +185,8 @@ def _metrics(prompts: Sequence[Prompt], rollouts: Sequence[Rollout], step: int) 
 def _silence(source: RolloutGroup, step: int, seconds: float, num_finished: int, num_prompts: int) -> str:
     return (
         f"no response finished for {seconds:.0f} s of the validation after training step {step}: {num_finished} "
-        f"of {num_prompts} did, {source.num_tokens_in_flight} response tokens are in flight. With few of them an "
-        "engine hangs, and rollout.engine=hf shows whether it is that one; with as many as there can be, scoring "
-        "does: lower reward.timeout_seconds; else raise sampler.max_seconds_without_kept, or lower "
+        f"of {num_prompts} prompts did, {source.num_tokens_in_flight} response tokens are in flight. With few of "
+        "them an engine hangs, and rollout.engine=hf shows whether it is that one; with as many as there can be, "
+        "scoring does: lower reward.timeout_seconds; else raise sampler.max_seconds_without_kept, or lower "
         "rollout.max_response_tokens"
     )

@@ -21,6 +21,7 @@ from redaction import add_secret, redact, redactor
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429})  # beside every 5xx
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+_REASONING = ("reasoning", "reasoning_content")  # vLLM's name of a message's thinking, and the one before
 _TEXT_PARTS = frozenset({"text", "output_text", None})
 _MAX_REASON_CHARS = 300
 _MIN_KEY_CHARS = 16  # in a response, where a password like 123456 may be the answer
@@ -87,7 +88,9 @@ class Answer:
 
     text: str
     finish_reason: str | None
-    response_tokens: int | None  # None where the server does not count them
+    response_tokens: int | None  # with the thinking's; None where the server does not count them
+    reasoning: str | None = None  # thinking that the server's parser took out of the text
+    reasoning_tokens: int | None = None
 
 
 class RequestError(Exception):
@@ -234,7 +237,11 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
         raise RequestError(f"invalid JSON in {size} ({error}): {_beginning(content)[:100]!r}") from error
     try:
         choice = payload["choices"][0]
-        text = choice["message"]["content"] if is_chat else choice["text"]
+        message = choice["message"] if is_chat else {"content": choice["text"]}
+        text = message["content"]
+        reasoning = next(
+            (said for name in _REASONING if isinstance(said := message.get(name), str) and said), None
+        )
         finish_reason = choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise RequestError(f"not a {'chat ' if is_chat else ''}completion: {_beginning(content)!r}") from error
@@ -242,10 +249,19 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
     if not isinstance(text, str):
         raise RequestError(f"the response's text is a {type(text).__name__}, not text")
     usage = payload.get("usage")
-    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    is_count = isinstance(tokens, int) and not isinstance(tokens, bool)
-    reason = clean(finish_reason) if isinstance(finish_reason, str) else None
-    return Answer(clean(text), reason, tokens if is_count else None)
+    details = usage.get("completion_tokens_details") if isinstance(usage, dict) else None
+    return Answer(
+        clean(text),
+        clean(finish_reason) if isinstance(finish_reason, str) else None,
+        _count(usage, "completion_tokens"),
+        None if reasoning is None else clean(reasoning),
+        _count(details, "reasoning_tokens"),
+    )
+
+
+def _count(fields: Any, name: str) -> int | None:
+    count = fields.get(name) if isinstance(fields, dict) else None
+    return count if isinstance(count, int) and not isinstance(count, bool) else None
 
 
 def _joined(content: Any) -> Any:

@@ -31,6 +31,7 @@ from eval.statistics import (
     share_interval,
 )
 from eval.summary import same_answer_by
+from eval.thinking import Budget, Thinking, by_limit, measure_thinking
 
 GROUP_FIELDS = ("level", "subject")
 # Settings that may differ: the model is what is compared, the others are checked item by item.
@@ -70,6 +71,7 @@ class Side:
     truncated_rate: float
     request_failed_rate: float  # over all items of this side, paired or not
     mean_response_tokens: float | None
+    thinking: Thinking | None
     num_finished: int  # responses that are right or wrong: neither truncated nor without an answer
     finished_accuracy: float  # of those
     speed: Speed
@@ -124,6 +126,7 @@ class Comparison:
     gain: dict[str, Part]
     transitions: dict[str, dict[str, float]]
     lengths: Lengths
+    by_limit: list[tuple[Budget, ...]]  # of both sides, what lower token limits would have left
     graders: Graders
     metrics: dict[str, MetricChange]
     lost: tuple[Flip, ...]
@@ -185,6 +188,7 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
         gain=breakdown.gain_parts(paired),
         transitions=breakdown.transitions_of(paired),
         lengths=breakdown.length_change(_rows(sides[0]), _rows(sides[1])),
+        by_limit=by_limit(before.settings["sampling"].get("max_tokens"), _rows(sides[0]), _rows(sides[1])),
         graders=breakdown.compare_graders(paired),
         metrics=breakdown.compare_metrics(*sides, same_answer_by(grade)) if k > 1 else {},
         lost=_flips(lost, is_gain=False),
@@ -266,6 +270,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         truncated_rate=rate(rows, lambda row: row.verdict == "truncated"),
         request_failed_rate=rate(evaluation.rows, lambda row: not row.is_answered),
         mean_response_tokens=mean_response_tokens(rows),
+        thinking=measure_thinking(rows),
         num_finished=len(finished),
         finished_accuracy=rate(finished, lambda row: row.is_right),
         speed=speed_of(rows),

@@ -41,7 +41,8 @@ def pack_items(before: Evaluation, after: Evaluation) -> PackedItems:
     """All items of two comparable evaluations; those that changed come first and get their texts first."""
     pairs = [(samples, after.items[identity]) for identity, samples in before.items.items()]
     pairs.sort(key=_place)
-    texts = _Texts(sum(len(samples) for pair in pairs for samples in pair))
+    rows = [row for pair in pairs for samples in pair for row in samples]
+    texts = _Texts(len(rows) + sum(row.reasoning is not None for row in rows))
     chunks: list[list[str]] = [[]]
     size = 0
     index = []
@@ -76,8 +77,8 @@ def _place(pair: tuple[Samples, Samples]) -> int:
 class _Texts:
     """Renders the ends of responses while the page has room."""
 
-    def __init__(self, num_responses: int) -> None:
-        share = MAX_PAGE_CHARS // max(1, num_responses)
+    def __init__(self, num_texts: int) -> None:
+        share = MAX_PAGE_CHARS // max(1, num_texts)
         self._max_chars = min(MAX_RESPONSE_CHARS, max(MIN_RESPONSE_CHARS, share))
         self._left = MAX_PAGE_CHARS
         self._formulas = Formulas(MAX_FORMULAS)
@@ -136,7 +137,8 @@ def _samples(samples: Sequence[Row], texts: _Texts) -> list[dict[str, Any]]:
     shown = []
     for row in samples:
         num_left_out, text = texts.end_of(row.response if row.response is not None else row.failure or "")
-        shown.append({"row": row, "num_left_out": num_left_out, "text": text})
+        thinking = texts.end_of(row.reasoning) if row.reasoning else None
+        shown.append({"row": row, "num_left_out": num_left_out, "text": text, "thinking": thinking})
     return shown
 
 

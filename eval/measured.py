@@ -70,7 +70,10 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
     found = {
         "benchmark": f"{settings.get('benchmark') or provenance.problems}, {n} items"
         + (f", {k} responses to each" if k > 1 else ""),
-        **{f"model {side}": _model(provenance.models.get(side), result.model) for side, result in sides.items()},
+        **{
+            f"model {side}": model_words(provenance.models.get(side), result.model)
+            for side, result in sides.items()
+        },
         "prompt": f"{template['name']}, {settings.get('api', 'unknown API')}{system}",
         "sampling": "; after: ".join(dict.fromkeys(_sampling(side.sampling) for side in sides.values())),
         "engine": _engine(provenance.engine, sides),
@@ -80,7 +83,7 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
     return {label: words for label, words in found.items() if words}
 
 
-def _model(name: str | None, model: str) -> str:
+def model_words(name: str | None, model: str) -> str:
     """The name with the short content digest, which is what the settings call a model of a store."""
     is_digest = len(model) == 64 and not model.strip("0123456789abcdef")
     short = f"sha256 {model[:SHORT_DIGEST]}" if is_digest else model

@@ -136,6 +136,8 @@ def _environment(is_html: bool) -> Environment:
     environment.filters |= FORMS
     environment.filters |= {
         "duration": format_duration,
+        "measure": measure,
+        "zip": zip,
         "verdict_name": lambda verdict: verdict.replace("_", " "),
         "cell": _cell,
         "id_cell": _id_cell,
@@ -148,11 +150,16 @@ def _environment(is_html: bool) -> Environment:
     return environment
 
 
-def _cell(text: Any) -> str:
+def measure(value: float | None, unit: str) -> str:
+    """A percentage or a number of tokens as "81.8 %" or "1,024"; "unknown" for None."""
+    return "unknown" if value is None else f"{value:.1f} %" if unit == "%" else count(round(value))
+
+
+def _cell(text: Any, width: int = _MAX_CELL_CHARS) -> str:
     """Text from a model or a problem as a one-line code span that cannot break a Markdown table."""
     line = " ".join(str(text).split()).replace("`", "'")
-    if len(line) > _MAX_CELL_CHARS:
-        line = line[: _MAX_CELL_CHARS - 3] + "..."
+    if len(line) > width:
+        line = line[: width - 3] + "..."
     return f"`{line}`".replace("|", "\\|") if line else "-"
 
 

@@ -29,7 +29,7 @@ _MARKED_BELOW = 12  # a curve with fewer points gets markers
 CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
     "Reward per response": {"critic/rewards/mean": "reward", "critic/score/mean": "score alone"},
     "Accuracy (share)": {
-        "validation/accuracy": "held-out, greedy",
+        "validation/accuracy": "held-out",
         "sampler/accuracy": "all sampled",
         "reward/right_ratio": "trained on",
     },
@@ -54,7 +54,7 @@ CURVE_PLOTS: dict[str, dict[str, str]] = {  # title -> {metric: label}
 _BY_SET = {  # title -> the metric of a set
     "Score by set": re.compile("train-core/(.+)/score/mean"),
     "Accuracy by set, all sampled (share)": re.compile("train-core/(.+)/acc/mean"),
-    "Accuracy by set, held-out (share)": re.compile("val-core/(.+)/acc/mean@1"),
+    "Accuracy by set, held-out (share)": re.compile("val-core/(.+)/acc/mean@[0-9]+"),
 }
 _SIGNED = ("Reward per response", "Score by set")  # the other plots start at zero
 
@@ -198,6 +198,60 @@ def history_plot(
     axes.set_ylabel("accuracy (%)")
     _legend_above(axes, ncols=2)
     return _svg(figure, "Accuracy over runs")
+
+
+def suite_plots(report: Mapping[str, Any]) -> list[str]:
+    """SVGs of a suite's report.json: each benchmark's change, and with baselines the accuracies of every model."""
+    rows, pooled = report["benchmarks"], report["pooled"]
+    names = [row["name"] for row in rows]
+    plots = [_change_rows([*names, "pooled"], [*rows, {**pooled, "direction": "pooled"}])]
+    models = {side: [(row[side], row[f"{side}_interval"]) for row in rows] for side in ("before", "after")}
+    for baseline in report["baselines"]:
+        found = {row["name"]: row for row in baseline.get("after", {"benchmarks": []})["benchmarks"]}
+        unknown = (float("nan"), (float("nan"), float("nan")))
+        models[baseline["name"]] = [
+            (found[name]["before"], found[name]["before_interval"]) if name in found else unknown for name in names
+        ]
+    return [*plots, _model_bars(names, models)] if report["baselines"] else plots
+
+
+def _change_rows(names: Sequence[str], changes: Sequence[Mapping[str, Any]]) -> str:
+    figure, axes = _new_figure(width=7.6, height=0.9 + 0.3 * len(names))
+    colours = {"up": _COLOUR["up"], "down": _COLOUR["down"], "pooled": _COLOUR["ink"], "": _COLOUR["soft"]}
+    for row, change in enumerate(changes):
+        colour = colours[change["direction"]]
+        axes.plot([100 * bound for bound in change["ci95"]], [row, row], color=colour, linewidth=1.6)
+        marker = "D" if change["direction"] == "pooled" else "o"
+        axes.plot([100 * change["difference"]], [row], color=colour, marker=marker, markersize=6)
+    axes.axvline(0, color=_COLOUR["ink"], linewidth=0.8)
+    axes.set_yticks(range(len(names)), [_plain(name) for name in names])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x", color=_COLOUR["line"], linewidth=0.8)
+    axes.set_title("After minus before (points), 95 % intervals", loc="left", fontsize=9.5)
+    return _svg(figure, "Change of each benchmark")
+
+
+def _model_bars(names: Sequence[str], models: Mapping[str, Sequence[tuple[float, tuple[float, float]]]]) -> str:
+    figure, axes = _new_figure(width=7.6, height=2.9)
+    others = (_COLOUR[name] for name in ("third", "fourth", "fifth", "soft"))
+    colours = {"before": _COLOUR["before"], "after": _COLOUR["after"]}
+    width = 0.8 / len(models)
+    for number, (model, results) in enumerate(models.items()):
+        axes.bar(
+            [place + width * (number - (len(models) - 1) / 2) for place in range(len(names))],
+            [100 * accuracy for accuracy, _ in results],
+            width=0.94 * width,
+            color=colours.get(model) or next(others, _COLOUR["line"]),
+            label=_plain(model),
+            yerr=_errors(results),
+            error_kw={"ecolor": _COLOUR["ink"], "elinewidth": 1, "capsize": 2},
+        )
+    axes.set_xticks(range(len(names)), [_plain(_wrapped(name)) for name in names])
+    axes.set_ylim(0, 100)
+    axes.set_ylabel("accuracy (%)")
+    _legend_above(axes, ncols=4)
+    return _svg(figure, "Accuracy of every model")
 
 
 def _bars(groups: Sequence[tuple[str, Side | GroupResult, Side | GroupResult]], label: str) -> str:

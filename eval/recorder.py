@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from eval import EvaluationError, RequestsRefused
+from eval.answers.extraction import split_thinking
 from eval.answers.grading import Grader
 from eval.batches import Batch
 from eval.client import Sampling
@@ -108,7 +109,7 @@ class Recorder:
 
     def graded(self, batch: Batch) -> list[Row]:
         """The rows of outcomes; may be called from any thread."""
-        return [_graded_row(request, outcome, self._grader) for request, outcome in batch]
+        return [regrade_row(_make_row(request, outcome), self._grader) for request, outcome in batch]
 
     def append(self, rows: Sequence[Row], batch: Batch) -> None:
         """Write rows to the disk."""
@@ -173,8 +174,13 @@ def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
     """The row with new verdicts, and with the gold answer, subject and level of the item if given."""
     if item is not None:
         row = replace(row, gold=item.gold, subject=item.subject, level=item.level)
+    if row.reasoning is None and row.response is not None:
+        reasoning, response = split_thinking(row.response)
+        row = row if reasoning is None else replace(row, reasoning=reasoning, response=response)
     is_chat = not isinstance(row.prompt, str)
-    graded = grader.grade(row.response, row.finish_reason, row.gold, is_chat)
+    graded = grader.grade(row.text, row.finish_reason, row.gold, is_chat)
+    if row.is_cut_while_thinking:
+        graded = replace(graded, verdict="truncated", answer=None)
     return replace(row, **vars(graded))
 
 
@@ -219,24 +225,30 @@ def _move_aside(output_dir: Path, reasons: Sequence[str]) -> None:
     logger.warning("%s: the old results are now in %s (%s)", output_dir, aside, "; ".join(reasons))
 
 
-def _graded_row(request: Request, outcome: Outcome, grader: Grader) -> Row:
+def _make_row(request: Request, outcome: Outcome) -> Row:
+    """The row of an outcome, not yet graded."""
     item, answer = request.item, outcome.answer
-    text, finish_reason = (answer.text, answer.finish_reason) if answer else (None, None)
     return Row(
         id=item.id,
         sample=request.sample,
         prompt=item.prompt,
-        response=text,
-        finish_reason=finish_reason,
+        response=answer.text if answer else None,
+        finish_reason=answer.finish_reason if answer else None,
         response_tokens=answer.response_tokens if answer else None,
+        answer=None,
         gold=item.gold,
+        verdict="request_failed",
+        aisbench_answer=None,
+        aisbench_right=False,
+        aisbench_raises=False,
         attempts=outcome.attempts,
         seconds=round(outcome.seconds, 4),
         subject=item.subject,
         level=item.level,
         failure=outcome.failure,
         ended_at=round(time.time(), 3),
-        **vars(grader.grade(text, finish_reason, item.gold, not isinstance(item.prompt, str))),
+        reasoning=answer.reasoning if answer else None,
+        reasoning_tokens=answer.reasoning_tokens if answer else None,
     )
 
 

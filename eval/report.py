@@ -21,6 +21,11 @@ from eval.statistics import SIGNIFICANCE
 from eval.training import Steps, read_training_metrics, training_totals
 
 REPORT_JSON, REPORT_MARKDOWN, REPORT_PAGE = "report.json", "report.md", "report.html"
+SAME_MODEL = "Both sides are the same model: any change is noise of serving and sampling, not training."
+THESE_MODELS = (
+    "This compares these two models on items like these. It does not predict the result of training again with "
+    "another seed."
+)
 
 
 def write_report(
@@ -40,16 +45,21 @@ def write_report(
     comparison = compare_evaluations(before, after)
     steps = read_training_metrics(train_metrics) if train_metrics is not None else []
     report = make_report(comparison, steps, provenance)
-    output_dir = make_folder(output_dir)
+    write_pages(report, render_html(report, draw(comparison, steps), pack_items(before, after)), output_dir)
+    return report
+
+
+def write_pages(report: Mapping[str, Any], page: str, output_dir: str | Path) -> None:
+    """Write report.json, report.md and the page as report.html to the folder."""
     files = {
         REPORT_JSON: json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         REPORT_MARKDOWN: render_markdown(report),
-        REPORT_PAGE: render_html(report, draw(comparison, steps), pack_items(before, after)),
+        REPORT_PAGE: page,
     }
+    output_dir = make_folder(output_dir)
     for name, text in files.items():
         # A response may contain a lone surrogate, which UTF-8 cannot encode.
         write_atomically(output_dir / name, text.encode(errors="replace"))
-    return report
 
 
 def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = UNKNOWN) -> dict[str, Any]:
@@ -74,6 +84,10 @@ def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = U
         "expected_false_alarms": SIGNIFICANCE * num_groups,
         "flips": flips,
         "train": training_totals(steps),
+        "gates": [],
+        "baselines": [],
+        "absent": {},
+        "checkpoints": None,
         "data": provenance.card,
         "stages": {name: dict(stage) for name, stage in provenance.stages.items()},
         "artifacts": {name: str(path) for name, path in provenance.artifacts.items()},
@@ -85,7 +99,7 @@ def make_report(comparison: Comparison, steps: Steps, provenance: Provenance = U
 
 def render_markdown(report: Mapping[str, Any]) -> str:
     """report.md for terminals and Prefect's page: aligned tables, at most 100 columns except for paths."""
-    return render("report.md.j2", report=report)
+    return render("suite.md.j2" if "benchmarks" in report else "report.md.j2", report=report)
 
 
 def render_html(report: Mapping[str, Any], plots: Plots, items: PackedItems) -> str:
@@ -141,7 +155,7 @@ def notes(comparison: Comparison) -> list[str]:
     found = []
     sides = {"before": comparison.before, "after": comparison.after}
     if comparison.before.model == comparison.after.model:
-        found.append("Both sides are the same model: any change is noise of serving and sampling, not training.")
+        found.append(SAME_MODEL)
     unproven = [name for name, side in sides.items() if NO_LOGPROBS in side.weights]
     if unproven:
         found.append(
@@ -159,11 +173,7 @@ def notes(comparison: Comparison) -> list[str]:
             f"The graders differ: under AISBench's string rule the change is {points(aisbench.difference)} points "
             f"(95 % interval {points(aisbench.ci95[0])} to {points(aisbench.ci95[1])}, p {format_p(aisbench.p)})."
         )
-    found.append(
-        "This compares these two models on items like these. It does not predict the result of training again "
-        "with another seed."
-    )
-    return found
+    return [*found, THESE_MODELS]
 
 
 def _items(comparison: Comparison) -> str:

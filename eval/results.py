@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ class Row:
     id: str  # of the item
     sample: int  # 0 to k - 1, of k responses to the item
     prompt: Prompt  # as sent: messages of a chat, or the text to complete
-    response: str | None  # None: the request failed, `failure` says why
+    response: str | None  # without thinking; None: the request failed, `failure` says why
     finish_reason: str | None
-    response_tokens: int | None
+    response_tokens: int | None  # with the thinking's
     answer: str | None  # by the exact grader
     gold: str
     verdict: Verdict  # of the exact grader
@@ -56,11 +56,29 @@ class Row:
     level: str | None
     failure: str | None
     ended_at: float | None = None  # Unix time; None in results of earlier versions
+    reasoning: str | None = None  # thinking, with its tags where the text held it; never graded
+    reasoning_tokens: int | None = None  # as the server counts them
 
     @property
     def key(self) -> RowKey:
         """Identifies the row within its evaluation."""
         return self.id, self.sample
+
+    @property
+    def text(self) -> str | None:
+        """The response as the server sent it: with thinking that no parser took out."""
+        return f"{self.reasoning or ''}{self.response}" if self.is_inline else self.response
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the thinking was part of the text, in tags."""
+        thinking = self.reasoning or ""
+        return thinking.endswith("</think>") or (self.response == "" and "<think>" in thinking)
+
+    @property
+    def is_cut_while_thinking(self) -> bool:
+        """True for thinking in the text that does not end, however the server says that the response ended."""
+        return self.is_inline and not str(self.reasoning).endswith("</think>")
 
     @property
     def is_right(self) -> bool:

@@ -21,6 +21,7 @@ _REACH_ITEMS = 30  # fewer say less about what was not seen
 _UNSEEN = 1e-12  # weight of a possible value that did not occur
 _MOST_TILT = 80.0
 _ABOVE_ZERO = 1e-9
+_GRID_CELLS = 2**17  # of half the range of a pooled sum
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,51 @@ def sign_flip_test(changes: Sequence[int]) -> PValues:
     conservative, and rejects slightly more often than 5 % of the time. Both are 1 if nothing changed.
     """
     observed = abs(sum(changes))
-    sizes, counts = np.unique(np.abs(np.asarray(changes, dtype=np.int64)), return_counts=True)
-    chances: np.ndarray = np.ones(1)  # of sums -total, -total + 2, ..., total
-    total = 0
-    for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
-        if size:
-            spread = np.zeros(size * count + 1)
-            spread[::size] = _fair_binomial(count)
-            chances = np.convolve(chances, spread)
-            total += size * count
+    chances = _chances_of_sums(changes)
+    total = len(chances) - 1
     if total == 0:
         return PValues(1.0, 1.0)
     sums = np.abs(np.arange(-total, total + 1, 2))
     same = float(chances[sums == observed].sum())
     beyond = float(chances[sums > observed].sum())
     return PValues(min(1.0, beyond + same), min(1.0, beyond + same / 2))
+
+
+def pooled_sign_flip_test(strata: Sequence[tuple[Sequence[int], float]]) -> PValues:
+    """`sign_flip_test` of the sum over strata of `scale` times the changes, given as (changes, scale).
+
+    The same permutation test: every item of every stratum keeps or flips its sign. The scales of strata have no
+    common unit, so each stratum's sums are rounded to a grid of 2**17 cells up to the largest possible sum. Sums
+    that rounding might have brought below the observed one count as equal to it: p is never too small.
+    """
+    drawn = [(_chances_of_sums(changes), scale) for changes, scale in strata]
+    reach = sum(scale * (len(chances) - 1) for chances, scale in drawn)
+    if reach == 0:
+        return PValues(1.0, 1.0)
+    step, slack = reach / _GRID_CELLS, reach / _GRID_CELLS * len(drawn)
+    size = 2 ** (2 * _GRID_CELLS + len(drawn)).bit_length()
+    spectrum = np.ones(size // 2 + 1, dtype=complex)
+    for chances, scale in drawn:
+        places = np.rint(2 * scale / step * np.arange(len(chances))).astype(np.int64)
+        spectrum *= np.fft.rfft(np.bincount(places, chances, minlength=size))
+    pooled = np.clip(np.fft.irfft(spectrum, size), 0.0, None)
+    distances = np.abs(np.arange(size) * step - reach)
+    observed = abs(sum(scale * sum(changes) for changes, scale in strata))
+    same = float(pooled[np.abs(distances - observed) <= slack].sum())
+    beyond = float(pooled[distances > observed + slack].sum())
+    return PValues(min(1.0, beyond + same), min(1.0, beyond + same / 2))
+
+
+def _chances_of_sums(changes: Sequence[int]) -> np.ndarray:
+    """Chances of the sums -total, -total + 2, ..., total of the changes with random signs."""
+    sizes, counts = np.unique(np.abs(np.asarray(changes, dtype=np.int64)), return_counts=True)
+    chances: np.ndarray = np.ones(1)
+    for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+        if size:
+            spread = np.zeros(size * count + 1)
+            spread[::size] = _fair_binomial(count)
+            chances = np.convolve(chances, spread)
+    return chances
 
 
 @dataclass(frozen=True)
@@ -78,9 +109,57 @@ def measure_change(changes: Sequence[int], num_samples: int) -> PairedChange:
     test = sign_flip_test(changes)
     n, difference = len(changes), sum(changes) / (num_samples * len(changes))
     low, high = change_interval([change / num_samples for change in changes], num_samples)
+    return _decided(n, difference, (low, high), test, 1 / (n * num_samples))
+
+
+@dataclass(frozen=True)
+class Stratum:
+    """One benchmark's part of a pooled change: an item's changes are in responses of `num_samples`."""
+
+    changes: Sequence[int]
+    num_samples: int
+    weight: float
+
+
+def measure_pooled_change(strata: Sequence[Stratum]) -> PairedChange:
+    """The weighted mean of the strata's mean changes, stratified and paired; no stratum may be empty.
+
+    The test is `pooled_sign_flip_test`. The interval is MOVER's (Zou, Huang and Zhang, Comput Stat Data Anal
+    53:1080, 2009), which combines the strata's own score intervals as squares: strata are independent, and their
+    intervals may be lopsided.
+    """
+    total = sum(stratum.weight for stratum in strata)
+    difference = below = above = least = 0.0
+    for stratum in strata:
+        k, n, share = stratum.num_samples, len(stratum.changes), stratum.weight / total
+        mean = sum(stratum.changes) / (n * k)
+        low, high = change_interval([change / k for change in stratum.changes], k)
+        difference += share * mean
+        below += (share * (mean - low)) ** 2
+        above += (share * (high - mean)) ** 2
+        least = max(least, share / (n * k))
+    interval = max(-1.0, difference - math.sqrt(below)), min(1.0, difference + math.sqrt(above))
+    test = pooled_sign_flip_test(
+        [(each.changes, each.weight / total / (each.num_samples * len(each.changes))) for each in strata]
+    )
+    return _decided(sum(len(each.changes) for each in strata), difference, interval, test, least)
+
+
+def pooled_share(shares: Sequence[tuple[float, Interval, float]]) -> tuple[float, Interval]:
+    """The weighted mean of independent shares with MOVER's interval; each is (share, interval, weight)."""
+    total = sum(weight for _, _, weight in shares)
+    mean = sum(weight * share for share, _, weight in shares) / total
+    below = math.sqrt(sum((weight / total * (share - low)) ** 2 for share, (low, _), weight in shares))
+    above = math.sqrt(sum((weight / total * (high - share)) ** 2 for share, (_, high), weight in shares))
+    return mean, (max(0.0, mean - below), min(1.0, mean + above))
+
+
+def _decided(n: int, difference: float, interval: Interval, test: PValues, response: float) -> PairedChange:
+    """The change with its interval on the side of zero that the test says; `response` is the weight of one."""
+    low, high = interval
     # As many standard errors as the power needs, and no less than with changes of one response in one direction.
     needed = _Z + NormalDist().inv_cdf(POWER)
-    detectable = min(1.0, max(needed / _Z * (high - low) / 2, needed**2 / (n * num_samples)))
+    detectable = min(1.0, max(needed / _Z * (high - low) / 2, needed**2 * response))
     if test.p >= SIGNIFICANCE:
         low, high = min(low, 0.0), max(high, 0.0)
     elif difference > 0:

@@ -21,6 +21,7 @@ from eval.results import (
     rate,
 )
 from eval.statistics import share_interval
+from eval.thinking import Budget, Thinking, by_limit, measure_thinking
 
 IsSame = Callable[[str, str], bool]  # of two answers
 
@@ -44,6 +45,8 @@ class Summary:
     truncated_rate: float
     request_failed_rate: float
     mean_response_tokens: float | None
+    thinking: Thinking | None
+    by_limit: list[Budget]  # what lower token limits would have left
     aisbench: dict[str, float]  # {accuracy, raises: rows on which AISBench itself would raise}
     agreement: dict[str, int]  # of the two graders over answered rows, see count_agreement
     disagreements: list[dict[str, Any]]  # the rows that only one grader calls right
@@ -68,6 +71,8 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
         truncated_rate=rate(answered, lambda row: row.verdict == "truncated"),
         request_failed_rate=rate(rows, lambda row: not row.is_answered),
         mean_response_tokens=mean_response_tokens(answered),
+        thinking=measure_thinking(answered),
+        by_limit=[budget for (budget,) in by_limit(settings["sampling"].get("max_tokens"), answered)],
         aisbench={
             "accuracy": rate(answered, lambda row: row.aisbench_right),
             "raises": sum(row.aisbench_raises for row in answered),

@@ -35,7 +35,7 @@ def training_totals(steps: Steps) -> dict[str, Any]:
     A total is None when no step carries its key.
     """
     return {
-        "steps": len(steps),
+        "steps": sum(metrics["step"] > 0 for metrics in steps),  # 0 is a validation before training
         "tokens_trained": _total(steps, "perf/trained_response_tokens"),
         "tokens_generated": _total(steps, "perf/generated_tokens"),
         "seconds": _total(steps, "timing_s/step"),

@@ -9,9 +9,10 @@ from prefect.states import Completed, State
 from pydantic import Field
 
 from flows.config import load_config
-from flows.dapo_full import run_chain
+from flows.dapo_full import outcome, run_chain
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
 from tasks.preflight.run import require_ready
+from tasks.runs.nights import with_last_night
 from tasks.runs.run import Run, RunSkipped
 from tasks.training_lock import check_free, hold, nightly_lock_path, training_lock_path
 
@@ -27,9 +28,10 @@ def dapo_nightly(
     max_late_hours: Annotated[float, Field(gt=0)] = 3.0,
     fresh_seed: bool = True,
 ) -> dict[str, Any] | State[Any]:
-    """Train and report as dapo-full does; skipped when another training runs or it starts too late."""
+    """Train and report as dapo-full does, beside last night's model; skipped if late or while another trains."""
     scheduled = flow_run.scheduled_start_time
-    settings = load_config(config, (*overrides, *seed_of_night(scheduled, fresh_seed)))
+    changes = (*overrides, *seed_of_night(scheduled, fresh_seed))
+    settings = load_config(config, (*changes, *with_last_night(load_config(config, changes))))
     require_ready(settings)
     try:
         with Run.start(settings, flow="dapo-nightly") as run:
@@ -37,7 +39,7 @@ def dapo_nightly(
                 check_in_time(scheduled, datetime.datetime.now(datetime.timezone.utc), max_late_hours)
             with hold(nightly_lock_path(settings), run.folder.name, skips_if_locked=True):
                 check_free(training_lock_path(settings), settings)
-                return run_chain(run, settings.flow.webhook, skips_if_locked=True)
+                return outcome(run_chain(run, settings.flow.webhook, skips_if_locked=True))
     except RunSkipped as reason:
         logger.warning("%s", reason)
         return Completed(name="Skipped", message=str(reason))

@@ -6,7 +6,7 @@ import json
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -16,6 +16,7 @@ from dapo_core.config.fields import is_section, is_volatile
 from dapo_core.config.loading import nearest
 from dapo_core.errors import ConfigError
 from flows.config import Config
+from tasks.baseline_config import BaselineConfig
 from tasks.data_config import SetConfig
 from tasks.evaluate_config import BenchmarkConfig
 from tasks.stages import STAGES
@@ -134,11 +135,15 @@ def _bounds(field: FieldInfo) -> str:
 
 def _values(annotation: Any) -> str:
     origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _values(parts[0])
     if origin is Literal:
         return ", ".join(map(str, parts))
     if origin in (Union, types.UnionType):
         return " or ".join(_values(part) for part in parts)
     if origin in (tuple, list):
+        if parts[0] is BaselineConfig:
+            return "a list of models"
         return (
             f"a list of {_values(parts[0])}"
             if parts[0] not in (SetConfig, BenchmarkConfig)

@@ -36,18 +36,33 @@ FIGURES = ("difference", "ci95", "p", "n")
 
 def report_result(run: Run, report: Mapping[str, Any], webhook: WebhookConfig) -> None:
     """Send a finished report to the webhook, if there is one; a webhook that fails is a warning."""
+    of = f" on {report['headline']}" if "headline" in report else ""
     payload = {
         "event": "report",
-        "text": f"{run.config.run.name}: {report['verdict']} ({points(report['difference'])} points)",
+        "text": f"{run.config.run.name}: {report['verdict']} ({points(report['difference'])} points{of})",
         "recipe": run.config.run.name,
         "run": run.folder.name,
         "verdict": report["verdict"],
         **{side: report[side]["accuracy"] for side in ("before", "after")},
         **{name: report[name] for name in FIGURES},
+        "failed_gates": [gate for gate in report["gates"] if gate["is_passed"] is False],
+        **suite_figures(report),
         "report": str(run.folder / REPORT_FOLDER / REPORT_PAGE),
         "flow_run": _flow_run(runtime.flow_run.name, runtime.flow_run.id),
     }
     send(webhook, payload)
+
+
+def suite_figures(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a suite, whose other figures are its headline's: every benchmark's change and the pooled one."""
+    if "benchmarks" not in report:
+        return {}
+    shown = ("name", "before", "after", "difference", "ci95", "p", "p_holm", "direction", "n")
+    return {
+        "headline": report["headline"],
+        "benchmarks": [{name: row[name] for name in shown} for row in report["benchmarks"]],
+        "pooled": {name: report["pooled"][name] for name in ("before", "after", *FIGURES)},
+    }
 
 
 def report_failure(flow: Any, flow_run: Any, state: Any) -> None:

@@ -39,7 +39,11 @@ class TrainingLog:
         self.began = 0.0
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Log a finished training step."""
+        """Log a finished training step; 0 is the validation before training."""
+        if step == 0:
+            words = f"right {metrics['validation/accuracy']:.1%} of the held-out problems before training"
+            logger.info("training step 0/%d: %s", self.total_steps, words)
+            return
         parts = [f"right {metrics['sampler/accuracy']:.1%}"]
         if "response_length/mean" in metrics:
             parts.append(f"length {metrics['response_length/mean']:.0f} tokens")

@@ -1,11 +1,12 @@
 """One flow per stage: the task that the whole chain calls, with what it needs taken from the store."""
 
-from typing import Any, Literal
+from typing import Any
 
 from flows.config import load_config
 from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
 from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
-from tasks.links import link_of
+from tasks.links import label_of, link_of
+from tasks.runs.columns import take_columns
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.run import Run
 
@@ -18,11 +19,15 @@ def prepare(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), forc
 
 
 @recipe_flow("fetch-model")
-def fetch(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force: bool = False) -> str:
-    """Fetch the model that a recipe begins from."""
-    with Run.start(load_config(config, overrides), "fetch-model", ["fetch_model"] * force) as run:
-        needs_data = "prepare_data" in link_of(run.config, "fetch_model").needs
-        return fetch_model(run, run.take("prepare_data") if needs_data else None).path
+def fetch(
+    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: str | None = None, force: bool = False
+) -> str:
+    """Fetch the model that a recipe begins from, or a baseline."""
+    settings = load_config(config, overrides)
+    label = label_of(settings, "fetch_model", side)
+    with Run.start(settings, "fetch-model", [label] * force) as run:
+        needs_data = "prepare_data" in link_of(run.config, label).needs
+        return fetch_model(run, run.take("prepare_data") if needs_data else None, label).path
 
 
 @recipe_flow("train-policy")
@@ -33,31 +38,35 @@ def train(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force:
 
 
 @recipe_flow("merge-checkpoint")
-def merge(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force: bool = False) -> str:
-    """Merge a recipe's trained shards in the store into a model folder."""
-    with Run.start(load_config(config, overrides), "merge-checkpoint", ["merge_checkpoint"] * force) as run:
-        return merge_checkpoint(run, run.take("train_policy")).path
+def merge(
+    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: str | None = None, force: bool = False
+) -> str:
+    """Merge a recipe's trained shards in the store, or those of one step, into a model folder."""
+    settings = load_config(config, overrides)
+    label = label_of(settings, "merge_checkpoint", side)
+    with Run.start(settings, "merge-checkpoint", [label] * force) as run:
+        step = None if side is None else int(side.removeprefix("step_"))
+        return merge_checkpoint(run, run.take("train_policy"), label, step).path
 
 
 @recipe_flow("evaluate-model")
 def evaluate(
-    config: ConfigPath = DEFAULT_CONFIG,
-    overrides: Overrides = (),
-    side: Literal["before", "after"] = "after",
-    force: bool = False,
+    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: str = "after", force: bool = False
 ) -> str:
-    """Ask a recipe's model in the store, untrained or trained, every held-out problem."""
-    label = f"evaluate_{side}"
-    with Run.start(load_config(config, overrides), "evaluate-model", [label] * force) as run:
-        model = run.take("fetch_model" if side == "before" else "merge_checkpoint")
-        return evaluate_model(run, run.take("prepare_data"), model, label).path
+    """Ask a recipe's model in the store every held-out problem: before, after, a baseline, or step_N."""
+    settings = load_config(config, overrides)
+    label = label_of(settings, "evaluate_model", side)
+    with Run.start(settings, "evaluate-model", [label] * force) as run:
+        data, *models = map(run.take, link_of(settings, label).needs)
+        return evaluate_model(run, data, models[0] if models else None, label).path
 
 
 @recipe_flow("compare")
 def compare(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = ()) -> str:
     """Write the report on a recipe's two evaluations in the store."""
     with Run.start(load_config(config, overrides), "compare") as run:
-        write_report(run, run.take("evaluate_before"), run.take("evaluate_after"), run.take("train_policy"))
+        before, after = run.take("evaluate_before"), run.take("evaluate_after")
+        write_report(run, before, after, run.take("train_policy"), take_columns(run))
         return str(run.folder / REPORT_FOLDER)
 
 

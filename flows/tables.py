@@ -106,7 +106,7 @@ def print_runs(runs: Sequence[RecordedRun], short_ids: Mapping[str, str]) -> Non
             f"{_local(run.started_at):{when}}",
             short_ids[run.id],
             *[Text(name, no_wrap=True, overflow="ellipsis") for name in (run.name, run.flow)[: 1 + has_flow]],
-            run.state,
+            "gate failed" if run.report and run.report.get("failed_gates") else run.state,
             f"{run.num_cached}/{run.num_built}",
             *_result(run.report),
             _duration(run.seconds),

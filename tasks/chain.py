@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prefect.runtime import task_run
 
-from dapo_core.checkpoint.folder import CHECKPOINTS, checkpoint_folders
+from dapo_core.checkpoint.folder import CHECKPOINTS, checkpoint_folders, named_step, step_folder
 from dapo_core.checkpoint.manifest import shard_digests
+from dapo_core.errors import CheckpointError
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
 from durable import read_json_lines
@@ -22,18 +24,20 @@ from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output, algorithm_
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.data.prepare import build_dataset
-from tasks.evaluation_settings import evaluate_servers
+from tasks.evaluation_settings import evaluate_servers, served_folder
 from tasks.fetched_model import fetched_metrics, link_known_files, place_chat_template
-from tasks.links import link_of
+from tasks.links import Link, baseline_of, link_of
 from tasks.page import StageProgress, show_report
 from tasks.processes.cancellation import is_worker_restart
 from tasks.processes.detached import DetachOptions
 from tasks.references import COMMIT
+from tasks.runs.columns import Columns
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import report_run
 from tasks.runs.run import Run
 from tasks.serve_model.command import served_name
-from tasks.serve_model.servers import serve_model
+from tasks.serve_model.servers import Server, serve_model
+from tasks.served_baseline import served_model
 from tasks.stage_command import link_log, run_dapo
 from tasks.stage_task import retried_task, stage_task
 from tasks.training_lock import hold, training_lock_path
@@ -48,28 +52,28 @@ def prepare_data(run: Run) -> Artifact:
     return run.produce("prepare_data", key, lambda folder: build_dataset(run.config, folder))
 
 
-@stage_task("fetch-model")
-def fetch_model(run: Run, data: Artifact | None) -> Artifact:
-    """The model to improve, a Hugging Face folder: built, taken from a local folder, or fetched.
+@stage_task("fetch-model", task_run_name="{label}")
+def fetch_model(run: Run, data: Artifact | None, label: str = "fetch_model") -> Artifact:
+    """The model to improve or a baseline, a Hugging Face folder: built, taken from a local folder, or fetched.
 
     Only a built one needs the data. A cut download is continued by the next attempt.
     """
-    key = link_of(run.config, "fetch_model").key(*([] if data is None else [data]))
-    model = run.config.model
+    link = link_of(run.config, label)
+    key, model = link.key(*([] if data is None else [data])), link.config.model
 
     def build(folder: Path) -> Mapping[str, Any]:
         if model.source == "path":
-            return take_model_folder(run.config, folder)
-        words: list[str | Path] = ["fetch-model", run.config_path, "--output", folder]
+            return take_model_folder(link.config, folder)
+        words: list[str | Path] = ["fetch-model", run.config_of(link), "--output", folder]
         if data is not None and model.source == "recipe":
             words += ["--data", Path(data.path) / TRAIN_FILE]
         else:
             words += ["--commit", key.inputs[COMMIT]]
             link_known_files(run.store, key.stage, key.inputs, folder)
-        run_dapo(words, run, key, on_line=StageProgress(run, "fetch_model").on_line)
+        run_dapo(words, run, key, on_line=StageProgress(run, label).on_line)
         return {} if model.source == "recipe" else fetched_metrics(model, key.inputs, folder)
 
-    return run.produce("fetch_model", key, build)
+    return run.produce(label, key, build)
 
 
 def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
@@ -96,13 +100,16 @@ def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
 
 
 @stage_task("evaluate-model", task_run_name="{label}", afterwards="run it again: it asks only for what is missing")
-def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Artifact:
+def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str) -> Artifact:
     """The results folder (results.jsonl, settings.json, summary.json) of one model, recorded as `label`.
+
+    Without `model`, that of a baseline which is served elsewhere.
 
     A failed attempt keeps its answers; the next one with the same key asks only for what is missing.
     """
     settings = run.config.evaluate
-    key = link_of(run.config, label).key(data, model)
+    link = link_of(run.config, label)
+    key = link.key(data, *([] if model is None else [model]))
 
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
@@ -110,18 +117,32 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact, label: str) -> Art
         evaluation_set = load_set(
             Path(data.path) / EVAL_FILE, None, settings.prompt, settings.api, settings.system_prompt
         )
-        name = served_name(model.digest)
-        with serve_model(model.path, run.config.served, log_path=log_path, name=name) as servers:
+        with served(link, model, log_path) as (servers, digest, model_folder):
             urls = ", ".join(server.base_url for server in servers)
             logger.info("%s serves on %s; asking %d items", servers[0].model, urls, len(evaluation_set.items))
             on_progress = StageProgress(run, label).on_progress
             summary = evaluate_servers(
-                evaluation_set, servers, settings, folder, model.digest, on_progress, Path(model.path)
+                evaluation_set, servers, settings, folder, digest, on_progress, model_folder
             )
-        commands = [server.command for server in servers]
+        commands = [server.command for server in servers if server.command]
         return {"accuracy": summary.accuracy, "n": summary.n, "serve_commands": commands}
 
     return run.produce(label, key, build)
+
+
+@contextlib.contextmanager
+def served(
+    link: Link, model: Artifact | None, log_path: Path
+) -> Iterator[tuple[Sequence[Server], str, Path | None]]:
+    """The servers of a model, what identifies it, and its folder; without a model, of the baseline at its URL."""
+    if model is None:
+        baseline = served_model(link.config, baseline_of(link))
+        baseline.remember()
+        yield [baseline.server], baseline.digest, served_folder(baseline.server)
+        return
+    name = served_name(model.digest)
+    with serve_model(model.path, link.config.served, log_path=log_path, name=name) as servers:
+        yield servers, model.digest, Path(model.path)
 
 
 @stage_task("train-policy", afterwards="run it again: it continues from its last checkpoint")
@@ -140,7 +161,7 @@ def train_policy(run: Run, data: Artifact, model: Artifact, skips_if_locked: boo
         words += ["--data", Path(data.path) / TRAIN_FILE, "--model", model.path, "--output", folder]
         if run.config.validation.every:
             words += ["--held-out", Path(data.path) / EVAL_FILE]
-        words += resume_words(run.config.checkpoint.resume, attempt)
+        words += [*resume_words(run.config.checkpoint.resume, attempt), *keep_words(run.config)]
         detach = DetachOptions(
             unwatched_seconds=60 * run.config.flow.unwatched_minutes,
             stop_seconds=run.config.flow.stop_seconds,
@@ -163,6 +184,12 @@ def resume_words(resume: str, attempt: int) -> list[str]:
     return ["--set", "checkpoint.resume=auto"] if resume == "never" and attempt > 1 else []
 
 
+def keep_words(config: ChainConfig) -> list[str]:
+    """Options for a training to keep the checkpoints that are evaluated afterwards."""
+    steps = sorted({*config.checkpoint.keep_steps, *config.checkpoint_steps})
+    return ["--set", f"checkpoint.keep_steps={steps}"] if steps else []
+
+
 def checkpoint_digests(folder: Path) -> dict[str, str]:
     """Digests of the training's shards, which its ranks took while they wrote them, by path in the output."""
     return {
@@ -179,31 +206,48 @@ def last_metrics(folder: Path) -> dict[str, float]:
     return {name: last[name] for name in names if name in last}
 
 
-@stage_task("merge-checkpoint")
-def merge_checkpoint(run: Run, training: Artifact) -> Artifact:
-    """The trained model as a Hugging Face folder that transformers and vLLM load."""
-    key = link_of(run.config, "merge_checkpoint").key(training)
+@stage_task("merge-checkpoint", task_run_name="{label}")
+def merge_checkpoint(
+    run: Run, training: Artifact, label: str = "merge_checkpoint", step: int | None = None
+) -> Artifact:
+    """The trained model, or that of one step, as a Hugging Face folder that transformers and vLLM load."""
+    key = link_of(run.config, label).key(training)
+    source = Path(training.path) if step is None else step_checkpoint(training, step)
 
     def build(folder: Path) -> Output:
         from dapo_core.merge.run import remove_leftovers
 
         merge = run.config.merge
-        options = ["--checkpoint", merge.checkpoint, "--dtype", merge.dtype]
+        options = ["--checkpoint", merge.checkpoint if step is None else "latest", "--dtype", merge.dtype]
         options += ["--max-shard-bytes", str(merge.max_shard_bytes)]
         remove_leftovers(folder.parent)
-        run_dapo(["merge", training.path, folder, *options], run, key)
+        run_dapo(["merge", source, folder, *options], run, key)
         files = json.loads((folder / MERGE_MANIFEST).read_text(encoding="utf-8"))["files"]
         digests = {
             name: f"blake3:{row['blake3']}" for name, row in files.items() if algorithm_for(name) == "blake3"
         }
         return Output({"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}, digests)
 
-    return run.produce("merge_checkpoint", key, build)
+    return run.produce(label, key, build)
+
+
+def step_checkpoint(training: Artifact, step: int) -> Path:
+    """The checkpoint of a step in a training's output. Raises CheckpointError when it was not kept."""
+    folder = Path(training.path) / CHECKPOINTS
+    if not (path := step_folder(folder, step)).is_dir():
+        kept = ", ".join(str(named_step(other)) for other in checkpoint_folders(folder))
+        raise CheckpointError(
+            f"the training in the store kept checkpoints of steps {kept}, and evaluate.checkpoints names {step}; "
+            "dapo stage train-policy CONFIG --force trains again and keeps it, or name one of these"
+        )
+    return path
 
 
 @retried_task("write-report")
-def write_report(run: Run, before: Artifact, after: Artifact, training: Artifact) -> dict[str, Any]:
+def write_report(
+    run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
+) -> dict[str, Any]:
     """The before/after report, written to the run's folder and shown on Prefect's page."""
-    report = report_run(run, before, after, training)
+    report = report_run(run, before, after, training, columns)
     show_report(run, run.folder / REPORT_FOLDER, report["verdict"])
     return report

@@ -152,6 +152,16 @@ class ChainConfig(TrainingConfig):
         return self
 
     @property
+    def checkpoint_steps(self) -> tuple[int, ...]:
+        """The steps of evaluate.checkpoints."""
+        return self.evaluate.steps(self.train.total_steps)
+
+    @model_validator(mode="after")
+    def _evaluated_checkpoints_are_saved(self) -> ChainConfig:
+        self.require_saved("evaluate.checkpoints", self.checkpoint_steps)
+        return self
+
+    @property
     def lengths(self) -> Lengths:
         """The keys that bound tokens of prompts and responses."""
         return Lengths(

@@ -10,14 +10,12 @@ from typing import Any, Literal
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from dapo_core.config.fields import JsonObject, Section, key, volatile
+from eval.gates import BEFORE, LAST_NIGHT, parse_gate
 from eval.problems.registry import POOLED, find_set
+from tasks.baseline_config import BaselineConfig
 from tasks.data_config import ColumnsConfig
 
 _NAME = re.compile(r"\w[\w-]*")
-_NUMBER = r"\d+(?:\.\d+)?"
-_GATE = re.compile(
-    rf"(?P<name>\w[\w-]*)(?:\.\w+)?\s*(?:>=|<=|>|<)\s*(?:{_NUMBER}|[A-Za-z][\w-]*(?:\s+[+-]\s*{_NUMBER})?)"
-)
 
 
 class BenchmarkConfig(Section):
@@ -89,6 +87,13 @@ class EvaluateConfig(Section):
     headline: str | None = key(None, "The benchmark whose difference is the verdict; unset: the first.")
     gates: tuple[str, ...] = volatile(
         (), "What must hold after training, such as math500 >= before - 1 (docs/evaluation.md)."
+    )
+    baselines: tuple[BaselineConfig, ...] = volatile(
+        (),
+        "Further models to ask, each a column: name, and path, id or base_url (docs/evaluation.md).",
+    )
+    checkpoints: tuple[int, ...] | str = volatile(
+        (), "Training steps whose checkpoints are kept, merged and asked too: a list, or every N."
     )
     benchmark: str | None = key(
         None,
@@ -184,6 +189,29 @@ class EvaluateConfig(Section):
                 )
         return benchmarks
 
+    @field_validator("baselines")
+    @classmethod
+    def _baselines_differ(cls, baselines: tuple[BaselineConfig, ...]) -> tuple[BaselineConfig, ...]:
+        names = [one.name.lower() for one in baselines]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"evaluate.baselines names {twice!r} twice; give one of them another name")
+        return baselines
+
+    @field_validator("checkpoints", mode="before")
+    @classmethod
+    def _steps_or_every(cls, value: Any) -> Any:
+        if isinstance(value, str) and re.fullmatch(r"every [1-9]\d*", value):
+            return value
+        if isinstance(value, list | tuple) and all(type(step) is int for step in value):
+            return tuple(sorted(set(value)))
+        raise ValueError(
+            f"evaluate.checkpoints={value!r} is neither a list of steps, such as [20, 40], nor every N"
+        )
+
+    @field_serializer("baselines")
+    def _baselines_as_written(self, baselines: tuple[BaselineConfig, ...]) -> Any:
+        return [one.model_dump(exclude_unset=True) for one in baselines]
+
     @field_serializer("benchmarks")
     def _as_written(self, benchmarks: tuple[BenchmarkConfig, ...]) -> Any:
         dumped = [one.model_dump(exclude_unset=True) for one in benchmarks]
@@ -195,18 +223,15 @@ class EvaluateConfig(Section):
         if self.headline is not None and self.headline not in names:
             raise ValueError(f"evaluate.headline={self.headline} is none of evaluate.benchmarks: {_listed(names)}")
         for gate in self.gates:
-            match = _GATE.fullmatch(gate.strip())
-            if match is None:
-                raise ValueError(
-                    f"evaluate.gates: {gate!r} is not NAME[.METRIC] >= NUMBER, nor NAME >= before - NUMBER; names "
-                    f"are benchmarks or {POOLED}, signs are >=, >, <= and <"
-                )
-            if names and match["name"] not in (*names, POOLED):
-                raise ValueError(
-                    f"evaluate.gates: {gate!r} names {match['name']}, which is none of evaluate.benchmarks: "
-                    f"{_listed(names)}, {POOLED}"
-                )
+            parse_gate(gate, names, (BEFORE, *(one.name for one in self.baselines), LAST_NIGHT))
         return self
+
+    def steps(self, total_steps: int) -> tuple[int, ...]:
+        """The steps of `checkpoints`; of "every N" those before the last step, whose model is asked anyway."""
+        if not isinstance(self.checkpoints, str):
+            return self.checkpoints
+        every = int(self.checkpoints.removeprefix("every "))
+        return tuple(range(every, total_steps, every))
 
     def of(self, benchmark: BenchmarkConfig) -> EvaluateConfig:
         """The section as it holds for one benchmark alone."""

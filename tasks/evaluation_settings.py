@@ -6,9 +6,10 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -20,7 +21,9 @@ from eval.run import OnProgress, evaluate
 from eval.summary import Summary
 from redaction import redact
 from tasks.config import EvaluateConfig
-from tasks.serve_model.failure import ServeError
+from tasks.serve_model.failure import ServeError, ServerUnreachable
+
+CLIENT_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,15 @@ def evaluate_servers(
         max_failed_ratio=settings.max_failed_ratio,
         on_progress=on_progress,
     )
+
+
+@dataclass(frozen=True)
+class ServedBy:
+    """How the user names a server, for errors."""
+
+    url: str = "--base-url"
+    model: str = "--model-name"
+    key_variable: str = "VLLM_API_KEY"
 
 
 def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling:
@@ -112,19 +124,19 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     )
 
 
-def served_folder(server: Endpoint) -> Path | None:
+def served_folder(server: Endpoint, said: ServedBy = ServedBy()) -> Path | None:
     """The folder of the served model, if the server names one of this machine."""
-    root = Path(_served_models(server.url("models"), server.api_key or "").get(server.model, ""))
+    root = Path(_served_models(server, said).get(server.model, ""))
     return root if (root / "config.json").is_file() else None
 
 
-def served_model_identity(servers: Sequence[Endpoint]) -> str:
+def served_model_identity(servers: Sequence[Endpoint], said: ServedBy = ServedBy()) -> str:
     """A digest of the served model: its folder, and the files there if they are local.
 
-    Raises ServeError when a server cannot be reached, does not serve that name, or serves another model than the
-    first one.
+    Raises ServeError when a server does not serve that name, or serves another model than the first one, and
+    ServerUnreachable when one does not answer.
     """
-    identities = [_identity(server) for server in servers]
+    identities = [_identity(server, said) for server in servers]
     for server, identity in zip(servers, identities, strict=True):
         if identity != identities[0]:
             raise ServeError(
@@ -134,11 +146,11 @@ def served_model_identity(servers: Sequence[Endpoint]) -> str:
     return hashlib.sha256(repr(identities[0]).encode()).hexdigest()
 
 
-def _identity(server: Endpoint) -> tuple[str, list[tuple[str, int, int]]]:
+def _identity(server: Endpoint, said: ServedBy) -> tuple[str, list[tuple[str, int, int]]]:
     url = server.url("models")
-    roots = _served_models(url, server.api_key or "")
+    roots = _served_models(server, said)
     if server.model not in roots:
-        raise ServeError(f"{url} serves {', '.join(roots)}, not {server.model!r}; set --model-name")
+        raise ServeError(f"{url} serves {', '.join(roots)}, not {server.model!r}; set {said.model}")
     folder = Path(roots[server.model])
     files = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))
@@ -146,31 +158,37 @@ def _identity(server: Endpoint) -> tuple[str, list[tuple[str, int, int]]]:
     return str(folder), files
 
 
-def _served_models(url: str, api_key: str) -> dict[str, str]:
-    """Served name -> model folder, or the name again if the server does not list the folder."""
+def model_client(server: Endpoint, said: ServedBy = ServedBy()) -> httpx.Client:
+    """A client with the server's key. One on this machine is reached without the environment's proxy."""
+    api_key = server.api_key or ""
     if not (api_key.isascii() and api_key.isprintable()):  # the HTTP library's own refusal would quote it
         raise ServeError(
-            "VLLM_API_KEY holds a character that HTTP headers forbid, such as a newline; set it again"
+            f"{said.key_variable} holds a character that HTTP headers forbid, such as a newline; set it again"
         )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    is_near = urlsplit(server.base_url).hostname in LOOPBACK
+    return httpx.Client(headers=headers, timeout=CLIENT_SECONDS, trust_env=not is_near)
+
+
+def _served_models(server: Endpoint, said: ServedBy) -> dict[str, str]:
+    """Served name -> model folder, or the name again if the server does not list the folder."""
+    url = server.url("models")
     try:
-        # A server on this machine is reached without the environment's proxy.
-        is_near = httpx.URL(url).host in LOOPBACK
-        with httpx.Client(headers=headers, timeout=30.0, trust_env=not is_near) as client:
+        with model_client(server, said) as client:
             answer = client.get(url)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ServeError(
+        raise ServerUnreachable(
             f"{url} does not answer: {str(error) or type(error).__name__}; start it with dapo serve, or check "
-            "--base-url"
+            f"{said.url}"
         ) from None
     if answer.status_code in (401, 403):
-        said = "VLLM_API_KEY is not the server's" if api_key else "VLLM_API_KEY is not set"
-        raise ServeError(f"{url} refuses the key: HTTP {answer.status_code}; {said}")
+        why = f"{said.key_variable} is not " + ("the server's" if server.api_key else "set")
+        raise ServeError(f"{url} refuses the key: HTTP {answer.status_code}; {why}")
     try:
         models = answer.raise_for_status().json()["data"]
         return {model["id"]: str(model.get("root") or model["id"]) for model in models}
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
         raise ServeError(
-            f"{url} does not list models: HTTP {answer.status_code}, {redact(answer.text)[:100]!r}; --base-url "
+            f"{url} does not list models: HTTP {answer.status_code}, {redact(answer.text)[:100]!r}; {said.url} "
             "must be an OpenAI-compatible server"
         ) from None

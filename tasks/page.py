@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from prefect.runtime import flow_run, task_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from dapo_core.metrics import METRICS_FILE
+from dapo_core.validation import generations_file
 from durable import read_json_lines
 from eval.report import REPORT_MARKDOWN, REPORT_PAGE
 from redaction import redacted
@@ -41,6 +42,7 @@ UPDATE_SECONDS = 10.0
 REQUEST_SECONDS = 10.0
 RETRY_SECONDS, PATIENCE_SECONDS = 5.0, 60.0  # while the server is away
 NUM_STEPS = 10
+SHOWN_CHARACTERS = 2000  # of each end of a response
 STEP_LINE = re.compile(r"[a-z ]+ (?:step|percent) (?P<done>\d+)(?:/| of )(?P<total>\d+)\b.*")
 STEP_COLUMNS = {
     "step": "step",
@@ -65,7 +67,7 @@ def artifact_key(recipe: str, name: str) -> str:
     plain = recipe.lower().replace("_", "-")
     slug = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
     digest = "" if slug == plain else hashlib.sha256(recipe.encode()).hexdigest()[:6]
-    return "-".join(part for part in (slug, digest, name.replace("_", "-")) if part)
+    return "-".join(part for part in (slug, digest, name.lower().replace("_", "-")) if part)
 
 
 def show_stage(run: Run, label: str, artifact: Artifact) -> None:
@@ -118,7 +120,10 @@ class StageProgress:
     def __init__(self, run: Run, label: str, folder: Path | None = None) -> None:
         self._bar = PageArtifact(run, f"{label}-progress", "progress", f"{label} of {run.config.run.name}")
         self._table = PageArtifact(run, f"{label}-steps", "table", f"Newest steps of {run.config.run.name}")
-        self._metrics_path = None if folder is None else folder / METRICS_FILE
+        about = f"Newest validation of {run.config.run.name}"
+        self._generations = PageArtifact(run, f"{label}-generations", "markdown", about)
+        self._folder = folder
+        self._step_shown = -1
         self._update_at = 0.0
 
     def on_line(self, line: str) -> None:
@@ -131,10 +136,33 @@ class StageProgress:
         if time.monotonic() < self._update_at and done < total:
             return
         self._bar.show(round(100 * done / max(total, 1), 1))
-        if self._metrics_path is not None and (steps := read_json_lines(self._metrics_path)[-NUM_STEPS:]):
+        if self._folder is not None and (steps := read_json_lines(self._folder / METRICS_FILE)[-NUM_STEPS:]):
             rows = [{name: _number(step.get(key)) for name, key in STEP_COLUMNS.items()} for step in steps[::-1]]
             self._table.show(json.dumps(rows))
+            self._show_generations(self._folder, max(steps[-1]["step"], 0))
         self._update_at = time.monotonic() + UPDATE_SECONDS
+
+    def _show_generations(self, folder: Path, last_step: int) -> None:
+        """Put responses of the newest validation on the page."""
+        for step in range(last_step, self._step_shown, -1):
+            if rows := read_json_lines(generations_file(folder, step)):
+                self._generations.show(generations_page(step, rows))
+                self._step_shown = step
+                return
+
+
+def generations_page(step: int, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Responses of a validation as Markdown; of a long one the beginning and the end."""
+    parts = [f"# Responses after training step {step}"]
+    for row in rows:
+        about = f"{row['set']}: {row['verdict']}, score {_number(row['score'])}, answer {row['answer']!r}"
+        parts.append(f"## {about}, gold {row['gold']!r}".replace("\n", " "))
+        for name in ("prompt", "response"):
+            text = row[name]
+            if len(text) > 2 * SHOWN_CHARACTERS:
+                text = f"{text[:SHOWN_CHARACTERS]}\n[...]\n{text[-SHOWN_CHARACTERS:]}"
+            parts.append(f"{name}:\n\n" + "".join(f"    {line}\n" for line in text.splitlines()))
+    return "\n\n".join(parts)
 
 
 class PageArtifact:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import downloads
 from redaction import redacted
@@ -14,20 +14,27 @@ logger = logging.getLogger(__name__)
 
 COMMIT, FILE = "commit", "file "  # names of a key's inputs: the commit, and each file by its path
 
-_resolved: dict[tuple[str | tuple[str, ...], str], downloads.Snapshot] = {}
+Answer = TypeVar("Answer")
+
+_answers: dict[Hashable, Any] = {}
 _said: set[str] = set()
 
 
 def resolve_once(reference: str | tuple[str, ...], kind: downloads.Kind) -> downloads.Snapshot:
     """What the reference stands for, asked once a run. Raises DownloadError."""
-    if (reference, kind) not in _resolved:
-        _resolved[reference, kind] = downloads.resolve(reference, kind)
-    return _resolved[reference, kind]
+    return once_a_run((reference, kind), lambda: downloads.resolve(reference, kind))
+
+
+def once_a_run(question: Hashable, answer: Callable[[], Answer]) -> Answer:
+    """The answer to a question about something outside, which is asked once a run."""
+    if question not in _answers:
+        _answers[question] = answer()
+    return cast(Answer, _answers[question])
 
 
 def forget_resolved() -> None:
     """Have the next run ask again."""
-    _resolved.clear()
+    _answers.clear()
     _said.clear()
 
 

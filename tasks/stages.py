@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.checkpoint.resume import resume_digest
 from dapo_core.config.fields import result_values
@@ -23,6 +23,9 @@ from tasks.data.layout import EVAL_FILE, TRAIN_FILE
 from tasks.fetched_model import fetched_inputs
 from tasks.references import earlier_inputs
 
+if TYPE_CHECKING:
+    from tasks.served_baseline import ServedModel
+
 # Left out of the folder that holds them, since a change there changes no output: configuration, which a key has
 # itself, errors, storage, the report, and how servers are checked, started and ended.
 NOT_COUNTED = (
@@ -35,6 +38,7 @@ NOT_COUNTED = (
     "eval/breakdown.py",
     "eval/compare.py",
     "eval/formulas.py",
+    "eval/gates.py",
     "eval/history.py",
     "eval/item_pages.py",
     "eval/measured.py",
@@ -42,10 +46,13 @@ NOT_COUNTED = (
     "eval/plots.py",
     "eval/regrade.py",
     "eval/report.py",
+    "eval/suite_comparison.py",
+    "eval/suite_report.py",
     "eval/templates",
     "eval/training.py",
     "downloads",  # what is fetched is compared with its digests
     "tasks/artifacts",
+    "tasks/baseline_config.py",
     "tasks/config.py",
     "tasks/data_config.py",
     "tasks/evaluate_config.py",
@@ -156,6 +163,9 @@ MERGE_CHECKPOINT = Stage(
     code=("dapo_core", "dapo_core/merge", "eval/answers", "eval/problems"),
     packages=("torch", "safetensors"),
 )
+# A model that runs elsewhere: its server's arguments and packages are not known.
+EVALUATE_SERVED = replace(EVALUATE_MODEL, sections=("evaluate",), code=("eval",), packages=("mpmath",))
+MERGE_STEP = replace(MERGE_CHECKPOINT, sections=("merge.dtype", "merge.max_shard_bytes"))
 STAGES = (PREPARE_DATA, BUILD_MODEL, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, MERGE_CHECKPOINT)
 
 
@@ -212,7 +222,7 @@ def training_files(config: ChainConfig) -> dict[str, str]:
     return inputs
 
 
-def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact) -> dict[str, str]:
+def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact | ServedModel) -> dict[str, str]:
     """The held-out rows and the model. Changed training rows leave the result as it is."""
     return {"eval_data": file_digest(data, EVAL_FILE), "model": model.digest}
 

@@ -26,7 +26,7 @@ import math
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from dapo_core.checkpoint.state import read_step_metrics
@@ -107,13 +107,13 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
-def tidy(folder: Path, keep_last: int, keep_best: int) -> None:
-    """Remove leftovers of killed attempts, and every checkpoint but the newest and the best."""
+def tidy(folder: Path, keep_last: int, keep_best: int, keep_steps: Collection[int] = ()) -> None:
+    """Remove leftovers of killed attempts, and all checkpoints but the newest, the best and those to keep."""
     for leftover in folder.glob(f"*{PARTIAL}"):
         remove(leftover)
     kept = {*checkpoint_folders(folder)[-keep_last:], *best_checkpoints(folder, keep_best)}
     for path in step_folders(folder):
-        if path not in kept:
+        if path not in kept and named_step(path) not in keep_steps:
             logger.info("checkpoint %s is removed", path.name)
             remove(path)
 

@@ -164,7 +164,7 @@ def resume_metrics(output: Path, state: TrainerState, is_own: bool = True) -> Me
 
     Unless the state `is_own`, from a checkpoint of this output, existing lines belong to another training and go.
     """
-    log = MetricsLog(output, state.step if is_own else 0)
+    log = MetricsLog(output, state.step if is_own else None)
     lines = read_json_lines(log.path)
     if not lines or lines[-1]["step"] < state.step:
         log.append(state.step, state.policy_version, state.metrics)
@@ -180,7 +180,7 @@ def finish_if_done(config: TrainingConfig, start: Path, output: Path) -> Trainer
     if state.step < config.train.total_steps:
         return None
     resume_metrics(output, state)
-    tidy(start.parent, 1, config.checkpoint.keep_best)
+    tidy(start.parent, 1, config.checkpoint.keep_best, config.checkpoint.keep_steps)
     logger.info("training has done its %d steps: there is nothing left to train", state.step)
     return state
 

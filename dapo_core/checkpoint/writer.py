@@ -121,7 +121,7 @@ class CheckpointWriter:
         try:
             yield
             self.finish()
-            tidy(self.folder, 1, self.config.checkpoint.keep_best)  # a killed attempt may have left more
+            self._tidy(1)  # a killed attempt may have left more
             for damaged in self.folder.glob(f"*{DAMAGED}"):
                 remove(damaged)
         except WorkerDied:
@@ -173,7 +173,7 @@ class CheckpointWriter:
         """Everything but the shards, after checking the room for all of it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         sync(self.folder.parent)
-        self._tidy()
+        self._tidy(self.config.checkpoint.keep_last)
         if write.target.exists():
             raise CheckpointError("it exists already, and this training should have continued from it")
         contents = {**state_files(state), **self._same_files}
@@ -212,10 +212,10 @@ class CheckpointWriter:
             time.perf_counter() - write.begun_at,
             write.waited_seconds,
         )
-        self._tidy()
+        self._tidy(self.config.checkpoint.keep_last)
 
-    def _tidy(self) -> None:
-        tidy(self.folder, self.config.checkpoint.keep_last, self.config.checkpoint.keep_best)
+    def _tidy(self, keep_last: int) -> None:
+        tidy(self.folder, keep_last, self.config.checkpoint.keep_best, self.config.checkpoint.keep_steps)
 
     @contextmanager
     def _writing(self, write: _Write) -> Iterator[None]:

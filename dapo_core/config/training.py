@@ -5,14 +5,20 @@ Defaults are the DAPO paper's recipe (arXiv:2503.14476, section 4.1).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.checkpoint import CheckpointConfig
+from dapo_core.config.fields import JsonObject, Section, key, volatile
 from dapo_core.config.sampler import SamplerConfig
+from dapo_core.config.validation import SamplingSource, ValidationConfig, require_model_alone
 from dapo_core.config.warm_start import ModelCodeConfig
 
+# Arguments of apply_chat_template that decide what it returns.
+TEMPLATE_CALL = ("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
 MOST_HORIZONS_PER_STEP = 5  # adaptive KL changes its coefficient by at most 1/5 for each horizon that passes
 
 
@@ -166,6 +172,13 @@ class RolloutConfig(Section):
     num_workers: int = volatile(1, "Rollout workers, one engine each.", ge=1, le=4096)
     threads_per_worker: int = volatile(2, "CPU threads of an engine.", ge=1, le=1024)
     group_size: int = key(16, "Responses per prompt (G).", ge=2, le=1024)
+    chat_template_kwargs: JsonObject = key(
+        {}, "Arguments of the chat template, such as {enable_thinking: false}; also of validation prompts."
+    )
+    sampling: SamplingSource = key(
+        "settings",
+        "settings: temperature, top_p and top_k below; model: those of the model's generation_config.json.",
+    )
     temperature: float = key(1.0, "Sampling temperature.", gt=0, le=10)
     top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
     top_k: int = key(-1, "Sample among the k likeliest tokens; -1 means all.", ge=-1)
@@ -176,6 +189,22 @@ class RolloutConfig(Section):
     memory_utilization: float = volatile(0.8, "Share of the device's memory that an engine takes.", gt=0, le=1)
     memory_gigabytes: float = volatile(1.0, "KV cache of an engine on a CPU.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the engine's weights.")
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template_has_its_own(cls, arguments: JsonObject) -> JsonObject:
+        for name in arguments:
+            if name in TEMPLATE_CALL:
+                raise ValueError(
+                    f"rollout.chat_template_kwargs.{name} is the project's own to set; name what the model's chat "
+                    "template reads, such as enable_thinking"
+                )
+        return arguments
+
+    @model_validator(mode="after")
+    def _sampled_one_way(self) -> RolloutConfig:
+        require_model_alone("rollout", self)
+        return self
 
 
 class TrainConfig(Section):
@@ -238,34 +267,6 @@ class TrainConfig(Section):
         return self
 
 
-class CheckpointConfig(Section):
-    """Checkpoints of a training, and the one it continues from."""
-
-    save_every: int = volatile(20, "Training steps between checkpoints.", ge=1)
-    keep_last: int = volatile(2, "Newest checkpoints kept during training; the finished output keeps one.", ge=1)
-    keep_best: int = key(0, "Checkpoints with the highest validation/accuracy that are kept as well.", ge=0)
-    asynchronous: bool = volatile(
-        True, "Write during training; needs host memory for a copy of weights and optimizer state."
-    )
-    resume: str = volatile(
-        "auto", "auto: continue from the output's latest checkpoint; never: start over; or a checkpoint's path."
-    )
-    on_damage: Literal["previous", "stop"] = volatile(
-        "previous",
-        "When the latest checkpoint is damaged: continue from the newest older one that is sound, or stop.",
-    )
-    allow_changed: tuple[str, ...] = volatile(
-        (), "Keys that may differ from the checkpoint's, such as train.learning_rate."
-    )
-
-
-class ValidationConfig(Section):
-    """Accuracy on the held-out set during training: one greedy response per prompt."""
-
-    every: int = key(0, "Training steps between validations; 0 means never.", ge=0)
-    num_prompts: int | None = key(None, "Use the first prompts of the held-out set; unset: all.", ge=1)
-
-
 class TrainingConfig(Section):
     """The sections that a training reads."""
 
@@ -313,6 +314,25 @@ class TrainingConfig(Section):
                 f"checkpoint.keep_best={self.checkpoint.keep_best} needs accuracies to compare, and "
                 "validation.every=0 measures none; set validation.every, or checkpoint.keep_best=0"
             )
+        return self
+
+    def require_saved(self, name: str, steps: Iterable[int]) -> None:
+        """Raise ValueError for a step that has no checkpoint; `name` is the key that names the steps."""
+        every, total = self.checkpoint.save_every, self.train.total_steps
+        for step in steps:
+            if not 0 < step <= total:
+                raise ValueError(
+                    f"{name} names step {step}, and train.total_steps is {total}; name steps 1 to {total}"
+                )
+            if step % every and step != total:
+                raise ValueError(
+                    f"{name} names step {step}, and checkpoint.save_every={every} saves none there; set "
+                    f"checkpoint.save_every={math.gcd(step, every)}, or name multiples of {every}"
+                )
+
+    @model_validator(mode="after")
+    def _kept_steps_are_saved(self) -> TrainingConfig:
+        self.require_saved("checkpoint.keep_steps", self.checkpoint.keep_steps)
         return self
 
     @model_validator(mode="after")

@@ -18,11 +18,26 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """Which tokens a response is sampled among; at temperature 0 the likeliest each time, whatever the others."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+GREEDY = Sampling(0.0)
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """One response to sample. `seed` alone decides its randomness, not what else is in the engine's batch.
 
-    An aborted response continues from the tokens it has. A greedy one takes the likeliest token each time and
-    ignores temperature, top_p and top_k; it may share a batch with sampled ones.
+    An aborted response continues from the tokens it has. Requests of different sampling may share a batch.
     """
 
     request_id: str
@@ -30,7 +45,7 @@ class GenerationRequest:
     seed: int
     response_ids: Sequence[int] = ()  # already sampled, possibly under older weights
     rollout_log_probs: Sequence[float] = ()  # of response_ids, from the weights that sampled them
-    is_greedy: bool = False
+    sampling: Sampling | None = None  # None: the engine's settings
 
 
 @dataclass(frozen=True)
@@ -56,13 +71,17 @@ class EngineSettings:
     max_model_tokens: int  # prompt + response
     max_response_tokens: int
     max_num_seqs: int  # sequences decoded at once
-    temperature: float  # above 0; requests are greedy on their own
+    temperature: float  # this and the next two: of requests without a sampling of their own
     top_p: float
-    top_k: int  # -1: off
+    top_k: int  # -1: all
     memory_bytes: int  # for the KV cache on a CPU
     memory_utilization: float  # share of the device's memory on an accelerator
     threads: int  # CPU threads
     trust_remote_code: bool = False  # run Python files of the model folder
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, self.top_k)
 
 
 @dataclass

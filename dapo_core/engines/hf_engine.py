@@ -23,6 +23,7 @@ from dapo_core.engines.base import (
     GenerationRequest,
     Response,
     Row,
+    Sampling,
     read_eos_ids,
 )
 from dapo_core.errors import RolloutError
@@ -34,7 +35,13 @@ PREFILL_TOKENS = 8192  # of one wave, padding included
 GROWTH_TOKENS = 64  # columns that a cache grows by
 WAVE_SHARE = 0.25  # share of free rows from which a new wave is worth its prefill
 FINISHED_SHARE = 0.25  # share of finished rows from which compacting is worth its copy
-_ROW_TENSORS = ("ids", "positions", "prompt_lengths", "uniforms", "is_greedy")  # tensors of _Batch, one row each
+_ROW_TENSORS = (
+    "ids",
+    "positions",
+    "prompt_lengths",
+    "uniforms",
+    "sampling_numbers",
+)  # tensors of _Batch, one row each
 
 
 class _GrowingLayer(DynamicLayer):
@@ -88,7 +95,7 @@ class _Batch:
     positions: torch.Tensor  # [N], of those tokens
     prompt_lengths: torch.Tensor  # [N]
     uniforms: torch.Tensor  # [N, R], the randomness of each response
-    is_greedy: torch.Tensor  # [N]
+    sampling_numbers: torch.Tensor  # [N], places in the engine's list of samplings
 
     def num_live(self) -> int:
         return sum(row is not None for row in self.rows)
@@ -127,6 +134,7 @@ class HuggingFaceEngine(Engine):
         self._max_rows = min(settings.max_num_seqs, self._rows_that_fit())
         self._waiting: deque[Row] = deque()
         self._batch: _Batch | None = None
+        self._samplings: list[Sampling] = []  # those seen so far
 
     @torch.inference_mode()
     def step(self) -> list[Response]:
@@ -194,7 +202,7 @@ class HuggingFaceEngine(Engine):
             positions=lengths[numbers],
             prompt_lengths=torch.tensor([len(row.request.prompt_ids) for row in rows], device=self._device),
             uniforms=torch.stack([self._uniforms(row.request) for row in rows]).to(self._device),
-            is_greedy=torch.tensor([row.request.is_greedy for row in rows], device=self._device),
+            sampling_numbers=torch.tensor([self._sampling_number(row) for row in rows], device=self._device),
         )
         finished = self._sample(wave, logits[numbers])
         if self._batch is None:
@@ -241,7 +249,7 @@ class HuggingFaceEngine(Engine):
         """Sample each row's next token; returns the responses that finished."""
         numbers = (batch.positions - batch.prompt_lengths).clamp(max=self.settings.max_response_tokens - 1)
         chances = batch.uniforms.gather(1, numbers.unsqueeze(-1)).squeeze(-1)
-        batch.ids, log_probs = _sample_tokens(logits, chances, batch.is_greedy, self.settings)
+        batch.ids, log_probs = _sample_tokens(logits, chances, batch.sampling_numbers, self._samplings)
         finished = []
         for index, (token, log_prob) in enumerate(zip(batch.ids.tolist(), log_probs.tolist(), strict=True)):
             row = batch.rows[index]
@@ -264,6 +272,12 @@ class HuggingFaceEngine(Engine):
             self._batch = None
         elif num_live <= (1 - FINISHED_SHARE) * len(self._batch.rows):
             self._batch.compact()
+
+    def _sampling_number(self, row: Row) -> int:
+        sampling = row.request.sampling or self.settings.sampling
+        if sampling not in self._samplings:
+            self._samplings.append(sampling)
+        return self._samplings.index(sampling)
 
     def _uniforms(self, request: GenerationRequest) -> torch.Tensor:
         generator = torch.Generator().manual_seed(request.seed)
@@ -291,22 +305,28 @@ class HuggingFaceEngine(Engine):
 
 
 def _sample_tokens(
-    logits: torch.Tensor, uniforms: torch.Tensor, is_greedy: torch.Tensor, settings: EngineSettings
+    logits: torch.Tensor, uniforms: torch.Tensor, numbers: torch.Tensor, samplings: Sequence[Sampling]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [N] and their log-probs [N] under the distribution sampled from.
 
-    Inverts the distribution's CDF at `uniforms` [N], float64 in [0, 1); `logits` [N, V]. Where `is_greedy` [N],
-    the likeliest token instead, with its log-prob at temperature 1.
+    Inverts the distribution's CDF at `uniforms` [N], float64 in [0, 1); `logits` [N, V]. `numbers` [N] says which
+    of the samplings each row has. A greedy row gets the likeliest token, with its log-prob at temperature 1.
     """
     logits = logits.float()
-    if is_greedy.all():
-        return _likeliest(logits)
-    ids, log_probs = _drawn(logits, uniforms, settings)
-    if is_greedy.any():
-        likeliest_ids, likeliest_log_probs = _likeliest(logits)
-        ids = torch.where(is_greedy, likeliest_ids, ids)
-        log_probs = torch.where(is_greedy, likeliest_log_probs, log_probs)
+    present = numbers.unique().tolist()
+    if len(present) == 1:
+        return _sample_alike(logits, uniforms, samplings[present[0]])
+    ids, log_probs = torch.empty_like(numbers), torch.empty_like(logits[:, 0])
+    for number in present:
+        rows = numbers == number
+        ids[rows], log_probs[rows] = _sample_alike(logits[rows], uniforms[rows], samplings[number])
     return ids, log_probs
+
+
+def _sample_alike(
+    logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _likeliest(logits) if sampling.is_greedy else _drawn(logits, uniforms, sampling)
 
 
 def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -314,10 +334,8 @@ def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, _chosen(logits.log_softmax(dim=-1), ids)
 
 
-def _drawn(
-    logits: torch.Tensor, uniforms: torch.Tensor, settings: EngineSettings
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = _keep_likeliest(logits / settings.temperature, settings.top_k, settings.top_p)
+def _drawn(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = _keep_likeliest(logits / sampling.temperature, sampling.top_k, sampling.top_p)
     log_probs = logits.log_softmax(dim=-1)
     cumulative = log_probs.double().exp().cumsum(dim=-1)
     # Rounding must not raise the target to the total, which is in no token's interval.

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,11 @@ class VllmEngine(Engine):
 
     def _queue(self, row: Row) -> None:
         request, settings = row.request, self.settings
-        sampled = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
+        sampling = request.sampling or settings.sampling
         self._add(
             request.request_id,
             [*request.prompt_ids, *request.response_ids],
-            **({"temperature": 0.0} if request.is_greedy else sampled),
+            **({"temperature": 0.0} if sampling.is_greedy else asdict(sampling)),
             seed=_seed(request),
             max_tokens=settings.max_response_tokens - len(request.response_ids),
             stop_token_ids=self._stop_ids,

@@ -112,6 +112,20 @@ def after_thinking(text: str) -> tuple[str, bool]:
     return (after, "<think>" in after) if end else (text, "<think>" in text)
 
 
+def split_thinking(text: str) -> tuple[str | None, str]:
+    """(thinking with its tags, what follows it), which joined are the text; (None, text) without thinking.
+
+    Of thinking that does not end nothing follows.
+    """
+    if "think>" not in text:
+        return None, text
+    _, is_thinking = after_thinking(text)
+    if is_thinking:
+        return text, ""
+    end = text.rfind("</think>") + len("</think>")
+    return (text[:end], text[end:]) if "</think>" in text else (None, text)
+
+
 def find_boxes(text: str) -> tuple[list[Box], bool]:
     """(boxes with content in order of their beginning, True when the last one never closes)."""
     first = _MACRO.search(text)

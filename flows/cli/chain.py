@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from flows.cli.options import ConfigArgument, JsonOption, SetOption, SmokeOption
+from flows.cli.options import ConfigArgument, JsonOption, SetOption, SmokeOption, exit_by_gates
 
 if TYPE_CHECKING:
     from flows.config import Config
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 StageName = Literal["prepare-data", "fetch-model", "train-policy", "merge-checkpoint", "evaluate-model", "compare"]
+SIDED = ("evaluate-model", "fetch-model", "merge-checkpoint")
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True, rich_markup_mode=None)
@@ -72,6 +73,9 @@ def run(config: ConfigArgument, overrides: SetOption = None) -> None:
     """Run the whole chain as the Prefect flow dapo-full and print the report.
 
     Where the store has every output and no Prefect server runs, none is started: only the report is written.
+
+    Exit status: 0 all is done; 1 it failed, and may succeed another time; 2 something has to change first;
+    3 all is done, but a gate of evaluate.gates failed; 130 or 143 it was stopped.
     """
     from flows.prefect_server import named_api, provide_prefect_api
     from tasks.preflight.run import require_ready
@@ -107,7 +111,12 @@ def stage(
         typer.Option("--force", help="Build it although the store has it, or continue an unfinished attempt."),
     ] = False,
     side: Annotated[
-        Literal["before", "after"] | None, typer.Option(help="evaluate-model: which model; after is the default.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="evaluate-model: before, after (the default), a baseline's name, or step_N; fetch-model: a "
+            "baseline's name; merge-checkpoint: step_N.",
+        ),
     ] = None,
 ) -> None:
     """Run one stage, with what it needs from the store, and print where its output is."""
@@ -117,8 +126,8 @@ def stage(
             raise typer.BadParameter("compare writes a new report each time anyway", param_hint="--force")
         options["force"] = True
     if side is not None:
-        if name != "evaluate-model":
-            raise typer.BadParameter(f"{name} has no sides; evaluate-model has", param_hint="--side")
+        if name not in SIDED:
+            raise typer.BadParameter(f"{name} has no sides; {', '.join(SIDED)} have", param_hint="--side")
         options["side"] = side
     from flows.prefect_server import provide_prefect_api
     from tasks.runs.run import check_start, require_outputs
@@ -140,12 +149,11 @@ def stage(
 
 def _needs(settings: Config, name: StageName, side: str | None) -> tuple[str, ...]:
     """The labels of the stages that this one takes its inputs from."""
-    from tasks.links import link_of
+    from tasks.links import label_of, link_of
 
     if name == "compare":
         return ("evaluate_before", "evaluate_after", "train_policy")
-    label = f"evaluate_{side or 'after'}" if name == "evaluate-model" else name.replace("-", "_")
-    return link_of(settings, label).needs
+    return link_of(settings, label_of(settings, name.replace("-", "_"), side)).needs
 
 
 def begin(config: Path, overrides: list[str] | None) -> Config:
@@ -183,12 +191,13 @@ def message_when_stopped() -> Iterator[None]:
 
 
 def print_report(folder: Path) -> None:
-    """Print a run's report, its verdict, and the path of the report with plots."""
+    """Print a run's report, its verdict, and the path of the report with plots; exit with 3 if a gate failed."""
     from flows.console import print_markdown
 
     print_markdown((folder / "report.md").read_text(encoding="utf-8"))
-    verdict = json.loads((folder / "report.json").read_text(encoding="utf-8"))["verdict"]
-    typer.secho(f"\n{verdict}\nReport with plots: {folder / 'report.html'}", bold=True)
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    typer.secho(f"\n{report['verdict']}\nReport with plots: {folder / 'report.html'}", bold=True)
+    exit_by_gates(report)
 
 
 @app.command(
@@ -229,7 +238,8 @@ def plan(
         findings.require()
         return
     print_plan(stages, is_whole)
-    print_findings([finding for finding in findings if finding.status == WARN])
+    told = {"disk"} if settings.checkpoint_steps else set()
+    print_findings([finding for finding in findings if finding.status == WARN or finding.check in told])
     findings.require()
     typer.echo(f"preflight: {len(findings)} checks, nothing in the way (dapo doctor {config} shows them)")
 

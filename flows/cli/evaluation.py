@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.options import SetOption, StoreOption
+from flows.cli.options import BaselineOption, GateOption, SetOption, StoreOption, exit_by_gates, read_baselines
 from flows.services import DEFAULT_STORE
 
 if TYPE_CHECKING:
@@ -88,20 +88,25 @@ def grade(
     short_help="Compare two evaluations and write the report.",
 )
 def report(
-    before: Annotated[Path, typer.Option(help="Results folder of dapo eval.")],
-    after: Annotated[Path, typer.Option(help="Results folder of dapo eval.")],
+    before: Annotated[Path, typer.Option(help="Results folder of dapo eval, of one benchmark or a suite.")],
+    after: Annotated[Path, typer.Option(help="Another, of the same benchmarks.")],
     output: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")],
     metrics: Annotated[Path | None, typer.Option(help="metrics.jsonl of the training in between.")] = None,
     title: Annotated[str, typer.Option(help="Heading of the report.")] = "Before/after report",
+    baselines: BaselineOption = None,
+    gates: GateOption = None,
 ) -> None:
     """Compare two evaluations item by item and write the report."""
     from eval.measured import Provenance
-    from eval.report import REPORT_PAGE, render_markdown, write_report
+    from eval.report import REPORT_PAGE, render_markdown
+    from eval.suite_report import Models, write_suite_report
     from flows.console import print_markdown
 
-    content = write_report(before, after, metrics, output, Provenance(title=title))
+    models = Models(before, after, read_baselines(baselines))
+    content = write_suite_report(models, metrics, output, Provenance(title=title), gates or ())
     print_markdown(render_markdown(content))
     typer.secho(f"\nReport with plots: {output / REPORT_PAGE}\n{content['verdict']}", bold=True)
+    exit_by_gates(content)
 
 
 @app.command(
@@ -125,6 +130,8 @@ def compare(
         typer.Option(help="Folder for report.json, report.md and report.html, or for history.html."),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
+    baselines: BaselineOption = None,
+    gates: GateOption = None,
 ) -> None:
     """Compare evaluations of the same items: two of them item by item, or with --history many over time.
 
@@ -142,20 +149,20 @@ def compare(
     (before, run_before), (after, run_after) = (find_evaluation(store, side) for side in given)
     _print_runs_compared({"before": run_before, "after": run_after})
     if output is not None:
-        report(before, after, output)
+        report(before, after, output, baselines=baselines, gates=gates)
         return
-    from eval.compare import compare as compare_results
     from eval.measured import Provenance
-    from eval.report import make_report, render_markdown, verdict
+    from eval.report import render_markdown
+    from eval.suite_report import Models, write_suite_report
     from flows.console import print_markdown
 
-    comparison = compare_results(before, after)
-    if comparison.is_one_evaluation:
-        typer.secho(verdict(comparison), bold=True)
-        return
-    content = make_report(comparison, [], Provenance(title="Before/after comparison"))
-    print_markdown(render_markdown(content))
-    typer.secho(f"\n{content['verdict']}", bold=True)
+    models = Models(before, after, read_baselines(baselines))
+    content = write_suite_report(models, None, None, Provenance(title="Before/after comparison"), gates or ())
+    if not content["is_one_evaluation"]:
+        print_markdown(render_markdown(content))
+        typer.echo("")
+    typer.secho(content["verdict"], bold=True)
+    exit_by_gates(content)
 
 
 def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +41,16 @@ def show_rows(
     rows = []
     for problem, row in itertools.islice(iterate_source(config, source, count), num_rows):
         prepared = to_row(source, problem, row)
-        text, num_tokens = _rendered(prepared["prompt"], tokenizer)
+        text, num_tokens = _rendered(prepared["prompt"], tokenizer, config.rollout.chat_template_kwargs)
         scorer = scorer_name(prepared["data_source"], table)
         rows.append(Shown(problem.id, text, num_tokens, problem.gold, prepared["data_source"], scorer))
     return rows, count
 
 
-def _rendered(chat: list[Any], tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, int | None]:
+def _rendered(
+    chat: list[Any], tokenizer: PreTrainedTokenizerBase | None, template_kwargs: Mapping[str, Any]
+) -> tuple[str, int | None]:
     if tokenizer is None:
         return "\n".join(f"{message['role']}: {message['content']}" for message in chat), None
-    text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+    text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **template_kwargs))
     return text, len(tokenizer(text, add_special_tokens=False).input_ids)

@@ -150,7 +150,7 @@ def _check_ray(config: ChainConfig, findings: Findings) -> None:
 
 
 def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
-    """The store can be written to, and has room for checkpoints and the merged model."""
+    """The store can be written to, and has room for checkpoints and the merged models."""
     store = Path(config.store.path).absolute()
     existing = next(path for path in (store, *store.parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
@@ -159,13 +159,20 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
         )
         return
     keep = config.checkpoint
-    copies = keep.keep_last + keep.keep_best + 1  # one more while it is written
-    needed, free = facts.parameters * (OPTIMIZER_BYTES * copies + MERGED_BYTES), shutil.disk_usage(existing).free
+    steps = config.checkpoint_steps
+    num_kept = len({*keep.keep_steps, *steps})
+    copies = keep.keep_last + keep.keep_best + num_kept + 1  # one more while it is written
+    needed = facts.parameters * (OPTIMIZER_BYTES * copies + MERGED_BYTES * (1 + len(steps)))
+    free = shutil.disk_usage(existing).free
     found = f"{free / GIB:.1f} GiB are free in {config.store.path}"
+    if num_kept and facts.parameters:
+        kept = facts.parameters * (OPTIMIZER_BYTES * num_kept + MERGED_BYTES * len(steps)) / GIB
+        found += f"; checkpoints of {num_kept} steps to keep, {len(steps)} of them merged, take about {kept:.1f}"
     if needed > free:
         findings.add(
             "disk", FAIL, f"{found}; {copies} checkpoints and the merged model take about {needed / GIB:.1f}",
-            "another store.path, a lower checkpoint.keep_last, or `dapo gc --keep-runs N`",
+            "another store.path, fewer steps in evaluate.checkpoints, a lower checkpoint.keep_last, or `dapo gc "
+            "--keep-runs N`",
         )  # fmt: skip
     else:
         findings.add("disk", OK, found + (f", about {needed / GIB:.1f} are needed" if needed else ""))

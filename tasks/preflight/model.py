@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_core.engines.base import read_eos_ids
 from dapo_core.model_folder import require_model_folder
+from dapo_core.model_sampling import with_model_sampling
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.pretrained import load_model_config, load_tokenizer
 from tasks.config import ChainConfig
@@ -47,6 +48,8 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
         is_own = template is not None and folder == Path(str(config.model.path))
         tokenizer = load_tokenizer(folder, config.model.trust_remote_code, template if is_own else None)
         read_eos_ids(folder)
+    with findings.catching("sampling"):
+        with_model_sampling(config, folder)
     if model_config is None:
         return ModelFacts(tokenizer)
     text = model_config.get_text_config()

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from dapo_core.errors import DataError
 from dapo_core.reward.routing import require_scorers, routes, scorer_name
 from dapo_core.reward.scorers import SCORERS, VERL_SCORERS, Scorer
+from dapo_core.tokenizing import require_template_reads
 from eval.answers.grading import GRADERS
 from eval.answers.pool import CallFailed, Pool, StartFailed
 from tasks.config import ChainConfig
@@ -36,21 +37,26 @@ def check_lengths(
     findings: Findings,
 ) -> None:  # fmt: skip
     """The longest prompts of both sets, the model's positions and the keys: all conflicts, with keys that fit."""
-    bounds = replace(bounds_of(config), positions=facts.positions)
+    bounds, rendering = replace(bounds_of(config), positions=facts.positions), config.rollout.chat_template_kwargs
     said = []
     with findings.catching("prompt lengths"):
+        if facts.tokenizer is not None:
+            require_template_reads(facts.tokenizer, rendering)
+            arguments = config.evaluate.chat_template_kwargs
+            require_template_reads(facts.tokenizer, arguments, "evaluate.chat_template_kwargs")
         if facts.tokenizer is not None and problems:
             chats: list[Any] = [problem.messages for problem in problems]
-            longest = longest_prompt(facts, chats)
+            longest = longest_prompt(facts, chats, rendering)
             said.append(f"training prompts have up to {longest} tokens")
             if config.data.too_long != "error" and longest > config.data.max_prompt_tokens:
                 said[-1] += f" (above {config.data.max_prompt_tokens}, data.too_long={config.data.too_long})"
                 longest = config.data.max_prompt_tokens
             bounds = replace(bounds, longest_prompt=longest)
         if facts.tokenizer is not None and evaluation is not None:
-            arguments = config.evaluate.chat_template_kwargs
-            longest = longest_prompt(facts, [item.prompt for item in evaluation.items], arguments)
-            both = max(longest, bounds.longest_prompt or 0) if config.validation.every else bounds.longest_prompt
+            questions = [item.prompt for item in evaluation.items]
+            longest, both = longest_prompt(facts, questions, arguments), bounds.longest_prompt
+            if config.validation.every:
+                both = max(longest_prompt(facts, questions, rendering), both or 0)
             bounds = replace(bounds, longest_question=longest, longest_prompt=both)
             said.append(f"evaluation prompts up to {longest}")
     found, advice = explain(config.lengths, bounds)

@@ -12,6 +12,7 @@ from eval.problems.prompts import find_template
 from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
 from tasks.data.sources import eval_sources, train_sources
+from tasks.preflight.baselines import check_baselines
 from tasks.preflight.finding import FAIL, OK, WARN, Findings, describe
 from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here, inputs_later
 from tasks.preflight.machine import check_machine
@@ -45,6 +46,7 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
     with findings.catching("prompt"):
         find_template(config.evaluate.prompt, default="given")
     facts = _examine_inputs(config, inputs, findings)
+    check_baselines(config, findings)
     check_machine(config, facts, findings)
     if is_smoke and inputs.model is not None and config.model.chat_template is None and not findings.failed:
         check_engines(inputs.model, config, inputs.evaluation, findings)

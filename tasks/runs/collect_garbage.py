@@ -15,6 +15,7 @@ from durable import is_locked
 from tasks.artifacts.artifact import MANIFEST_NAME, StoreError, artifact_at
 from tasks.artifacts.store import DAMAGED, FINISHED, PARTIAL, ArtifactStore, Attempt
 from tasks.runs.history import RECORD_FILE, RecordedRun, read_run, run_folders
+from tasks.runs.nights import last_nights
 
 MARGIN_SECONDS = 3600.0  # a younger artifact may belong to a run that has not recorded it yet
 RESUMABLE_SECONDS = 24 * 3600.0  # a run or attempt can be continued for that long after its last change
@@ -41,9 +42,9 @@ def collect_garbage(
 ) -> list[Unused]:
     """Remove unused attempts, or with `is_dry_run` only list them; returns them with those that stay anyway.
 
-    Kept are the newest `keep_runs` runs with a report, all runs newer than the last of these, runs in progress,
-    and those without a report that changed within a day. Run folders stay. Attempts not continued for a day
-    go with `has_unfinished`, damaged and half-written artifacts with `has_damaged`.
+    Kept are the newest `keep_runs` runs with a report, all runs newer than the last of these, the newest night of
+    each recipe, runs in progress, and those without a report that changed within a day. Run folders stay. Attempts
+    not continued for a day go with `has_unfinished`, damaged and half-written artifacts with `has_damaged`.
     Raises StoreError when a run's record cannot be read, since everything that run uses would count as unused.
     """
     if not (root / "runs").is_dir():  # in any other folder everything would look unused
@@ -73,7 +74,8 @@ def _kept(store: ArtifactStore, runs: list[RecordedRun], keep_runs: int) -> set[
     oldest = reported[:keep_runs][-1] if len(reported) >= keep_runs else ""
     # Training can outlive the run that started it, and reads that run's data and model.
     has_commands = any(is_locked(path) for path in (store.root / ".logs").glob("*.log"))
-    return {run.id for run in runs if run.id >= oldest or _may_go_on(store, run, has_commands)}
+    nights = {run.id for run in last_nights(runs).values()}
+    return {run.id for run in runs if run.id >= oldest or run.id in nights or _may_go_on(store, run, has_commands)}
 
 
 def _may_go_on(store: ArtifactStore, run: RecordedRun, has_commands: bool) -> bool:

@@ -72,8 +72,10 @@ def _write_beside(folder: Path, run: RecordedRun, config: ChainConfig, report: M
     for name in (REPORT_FOLDER, MANIFESTS_FOLDER):
         (folder / name).mkdir()
     report_folder = run.folder / REPORT_FOLDER
-    for path in (*report_folder.glob("report.*"), *report_folder.glob("data_card.*")):
-        (folder / REPORT_FOLDER / path.name).write_text(portable(_read_report(run, path)), "utf-8")
+    for path in (*report_folder.rglob("report.*"), *report_folder.glob("data_card.*")):  # each benchmark's too
+        copied = folder / REPORT_FOLDER / path.relative_to(report_folder)
+        copied.parent.mkdir(exist_ok=True)
+        copied.write_text(portable(_read_report(run, path)), "utf-8")
     for label, manifest in manifests.items():
         shown = {name: value for name, value in manifest.items() if name != "host"}
         text = portable(json.dumps(shown, indent=2)) + "\n"

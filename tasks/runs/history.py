@@ -31,6 +31,7 @@ MAX_VALUE_CHARS = 40
 NUM_SHARED_CHARS = 15  # of these before the place where two long values begin to differ
 SECRET_KEYS = ("flow.webhook.url",)  # whoever knows the address may write to the chat
 _PLACE = re.compile(r"\w+/\w+/\d+")
+_LABEL = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 _LATEST = re.compile(r"latest(?:~(\d+))?")
 
 
@@ -71,7 +72,7 @@ class RecordedRun:
     report: Mapping[str, Any] | None  # the headline: before, after, difference, p, n
 
     def __post_init__(self) -> None:
-        if not all(map(str.isidentifier, self.stages)):  # they also name files of an export
+        if not all(map(_LABEL.fullmatch, self.stages)):  # they also name files of an export
             raise ValueError(f"{[*self.stages]} are not labels of stages")
 
     @property

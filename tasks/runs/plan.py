@@ -17,6 +17,7 @@ from tasks.data.sources import describe_sources
 from tasks.fetched_model import describe_fetch
 from tasks.links import Link, chain_of
 from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
+from tasks.serve_model.failure import ServeError
 from tasks.stages import FETCH_MODEL, PREPARE_DATA, Stage
 
 
@@ -62,8 +63,9 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
             continue
         try:
             key = link.key(*(found[label] for label in link.needs))
-        except Unreachable:
-            stages.append(PlannedStage(link.label, "runs", _fetched(link), (), None, None, None))
+        except (Unreachable, ServeError) as error:
+            note = str(error) if isinstance(error, ServeError) else _fetched(link)
+            stages.append(PlannedStage(link.label, "runs", note, (), None, None, None))
             continue
         try:
             artifact = store.check(key.stage, key.key)

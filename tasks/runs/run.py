@@ -96,6 +96,14 @@ class Run:
     def config_path(self) -> Path:
         return self.folder / CONFIG_FILE
 
+    def config_of(self, link: Link) -> Path:
+        """The file of the configuration that a link's stage reads."""
+        if link.config is self.config:
+            return self.config_path
+        path = self.folder / f"{link.label}.yaml"
+        path.write_text(dump_config(link.config), encoding="utf-8")
+        return path
+
     def produce(
         self,
         label: str,

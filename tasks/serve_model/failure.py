@@ -27,6 +27,10 @@ class ServeError(DapoError, RuntimeError):
     summary: str = ""  # the message without the server's last lines
 
 
+class ServerUnreachable(ServeError):
+    """A server that runs elsewhere does not answer."""
+
+
 class ServerDied(ServeError):
     """A server was killed, lost its port to another process, or ended after it had answered."""
 

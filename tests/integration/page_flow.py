@@ -20,6 +20,7 @@ from tasks.chain import fetch_model, prepare_data, write_report
 from tasks.links import link_of
 from tasks.page import StageProgress
 from tasks.processes.child import run_command
+from tasks.runs.columns import Columns
 from tasks.runs.run import Run
 from tasks.stage_task import RETRIED, stage_task
 from tests.evaluations import write_results
@@ -76,7 +77,7 @@ def seen(config: str, overrides: tuple[str, ...], code: str) -> None:
         training = train_policy(run, data, model, code)
         before = evaluate(run, "evaluate_before", data, model, "rwww")
         after = evaluate(run, "evaluate_after", data, training, "rrrw")
-        report = write_report(run, before, after, training)
+        report = write_report(run, before, after, training, Columns())
     report_result(run, report, settings.flow.webhook)
 
 

@@ -12,7 +12,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dapo_core.engines.base import Engine, EngineSettings, GenerationRequest, Response, build_engine, read_eos_ids
+from dapo_core.engines.base import (
+    GREEDY,
+    Engine,
+    EngineSettings,
+    GenerationRequest,
+    Response,
+    build_engine,
+    read_eos_ids,
+)
 from dapo_core.errors import ModelError, RolloutError
 from tests.tiny_models import build_tiny_qwen3
 
@@ -188,7 +196,7 @@ def test_greedy_responses_take_the_likeliest_tokens_beside_sampled_ones(engine, 
     engine.load_weights(model.named_parameters(), policy_version=1)
     requests = make_requests(32)
     sampled = [request for number, request in enumerate(requests) if number % 4]
-    greedy = [replace(request, is_greedy=True) for request in requests[::4]]
+    greedy = [replace(request, sampling=GREEDY) for request in requests[::4]]
     alone = run(engine, sampled) | run(engine, greedy)
     mixed = run(engine, [greedy[i // 4] if i % 4 == 0 else request for i, request in enumerate(requests)])
     assert {name: mixed[name].response_ids for name in alone} == {

@@ -25,6 +25,7 @@ from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.stopping import TrainingStopped
 from dapo_core.training import train
+from dapo_core.validation import generations_file
 from durable import read_json_lines
 from flows.config import Config
 from tasks.artifacts.stage_key import PROJECT_ROOT
@@ -43,7 +44,7 @@ HOLD = pathlib.Path(__file__).with_name("hold")
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     while HOLD.exists():
         path, step = json.loads(HOLD.read_text())
-        if len(pathlib.Path(path).read_text().splitlines()) != step:
+        if len(pathlib.Path(path).read_text().splitlines()) != 1 + step:  # step 0 has a line, too
             break
         HOLD.with_name("held").touch()
         time.sleep(0.02)
@@ -53,7 +54,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass(frozen=True)
 class Begun:
-    """A training of four steps on one rank in this process, validated after each."""
+    """A training of four steps on one rank in this process, validated before them and after each."""
 
     output: Path
     scorer: Path
@@ -76,7 +77,13 @@ class Begun:
         sections = {
             "custom_reward": {"path": str(self.scorer)},
             "reward": {"timeout_seconds": FAR},
-            "validation": {"every": 1, "num_prompts": 20},
+            "validation": {
+                "every": 1,
+                "num_prompts": 20,
+                "before_training": True,
+                "num_samples": 2,
+                "temperature": 0.7,
+            },
             **changes,
         }
         sections["checkpoint"] = {"save_every": 3, "keep_last": 1, "keep_best": 1, **changes.get("checkpoint", {})}
@@ -102,12 +109,17 @@ def begun(world: World, tmp_path_factory: pytest.TempPathFactory) -> Begun:
 
 def test_validation_is_reported_and_decides_which_checkpoint_is_kept(begun: Begun) -> None:
     lines = read_json_lines(begun.output / METRICS_FILE)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     for line in lines:
-        assert (
-            line["validation/accuracy"] == line["val-core/arithmetic/acc/mean@1"] == begun.validated[line["step"]]
-        )
+        mean, accuracy = line["val-core/arithmetic/acc/mean@2"], line["validation/accuracy"]
+        assert mean == accuracy == begun.validated[line["step"]]
+        assert line["val-aux/arithmetic/acc/worst@2/mean"] < mean < line["val-core/arithmetic/acc/best@2/mean"]
         assert line["validation/num_prompts"] == 20
-        assert 0 < line["timing_s/testing"] < line["timing_s/step"]
+        assert 0 < line["timing_s/testing"] < line.get("timing_s/step", FAR)
+        shown = read_json_lines(generations_file(begun.output, line["step"]))
+        assert [row["set"] for row in shown] == ["arithmetic"] * 4
+        assert all(row["prompt"] and row["gold"] for row in shown)
+    del begun.validated[0]  # of the model itself, which no checkpoint has
     assert len(set(begun.validated.values())) > 1, "different weights answer differently"
     best = max(begun.validated, key=lambda step: (begun.validated[step], -step))
     folder = begun.output / "checkpoints"

@@ -347,7 +347,12 @@ def test_a_list_of_commands_cuts_no_sentence() -> None:
     ("words", "message"),
     [
         (("train-model", CONFIG), "'train-model' is not one of 'prepare-data', 'fetch-model'"),
-        (("merge-checkpoint", CONFIG, "--side", "before"), "merge-checkpoint has no sides; evaluate-model has"),
+        (
+            ("merge-checkpoint", CONFIG, "--side", "before"),
+            "merge-checkpoint of this recipe has no side",
+        ),
+        (("train-policy", CONFIG, "--side", "before"), "train-policy has no sides; evaluate-model, fetch-model"),
+        (("evaluate-model", CONFIG, "--side", "bas"), "has no side bas; it has before, after: evaluate.baselines"),
         (("compare", CONFIG, "--force"), "compare writes a new report each time anyway"),
         (("compare", CONFIG, "--set", "run.sed=1"), "did you mean run.seed?"),
     ],

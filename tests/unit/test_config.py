@@ -141,7 +141,22 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
             "evaluate.headline=math500",
             r"evaluate\.headline=math500 is none of evaluate\.benchmarks: which is empty",
         ),
-        ("evaluate.gates=[math500 is good]", r"'math500 is good' is not NAME"),
+        ("evaluate.gates=[math500 is good]", r"'math500 is good' is not of the form NAME"),
+        ("evaluate.baselines=[{name: base, pth: x}]", r"evaluate\.baselines has no key pth; it has name, path"),
+        ("evaluate.baselines=[{name: base}]", r"base has none of path, id and base_url; name one"),
+        ("evaluate.baselines=[{name: b, path: x, id: o/n}]", r"b has path and id of path, id and base_url"),
+        ("evaluate.baselines=[{name: b, path: x, model: m}]", r"model of b would be ignored by path"),
+        ("evaluate.baselines=[{name: b, base_url: 'http://h'}]", r"b has base_url; set `model` to the name"),
+        ("evaluate.baselines=[{name: before, path: x}]", r"'before' names a column beside before, after"),
+        ("evaluate.baselines=[{name: b, path: x}, {name: B, path: y}]", r"evaluate\.baselines names 'b' twice"),
+        (
+            "evaluate.checkpoints=20",
+            r"evaluate\.checkpoints=20 is neither a list of steps, such as \[20",
+        ),
+        ("evaluate.checkpoints=[30]", r"names step 30, and checkpoint\.save_every=20 saves none there; set .*=10"),
+        ("evaluate.checkpoints=every 7", r"names step 7, and checkpoint\.save_every=20 saves none there"),
+        ("evaluate.checkpoints=[100000]", r"names step 100000, and train\.total_steps is \d+; name steps 1"),
+        ("checkpoint.keep_steps=[30]", r"checkpoint\.keep_steps names step 30, and checkpoint\.save_every=20"),
         ("evaluate.benchmark=math50", r"'math50' is not a registered set; did you mean 'math500'\?"),
         ("model.source=path", r"model\.source is path, but model\.path is not set"),
         ("model.path=qwen", r"model\.path=qwen would be ignored by model\.source=recipe; set model\.source=path"),
@@ -353,5 +368,5 @@ def test_a_benchmark_has_a_name_and_the_sections_values_where_it_sets_none() -> 
     # A benchmark of a suite has the key of the same benchmark asked alone.
     alone = _resolve(evaluate={"num_samples": 4, "temperature": 0.6}).evaluate
     assert result_values(aime) == result_values(alone)
-    with pytest.raises(ConfigError, match=r"names aime, which is none of evaluate\.benchmarks: math500, pooled"):
+    with pytest.raises(ConfigError, match=r"no benchmark aime; it has math500, pooled"):
         _resolve(evaluate={"benchmarks": "math500", "gates": ["aime > before"]})

@@ -17,9 +17,13 @@ from eval.compare import compare
 from eval.results import Evaluation, ResultsError, load_evaluation
 from eval.statistics import (
     PValues,
+    Stratum,
     change_interval,
     holm,
     measure_change,
+    measure_pooled_change,
+    pooled_share,
+    pooled_sign_flip_test,
     share_interval,
     sign_flip_test,
 )
@@ -48,6 +52,41 @@ def flips(b: int, c: int) -> list[int]:
 )
 def test_sign_flips_by_hand(changes: list[int], p: float, mid_p: float) -> None:
     assert sign_flip_test(changes) == sign_flip_test([-change for change in changes]) == PValues(p, mid_p)
+
+
+def test_the_pooled_test_counts_every_pattern_of_signs() -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        strata = [
+            (rng.integers(-3, 4, size=size).tolist(), float(scale))
+            for size, scale in zip((4, 5, 3), rng.random(3), strict=True)
+        ]
+        scaled = np.concatenate([scale * np.array(changes) for changes, scale in strata])
+        patterns = np.array(list(itertools.product((-1, 1), repeat=len(scaled)))) @ scaled
+        observed = abs(scaled.sum())
+        expected = float(np.mean(np.abs(patterns) >= observed - 1e-12))
+        assert pooled_sign_flip_test(strata).p == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_pooled_test_of_one_stratum_is_its_own_and_nothing_is_one() -> None:
+    changes = [2, 1, -1, *flips(3, 9)]
+    own, pooled = sign_flip_test(changes), pooled_sign_flip_test([(changes, 0.37)])
+    assert (pooled.p, pooled.mid_p) == (pytest.approx(own.p, abs=1e-12), pytest.approx(own.mid_p, abs=1e-12))
+    assert pooled_sign_flip_test([([0, 0], 1.0), ([0], 2.0)]) == PValues(1.0, 1.0)
+
+
+def test_a_pooled_change_is_the_weighted_mean_with_an_interval_that_agrees_with_the_test() -> None:
+    strata = [Stratum(flips(2, 12), 1, 3.0), Stratum([4, -1, 0, 2, 0, 0, 1, 1], 4, 1.0)]
+    pooled = measure_pooled_change(strata)
+    first, second = (measure_change(stratum.changes, stratum.num_samples) for stratum in strata)
+    assert pooled.difference == pytest.approx(0.75 * first.difference + 0.25 * second.difference)
+    assert pooled.n == 122
+    assert (pooled.p < 0.05) == (pooled.ci95[0] > 0)
+    alone = measure_pooled_change([Stratum(flips(4, 9), 1, 7.0)])
+    assert alone.ci95 == pytest.approx(measure_change(flips(4, 9), 1).ci95)
+    # Two equal halves: the squares of half the distances add up, to 1 / sqrt(2) of one.
+    share, interval = pooled_share([(0.5, (0.4, 0.7), 1.0), (0.5, (0.4, 0.7), 1.0)])
+    assert (share, interval) == (0.5, pytest.approx((0.5 - 0.1 / math.sqrt(2), 0.5 + 0.2 / math.sqrt(2))))
 
 
 def test_mcnemar_on_the_reference_tables_and_on_many_pairs() -> None:

@@ -18,7 +18,7 @@ from prefect.states import Cancelling, Crashed, Failed
 from dapo_core.errors import ConfigError, DataError
 from flows.config import WebhookConfig, load_config
 from flows.dapo_full import dapo_full
-from flows.notify import report_failure, report_result, send
+from flows.notify import report_failure, report_result, send, suite_figures
 from tasks.runs.run import Run
 from tests.webhooks import Receiver, started_receiver
 
@@ -32,6 +32,7 @@ REPORT = {
     "p": 0.004,
     "n": 40,
     "flips": {"gained": []},
+    "gates": [{"gate": "pooled > 50", "is_passed": False}, {"gate": "pooled > 1", "is_passed": True}],
 }
 
 
@@ -44,6 +45,15 @@ def receiver() -> Iterator[Receiver]:
 @pytest.fixture(autouse=True)
 def everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
+
+
+def test_of_a_suite_every_benchmark_is_sent() -> None:
+    figures = {"name": "a", "before": 0.1, "after": 0.2, "difference": 0.1, "ci95": [0, 0.2], "p": 0.2, "n": 9}
+    row = {**figures, "p_holm": 0.4, "direction": "", "weight": 1.0}
+    suite = suite_figures({"headline": "a", "benchmarks": [row], "pooled": {**figures, "mid_p": 0.1}})
+    assert suite["benchmarks"] == [{name: value for name, value in row.items() if name != "weight"}]
+    assert suite["headline"] == "a"
+    assert suite["pooled"] == {name: value for name, value in figures.items() if name != "name"}
 
 
 def test_a_finished_report_is_sent_with_its_figures(receiver: Receiver, tmp_path: Path) -> None:
@@ -61,6 +71,7 @@ def test_a_finished_report_is_sent_with_its_figures(receiver: Receiver, tmp_path
                 "run": run.folder.name,
                 "before": 0.25,
                 "after": 0.5,
+                "failed_gates": [{"gate": "pooled > 50", "is_passed": False}],
                 "report": str(run.folder / "report" / "report.html"),
                 "flow_run": {"name": None, "url": None},
             },

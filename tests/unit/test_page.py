@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from dapo_core.validation import generations_file
 from tasks import page
 from tasks.page import PageArtifact, StageProgress, artifact_key, unwrapped
 from tasks.runs.run import Run
@@ -55,6 +56,36 @@ def test_progress_is_posted_every_ten_seconds_and_at_the_end(
         progress.on_line(f"training step {step}/4: right 20.0 %, 1.2 s")
     assert shown[::2] == [25.0, 75.0, 100.0]
     assert [[row["step"] for row in json.loads(table)] for table in shown[1::2]] == [[2, 1]] * 3
+
+
+def test_responses_of_the_newest_validation_are_shown_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(page.time, "monotonic", lambda: now)
+    shown: list[Any] = []
+    monkeypatch.setattr(PageArtifact, "show", lambda _, data: shown.append(data))
+    (tmp_path / "generations").mkdir()
+    progress = StageProgress(mine(tmp_path), "train_policy", tmp_path)
+    response = f"one|\n## two {'x' * 5000} three"
+    row = {"set": "gsm8k", "prompt": "1 + 1?", "response": response, "answer": None, "gold": "2"}
+    for step in (0, 1, 2):
+        with (tmp_path / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps({"step": step}) + "\n")
+        if step != 1:
+            line = json.dumps({**row, "score": -1.0, "verdict": "wrong"})
+            generations_file(tmp_path, step).write_text(line + "\n")
+        progress.on_progress(step, 4)
+        now += 10.0
+    texts = [text for text in shown if isinstance(text, str) and text.startswith("# Responses")]
+    assert [text.splitlines()[0] for text in texts] == [
+        "# Responses after training step 0",
+        "# Responses after training step 2",
+    ]
+    assert "## gsm8k: wrong, score -1, answer None, gold '2'" in texts[0]
+    assert "    one|\n    ## two xxx" in texts[0], "a response is text, not Markdown"
+    assert "[...]" in texts[0]
+    assert len(texts[0]) < 4500
 
 
 class Api(ThreadingHTTPServer):

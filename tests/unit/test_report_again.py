@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from eval import suite_report
 from eval.plots import draw_plots
 from tasks.artifacts.stage_key import PROJECT_ROOT
-from tasks.runs import report as report_module
 from tasks.runs.history import read_runs
 from tasks.runs.plan import is_built
 from tasks.runs.report import PLOTS_FILE, repeat_chain
@@ -25,7 +25,7 @@ from tests.webhooks import started_receiver
 @pytest.mark.slow
 def test_plots_of_equal_contents_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    monkeypatch.setattr(report_module, "draw_plots", lambda *what: drawn.append(what) or draw_plots(*what))
+    monkeypatch.setattr(suite_report, "draw_plots", lambda *what: drawn.append(what) or draw_plots(*what))
     config = small_config(tmp_path / "store")
     record_run(config)
     pages = []

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from dapo_core.data import Prompt
-from dapo_core.engines.base import EngineSettings, GenerationRequest, Response, build_engine
+from dapo_core.engines.base import GREEDY, EngineSettings, GenerationRequest, Response, build_engine
 from dapo_core.pretrained import load_tokenizer
 from dapo_core.rollout import Group, GroupRequest, RolloutWorker, sample_seed
 from tests.configs import make_config
@@ -203,7 +203,7 @@ def test_a_finished_sibling_waits_for_the_one_that_goes_on(whole: dict[int, Grou
 def test_greedy_groups_have_one_response_and_leave_sampled_ones_as_they_were(
     whole: dict[int, Group], worker: RolloutWorker
 ) -> None:
-    greedy = [GroupRequest(-1 - index, PROMPTS[index], STEP, is_greedy=True) for index in range(3)]
+    greedy = [GroupRequest(-1 - index, PROMPTS[index], STEP, sampling=GREEDY, num_samples=1) for index in range(3)]
     worker.submit([greedy[0], REQUESTS[0], greedy[1], REQUESTS[1], greedy[2]])
     groups = _finish(worker, 5)
     assert _tokens([groups[100], groups[101]]) == _tokens([whole[100], whole[101]])
@@ -211,15 +211,15 @@ def test_greedy_groups_have_one_response_and_leave_sampled_ones_as_they_were(
     for index in range(3):
         group = groups[-1 - index]
         assert (len(group.rollouts), group.prompt) == (1, PROMPTS[index])
-        worker.engine.submit([GenerationRequest("x", PROMPTS[index].prompt_ids, seed=index, is_greedy=True)])
+        worker.engine.submit([GenerationRequest("x", PROMPTS[index].prompt_ids, seed=index, sampling=GREEDY)])
         while worker.engine.num_unfinished():
             alone += [response.response_ids for response in worker.engine.step()]
     assert _tokens([groups[-1 - index] for index in range(3)]) == [[response_ids] for response_ids in alone]
     worker.submit(greedy[1:])
     _step(worker, 5)
     suspended = worker.suspend()
-    assert [(request.num_response_tokens, request.is_greedy, request.step) for request in suspended] == [
-        (5, True, STEP)
+    assert [(request.num_response_tokens, request.sampling, request.step) for request in suspended] == [
+        (5, GREEDY, STEP)
     ] * 2
     worker.submit(suspended)
     again = _finish(worker, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from dapo_core import tokenizing
 from dapo_core.config.training import PromptsConfig
 from dapo_core.data import Prompt, PromptStream, TokenizedPrompts, TooLong
-from dapo_core.errors import DataError
+from dapo_core.errors import ConfigError, DataError
 from dapo_core.tokenizing import (
     LENGTHS_FILE,
     describe_lengths,
@@ -120,6 +121,30 @@ def test_a_file_gives_the_prompts_of_its_rows(
     again = prompts_of(train_file)
     assert PromptStream(again, 0, True).digest == prompts.digest == again.digest
     assert again[1321] == prompts[1321]  # which still has the removed file
+
+
+def test_arguments_of_the_chat_template_change_the_tokens_and_their_key(
+    model: Path, tokenizer: PreTrainedTokenizerBase, train_file: Path, tmp_path: Path
+) -> None:
+    thinking = copy.deepcopy(tokenizer)
+    thinking.chat_template = (
+        f"{tokenizer.chat_template}{{% if enable_thinking is false %}}No thinking.{{% endif %}}"
+    )
+
+    def read(**arguments: Any) -> TokenizedPrompts:
+        return tokenized_prompts(train_file, model, thinking, tmp_path / "training", PromptsConfig(), arguments)
+
+    plain, off, on = read(), read(enable_thinking=False), read(enable_thinking=True)
+    said = tokenizer.encode("No thinking.", add_special_tokens=False)
+    assert off[5].prompt_ids == (*plain[5].prompt_ids, *said)
+    assert on[5].prompt_ids == plain[5].prompt_ids
+    assert off.digest != plain.digest == on.digest
+    (held_out,) = tokenize_prompts([_problem()], thinking, 100, {"enable_thinking": False})
+    assert held_out.prompt_ids[-len(said) :] == tuple(said)
+    with pytest.raises(
+        ConfigError, match=r"kwargs\.enable_thinkng changes nothing.*\(did you mean enable_thinking\?\)"
+    ):
+        read(enable_thinkng=False)
 
 
 def test_rows_are_tokenised_once(prompts_of: Read, train_file: Path, model: Path, tmp_path: Path) -> None:

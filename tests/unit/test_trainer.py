@@ -66,7 +66,8 @@ def _trainer(
     stream = PromptStream(PROMPTS, config.run.seed, config.data.shuffle)
     identity = training_identity(config, stream, model_path)
     (output / "checkpoints").mkdir(parents=True, exist_ok=True)
-    return Trainer(config, cluster, stream, model_path, output, identity)
+    validation: Any = SimpleNamespace(begin=lambda: None)
+    return Trainer(config, cluster, stream, model_path, output, identity, validation)
 
 
 def test_all_of_a_state_is_taken_over(model_path: Path, tmp_path: Path) -> None:

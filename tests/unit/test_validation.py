@@ -12,13 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from dapo_core.data import Prompt
+from dapo_core.engines.base import GREEDY, Sampling
 from dapo_core.errors import DataError, RewardError, RolloutError
 from dapo_core.rollout import Group, GroupRequest, Rollout
-from dapo_core.validation import held_out_prompts, validate
+from dapo_core.validation import Validation, generations_file, held_out_prompts, validate, validation_metrics
+from durable import read_json_lines
 from tests.batches import make_group
 from tests.configs import make_config
 from tests.sources import Clock, SlowSource
 from tests.tiny_models import tiny_tokenizer
+
+SAMPLED = Sampling(0.7, 0.9, 20)
 
 RIGHT = replace(make_group([1.0]).rollouts[0], verdict="right", acc=1.0)
 PROMPTS = [Prompt(index, (5,), "arithmetic" if index < 3 else "openai/gsm8k", "1") for index in range(5)]
@@ -32,7 +36,10 @@ ROLLOUTS = [
 
 
 class AnsweringSource(SlowSource):
-    """Gives the prompts' rollouts, one each, in an order of its own; each wait takes `seconds` of the clock."""
+    """Gives the prompts' rollouts in an order of its own; each wait takes `seconds` of the clock.
+
+    As many as are asked for, one after another of those at and after the prompt's place.
+    """
 
     def __init__(
         self, rollouts: Sequence[Rollout], clock: Clock | None = None, seconds: float = 0.0, pause: int = 1
@@ -51,14 +58,23 @@ class AnsweringSource(SlowSource):
         return super().take_reward_seconds()
 
     def _whole(self, request: GroupRequest) -> Group:
-        return Group(request.group_id, request.prompt, [self.rollouts[request.prompt.index]])
+        first, count = request.prompt.index, request.num_samples or 0
+        return Group(request.group_id, request.prompt, [*self.rollouts, *self.rollouts][first : first + count])
+
+
+def metrics_of(source: SlowSource, prompts: Sequence[Prompt], step: int, num_samples: int = 1) -> dict[str, float]:
+    return validation_metrics(prompts, validate(source, prompts, step, 60.0, GREEDY, num_samples), step)  # type: ignore[arg-type]
 
 
 def test_metrics_by_hand() -> None:
     source = AnsweringSource(ROLLOUTS)
-    assert validate(source, PROMPTS, step=4, max_seconds=60.0) == {
+    assert metrics_of(source, PROMPTS, 4) == {
         "val-core/arithmetic/acc/mean@1": 0.5,  # right and no answer; the third has no score
         "val-core/openai/gsm8k/acc/mean@1": 0.625,  # 0.25 and 1
+        "val-aux/arithmetic/score/mean@1": 1.0,
+        "val-aux/openai/gsm8k/score/mean@1": 1.0,
+        "val-aux/arithmetic/reward/mean@1": 0.625,  # with the penalty of the first
+        "val-aux/openai/gsm8k/reward/mean@1": 1.0,
         "validation/accuracy": 0.5625,  # 2.25 of four with a score; no overlong penalty in it
         "validation/truncated_ratio": 0.2,
         "validation/no_answer_ratio": 0.2,
@@ -67,7 +83,9 @@ def test_metrics_by_hand() -> None:
         "validation/num_prompts": 5.0,
     }
     assert [request.prompt for request in source.requests] == PROMPTS  # one greedy response each
-    assert {(request.step, request.is_greedy) for request in source.requests} == {(4, True)}
+    assert {(request.step, request.sampling, request.num_samples) for request in source.requests} == {
+        (4, GREEDY, 1)
+    }
     assert max(request.group_id for request in source.requests) < 0  # stream positions begin at 0
     assert source.num_in_flight == 0
     assert source.num_reward_seconds_taken == 1  # else they would count as the next step's
@@ -80,28 +98,28 @@ def test_sums_are_in_the_order_of_prompts_whatever_finishes_first(burst: int) ->
     for seed in range(6):
         source = AnsweringSource(rollouts)
         source.burst, source.order = burst, random.Random(seed)
-        metrics = validate(source, PROMPTS[:3], step=1, max_seconds=60.0)
+        metrics = metrics_of(source, PROMPTS[:3], 1)
         assert metrics["validation/accuracy"] == (0.1 + 0.2 + 0.3) / 3
 
 
 def test_a_data_source_without_a_score_is_left_out_and_none_at_all_is_refused() -> None:
     unscored = [replace(RIGHT, verdict="error", acc=0.0) if index < 3 else RIGHT for index in range(5)]
-    metrics = validate(AnsweringSource(unscored), PROMPTS, step=1, max_seconds=60.0)
+    metrics = metrics_of(AnsweringSource(unscored), PROMPTS, 1)
     assert "val-core/arithmetic/acc/mean@1" not in metrics
     assert (metrics["validation/accuracy"], metrics["validation/unscored_ratio"]) == (1.0, 0.6)
     with pytest.raises(RewardError, match=r"on all 3 responses of the validation after training step 7; .*custom"):
-        validate(AnsweringSource(unscored), PROMPTS[:3], step=7, max_seconds=60.0)
+        metrics_of(AnsweringSource(unscored), PROMPTS[:3], 7)
 
 
 def test_silence_ends_it_and_slowness_does_not() -> None:
     clock = Clock()  # a response every 3 waits of 4 s
-    validate(AnsweringSource(ROLLOUTS, clock, seconds=4.0, pause=3), PROMPTS, 1, max_seconds=11.5, clock=clock)
+    validate(AnsweringSource(ROLLOUTS, clock, seconds=4.0, pause=3), PROMPTS, 1, 11.5, GREEDY, clock=clock)
     assert clock.now == 100.0 + 5 * 12.0
     source = AnsweringSource(ROLLOUTS, clock, seconds=4.0, pause=3)
     with pytest.raises(RolloutError) as raised:  # after 4 s, then 8 s, the second time
-        validate(source, PROMPTS, step=9, max_seconds=7.5, clock=clock)
+        validate(source, PROMPTS, 9, 7.5, GREEDY, clock=clock)
     message = str(raised.value)
-    assert "no response finished for 8 s of the validation after training step 9: 0 of 5 did" in message
+    assert "no response finished for 8 s of the validation after training step 9: 0 of 5 prompts did" in message
     assert "sampler.max_seconds_without_kept" in message
 
 
@@ -131,3 +149,47 @@ def test_the_first_prompts_of_the_held_out_set_are_asked(tmp_path: Path) -> None
         held_out_prompts(path, None, tokenizer, everything)
     with pytest.raises(DataError, match="data_source 'unheard-of' has no scorer"):
         held_out_prompts(_held_out(tmp_path, ["1 + 1"], "unheard-of"), None, tokenizer, config)
+
+
+def test_every_sample_counts_and_those_without_a_score_do_not() -> None:
+    """Three prompts with two responses each: 1 and none, none and (without a score), (without) and 0.25."""
+    source = AnsweringSource(ROLLOUTS)
+    metrics = metrics_of(source, PROMPTS[:3], 2, num_samples=2)
+    assert [request.num_samples for request in source.requests] == [2, 2, 2]
+    assert metrics["validation/accuracy"] == metrics["val-core/arithmetic/acc/mean@2"] == (0.5 + 0.0 + 0.25) / 3
+    assert metrics["val-core/arithmetic/acc/best@2/mean"] == pytest.approx((0.75 + 0.0 + 0.25) / 3)  # 3 of 4 draws
+    assert metrics["val-aux/arithmetic/acc/worst@2/mean"] == pytest.approx((0.25 + 0.0 + 0.25) / 3)
+    assert metrics["val-aux/arithmetic/acc/std@2"] == pytest.approx(0.5 / 3)
+    assert metrics["validation/unscored_ratio"] == 2 / 6
+    assert metrics["validation/num_prompts"] == 3.0
+    assert not [name for name in metrics if "maj@" in name], "these responses name no answer to vote with"
+
+
+def test_responses_are_kept_as_text_the_same_prompts_each_time(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    words = [tokenizer.encode(f"It is {number}.", add_special_tokens=False) for number in range(5)]
+    prompts = [replace(prompt, prompt_ids=tuple(words[prompt.index])) for prompt in PROMPTS]
+    rollouts = [
+        replace(rollout, response_ids=ids, answer="5") for rollout, ids in zip(ROLLOUTS, words, strict=True)
+    ]
+    config = make_config(
+        validation={"every": 1, "num_logged": 2, "num_samples": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 20}
+    )
+    validation = Validation(config, prompts, tokenizer, tmp_path)
+    source = AnsweringSource(rollouts)
+    for step in (0, 1):
+        metrics = validation.run(source, step)  # type: ignore[arg-type]
+        assert metrics["validation/num_prompts"] == 5.0
+        rows = read_json_lines(generations_file(tmp_path, step))
+        assert rows == [
+            {"set": "arithmetic", "prompt": "It is 0.", "response": "It is 0.", "answer": "5", "gold": "1",
+             "score": 1.0, "verdict": "right", "truncated": False},
+            {"set": "arithmetic", "prompt": "It is 2.", "response": "It is 2.", "answer": "5", "gold": "1",
+             "score": 1.0, "verdict": "timeout", "truncated": False},
+        ]  # fmt: skip
+    assert {(request.sampling, request.num_samples) for request in source.requests} == {(SAMPLED, 2)}
+    validation.begin()
+    assert not generations_file(tmp_path, 1).exists()
+    silent = Validation(make_config(validation={"every": 1, "num_logged": 0}), prompts, tokenizer, tmp_path)
+    silent.run(AnsweringSource(rollouts), 1)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())

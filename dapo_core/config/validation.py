@@ -1,0 +1,71 @@
+"""The section `validation`, and where the sampling of responses is set."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from dapo_core.config.fields import Section, key, volatile
+
+SamplingSource = Literal["settings", "model"]
+
+
+class ValidationConfig(Section):
+    """Accuracy on the held-out sets during training: one greedy response per prompt unless set otherwise."""
+
+    every: int = key(0, "Training steps between validations; 0 means never.", ge=0)
+    before_training: bool = key(
+        False, "Validate the model before the first step as well: step 0 of metrics.jsonl."
+    )
+    num_prompts: int | None = key(None, "Use the first prompts of the held-out set; unset: all.", ge=1)
+    num_samples: int = key(1, "Responses per prompt (N of mean@N, best@N and maj@N).", ge=1, le=1024)
+    sampling: SamplingSource = key(
+        "settings",
+        "settings: temperature, top_p and top_k below; model: those of the model's generation_config.json.",
+    )
+    temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=10)
+    top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
+    top_k: int = key(-1, "Sample among the k likeliest tokens; -1 means all.", ge=-1)
+    num_logged: int = volatile(
+        4,
+        "Responses of each validation that are logged as text: file, Prefect's page and trackers.",
+        ge=0,
+        le=1000,
+    )
+
+    @model_validator(mode="after")
+    def _samples_may_differ(self) -> ValidationConfig:
+        require_model_alone("validation", self)
+        if self.before_training and not self.every:
+            raise ValueError(
+                "validation.before_training=true needs validations to compare with, and validation.every=0 means "
+                "none; set validation.every"
+            )
+        if self.sampling == "model" or self.temperature > 0:
+            return self
+        if self.num_samples > 1:
+            raise ValueError(
+                f"validation.num_samples={self.num_samples} at temperature 0 gives {self.num_samples} times the "
+                "same response; set validation.temperature, such as 1.0, or validation.sampling=model"
+            )
+        if self.top_p < 1 or self.top_k > 0:
+            raise ValueError(
+                f"validation.top_p={self.top_p}, validation.top_k={self.top_k} would be ignored at temperature 0; "
+                "set validation.temperature, or remove them"
+            )
+        return self
+
+
+def require_model_alone(name: str, section: Any) -> None:
+    """Raise ValueError when `sampling: model` would ignore values that the section sets."""
+    if section.sampling == "settings":
+        return
+    fields = type(section).model_fields
+    values = {each: getattr(section, each) for each in ("temperature", "top_p", "top_k")}
+    ignored = [f"{name}.{each}={value}" for each, value in values.items() if value != fields[each].default]
+    if ignored:
+        raise ValueError(
+            f"{', '.join(ignored)} would be ignored by {name}.sampling=model, which takes the model's own; remove "
+            f"{'it' if len(ignored) == 1 else 'them'}, or set {name}.sampling=settings"
+        )

@@ -1,0 +1,146 @@
+"""A suite of benchmarks before and after: each paired by itself, Holm adjusted over them, the pooled change."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from eval.compare import Comparison
+from eval.gates import Metrics, metrics_of
+from eval.problems.prompts import PLACE
+from eval.results import Evaluation
+from eval.statistics import SIGNIFICANCE, Interval, PairedChange, Stratum, holm, measure_pooled_change
+
+
+@dataclass(frozen=True)
+class BenchmarkChange:
+    """One row of a suite's table. Accuracies and differences are shares."""
+
+    name: str
+    weight: float
+    num_samples: int
+    n: int  # items that were answered on both sides
+    before: float
+    before_interval: Interval
+    after: float
+    after_interval: Interval
+    difference: float
+    ci95: Interval
+    p: float
+    p_holm: float  # over the suite
+    gained: int
+    lost: int
+    num_elsewhere: int  # items whose problem the pool counts with an earlier benchmark
+    before_metrics: Metrics
+    after_metrics: Metrics
+
+    @property
+    def direction(self) -> str:
+        """`up` or `down` where p is below 0.05 by itself: no adjustment hides a fall."""
+        return ("up" if self.difference > 0 else "down") if self.p < SIGNIFICANCE else ""
+
+
+@dataclass(frozen=True)
+class PooledChange(PairedChange):
+    """The weighted mean over benchmarks. `n` counts problems, each once."""
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class SuiteComparison:
+    """Two models on a suite."""
+
+    benchmarks: tuple[BenchmarkChange, ...]
+    pooled: PooledChange
+    is_one_evaluation: bool  # both sides are copies of one measurement, in every benchmark
+
+
+@dataclass(frozen=True)
+class Paired:
+    """What a suite keeps of one benchmark's comparison: no responses."""
+
+    row: BenchmarkChange
+    right: dict[str, tuple[int, int]]  # digest of a problem -> right responses on both sides
+    is_one_evaluation: bool
+
+    @staticmethod
+    def of(name: str, weight: float, comparison: Comparison, evaluation: Evaluation) -> Paired:
+        """Of a comparison; `evaluation`, either of its sides, has the problems."""
+        problems, before, after = problem_digests(evaluation), comparison.before, comparison.after
+        row = BenchmarkChange(
+            name=name,
+            weight=weight,
+            num_samples=comparison.num_samples,
+            n=comparison.n,
+            before=before.accuracy,
+            before_interval=before.interval,
+            after=after.accuracy,
+            after_interval=after.interval,
+            difference=comparison.difference,
+            ci95=comparison.ci95,
+            p=comparison.p,
+            p_holm=comparison.p,
+            gained=comparison.c,
+            lost=comparison.b,
+            num_elsewhere=0,
+            before_metrics=metrics_of(before),
+            after_metrics=metrics_of(after),
+        )
+        right = {problems[i]: (x, y) for i, (x, y) in comparison.items.items() if x is not None and y is not None}
+        return Paired(row, right, comparison.is_one_evaluation)
+
+
+def compare_suite(pairs: Sequence[Paired]) -> SuiteComparison:
+    """The suite from its benchmarks in their order; at least one.
+
+    Holm's adjustment is over the benchmarks. The pool is stratified by benchmark and paired. A problem that
+    several benchmarks ask counts once, with the first of them, so that the strata are independent.
+    """
+    adjusted = holm([pair.row.p for pair in pairs])
+    counted = _counted_once(pairs)
+    rows = tuple(
+        replace(pair.row, p_holm=p_holm, num_elsewhere=len(pair.right) - len(items))
+        for pair, p_holm, items in zip(pairs, adjusted, counted, strict=True)
+    )
+    pooled = _pooled([(row, items) for row, items in zip(rows, counted, strict=True) if items])
+    return SuiteComparison(rows, pooled, all(pair.is_one_evaluation for pair in pairs))
+
+
+def problem_digests(evaluation: Evaluation) -> dict[str, str]:
+    """{item: digest of its problem without the prompt template and with plain white space}."""
+    text = (evaluation.settings.get("prompt_template") or {"text": PLACE})["text"]
+    before, _, after = text.partition(PLACE)
+    return {
+        identity: hashlib.sha256(
+            " ".join(samples[0].problem.removeprefix(before).removesuffix(after).split()).encode(errors="replace")
+        ).hexdigest()
+        for identity, samples in evaluation.items.items()
+    }
+
+
+def _counted_once(pairs: Sequence[Paired]) -> list[list[tuple[int, int]]]:
+    """The items of each benchmark whose problem no earlier one has."""
+    seen: set[str] = set()
+    counted = []
+    for pair in pairs:
+        counted.append([counts for problem, counts in pair.right.items() if problem not in seen])
+        seen |= pair.right.keys()
+    return counted
+
+
+def _pooled(strata: Sequence[tuple[BenchmarkChange, Sequence[tuple[int, int]]]]) -> PooledChange:
+    change = measure_pooled_change(
+        [Stratum([y - x for x, y in items], row.num_samples, row.weight) for row, items in strata]
+    )
+    total = sum(row.weight for row, _ in strata)
+    before, after = (
+        sum(
+            row.weight / total * sum(counts[side] for counts in items) / (row.num_samples * len(items))
+            for row, items in strata
+        )
+        for side in (0, 1)
+    )
+    return PooledChange(**vars(change), before=before, after=after)

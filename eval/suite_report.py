@@ -1,0 +1,281 @@
+"""The report of a suite: a front page over the benchmarks, each benchmark's own page, baselines and gates."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from eval.compare import Comparison, ComparisonError, compare_evaluations
+from eval.gates import BEFORE, LAST_NIGHT, GateResult, check_gate, describe_gates, parse_gate
+from eval.item_pages import pack_items
+from eval.measured import UNKNOWN, Provenance, model_words
+from eval.pages import field_of, format_p, percent, plain_p, points, points_interval, render
+from eval.plots import Plots, draw_plots, prompt_length_plot, suite_plots, training_plots
+from eval.problems.registry import POOLED
+from eval.report import REPORT_PAGE, SAME_MODEL, THESE_MODELS, make_report, render_html, write_pages
+from eval.results import Evaluation, load_evaluation
+from eval.statistics import SIGNIFICANCE
+from eval.suite import Suite, describe_suite, read_suite
+from eval.suite_comparison import BenchmarkChange, Paired, SuiteComparison, compare_suite
+from eval.training import Steps, read_training_metrics, training_totals
+
+Keep = Callable[[str, Callable[[], Plots]], Plots]  # (name, draw) -> what `draw` gives, perhaps kept from earlier
+# Of the headline's report what a suite's report.json leaves to the benchmark's own.
+_OWN_PAGE = ("flips", "items", "transitions", "groups", "num_groups", "expected_false_alarms", "lengths", "gain")
+
+
+@dataclass(frozen=True)
+class Models:
+    """The results folders of the models that a report compares: suites, or each of one benchmark."""
+
+    before: str | Path
+    after: str | Path
+    baselines: Mapping[str, str | Path] = field(default_factory=dict)  # by name
+    checkpoints: Mapping[int, str | Path] = field(default_factory=dict)  # by training step
+    absent: Mapping[str, str] = field(default_factory=dict)  # a baseline, or "step N" -> why it was not asked
+
+
+def write_suite_report(
+    models: Models,
+    train_metrics: str | Path | None,
+    output_dir: str | Path | None,
+    provenance: Provenance = UNKNOWN,
+    gates: Sequence[str] = (),
+    keep: Keep = lambda _, draw: draw(),
+) -> dict[str, Any]:
+    """The content of report.json, written to `output_dir` (None: not written) with report.md and report.html.
+
+    Of one benchmark these are its own pages. Of several they are the suite's, and each benchmark has its own under
+    its name. A benchmark that a baseline lacks, or was asked in another way, is left out there with the reason.
+    Raises what `compare` and `parse_gate` raise, and ComparisonError when the two sides have other benchmarks.
+    """
+    suite = describe_suite(models.after)
+    folders = {BEFORE: read_suite(models.before), "after": read_suite(models.after)}
+    if folders[BEFORE].keys() != folders["after"].keys():
+        listed = "; ".join(f"{', '.join(found)} {side}" for side, found in folders.items())
+        raise ComparisonError(f"the two sides are not of the same benchmarks: {listed}. Evaluate both alike.")
+    names = [member.name for member in suite.members] if len(suite.members) > 1 else []
+    wanted = [parse_gate(gate, names, [BEFORE, *models.baselines, *models.absent, LAST_NIGHT]) for gate in gates]
+    steps = read_training_metrics(train_metrics) if train_metrics is not None else []
+    work = _Work(suite, provenance, steps, output_dir, keep)
+    beside = {name: _Baseline(name, read_suite(folder)) for name, folder in models.baselines.items()}
+    for member in suite.members:
+        before, after = (load_evaluation(folders[side][member.name]) for side in (BEFORE, "after"))
+        work.add(member.name, member.weight, before, after)
+        for baseline in beside.values():
+            baseline.add(member.name, member.weight, before, after)
+    compared = compare_suite(work.pairs)
+    measured: dict[str, Any] = {BEFORE: _measured(compared)}
+    for name, baseline in beside.items():
+        measured[name] = _measured(baseline.comparison("after")) if baseline.pairs["after"] else {}
+    results = [check_gate(gate, measured) for gate in wanted]
+    extras = {
+        "gates": [asdict(result) for result in results],
+        "baselines": [baseline.content() for baseline in beside.values()],
+        "absent": dict(models.absent),
+    }
+    return work.finish(compared, results, extras)
+
+
+class _Baseline:
+    """A further model, paired with both sides benchmark by benchmark."""
+
+    def __init__(self, name: str, folders: Mapping[str, Path]) -> None:
+        self.name = name
+        self._folders = folders
+        self._model = ""
+        self._missing: dict[str, str] = {}
+        self.pairs: dict[str, list[Paired]] = {BEFORE: [], "after": []}
+
+    def add(self, name: str, weight: float, before: Evaluation, after: Evaluation) -> None:
+        """Pair one benchmark, or record why that is not possible."""
+        if name not in self._folders:
+            self._missing[name] = "it was not asked"
+            return
+        own = load_evaluation(self._folders[name])
+        self._model = model_words(None, str(own.settings["model"]))
+        try:
+            found = {BEFORE: compare_evaluations(own, before), "after": compare_evaluations(own, after)}
+        except ComparisonError as error:
+            self._missing[name] = str(error)
+            return
+        for side, comparison in found.items():
+            self.pairs[side].append(Paired.of(name, weight, comparison, own))
+
+    def comparison(self, side: str) -> SuiteComparison:
+        """From this model to the one of that side."""
+        return compare_suite(self.pairs[side])
+
+    def content(self) -> dict[str, Any]:
+        """As report.json has it: `before` and `after` hold the change from this model to that side."""
+        sides = {side: _content(self.comparison(side)) for side, pairs in self.pairs.items() if pairs}
+        return {"name": self.name, "model": self._model, "missing": self._missing, **sides}
+
+
+class _Work:
+    """The pages and pairs of a suite's benchmarks, one benchmark after the other: responses take memory."""
+
+    def __init__(
+        self, suite: Suite, provenance: Provenance, steps: Steps, output_dir: str | Path | None, keep: Keep
+    ) -> None:
+        self.pairs: list[Paired] = []
+        self._suite, self._provenance, self._steps, self._keep = suite, provenance, steps, keep
+        self._output_dir = None if output_dir is None else Path(output_dir)
+        self._is_suite = len(suite.members) > 1
+        self._headline: dict[str, Any] = {}
+        self._asked: dict[str, dict[str, str]] = {}
+        self._left_out: dict[str, int] = {}
+        self._render_own: Callable[[Mapping[str, Any]], str] = lambda _: ""
+
+    def add(self, name: str, weight: float, before: Evaluation, after: Evaluation) -> None:
+        """Compare one benchmark, and write its own page where there are several."""
+        comparison = compare_evaluations(before, after)
+        self.pairs.append(Paired.of(name, weight, comparison, before))
+        title = f"{self._provenance.title}: {name}"
+        own = replace(self._provenance, title=title, problems=name, data="", stages={}, card=None)
+        report = (
+            make_report(comparison, [], own)
+            if self._is_suite
+            else make_report(comparison, self._steps, self._provenance)
+        )
+        if name == self._suite.headline:
+            self._headline = report
+        self._asked[name] = report["measured"]
+        self._left_out[name] = comparison.unpaired.num_items
+        if self._output_dir is None:
+            return
+        items = pack_items(before, after)
+        plots = self._keep(name, lambda: self._plots(comparison))
+        if self._is_suite:
+            write_pages(report, render_html(report, plots, items), self._output_dir / name)
+        else:
+            self._render_own = lambda content: render_html(content, plots, items)
+
+    def finish(
+        self, compared: SuiteComparison, results: Sequence[GateResult], extras: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Write the front page, or the only page, and return its content."""
+        report = {**self._headline, **extras}
+        if self._is_suite:
+            report = {key: value for key, value in report.items() if key not in _OWN_PAGE}
+            report |= self._front(compared)
+        sentences = report.get("sentences", [report["verdict"]]) + describe_gates(results)
+        report |= {"verdict": " ".join(sentences), "sentences": sentences}
+        report["is_one_evaluation"] = compared.is_one_evaluation
+        report["is_failed"] = any(result.is_passed is False for result in results)
+        report = json.loads(json.dumps(report))
+        if self._output_dir is not None:
+            page = self._render_front(report, compared) if self._is_suite else self._render_own(report)
+            write_pages(report, page, self._output_dir)
+        return report
+
+    def _plots(self, comparison: Comparison) -> Plots:
+        return (
+            draw_plots(comparison, [])
+            if self._is_suite
+            else self._with_prompts(draw_plots(comparison, self._steps))
+        )
+
+    def _with_prompts(self, plots: Plots) -> Plots:
+        lengths = (self._provenance.card or {}).get("prompt_lengths")
+        return {**plots, "prompts": [prompt_length_plot(lengths)] if lengths else []}
+
+    def _front(self, compared: SuiteComparison) -> dict[str, Any]:
+        """What the suite's report has in place of the headline's own, and beyond it."""
+        provenance, one = self._provenance, self._headline
+        shown = ("model before", "model after", "engine")
+        return {
+            "title": provenance.title,
+            "created_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "sentences": suite_verdict(compared, self._suite.headline),
+            "notes": self._notes(compared),
+            "measured": {label: words for label, words in one["measured"].items() if label in shown},
+            "graders": {**one["graders"], "disagreements": []},
+            "headline": self._suite.headline,
+            **_content(compared),
+            "asked": self._asked,
+            "train": training_totals(self._steps),
+            "data": provenance.card,
+            "stages": {name: dict(stage) for name, stage in provenance.stages.items()},
+        }
+
+    def _notes(self, compared: SuiteComparison) -> list[str]:
+        if compared.is_one_evaluation:
+            return []
+        found = [SAME_MODEL] if self._headline["before"]["model"] == self._headline["after"]["model"] else []
+        found += [
+            f"{row.num_elsewhere} problems of {row.name} are also in a benchmark above it; the pool counts them "
+            f"there, once."
+            for row in compared.benchmarks
+            if row.num_elsewhere
+        ]
+        found += [
+            f"{number} items of {name} are left out because a request failed; its page has the bounds."
+            for name, number in self._left_out.items()
+            if number
+        ]
+        return [*found, THESE_MODELS]
+
+    def _render_front(self, report: Mapping[str, Any], compared: SuiteComparison) -> str:
+        from markupsafe import Markup
+
+        def draw() -> Plots:
+            return self._with_prompts({"training": training_plots(self._steps)})
+
+        plots = {**self._keep(POOLED, draw), "suite": suite_plots(report)}
+        return render(
+            "suite.html.j2",
+            report=report,
+            field=field_of(report),
+            page=REPORT_PAGE,
+            plots={name: [Markup(plot) for plot in drawn] for name, drawn in plots.items()},
+        )
+
+
+def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
+    """Sentences: the pooled change, the headline's, and by name every benchmark that fell or rose."""
+    rows, pooled = compared.benchmarks, compared.pooled
+    if compared.is_one_evaluation:
+        return [
+            f"Both sides are the same stored evaluations of {len(rows)} benchmarks: there was only one "
+            f"measurement of each, so nothing can be said about a change."
+        ]
+    change = f"changed by {points(pooled.difference)} points, not significantly"
+    if pooled.p < SIGNIFICANCE:
+        change = f"{'rose' if pooled.difference > 0 else 'fell'} by {100 * abs(pooled.difference):.1f} points"
+    chosen = next(row for row in rows if row.name == headline)
+    sentences = [
+        f"Pooled over {len(rows)} benchmarks ({pooled.n:,} problems), accuracy {change} (95 % interval "
+        f"{points_interval(pooled.ci95)}, p {format_p(pooled.p)}), from {percent(pooled.before)} to "
+        f"{percent(pooled.after)}.",
+        f"Headline {headline}: {percent(chosen.before)} to {percent(chosen.after)}, {_said(chosen)}.",
+    ]
+    for word, direction in (("FELL", "down"), ("Rose", "up")):
+        found = [f"{row.name} {_said(row)}" for row in rows if row.direction == direction]
+        sentences += [f"{word}: {'; '.join(found)}."] if found else []
+    lower = [f"{row.name} {points(row.difference)}" for row in rows if row.difference < 0 and not row.direction]
+    return [*sentences, f"Lower, but not significantly: {', '.join(lower)}."] if lower else sentences
+
+
+def _said(row: BenchmarkChange) -> str:
+    return f"{points(row.difference)} points (p {format_p(row.p)}, Holm {plain_p(row.p_holm)})"
+
+
+def _content(compared: SuiteComparison) -> dict[str, Any]:
+    return {
+        "benchmarks": [{**asdict(row), "direction": row.direction} for row in compared.benchmarks],
+        "pooled": asdict(compared.pooled),
+    }
+
+
+def _measured(compared: SuiteComparison) -> dict[str, tuple[dict[str, float | None], dict[str, float | None]]]:
+    """By benchmark and pooled, the metrics of both sides, as gates read them."""
+    found = {row.name: (dict(row.before_metrics), dict(row.after_metrics)) for row in compared.benchmarks}
+    pooled = compared.pooled
+    if len(found) == 1:
+        return {POOLED: next(iter(found.values()))}
+    return {**found, POOLED: ({"accuracy": 100 * pooled.before}, {"accuracy": 100 * pooled.after})}

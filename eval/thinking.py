@@ -1,0 +1,77 @@
+"""Thinking and answers in tokens, and what a lower token limit would have left of an accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from eval.results import Row, rate
+
+MAX_LIMITS = 8
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How much of the responses is thinking, in tokens where the server counts those of a response."""
+
+    num_responses: int  # that think
+    mean_tokens: float  # of all responses
+    mean_answer_tokens: float
+    counted: Literal["server", "share of text"]  # by whom: a share of the text is that of its characters
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one run would have come to under a lower token limit: longer responses are cut, so never right."""
+
+    max_tokens: int
+    accuracy: float
+    truncated_rate: float
+
+
+def measure_thinking(rows: Sequence[Row]) -> Thinking | None:
+    """The thinking of answered rows; None where no response thinks, or the server counts no tokens."""
+    thinking = [row for row in rows if row.reasoning or row.reasoning_tokens]
+    if not thinking or any(row.response_tokens is None for row in rows):
+        return None
+    mean = sum(map(thinking_tokens, rows)) / len(rows)
+    is_counted = all(row.reasoning_tokens is not None for row in thinking)
+    return Thinking(
+        num_responses=len(thinking),
+        mean_tokens=mean,
+        mean_answer_tokens=sum(row.response_tokens or 0 for row in rows) / len(rows) - mean,
+        counted="server" if is_counted else "share of text",
+    )
+
+
+def thinking_tokens(row: Row) -> float:
+    """The response's tokens of thinking: as the server counts them, else by its share of the characters."""
+    if row.reasoning_tokens is not None:
+        return row.reasoning_tokens
+    num_chars = len(row.reasoning or ""), len(row.response or "")
+    return (row.response_tokens or 0) * num_chars[0] / max(1, sum(num_chars))
+
+
+def by_limit(max_tokens: int | None, *sides: Sequence[Row]) -> list[tuple[Budget, ...]]:
+    """What each side would have come to under the run's token limit and its halves, while any answer is right.
+
+    A server generates a response token by token whatever the limit is, so cutting is what a lower limit does; not
+    so for a model that is told its limit. Empty where tokens are not counted, or where no half cuts anything.
+    """
+    rows = [row for side in sides for row in side]
+    if not (rows and max_tokens) or any(row.response_tokens is None for row in rows):
+        return []
+    longest = max(row.response_tokens or 0 for row in rows)
+    halves = [max_tokens >> power for power in range(1, MAX_LIMITS)]
+    limits = [limit for limit in halves if 0 < limit < longest]
+    found = [tuple(_budget(rows, limit) for rows in sides) for limit in limits and (max_tokens, *limits)]
+    last = next((number for number, budgets in enumerate(found) if not any(one.accuracy for one in budgets)), None)
+    return found if last is None else found[: last + 1]
+
+
+def _budget(rows: Sequence[Row], limit: int) -> Budget:
+    def is_cut(row: Row) -> bool:
+        return row.verdict == "truncated" or (row.response_tokens or 0) > limit
+
+    return Budget(limit, rate(rows, lambda row: row.is_right and not is_cut(row)), rate(rows, is_cut))

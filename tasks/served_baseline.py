@@ -1,0 +1,123 @@
+"""A model of `evaluate.baselines` that is served elsewhere: what its server shows of it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from durable import write_atomically
+from eval.identity import LogProbs, Weights, probe_requests, read_logprobs
+from tasks.artifacts.artifact import canonical_json
+from tasks.baseline_config import BaselineConfig
+from tasks.config import ChainConfig
+from tasks.evaluation_settings import ServedBy, model_client, served_model_identity
+from tasks.references import once_a_run
+from tasks.serve_model.failure import ServeError, ServerUnreachable
+from tasks.serve_model.servers import Server
+
+logger = logging.getLogger(__name__)
+
+NUM_ATTEMPTS = 3
+KNOWN_FOLDER = ".served"  # of a store
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model behind a URL, and what the server shows of it."""
+
+    server: Server
+    identity: str  # its folder or name, and the files there if they are local
+    weights: Weights  # as the store knows them: log-probs of equal weights differ by rounding
+    known: Path  # the file that lists the weights which this identity has had
+
+    @property
+    def digest(self) -> str:
+        """What stands for its weights in the key of an evaluation."""
+        return hashlib.sha256(canonical_json([self.identity, self.weights.to_json()])).hexdigest()
+
+    def remember(self) -> None:
+        """Have later runs find these weights again."""
+        listed = _known_weights(self.known)
+        if self.weights not in listed:
+            self.known.parent.mkdir(parents=True, exist_ok=True)
+            stored = [weights.to_json() for weights in (*listed, self.weights)]
+            write_atomically(self.known, json.dumps(stored))
+
+
+def server_of(baseline: BaselineConfig) -> Server:
+    """Where the baseline is served. Raises ServeError when the variable of its key is not set."""
+    key, variable = "", baseline.api_key_variable
+    if variable is not None and not (key := os.environ.get(variable, "")):
+        raise ServeError(
+            f"evaluate.baselines: {baseline.name} takes its key from {variable}, which is not set; set it where "
+            "the run (or its Prefect worker) starts"
+        )
+    return Server(str(baseline.base_url), str(baseline.model), key)
+
+
+def served_model(config: ChainConfig, baseline: BaselineConfig) -> ServedModel:
+    """What the baseline's server serves, asked once a run.
+
+    Raises ServeError when it serves no model of that name, and ServerUnreachable when it does not answer.
+    """
+    return once_a_run(
+        (config.store.path, baseline), lambda: _ask(Path(config.store.path).absolute() / KNOWN_FOLDER, baseline)
+    )
+
+
+def _ask(folder: Path, baseline: BaselineConfig) -> ServedModel:
+    server, variable = server_of(baseline), baseline.api_key_variable or "its api_key_variable"
+    words = ServedBy(f"base_url of evaluate.baselines: {baseline.name}", "its `model`", variable)
+    identity = served_model_identity([server], words)
+    weights = Weights(None, _logprobs(server))
+    known = folder / f"{identity[:16]}.json"
+    same = (other for other in _known_weights(known) if other.difference(weights) is None)
+    return ServedModel(server, identity, next(same, weights), known)
+
+
+def _known_weights(path: Path) -> list[Weights]:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return [weights for entry in stored if (weights := Weights.of(entry)) is not None]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        logger.warning("%s cannot be read (%s): what it lists is asked again", path, error)
+        return []
+
+
+def _logprobs(server: Server) -> LogProbs | None:
+    """Log-probs of a fixed prompt; None where the server gives none. Raises ServerUnreachable."""
+    with model_client(server) as client:
+        for path, body in probe_requests(server.model):
+            answer = _post(client, server.url(path), body)
+            with contextlib.suppress(ValueError):
+                if answer.is_success and (found := read_logprobs(answer.json())) is not None:
+                    return found
+    return None
+
+
+def _post(client: httpx.Client, url: str, body: Mapping[str, Any]) -> httpx.Response:
+    """The answer; a server that is busy or out of reach is asked again."""
+    reason = ""
+    for attempt in range(NUM_ATTEMPTS):
+        time.sleep(attempt)
+        try:
+            answer = client.post(url, json=body)
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            continue
+        if answer.status_code < 500 and answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
+            return answer
+        reason = f"HTTP {answer.status_code}"
+    raise ServerUnreachable(f"{url} does not answer a fixed prompt: {reason}")

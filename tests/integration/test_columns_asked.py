@@ -1,0 +1,120 @@
+"""Baselines and checkpoints through the tasks of the chain: asked once, cached, and absent one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_core.checkpoint.folder import CHECKPOINTS, step_folder
+from dapo_core.metrics import METRICS_FILE
+from dapo_core.model_folder import MERGE_MANIFEST
+from flows import dapo_full
+from flows.config import Config
+from tasks import chain
+from tasks.artifacts.artifact import Artifact
+from tasks.links import label_of, link_of
+from tasks.references import forget_resolved
+from tasks.runs.columns import Columns, take_columns
+from tasks.runs.run import Run
+from tasks.serve_model.servers import Server
+from tests.integration.arithmetic_server import ArithmeticServer, running
+from tests.recorded_runs import Outcome, produce, small_config
+from tests.tiny_models import build_tiny_qwen3
+
+REPLY = json.dumps({"choices": [{"message": {"content": "\\boxed{7}"}, "finish_reason": "stop"}], "usage": {}})
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ArithmeticServer]:
+    """A server that stands for vLLM and for the one elsewhere; a merge that copies a model, made without torch."""
+    merged = build_tiny_qwen3(tmp_path / "merged")
+
+    @contextlib.contextmanager
+    def serve(*_: object, **__: object) -> Iterator[list[Server]]:
+        yield [Server(server.url, "m", "", "vllm serve MODEL")]
+
+    def run_dapo(words: list[Any], *_: object, **__: object) -> None:
+        assert words[0] == "merge", words
+        assert words[1].is_dir()
+        shutil.copytree(merged, words[2], dirs_exist_ok=True)
+        (words[2] / "step").write_text(words[1].name)
+        (words[2] / MERGE_MANIFEST).write_text('{"files": {}}')
+
+    with running() as server:
+        server.behave = lambda handler, prompt, attempt: handler.send(200, REPLY.encode())
+        monkeypatch.setattr(chain, "serve_model", serve)
+        monkeypatch.setattr(chain, "run_dapo", run_dapo)
+        for name in ("fetch_model", "evaluate_model", "merge_checkpoint"):
+            task = getattr(chain, name)
+            monkeypatch.setattr(dapo_full, name, lambda *values, task=task: task.fn(*values).result())
+        yield server
+
+
+def ask(config: Config) -> tuple[Run, Columns]:
+    """A run that has a training with checkpoints of steps 20 and 60, and asks what its recipe adds."""
+    forget_resolved()
+    columns = Columns()
+    with Run.start(config) as run:
+        made = produce(run, Outcome(), ("prepare_data", "fetch_model"))
+
+        def train(folder: Path) -> dict[str, Any]:
+            for step in (20, 60):
+                step_folder(folder / CHECKPOINTS, step).mkdir(parents=True)
+                (step_folder(folder / CHECKPOINTS, step) / "weights").write_text(str(step))
+            (folder / METRICS_FILE).write_text('{"step": 60}\n')
+            return {}
+
+        training = run.produce("train_policy", link_of(config, "train_policy").key(*made.values()), train)
+        dapo_full.ask_baselines(run, made["prepare_data"], columns)
+        dapo_full.ask_checkpoints(run, made["prepare_data"], training, columns)
+    return run, columns
+
+
+def test_each_column_is_asked_once_and_fails_alone(server: ArithmeticServer, tmp_path: Path) -> None:
+    model = build_tiny_qwen3(tmp_path / "model", seed=1)
+    entries = [
+        {"name": "folder", "path": str(model)},
+        {"name": "theirs", "base_url": server.url, "model": "m"},
+        {"name": "away", "base_url": "http://127.0.0.1:9", "model": "m"},
+    ]
+    store = tmp_path / "store"
+    baselines = f"evaluate.baselines={json.dumps(entries)}"
+    run, columns = ask(small_config(store, baselines, "evaluate.checkpoints=[20]"))
+    assert list(columns.baselines) == ["folder", "theirs"]
+    assert list(columns.checkpoints) == [20]
+    assert {name: why.split(":")[0] for name, why in columns.absent.items()} == {"away": "ServerUnreachable"}
+    assert [served_by(columns.baselines[name]) for name in ("folder", "theirs")] == [["vllm serve MODEL"], []]
+    num_asked = len(server.requests)
+    assert num_asked == 3 * 8
+    merged = Path(run.stages["merge_step_20"].artifact)
+    assert (merged / "step").read_text() == "step_000020"
+
+    # A longer list costs what is new; a step that the training did not keep is absent, and says what to do.
+    again = small_config(store, baselines, "evaluate.checkpoints=[20, 40, 60]")
+    run, columns = ask(again)
+    assert all(run.stages[label].cached for label in ("evaluate_baseline_theirs", "evaluate_step_20"))
+    assert not run.stages["evaluate_step_60"].cached
+    assert len(server.requests) == num_asked + 8
+    assert "--force trains again and keeps it" in columns.absent["step 40"]
+    with Run.start(again) as run:
+        taken = take_columns(run)
+    assert (taken.baselines, taken.checkpoints) == (columns.baselines, columns.checkpoints)
+
+    # Another model at the URL is asked again, and nothing else.
+    server.logprobs = {" it": -0.5, " we": -1.5, " the": -3.0}
+    run, columns = ask(again)
+    assert not run.stages["evaluate_baseline_theirs"].cached
+    assert run.stages["evaluate_baseline_folder"].cached
+    assert len(server.requests) == num_asked + 16
+    assert label_of(again, "evaluate_model", "theirs") == "evaluate_baseline_theirs"
+
+
+def served_by(artifact: Artifact) -> list[str]:
+    """The commands of the servers that answered."""
+    return list(artifact.manifest()["metrics"]["serve_commands"])

@@ -1,0 +1,92 @@
+"""Gates: what can be written, what is probably meant, and what they come to."""
+
+from __future__ import annotations
+
+import pytest
+
+from eval.gates import Gate, GateError, check_gate, describe_gates, parse_gate
+
+NAMES = ("math500", "gpqa-diamond")
+COLUMNS = ("before", "qwen3-8", "last-night")
+MEASURED = {
+    "before": {
+        "math500": ({"accuracy": 60.0, "tokens": 900.0}, {"accuracy": 59.0, "tokens": 850.0, "truncated": 4.0}),
+        "pooled": ({"accuracy": 40.0}, {"accuracy": 40.0}),
+    },
+    "qwen3-8": {"math500": ({"accuracy": 58.5}, {"accuracy": 59.0})},
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "gate"),
+    [
+        ("math500 >= before - 1", ("math500", "accuracy", ">=", "before", -1.0)),
+        ("math500>=before-1.5", ("math500", "accuracy", ">=", "before", -1.5)),
+        ("  pooled  >  before ", ("pooled", "accuracy", ">", "before", 0.0)),
+        ("gpqa-diamond.truncated <= 5", ("gpqa-diamond", "truncated", "<=", None, 5.0)),
+        ("math500 >= qwen3-8", ("math500", "accuracy", ">=", "qwen3-8", 0.0)),
+        ("math500 >= qwen3-8 + 2", ("math500", "accuracy", ">=", "qwen3-8", 2.0)),
+        ("math500 >= last-night - 1", ("math500", "accuracy", ">=", "last-night", -1.0)),
+        ("math500.tokens < 12000", ("math500", "tokens", "<", None, 12000.0)),
+    ],
+)
+def test_a_gate_is_read(text: str, gate: tuple[str, str, str, str | None, float]) -> None:
+    assert parse_gate(text, NAMES, COLUMNS) == Gate(text.strip(), *gate)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("math500 >= befor", "no column befor (did you mean before?)"),
+        ("math50 >= before", "no benchmark math50 (did you mean math500?)"),
+        ("math500.truncatd <= 5", "no metric truncatd (did you mean truncated?)"),
+        ("pooled.truncated <= 5", "pooled has no truncated, only its accuracy"),
+        ("math500 >= 60 %", "is not of the form NAME[.METRIC] >= NUMBER"),
+        ("math500 == before", "is not of the form"),
+        ("math500 >= before - ", "is not of the form"),
+        ("", "is not of the form"),
+    ],
+)
+def test_a_gate_that_cannot_be_meant_is_refused_with_what_may_be(text: str, said: str) -> None:
+    with pytest.raises(GateError) as error:
+        parse_gate(text, NAMES, COLUMNS)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "bound", "is_passed"),
+    [
+        ("math500 >= before - 1", 59.0, True),
+        ("math500 > before - 1", 59.0, False),
+        ("math500 >= before - 0.9", 59.1, False),
+        ("math500 >= 59", 59.0, True),
+        ("math500.truncated <= 3.5", 3.5, False),
+        ("math500.tokens <= before", 900.0, True),
+        ("math500 >= qwen3-8", 58.5, True),
+        ("pooled > before", 40.0, False),
+        ("pooled >= before", 40.0, True),
+    ],
+)
+def test_a_gate_compares_the_measured_values(text: str, bound: float, is_passed: bool) -> None:
+    result = check_gate(parse_gate(text, NAMES, COLUMNS), MEASURED)
+    assert (result.bound, result.is_passed, result.reason) == (bound, is_passed, None)
+
+
+def test_a_value_that_is_missing_fails_its_gate_but_for_last_night() -> None:
+    # The baseline was not asked gpqa-diamond.
+    result = check_gate(parse_gate("gpqa-diamond >= qwen3-8", NAMES, COLUMNS), MEASURED)
+    assert (result.is_passed, result.reason) == (False, "gpqa-diamond has no accuracy beside qwen3-8")
+    first = check_gate(parse_gate("math500 >= last-night", NAMES, COLUMNS), MEASURED)
+    assert (first.is_passed, first.reason) == (None, "there is no earlier night")
+    other = check_gate(parse_gate("math500 >= last-night", NAMES, COLUMNS), {**MEASURED, "last-night": {}})
+    assert (other.is_passed, other.reason) == (None, "math500 has no accuracy beside last-night")
+    assert describe_gates([result, first]) == [
+        "GATES FAILED, 1 of 2, 1 without a comparable earlier night: gpqa-diamond >= qwen3-8 (not measured: "
+        "gpqa-diamond has no accuracy beside qwen3-8)."
+    ]
+    assert describe_gates([]) == []
+
+
+def test_the_only_benchmark_goes_by_any_name() -> None:
+    gate = parse_gate("arithmetic.truncated <= 5", (), ("before",))
+    assert (gate.name, gate.metric) == ("pooled", "truncated")

@@ -1,0 +1,90 @@
+"""Last night's model as a baseline of tonight's run."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.chain import take_model_folder
+from tasks.links import link_of
+from tasks.runs.nights import LAST_NIGHT, NIGHTLY, with_last_night
+from tasks.runs.run import Run
+from tests.garbage import collect
+from tests.recorded_runs import Outcome, builder, produce, record_run, small_config
+from tests.tiny_models import build_tiny_qwen3
+
+SAME_PROBLEMS = "data.arithmetic.seed=0"
+RESULT = {"before": 0.2, "after": 0.4, "difference": 0.2, "p": 0.01, "n": 8}
+
+
+def night(store: Path, seed: int, *overrides: str, flow: str = NIGHTLY) -> Run:
+    """A nightly run whose merged model is one that can be served."""
+    config = small_config(store, SAME_PROBLEMS, f"run.seed={seed}", *overrides)
+    with Run.start(config, flow) as run:
+        labels = ("prepare_data", "fetch_model", "evaluate_before", "train_policy")
+        made = produce(run, Outcome(weights=f"of seed {seed}"), labels)
+
+        def merge(folder: Path) -> Mapping[str, Any]:
+            shutil.copytree(build_tiny_qwen3(folder.parent / "made", seed=seed), folder, dirs_exist_ok=True)
+            (folder / "merge_manifest.json").write_text("{}")
+            return {}
+
+        merged = run.produce(
+            "merge_checkpoint", link_of(config, "merge_checkpoint").key(made["train_policy"]), merge
+        )
+        key = link_of(config, "evaluate_after").key(made["prepare_data"], merged)
+        run.produce("evaluate_after", key, builder(config, "evaluate_after", Outcome(weights=f"of seed {seed}")))
+        run.record(report=RESULT)
+    return run
+
+
+def test_last_nights_answers_are_taken_from_the_store(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    assert with_last_night(small_config(store)) == ()
+    night(store, 1)
+    yesterday = night(store, 2)
+    night(store, 3, flow="dapo-full")
+    night(store, 4, "run.name=other")
+    with Run.start(small_config(store, SAME_PROBLEMS), NIGHTLY):  # failed before its report
+        pass
+    entry = "evaluate.baselines=[{name: mine, id: org/name}]"
+    tonight = small_config(store, SAME_PROBLEMS, "run.seed=5", entry)
+    [override] = with_last_night(tonight)
+    tonight = small_config(store, SAME_PROBLEMS, "run.seed=5", override)
+    assert [one.name for one in tonight.evaluate.baselines] == ["mine", LAST_NIGHT]
+    with Run.start(tonight, NIGHTLY) as run:
+        [data] = produce(run, Outcome(), ["prepare_data"]).values()
+        link = link_of(tonight, "fetch_baseline_last-night")
+        model = run.produce(link.label, link.key(), lambda folder: take_model_folder(link.config, folder))
+        assert model.digest == yesterday.stages["merge_checkpoint"].digest
+        asked = run.take("evaluate_baseline_last-night")
+    assert asked.key == yesterday.stages["evaluate_after"].key
+    assert data.digest == yesterday.stages["prepare_data"].digest
+    # Other settings ask the same model again.
+    other = small_config(store, SAME_PROBLEMS, "run.seed=5", override, "evaluate.temperature=0.5")
+    assert link_of(other, "evaluate_baseline_last-night").key(data, model).key != asked.key
+
+
+def test_a_baseline_of_that_name_stays(tmp_path: Path) -> None:
+    night(tmp_path, 1)
+    assert with_last_night(small_config(tmp_path, "evaluate.baselines=[{name: last-night, path: mine}]")) == ()
+
+
+def test_the_newest_night_outlives_a_collection_and_a_lost_one_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, last = night(tmp_path, 1), night(tmp_path, 2)
+    for step in (61, 62):
+        record_run(small_config(tmp_path, f"train.total_steps={step}"))
+    collect(tmp_path)
+    assert not Path(first.stages["merge_checkpoint"].artifact).exists()
+    assert last.stages["merge_checkpoint"].artifact in with_last_night(last.config)[0]
+    shutil.rmtree(last.stages["merge_checkpoint"].artifact)
+    with caplog.at_level(logging.WARNING):
+        assert with_last_night(last.config) == ()
+    assert f"the merged model of the run {last.folder.name} is no longer in the store" in caplog.text

@@ -1,0 +1,217 @@
+"""The report of a suite: figures by hand, the page, falls by name, gates, baselines, problems asked twice."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from eval.compare import ComparisonError
+from eval.measured import Provenance
+from eval.plots import Plots
+from eval.problems.items import Item
+from eval.statistics import holm, sign_flip_test
+from eval.suite import Member, write_suite
+from eval.suite_report import Models, write_suite_report
+from flows.cli import app
+from tests.evaluations import no_plots, write_results
+
+# rises by 6 of 20, falls by 8 of 20, falls by 1 of 4: McNemar p 2 / 2^6, 2 / 2^8, 1
+OUTCOMES = {
+    "algebra": ("r" * 4 + "w" * 16, "r" * 10 + "w" * 10),
+    "words": ("r" * 16 + "w" * 4, "r" * 8 + "n" * 8 + "w" * 4),
+    "tiny": ("rrrw", "rrww"),
+}
+
+
+def items_of(name: str, num_items: int) -> list[Item]:
+    return [
+        Item(str(i), ({"role": "user", "content": f"{name} {i}"},), str(i), "s", "1") for i in range(num_items)
+    ]
+
+
+def write(folder: Path, side: int, weights: dict[str, float], model: str, **texts: str) -> Path:
+    """A suite whose benchmarks have the outcomes of a side; `texts` names the problems of some otherwise."""
+    for name in weights:
+        outcome = OUTCOMES[name][side]
+        write_results(folder / name, outcome, items_of(texts.get(name, name), len(outcome)), model)
+    write_suite(folder, [Member(name, weight) for name, weight in weights.items()], next(iter(weights)))
+    return folder
+
+
+def report_of(folder: Path, *gates: str, weights: dict[str, float] | None = None, **texts: str) -> dict[str, Any]:
+    weights = weights or dict.fromkeys(OUTCOMES, 1.0)
+    write(folder / "before", 0, weights, "base", **texts)
+    write(folder / "after", 1, weights, "trained", **texts)
+    models = Models(folder / "before", folder / "after")
+    return write_suite_report(models, None, None, Provenance(title="T"), gates)
+
+
+def kept(name: str, draw: Any) -> Plots:
+    return no_plots(None, []) if name != "pooled" else {"training": [], "prompts": []}  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both sides, a baseline without `tiny`, and the written report."""
+    folder = tmp_path_factory.mktemp("suite")
+    weights = {"algebra": 1.0, "words": 1.0, "tiny": 0.5}
+    write(folder / "before", 0, weights, "base")
+    write(folder / "after", 1, weights, "trained")
+    write(folder / "instruct", 1, {"algebra": 1.0, "words": 1.0}, "instruct <b>")
+    models = Models(folder / "before", folder / "after", {"instruct": folder / "instruct"})
+    gates = ("words >= before - 1", "algebra >= instruct")
+    write_suite_report(models, None, folder / "report", Provenance(title="A <suite>"), gates, kept)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report" / "report.json").read_text())
+
+
+def test_figures_by_hand(report: dict[str, Any]) -> None:
+    rows = {row["name"]: row for row in report["benchmarks"]}
+    assert [round(row["difference"], 9) for row in rows.values()] == [0.3, -0.4, -0.25]
+    ps = [2 / 2**6, 2 / 2**8, 1.0]
+    assert [row["p"] for row in rows.values()] == ps
+    assert [row["p_holm"] for row in rows.values()] == holm(ps)
+    assert [row["direction"] for row in rows.values()] == ["up", "down", ""]
+    pooled = report["pooled"]
+    # Weights 1, 1 and 0.5: (0.3 - 0.4 - 0.125) / 2.5
+    assert pooled["difference"] == pytest.approx(-0.09)
+    assert pooled["before"] == pytest.approx((0.2 + 0.8 + 0.5 * 0.75) / 2.5)
+    assert pooled["n"] == 44
+    # Changed items weigh 1/50 (algebra, words) and 1/20 (tiny): sums 0.02 * s + 0.05 * t, s the sum of 14 signs.
+    # Observed |0.02 * (6 - 8) - 0.05| = 0.09: as far out are |s| >= 2 with t of its sign, |s| >= 7 with the other.
+    s = sign_flip_test([1] * 8 + [-1] * 6).p, sign_flip_test([1] * 11 + [-1] * 3).p  # P(|s| >= 2), P(|s| >= 8)
+    assert pooled["p"] == pytest.approx((s[0] + s[1]) / 2, abs=1e-9)
+
+
+def test_the_verdict_names_every_fall_and_every_failed_gate(report: dict[str, Any]) -> None:
+    low, high = (f"{100 * bound:+.1f}" for bound in report["pooled"]["ci95"])
+    assert report["sentences"] == [
+        f"Pooled over 3 benchmarks (44 problems), accuracy changed by -9.0 points, not significantly (95 % "
+        f"interval {low} to {high}, p = 0.42), from 55.0 % to 46.0 %.",
+        "Headline algebra: 20.0 % to 50.0 %, +30.0 points (p = 0.031, Holm 0.062).",
+        "FELL: words -40.0 points (p = 0.0078, Holm 0.023).",
+        "Rose: algebra +30.0 points (p = 0.031, Holm 0.062).",
+        "Lower, but not significantly: tiny -25.0.",
+        "GATES FAILED, 1 of 2: words >= before - 1 (measured 40, against 79 %).",
+    ]
+    assert report["verdict"] == " ".join(report["sentences"])
+    assert report["is_failed"]
+    assert (report["before"]["accuracy"], report["n"]) == (0.2, 20)  # the headline's own
+
+
+def test_a_baseline_stands_beside_both_sides_and_what_it_lacks_is_said(report: dict[str, Any]) -> None:
+    (baseline,) = report["baselines"]
+    assert baseline["missing"] == {"tiny": "it was not asked"}
+    assert [row["difference"] for row in baseline["after"]["benchmarks"]] == [0, 0]
+    assert [round(row["difference"], 9) for row in baseline["before"]["benchmarks"]] == [-0.3, 0.4]
+    assert baseline["before"]["benchmarks"][0]["before"] == 0.5
+
+
+class Fields(HTMLParser):
+    """The texts of a page's elements with a data-field, and the classes of its rows."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.texts: dict[str, str] = {}
+        self.rows: list[str] = []
+        self._open = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        if tag == "tr":
+            self.rows.append(named.get("class") or "")
+        self._open = named.get("data-field") or ""
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.texts[self._open] = data
+        self._open = ""
+
+
+def test_the_page_says_what_the_json_says(folder: Path, report: dict[str, Any]) -> None:
+    page = (folder / "report" / "report.html").read_text()
+    fields = Fields(page)
+    assert fields.texts["benchmarks/1/difference"] == "-40.0"
+    assert fields.texts["pooled/difference"] == "-9.0"
+    assert fields.texts["baselines/0/before/benchmarks/1/difference"] == "+40.0"
+    # benchmarks, gates, baseline: each with what fell or failed in red
+    assert [row for row in fields.rows if row in ("up", "down", "total")][:4] == ["up", "down", "total", "down"]
+    assert "<b>" not in page.replace("instruct &lt;b&gt;", "")
+    assert "<script" not in page
+    assert all(f'href="{name}/report.html"' in page for name in OUTCOMES)
+    text = (folder / "report" / "report.md").read_text()
+    assert re.search(r"\| words +\| +20 \| 80.0 % \| 40.0 % \| +-40.0 .* FELL \|", text)
+    assert max(map(len, text.splitlines())) <= 100
+    own = json.loads((folder / "report" / "words" / "report.json").read_text())
+    assert (own["title"], own["num_lost"], own["measured"]["benchmark"]) == (
+        "A <suite>: words",
+        8,
+        "words, 20 items",
+    )
+
+
+def test_a_problem_of_two_benchmarks_counts_once_in_the_pool(tmp_path: Path) -> None:
+    # The four problems of `tiny` are the first four of `algebra`, which are right on both sides there.
+    report = report_of(tmp_path, tiny="algebra")
+    assert [row["num_elsewhere"] for row in report["benchmarks"]] == [0, 0, 4]
+    assert report["pooled"]["n"] == 40
+    assert report["pooled"]["difference"] == pytest.approx((0.3 - 0.4) / 2)
+    assert report["benchmarks"][2]["difference"] == -0.25  # its own row keeps them
+    assert report["notes"][0].startswith("4 problems of tiny are also in a benchmark above it")
+
+
+def test_weights_decide_the_pooled_change(tmp_path: Path) -> None:
+    report = report_of(tmp_path, weights={"algebra": 1e6, "words": 1.0, "tiny": 1.0})
+    assert report["pooled"]["difference"] == pytest.approx(0.3, abs=1e-5)
+    assert report["pooled"]["p"] == pytest.approx(2 / 2**6, rel=1e-3)
+    assert report["sentences"][0].startswith(
+        "Pooled over 3 benchmarks (44 problems), accuracy rose by 30.0 points"
+    )
+
+
+def test_sides_with_other_benchmarks_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "before", 0, {"algebra": 1.0, "tiny": 1.0}, "base")
+    write(tmp_path / "after", 1, {"algebra": 1.0, "words": 1.0}, "trained")
+    with pytest.raises(ComparisonError) as error:
+        write_suite_report(Models(tmp_path / "before", tmp_path / "after"), None, None)
+    assert "not of the same benchmarks: algebra, tiny before; algebra, words after" in str(error.value)
+
+
+def test_one_stored_evaluation_on_both_sides_says_so(tmp_path: Path) -> None:
+    side = write(tmp_path / "before", 0, dict.fromkeys(OUTCOMES, 1.0), "base")
+    report = write_suite_report(Models(side, side), None, None)
+    assert report["sentences"] == [
+        "Both sides are the same stored evaluations of 3 benchmarks: there was only one measurement of each, so "
+        "nothing can be said about a change."
+    ]
+
+
+@pytest.mark.parametrize(("gate", "status"), [("words >= before - 50", 0), ("words >= before - 1", 3)])
+def test_a_failed_gate_is_exit_status_3(folder: Path, gate: str, status: int) -> None:
+    words = ["compare", str(folder / "before"), str(folder / "after"), "--gate", gate]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == status
+    assert ("GATES FAILED" in done.stdout) == (status == 3)
+
+
+def test_gates_of_a_single_benchmark_are_in_its_own_report(folder: Path, tmp_path: Path) -> None:
+    models = Models(folder / "before" / "words", folder / "after" / "words", {"other": folder / "after" / "words"})
+    gates = ("words.no_answer <= 5", "pooled >= other")
+    report = write_suite_report(models, None, tmp_path / "report", Provenance(), gates, kept)
+    assert [gate["is_passed"] for gate in report["gates"]] == [False, True]
+    assert report["verdict"].endswith("GATES FAILED, 1 of 2: words.no_answer <= 5 (measured 40, against 5 %).")
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "<h2>Gates</h2>" in page
+    assert "<h2>Beside other</h2>" in page
+    assert "`words.no_answer <= 5`" in (tmp_path / "report" / "report.md").read_text()
