@@ -132,11 +132,11 @@ async def ask_bare(url: str, asked: EvaluationSet, concurrency: int) -> list[str
 def measure_beside_bare(num_pairs: int, latency_seconds: float, count: int = 5000, concurrency: int = 256) -> None:
     """Print seconds and processor seconds of evaluations, each beside a bare loop, and the median ratios."""
     asked, ratios = make_set(count), []
+    limits, sampling = Limits(concurrency=concurrency), Sampling(max_tokens=64)
     for _ in range(num_pairs):
         with serving(MockServer(latency_seconds)) as (url, folder):
             bare = _timed(lambda: asyncio.run(ask_bare(url, asked, concurrency)))
         with serving(MockServer(latency_seconds)) as (url, folder):
-            limits, sampling = Limits(concurrency=concurrency), Sampling(max_tokens=64)
             own = _timed(lambda: evaluate(asked, [Endpoint(url, "m")], sampling, folder, limits=limits))
         ratios.append([mine / other for mine, other in zip(own, bare, strict=True)])
         print(
