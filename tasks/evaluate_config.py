@@ -226,6 +226,16 @@ class EvaluateConfig(Section):
             parse_gate(gate, names, (BEFORE, *(one.name for one in self.baselines), LAST_NIGHT))
         return self
 
+    @property
+    def named(self) -> dict[str, BenchmarkConfig]:
+        """The benchmarks by name, in their order."""
+        return {one.label: one for one in self.benchmarks}
+
+    @property
+    def headline_name(self) -> str:
+        """The name of the benchmark of the verdict; "" where data.eval is asked alone."""
+        return self.headline or next(iter(self.named), "")
+
     def steps(self, total_steps: int) -> tuple[int, ...]:
         """The steps of `checkpoints`; of "every N" those before the last step, whose model is asked anyway."""
         if not isinstance(self.checkpoints, str):

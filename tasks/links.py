@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from dapo_core.errors import ConfigError
+from dapo_core.checkpoint.folder import CHECKPOINTS, checkpoint_folders, named_step, step_folder
+from dapo_core.errors import CheckpointError, ConfigError
 from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.stage_key import StageKey
 from tasks.baseline_config import BaselineConfig
@@ -157,12 +159,25 @@ def _checkpoint(config: ChainConfig, step: int) -> tuple[Link, Link]:
     merged = f"merge_step_{step}"
 
     def inputs(_: ChainConfig, training: Artifact) -> dict[str, str]:
+        step_checkpoint(training, step)  # raises unless it was kept
         return {"training": training.digest, "step": str(step)}
 
     return (
         Link(merged, MERGE_STEP, config, ("train_policy",), inputs),
         _evaluation(f"step_{step}", config, merged),
     )
+
+
+def step_checkpoint(training: Artifact, step: int) -> Path:
+    """The checkpoint of a step in a training's output. Raises CheckpointError when it was not kept."""
+    folder = Path(training.path) / CHECKPOINTS
+    if not (path := step_folder(folder, step)).is_dir():
+        kept = ", ".join(str(named_step(other)) for other in checkpoint_folders(folder))
+        raise CheckpointError(
+            f"the training in the store kept checkpoints of steps {kept}, and evaluate.checkpoints names {step}; "
+            "dapo stage train-policy CONFIG --force trains again and keeps it, or name one of these"
+        )
+    return path
 
 
 def _model(config: ChainConfig) -> Link:

@@ -19,7 +19,7 @@ from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, sha256_of
 from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
-from tasks.data.layout import EVAL_FILE, TRAIN_FILE
+from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
 from tasks.fetched_model import fetched_inputs
 from tasks.references import earlier_inputs
 
@@ -224,11 +224,24 @@ def training_files(config: ChainConfig) -> dict[str, str]:
 
 def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact | ServedModel) -> dict[str, str]:
     """The held-out rows and the model. Changed training rows leave the result as it is."""
-    return {"eval_data": file_digest(data, EVAL_FILE), "model": model.digest}
+    files = {
+        f"eval_data {name}".strip(): file_digest(data, file) for name, file in benchmark_files(config).items()
+    }
+    return {**files, "model": model.digest}
+
+
+def benchmark_files(config: ChainConfig) -> dict[str, str]:
+    """The prepared file of each benchmark that is asked, by its name; of data.eval, asked alone, by ""."""
+    return {name: benchmark_file(name) for name in config.evaluate.named} or {"": EVAL_FILE}
 
 
 def evaluation_files(config: ChainConfig) -> dict[str, str]:
-    """The file of the prompt if it is one."""
+    """The file of the prompt if it is one; of a suite those of its benchmarks."""
+    if config.evaluate.benchmarks:
+        alone = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()}
+        return {
+            f"{key} {name}": digest for name, own in alone.items() for key, digest in evaluation_files(own).items()
+        }
     if config.evaluate.prompt in (DEFAULT, *TEMPLATES):
         return {}
     return {"prompt_template": _file_digest("evaluate.prompt", config.evaluate.prompt)}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dapo_core.checkpoint.folder import CHECKPOINTS, step_folder
 from dapo_core.metrics import METRICS_FILE
 from eval.compare import compare
 from eval.measured import Provenance
@@ -100,6 +101,10 @@ def builder(config: Config, label: str, outcome: Outcome) -> Callable[[Path], Ma
             (folder / "weights").write_text("base" if label == "fetch_model" else outcome.weights)
         if label == "train_policy":
             (folder / METRICS_FILE).write_text(json.dumps({"step": 1, **STEP}) + "\n")
+            for step in config.checkpoint_steps:
+                checkpoint = step_folder(folder / CHECKPOINTS, step)
+                checkpoint.mkdir(parents=True)
+                (checkpoint / "weights").write_text(f"{outcome.weights} {step}")
         return {}
 
     return build

@@ -59,6 +59,15 @@ def find_set(name: str) -> ProblemSet:
     raise ProblemsError(f"{name!r} is not a registered set; {hint}")
 
 
+def find_suite(name: str) -> tuple[str, ...]:
+    """The sets of the suite of that name. Raises ProblemsError with the known ones."""
+    if name not in SUITES:
+        raise ProblemsError(
+            f"{name!r} is not a suite; known: {', '.join(SUITES)}. One set is asked with --dataset"
+        )
+    return SUITES[name]
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """Distinct problems to evaluate with, and how they are asked and graded unless something else is said."""

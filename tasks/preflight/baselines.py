@@ -7,7 +7,7 @@ import os
 from dapo_core.errors import DapoError
 from downloads import Unreachable
 from eval import EvaluationError
-from tasks.baseline_config import LAST_NIGHT
+from eval.gates import LAST_NIGHT
 from tasks.config import ChainConfig
 from tasks.fetched_model import describe_fetch, fetched_inputs
 from tasks.links import model_of

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from tasks.baseline_config import LAST_NIGHT
+from eval.gates import LAST_NIGHT
 from tasks.config import ChainConfig
 from tasks.runs.history import RecordedRun, artifact_of, read_runs
 

@@ -15,8 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.problems.items import EvaluationSet, Item
+from eval.recorder import Benchmark
 from tasks.config import EvaluateConfig
-from tasks.evaluation_settings import evaluate_servers
+from tasks.evaluation_settings import evaluate_servers, sampling_of
 from tasks.processes import supervisor
 from tasks.serve_model.command import SOCKETS_VARIABLE, served_name
 from tasks.serve_model.config import ServeConfig
@@ -156,7 +157,8 @@ def test_an_evaluation_is_shared_by_the_servers(serving: Serving, tmp_path: Path
     ]
     settings = EvaluateConfig(max_response_tokens=MAX_RESPONSE_TOKENS, concurrency=2)
     before = [num_answered(server) for server in serving.servers]
-    summary = evaluate_servers(EvaluationSet(tuple(items)), serving.servers, settings, tmp_path, "digest")
+    benchmark = Benchmark(EvaluationSet(tuple(items)), sampling_of(settings, None), tmp_path)
+    [summary] = evaluate_servers([benchmark], serving.servers, settings, "digest")
     assert (summary.n, summary.num_items, summary.request_failed_rate) == (NUM_ITEMS, NUM_ITEMS, 0.0)
     answered = [num_answered(server) - at for server, at in zip(serving.servers, before, strict=True)]
     assert sum(answered) >= NUM_ITEMS

@@ -12,8 +12,8 @@ from dapo_core.checkpoint.folder import step_folder, tidy
 from dapo_core.errors import CheckpointError
 from flows.config import Config
 from tasks.artifacts.artifact import Artifact
-from tasks.chain import keep_words, step_checkpoint, take_model_folder
-from tasks.links import chain_of, label_of, labels_of, link_of, side_of
+from tasks.chain import keep_words, take_model_folder
+from tasks.links import chain_of, label_of, labels_of, link_of, side_of, step_checkpoint
 from tasks.references import forget_resolved
 from tasks.runs.columns import take_columns
 from tasks.runs.history import read_run
@@ -56,6 +56,8 @@ def test_columns_change_no_key_of_the_others(tmp_path: Path) -> None:
     plain, wide = small_config(tmp_path), small_config(tmp_path, "evaluate.baselines=[{name: b, path: x}]", STEPS)
     model, data = (Artifact("stage", "k", str(tmp_path), digest) for digest in ("m", "d"))
     training = replace(model, digest="t")
+    for step in (20, 40):
+        step_folder(tmp_path / "checkpoints", step).mkdir(parents=True)
     for label in ("evaluate_before", "train_policy", "merge_checkpoint"):
         stage = link_of(plain, label).stage
         assert stage.key(plain, {}).key == stage.key(wide, {}).key
