@@ -7,7 +7,7 @@ import email.utils
 import json
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from eval.identity import Weights, probe_requests, read_engine, read_logprobs, read_root
+from eval.problems.items import Item
 from eval.problems.prompts import Prompt
 from redaction import add_secret, redact, redactor
 
@@ -91,6 +92,7 @@ class Answer:
     response_tokens: int | None  # with the thinking's; None where the server does not count them
     reasoning: str | None = None  # thinking that the server's parser took out of the text
     reasoning_tokens: int | None = None
+    details: dict[str, Any] | None = None  # of weighed options: {options, log_probs}
 
 
 class RequestError(Exception):
@@ -163,6 +165,12 @@ class Connection:
         """When the newest connection was opened, by time.monotonic; 0 before."""
         return self._connector.opened_at
 
+    async def answer(self, item: Item, sampling: Sampling, sample: int = 0) -> Answer:
+        """What the model says to an item, or which of its options is the likeliest. Raises RequestError."""
+        if item.options:
+            return await self.weigh(str(item.prompt), item.options, sampling)
+        return await self.ask(item.prompt, sampling, sample)
+
     async def ask(self, prompt: Prompt, sampling: Sampling, sample: int = 0) -> Answer:
         """The response to one prompt: messages go to chat/completions, text to completions. Raises RequestError.
 
@@ -173,6 +181,26 @@ class Connection:
         body = {"model": self._endpoint.model, **fields, **sampling.body(sample)}
         content = await self._request("chat/completions" if is_chat else "completions", body)
         return _read_answer(content, is_chat, lambda text: _encodable(self._redact(text)))
+
+    async def weigh(self, prompt: str, options: Sequence[str], sampling: Sampling) -> Answer:
+        """The likeliest of the options after the prompt, as lm-eval finds it, with the log-probs of all.
+
+        The prompt alone and with each option are sent as one request whose log-probs are echoed: an option's
+        tokens are those beyond the prompt's. Raises RequestError, also for a server without log-probs of prompts.
+        """
+        start = prompt.rstrip()  # whitespace belongs to the option's first token
+        between = prompt[len(start) :] or " "
+        body = {
+            "model": self._endpoint.model,
+            "prompt": [start, *(f"{start}{between}{option}" for option in options)],
+            **{"max_tokens": 1, "temperature": 0.0, "echo": True, "logprobs": 1},
+            **(sampling.extra_body or {}),
+        }
+        alone, *given = _read_echoed(await self._request("completions", body), 1 + len(options))
+        log_probs = [sum(values[len(alone) :]) for values in given]
+        best = max(range(len(options)), key=log_probs.__getitem__)
+        details = {"options": list(options), "log_probs": log_probs}
+        return Answer(options[best], "stop", None, details=details)
 
     async def identify(self) -> Weights:
         """What the server shows of the weights that it serves. Raises RequestError when it does not answer."""
@@ -257,6 +285,23 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
         None if reasoning is None else clean(reasoning),
         _count(details, "reasoning_tokens"),
     )
+
+
+def _read_echoed(content: bytes, num_prompts: int) -> list[list[float]]:
+    """The log-probs of each prompt's tokens, the first of which has 0. Raises RequestError when there are none."""
+    try:
+        choices = sorted(json.loads(content)["choices"], key=lambda choice: choice["index"])
+        values = [choice["logprobs"]["token_logprobs"][:-1] for choice in choices]  # the last was generated
+        echoed = [[float(value) for value in (0.0, *one[1:])] for one in values]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        echoed = []
+    if len(echoed) != num_prompts or any(len(one) <= len(echoed[0]) for one in echoed[1:]):
+        raise RequestError(
+            "the server gives no log-probs of prompts (completions with echo and logprobs), which "
+            f"evaluate.mode=loglikelihood needs; vLLM gives them. It said {_beginning(content)!r}",
+            is_final=True,
+        )
+    return echoed
 
 
 def _count(fields: Any, name: str) -> int | None:

@@ -167,7 +167,7 @@ class Dispatcher:
             started_at = request.started_at = request.started_at or time.monotonic()
             failure, is_refused = None, False
             try:
-                answer = await connection.ask(request.item.prompt, request.sampling, request.sample)
+                answer = await connection.answer(request.item, request.sampling, request.sample)
                 await self._check_weights(server, connection)
                 request.attempts += 1
             except RequestError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eval import EvaluationError, RequestsRefused
+from eval import EvaluationError
 from eval.answers.grading import GRADERS
 from eval.batches import Batch, Batches
 from eval.client import Endpoint, Sampling
@@ -74,8 +74,8 @@ def evaluate_all(
         recorders = []
         for benchmark in benchmarks:
             stack.enter_context(exclusive(make_folder(benchmark.output_dir)))
-            grader = stack.enter_context(GRADERS[benchmark.evaluation_set.grader]())
-            settings = _settings(benchmark, endpoints[0], model_digest)
+            grader = stack.enter_context(benchmark.grader or GRADERS[benchmark.evaluation_set.grader]())
+            settings = _settings(benchmark, endpoints[0], model_digest, grader.rule)
             recorders.append(Recorder(benchmark, settings, grader))
         asked = [recorder for recorder in recorders if recorder.num_missing]
         known = next((served for recorder in recorders if (served := recorder.served) is not None), None)
@@ -85,7 +85,7 @@ def evaluate_all(
         return _finish(recorders, ", ".join(endpoint.base_url for endpoint in endpoints), session.outage)
 
 
-def _settings(benchmark: Benchmark, endpoint: Endpoint, model_digest: str | None) -> dict[str, Any]:
+def _settings(benchmark: Benchmark, endpoint: Endpoint, model_digest: str | None, rule: str) -> dict[str, Any]:
     """The settings of a benchmark's results, with the samples that repeated rows of its file ask for."""
     asked, sampling = benchmark.evaluation_set, benchmark.requested
     if asked.num_repeats > 1:
@@ -102,7 +102,7 @@ def _settings(benchmark: Benchmark, endpoint: Endpoint, model_digest: str | None
         model_digest,
         benchmark=asked.benchmark,
         template=asked.template,
-        grader=GRADERS[asked.grader].rule,
+        grader=rule,
     )
 
 
@@ -115,9 +115,9 @@ def _finish(recorders: Sequence[Recorder], servers: str, outage: str) -> list[Su
         except EvaluationError as error:
             failures[recorder.name] = error
     if failures:
-        kind = RequestsRefused if all(isinstance(one, RequestsRefused) for one in failures.values()) else None
+        kinds = {type(error) for error in failures.values()}
         said = " ".join(f"{name}: {error}" if name else str(error) for name, error in failures.items())
-        raise (kind or EvaluationError)(said)
+        raise (kinds.pop() if len(kinds) == 1 else EvaluationError)(said)
     return summaries
 
 
