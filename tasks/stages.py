@@ -37,6 +37,7 @@ NOT_COUNTED = (
     "dapo_core/merge",  # comes after training; its own stage names it
     "eval/__init__.py",
     "eval/breakdown.py",
+    "eval/change_points.py",
     "eval/compare.py",
     "eval/formulas.py",
     "eval/gates.py",
