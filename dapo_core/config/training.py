@@ -169,7 +169,7 @@ class TrainConfig(Section):
 
     device: Literal["cpu", "cuda", "npu"] = key("cpu", "Kind of device of the policy.")
     num_ranks: int = volatile(1, "FSDP2 ranks, one device each.", ge=1, le=65_536)
-    sequence_parallel: Literal[1, 2, 4] = volatile(1, "Ranks that share each sequence (Ulysses).")
+    sequence_parallel: int = volatile(1, "Ranks that share each sequence (Ulysses).", ge=1, le=64)
     fsdp_size: int | None = volatile(
         None, "Ranks that a copy of the weights is sharded over (HSDP); unset: all, one copy.", ge=1
     )
