@@ -73,6 +73,12 @@ def is_single(folder: Path) -> bool:
     return (folder / SETTINGS_FILE).is_file()
 
 
+def require_single(folder: Path) -> None:
+    """Raise ResultsError where the folder holds a suite."""
+    if (folder / SUITE_FILE).is_file():
+        raise ResultsError(f"{folder} holds a suite; choose another --output for one benchmark")
+
+
 def write_suite(folder: Path, members: Sequence[Member], headline: str) -> None:
     """Write suite.json. Raises ResultsError for a folder that holds the results of one benchmark itself."""
     if is_single(folder):

@@ -18,7 +18,6 @@ from dapo_core.checkpoint.manifest import shard_digests
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.model_folder import MERGE_MANIFEST, require_model_folder
 from durable import read_json_lines
-from eval.problems.registry import load_set
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, Output, algorithm_for
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE
@@ -39,6 +38,7 @@ from tasks.serve_model.servers import Server, serve_model
 from tasks.served_baseline import served_model
 from tasks.stage_command import link_log, run_dapo
 from tasks.stage_task import retried_task, stage_task
+from tasks.suite import benchmarks_of, suite_metrics, take_stored
 from tasks.training_lock import hold, training_lock_path
 
 logger = logging.getLogger(__name__)
@@ -100,31 +100,33 @@ def take_model_folder(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
 
 @stage_task("evaluate-model", task_run_name="{label}", afterwards="run it again: it asks only for what is missing")
 def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str) -> Artifact:
-    """The results folder (results.jsonl, settings.json, summary.json) of one model, recorded as `label`.
+    """The results of one model, a folder or a suite of them (eval/suite.py), recorded as `label`.
 
-    Without `model`, that of a baseline which is served elsewhere.
+    Without `model`, those of a baseline which is served elsewhere.
 
-    A failed attempt keeps its answers; the next one with the same key asks only for what is missing.
+    A failed attempt keeps its answers; the next one with the same key asks only for what is missing. Benchmarks
+    that the store has of the same model are taken from there; if it has all, nothing is served.
     """
-    settings = run.config.evaluate
     link = link_of(run.config, label)
     key = link.key(data, *([] if model is None else [model]))
 
     def build(folder: Path) -> Mapping[str, Any]:
         log_path = run.store.log_path(key.stage, key.key)
         link_log(run, log_path)
-        evaluation_set = load_set(
-            Path(data.path) / EVAL_FILE, None, settings.prompt, settings.api, settings.system_prompt
-        )
-        with served(link, model, log_path) as (servers, digest, model_folder):
-            urls = ", ".join(server.base_url for server in servers)
-            logger.info("%s serves on %s; asking %d items", servers[0].model, urls, len(evaluation_set.items))
-            on_progress = StageProgress(run, label).on_progress
-            summary = evaluate_servers(
-                evaluation_set, servers, settings, folder, digest, on_progress, model_folder
-            )
-        commands = [server.command for server in servers if server.command]
-        return {"accuracy": summary.accuracy, "n": summary.n, "serve_commands": commands}
+        with run.store.in_use():
+            suite = benchmarks_of(run.store, link.stage, link.config, data, key.inputs["model"])
+            take_stored(link.config, suite, folder)
+        commands = []
+        if any(one.stored is None for one in suite):
+            with served(link, model, log_path) as (servers, digest, model_folder):
+                missing = [one.benchmark(folder, model_folder) for one in suite if one.stored is None]
+                urls = ", ".join(server.base_url for server in servers)
+                num_items = sum(len(one.evaluation_set.items) for one in missing)
+                logger.info("%s serves on %s; asking %d items", servers[0].model, urls, num_items)
+                on_progress = StageProgress(run, label).on_progress
+                evaluate_servers(missing, servers, link.config.evaluate, digest, on_progress)
+            commands = [server.command for server in servers if server.command]
+        return {**suite_metrics(link.config, suite, folder), "serve_commands": commands}
 
     return run.produce(label, key, build)
 

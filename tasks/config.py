@@ -11,8 +11,8 @@ from dapo_core.config.fields import Section, key, volatile
 from dapo_core.config.training import TrainingConfig
 from dapo_core.config.warm_start import ModelCodeConfig, WarmStartConfig
 from tasks.data_config import DataConfig
-from tasks.evaluate_config import EvaluateConfig
-from tasks.lengths import Lengths, bounds_of, explain
+from tasks.evaluate_config import BenchmarkConfig, EvaluateConfig
+from tasks.lengths import KEYS, Lengths, bounds_of, explain
 from tasks.serve_model.config import ServeConfig
 
 
@@ -135,6 +135,10 @@ class ChainConfig(TrainingConfig):
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     flow: FlowConfig = Field(default_factory=FlowConfig)
 
+    def for_benchmark(self, benchmark: BenchmarkConfig) -> ChainConfig:
+        """The recipe as it holds for one benchmark, asked alone."""
+        return self.model_copy(update={"evaluate": self.evaluate.of(benchmark)})
+
     @property
     def served(self) -> ServeConfig:
         """`serve` with the argument that model.trust_remote_code stands for."""
@@ -163,14 +167,25 @@ class ChainConfig(TrainingConfig):
 
     @property
     def lengths(self) -> Lengths:
-        """The keys that bound tokens of prompts and responses."""
+        """The keys that bound tokens of prompts and responses; of a suite those of the longest answer."""
+        asked = [self.lengths_of(one) for one in self.evaluate.benchmarks] or [self.lengths_of(None)]
+        return max(asked, key=lambda lengths: lengths.answer)
+
+    def lengths_of(self, benchmark: BenchmarkConfig | None) -> Lengths:
+        """The same for one benchmark, or for data.eval."""
+        settings, answer_key = self.evaluate, KEYS["answer"]
+        if benchmark is not None:
+            settings = settings.of(benchmark)
+            if benchmark.max_response_tokens is not None:
+                answer_key = f"evaluate.benchmarks.{benchmark.label}.max_response_tokens"
         return Lengths(
             prompt=self.data.max_prompt_tokens,
             response=self.rollout.max_response_tokens,
             buffer=self.reward.overlong.buffer_tokens,
-            answer=self.evaluate.max_response_tokens,
+            answer=settings.max_response_tokens,
             served=self.serve.max_model_len,
             micro_batch=self.train.micro_batch_tokens,
+            answer_key=answer_key,
         )
 
     @model_validator(mode="after")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,18 @@ from dapo_core.errors import ConfigError
 from eval.client import LOOPBACK, Endpoint, Sampling
 from eval.dispatch import Limits
 from eval.problems.items import EvaluationSet
-from eval.run import OnProgress, evaluate
+from eval.problems.registry import load_set
+from eval.problems.sources import default_cache
+from eval.recorder import Benchmark
+from eval.results import make_folder
+from eval.run import OnProgress, evaluate_all
+from eval.suite import Member, require_single, write_suite
 from eval.summary import Summary
 from redaction import redact
-from tasks.config import EvaluateConfig
+from tasks.config import ChainConfig
+from tasks.data.layout import benchmark_file
+from tasks.evaluate_config import EvaluateConfig
+from tasks.graders import grader_for
 from tasks.serve_model.failure import ServeError, ServerUnreachable
 
 CLIENT_SECONDS = 60.0
@@ -32,20 +41,16 @@ _FURTHER_SAMPLING = ("min_p", "repetition_penalty", "presence_penalty", "frequen
 
 
 def evaluate_servers(
-    evaluation_set: EvaluationSet,
+    benchmarks: Sequence[Benchmark],
     servers: Sequence[Endpoint],
     settings: EvaluateConfig,
-    output_dir: Path,
     model_digest: str,
     on_progress: OnProgress | None = None,
-    model_folder: Path | None = None,
-) -> Summary:
-    """`eval.run.evaluate` with the configuration's sampling and limits; `model_folder` is as in `sampling_of`."""
-    return evaluate(
-        evaluation_set,
+) -> list[Summary]:
+    """`eval.run.evaluate_all` with the configuration's limits."""
+    return evaluate_all(
+        benchmarks,
         servers,
-        sampling_of(settings, model_folder),
-        output_dir,
         limits=Limits(
             concurrency=settings.concurrency,
             requests_per_second=settings.requests_per_second,
@@ -54,9 +59,67 @@ def evaluate_servers(
             outage_seconds=settings.outage_seconds,
         ),
         model_digest=model_digest,
-        max_failed_ratio=settings.max_failed_ratio,
         on_progress=on_progress,
     )
+
+
+def set_of(settings: EvaluateConfig, problems: str | Path | None) -> EvaluationSet:
+    """`load_set` with the settings' prompt and mode."""
+    asked = settings
+    return load_set(problems, asked.benchmark, asked.prompt, asked.api, asked.system_prompt, asked.mode)
+
+
+def benchmark_of(
+    settings: EvaluateConfig, asked: EvaluationSet, output: Path, name: str, model_folder: Path | None
+) -> Benchmark:
+    """One benchmark with the settings' sampling and grader; `model_folder` is as in `sampling_of`.
+
+    Raises what that and `grader_for` raise.
+    """
+    sampling = sampling_of(settings, model_folder)
+    return Benchmark(asked, sampling, output, name, settings.max_failed_ratio, grader_for(settings))
+
+
+def load_sets(config: ChainConfig, problems: str | None) -> dict[str, EvaluationSet]:
+    """The sets of evaluate.benchmarks by name, prepared as in a run, else what is named alone, by "".
+
+    Raises ProblemsError for unusable rows.
+    """
+    settings = config.evaluate
+    if not settings.benchmarks:
+        return {"": set_of(settings, problems)}
+    from tasks.data.prepare import write_held_out  # imports pyarrow
+    from tasks.data.sources import benchmark_sources
+
+    found = {}
+    with tempfile.TemporaryDirectory() as work:
+        for name, source in benchmark_sources(config).items():
+            file = Path(work) / benchmark_file(name)
+            if not source.is_generated:
+                source = replace(source, path=source.local(default_cache()))
+            write_held_out(config, [source], file)
+            found[name] = set_of(settings.of(settings.named[name]), file)
+    return found
+
+
+def asked_into(
+    output: Path, settings: EvaluateConfig, sets: Mapping[str, EvaluationSet], model_folder: Path | None
+) -> list[Benchmark]:
+    """The sets of `load_sets` with their places in an output folder, where suite.json is written for several.
+
+    Raises ResultsError for a folder that holds the other kind.
+    """
+    named = settings.named
+    if not named:
+        require_single(output)
+        return [benchmark_of(settings, sets[""], output, "", model_folder)]
+    write_suite(
+        make_folder(output), [Member(name, one.weight) for name, one in named.items()], settings.headline_name
+    )
+    return [
+        benchmark_of(settings.of(named[name]), found, output / name, name, model_folder)
+        for name, found in sets.items()
+    ]
 
 
 @dataclass(frozen=True)

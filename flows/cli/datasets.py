@@ -17,12 +17,14 @@ app.add_typer(datasets_app, name="datasets")
 
 @datasets_app.callback(invoke_without_command=True, epilog="Example: dapo datasets; dapo datasets show gsm8k")
 def datasets(context: typer.Context) -> None:
-    """List the registered sets: names for data.train, data.eval and dapo eval --dataset."""
+    """List the registered sets, names for data.train, data.eval and dapo eval --dataset, and those of --suite."""
     if context.invoked_subcommand is None:
-        from eval.problems.registry import SETS
+        from eval.problems.registry import SETS, SUITES
         from flows.tables import print_sets
 
         print_sets(list(SETS.values()))
+        for name, sets in SUITES.items():
+            typer.echo(f"suite {name}: {', '.join(sets)}")
 
 
 @datasets_app.command(

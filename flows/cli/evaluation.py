@@ -44,29 +44,55 @@ def evaluate(
             "https://...#sha256=DIGEST. Registered sets have a default source.",
         ),
     ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="Benchmarks asked together, each into its folder of --output; dapo datasets lists suites."
+        ),
+    ] = None,
     model_name: Annotated[str, typer.Option(help="Served model name.")] = "policy",
-    config: Annotated[Path | None, typer.Option(help="Recipe whose `evaluate` section to use.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Recipe whose `evaluate` section to use, with its benchmarks if nothing else is named."),
+    ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """Evaluate a served model on every item of a dataset; the API key comes from VLLM_API_KEY."""
+    """Evaluate a served model on every item of a dataset, or of a suite; the API key comes from VLLM_API_KEY."""
     from eval.client import Endpoint
-    from eval.problems.registry import load_set
     from flows.config import load_config_or_defaults
-    from tasks.evaluation_settings import evaluate_servers, served_folder, served_model_identity
+    from tasks.evaluation_settings import (
+        asked_into,
+        evaluate_servers,
+        load_sets,
+        served_folder,
+        served_model_identity,
+    )
     from tasks.serve_model.command import API_KEY_VARIABLE
 
-    chosen = [f"evaluate.benchmark={dataset}"] if dataset is not None else []
-    settings = load_config_or_defaults(config, [*(overrides or ()), *chosen]).evaluate
-    evaluation_set = load_set(data, settings.benchmark, settings.prompt, settings.api, settings.system_prompt)
+    recipe = load_config_or_defaults(config, [*(overrides or ()), *_chosen(dataset, data, suite)])
+    settings, sets = recipe.evaluate, load_sets(recipe, data)
     servers = [Endpoint(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
-    identity = served_model_identity(servers)
-    folder = served_folder(servers[0]) if settings.sampling == "model" else None
-    summary = evaluate_servers(evaluation_set, servers, settings, output, identity, model_folder=folder)
-    typer.echo(
-        f"{output}: accuracy {summary.accuracy:.1%} of {summary.n} (AISBench's rule "
-        f"{summary.aisbench['accuracy']:.1%}), no answer {summary.no_answer_rate:.1%}, "
-        f"truncated {summary.truncated_rate:.1%}, failed requests {summary.request_failed_rate:.1%}"
-    )
+    identity, folder = served_model_identity(servers), served_folder(servers[0])
+    benchmarks = asked_into(output, settings, sets, folder)
+    for one, summary in zip(benchmarks, evaluate_servers(benchmarks, servers, settings, identity), strict=True):
+        typer.echo(
+            f"{one.output_dir}: accuracy {summary.accuracy:.1%} of {summary.n} (AISBench's rule "
+            f"{summary.aisbench['accuracy']:.1%}), no answer {summary.no_answer_rate:.1%}, "
+            f"truncated {summary.truncated_rate:.1%}, failed requests {summary.request_failed_rate:.1%}"
+        )
+
+
+def _chosen(dataset: str | None, data: str | None, suite: str | None) -> list[str]:
+    """The overrides that the options stand for; what they name takes the place of the recipe's benchmarks."""
+    if suite is not None and (dataset is not None or data is not None):
+        raise typer.BadParameter("names all that is asked; leave --dataset and --data out", param_hint="--suite")
+    if dataset is None and data is None and suite is None:
+        return []
+    from eval.problems.registry import find_suite
+
+    benchmarks = find_suite(suite) if suite is not None else ()
+    named = ["evaluate.headline=null", "evaluate.gates=[]", f"evaluate.benchmarks=[{', '.join(benchmarks)}]"]
+    return named if dataset is None else [*named, f"evaluate.benchmark={dataset}"]
 
 
 @app.command(
@@ -132,6 +158,7 @@ def compare(
     store: StoreOption = DEFAULT_STORE,
     baselines: BaselineOption = None,
     gates: GateOption = None,
+    benchmark: Annotated[str | None, typer.Option(help="With --history: one benchmark of the suites.")] = None,
 ) -> None:
     """Compare evaluations of the same items: two of them item by item, or with --history many over time.
 
@@ -142,7 +169,7 @@ def compare(
     given = sides or []
     if is_history:
         paths = [Path(side) if Path(side).exists() else find_run(store, side, "report").folder for side in given]
-        _print_history(paths or [store], output)
+        _print_history(paths or [store], output, benchmark)
         return
     if len(given) != 2:
         raise typer.BadParameter(f"BEFORE and AFTER are needed, {len(given)} given; add --history for more")
@@ -180,11 +207,11 @@ def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:
         typer.echo("")
 
 
-def _print_history(paths: list[Path], output: Path | None) -> None:
+def _print_history(paths: list[Path], output: Path | None, benchmark: str | None) -> None:
     from eval.history import make_history, render_markdown, write_page
     from flows.console import print_markdown
 
-    history = make_history(paths)
+    history = make_history(paths, benchmark)
     print_markdown(render_markdown(history))
     if output is not None:
         typer.secho(f"\nHistory with a plot: {write_page(history, output)}", bold=True)

@@ -39,8 +39,8 @@ def set_entry(source: Source, count: SetCount) -> dict[str, Any]:
         }
 
     return {
-        "name": source.name,
-        "use": "train" if source.split == "train" else "eval",
+        "name": source.benchmark or source.name,
+        "use": "train" if source.split == "train" else "benchmark" if source.benchmark else "eval",
         "source": source.origin(),
         "licence": source.known.licence,
         "files": source.files(),

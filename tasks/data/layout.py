@@ -2,3 +2,8 @@
 
 TRAIN_FILE = "train.parquet"
 EVAL_FILE = "eval.parquet"
+
+
+def benchmark_file(name: str) -> str:
+    """The file of a benchmark of evaluate.benchmarks."""
+    return f"benchmarks/{name}.parquet"

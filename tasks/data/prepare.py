@@ -17,9 +17,9 @@ from eval.problems.registry import read_held_out
 from tasks.config import ChainConfig
 from tasks.data.card import answer_kind, make_card, set_entry, write_card
 from tasks.data.contamination import Hit, find_hits, rows_to_drop
-from tasks.data.layout import EVAL_FILE, TRAIN_FILE
+from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
 from tasks.data.reading import CONTRADICTED, HELD_OUT, Seen, SetCount, advice_for, batched, iterate_source, to_row
-from tasks.data.sources import ARITHMETIC, Source, eval_sources, train_sources
+from tasks.data.sources import ARITHMETIC, Source, benchmark_sources, eval_sources, train_sources
 
 BATCH_ROWS = 1000
 
@@ -28,34 +28,50 @@ Counted = tuple[Source, SetCount]
 
 
 def build_dataset(config: ChainConfig, folder: Path) -> Mapping[str, Any]:
-    """Write the two files and the data card into the folder; returns the files' row counts.
+    """Write the problems' files and the data card into the folder; returns the files' row counts.
 
     Memory is that of the held-out sets, a digest of each training problem and one batch of rows. Raises DataError
     or ProblemsError for unusable rows of the user's files, and what require_scorers raises.
     """
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        files = [Path(work) / name for name in (EVAL_FILE, TRAIN_FILE)]
-        evaluated = write_held_out(config, files[0])
-        held_out: dict[str, list[Problem]] = {}
-        for problem in read_held_out(files[0]).problems:
-            held_out.setdefault(problem.dataset, []).append(problem)
-        trained, hits = write_training(config, files[1], held_out)
-        sets = [set_entry(source, count) for source, count in (*trained, *evaluated)]
+        evaluated = {
+            name: write_held_out(config, sources, Path(work) / name)
+            for name, sources in held_out_files(config).items()
+        }
+        held_out: dict[str, dict[str, Problem]] = {}  # of each set, by text: a benchmark may be of data.eval too
+        for name in evaluated:
+            for problem in read_held_out(Path(work) / name).problems:
+                held_out.setdefault(problem.dataset, {}).setdefault(problem.text, problem)
+        texts = {name: list(problems.values()) for name, problems in held_out.items()}
+        trained, hits = write_training(config, Path(work) / TRAIN_FILE, texts)
+        sets = [set_entry(source, count) for source, count in (*trained, *itertools.chain(*evaluated.values()))]
         write_card(make_card(sets, hits, config.data.contamination), folder)
-        for file in files:
-            file.replace(folder / file.name)
+        for name in (TRAIN_FILE, *evaluated):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (Path(work) / name).replace(folder / name)
     return {
         "train_rows": sum(count.kept for _, count in trained),
-        "eval_rows": sum(map(len, held_out.values())),
+        "eval_rows": sum(count.kept for _, count in evaluated[EVAL_FILE]),
+        "benchmark_rows": {
+            name: sum(count.kept for _, count in evaluated[benchmark_file(name)])
+            for name in benchmark_sources(config)
+        },
         "contaminated_rows": len({(hit.train_set, hit.row) for hit in hits}),
         "sets": {count.name: {"read": count.read, "kept": count.kept} for _, count in trained},
     }
 
 
-def write_held_out(config: ChainConfig, path: Path) -> list[Counted]:
-    """Write the sets of data.eval as one file, every row of them."""
+def held_out_files(config: ChainConfig) -> dict[str, list[Source]]:
+    """The sets of each file to evaluate or validate with: those of data.eval in one, each benchmark in its own."""
+    benchmarks = {benchmark_file(name): [source] for name, source in benchmark_sources(config).items()}
+    return {EVAL_FILE: eval_sources(config), **benchmarks}
+
+
+def write_held_out(config: ChainConfig, sources: Sequence[Source], path: Path) -> list[Counted]:
+    """Write sets to evaluate with as one file, every row of them."""
     counts, rows = list[Counted](), list[Row]()
-    for source in eval_sources(config):
+    path.parent.mkdir(exist_ok=True)
+    for source in sources:
         count = SetCount(source.name)
         counts.append((source, count))
         found = [to_row(source, *pair) for pair in iterate_source(config, source, count)]

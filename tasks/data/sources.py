@@ -31,7 +31,7 @@ ARITHMETIC = "arithmetic"
 
 @dataclass(frozen=True)
 class Source:
-    """One set of data.train or data.eval."""
+    """One set of data.train, data.eval or evaluate.benchmarks."""
 
     key: str  # the configuration's name of it
     name: str  # in metrics, reports and the data card
@@ -42,6 +42,7 @@ class Source:
     weight: float
     asking: Asking
     is_one_of_several: bool
+    benchmark: str | None = None  # its name in evaluate.benchmarks, where it has a file of its own
 
     @property
     def is_generated(self) -> bool:
@@ -123,6 +124,27 @@ def eval_sources(config: ChainConfig) -> list[Source]:
     return sources
 
 
+def benchmark_sources(config: ChainConfig) -> dict[str, Source]:
+    """The sets of evaluate.benchmarks by the benchmarks' names. Raises ProblemsError as `train_sources`.
+
+    Keys of `data` hold as for data.eval, but data.columns only for rows of the user's own, and
+    data.prompt_template only where no `prompt` says how the benchmark is asked.
+    """
+    found = {}
+    for one in config.evaluate.benchmarks:
+        columns = one.columns or (ColumnsConfig() if one.set in SETS else config.data.columns)
+        is_asked_otherwise = config.evaluate.of(one).prompt != DEFAULT
+        template = DEFAULT if is_asked_otherwise else config.data.prompt_template
+        given = SetConfig(set=one.set, path=one.path, columns=columns, prompt_template=template)
+        found[one.label] = _source(config, given, f"evaluate.benchmarks.{one.label}", "test", one.label)
+    return found
+
+
+def all_sources(config: ChainConfig) -> list[Source]:
+    """The sets of a recipe: to train on, to validate with, and its benchmarks."""
+    return [*train_sources(config), *eval_sources(config), *benchmark_sources(config).values()]
+
+
 def source_files(config: ChainConfig) -> dict[str, str]:
     """What identifies each set of the recipe: its settings and its content; nothing is read of generated problems.
 
@@ -130,7 +152,7 @@ def source_files(config: ChainConfig) -> dict[str, str]:
     ConfigError, ProblemsError and DownloadError.
     """
     inputs: dict[str, str] = {}
-    for source in (*train_sources(config), *eval_sources(config)):
+    for source in all_sources(config):
         inputs[source.key] = source.settings()
         try:
             inputs[f"{source.key} content"] = source.content()
@@ -152,7 +174,7 @@ def _earlier_content(store_path: str, settings: str, reason: Unreachable) -> str
 def describe_sources(config: ChainConfig) -> str:
     """What preparation would fetch; "" where all is here."""
     described = []
-    for source in (*train_sources(config), *eval_sources(config)):
+    for source in {source.reference: source for source in all_sources(config)}.values():
         if source.reference is None:
             continue
         try:
@@ -179,10 +201,11 @@ def files_digest(key: str, path: Path) -> str:
         raise ConfigError(f"{key}: {error}") from None
 
 
-def _source(config: ChainConfig, given: SetConfig, key: str, split: Split) -> Source:
+def _source(config: ChainConfig, given: SetConfig, key: str, split: Split, alone: str | None = None) -> Source:
+    """The source of a set; `alone` is its name in evaluate.benchmarks: evaluate.benchmark is not about it."""
     one = config.data.of(given)
     assert one.columns is not None
-    benchmark = config.evaluate.benchmark if split == "test" else None
+    benchmark = config.evaluate.benchmark if split == "test" and alone is None else None
     path = None if one.path is None else Path(one.path)
     reference = None
     if one.set in SETS:
@@ -215,8 +238,8 @@ def _source(config: ChainConfig, given: SetConfig, key: str, split: Split) -> So
     if one.columns.is_set:
         known = dataclasses.replace(known, schemas=(mapped_schema(one.columns),))
     asking = find_asking(one.prompt_template or DEFAULT, one.system_prompt, known.template, one.columns)
-    several = len(config.data.train if split == "train" else config.data.eval) > 1
-    return Source(key, name, split, known, reference, path, one.weight, asking, several)
+    several = alone is None and len(config.data.train if split == "train" else config.data.eval) > 1
+    return Source(key, name, split, known, reference, path, one.weight, asking, several, alone)
 
 
 def mapped_schema(columns: ColumnsConfig) -> Schema:

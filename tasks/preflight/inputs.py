@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval.problems.files import read_problems
-from eval.problems.registry import load_set
 from eval.problems.rows import CHAT
 from tasks.config import ChainConfig
-from tasks.data.layout import EVAL_FILE, TRAIN_FILE
-from tasks.data.prepare import write_held_out
+from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
+from tasks.data.prepare import held_out_files, write_held_out
 from tasks.data.reading import read_source
-from tasks.data.sources import Source, eval_sources, train_sources
+from tasks.data.sources import Source, benchmark_sources, eval_sources, train_sources
+from tasks.evaluate_config import BenchmarkConfig, EvaluateConfig
+from tasks.evaluation_settings import set_of
 from tasks.fetched_model import model_name
 from tasks.preflight.finding import Findings
 
@@ -32,8 +33,16 @@ class Inputs:
 
     model: Path | None = None
     problems: Sequence[Problem] = ()
-    evaluation: EvaluationSet | None = None
+    evaluation: EvaluationSet | None = None  # of data.eval
+    benchmarks: Mapping[str, EvaluationSet] = field(default_factory=dict)  # of evaluate.benchmarks, by name
     later: tuple[str, ...] = ()
+
+    def asked(self, config: ChainConfig) -> list[tuple[BenchmarkConfig | None, EvaluationSet]]:
+        """What is evaluated, as far as it is here: the benchmarks, or data.eval alone."""
+        named = config.evaluate.named
+        if not named:
+            return [(None, self.evaluation)] if self.evaluation is not None else []
+        return [(named[name], found) for name, found in self.benchmarks.items()]
 
 
 def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
@@ -48,10 +57,11 @@ def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
         if not source.is_generated and not _is_read_later(source):
             with findings.catching("training set"):
                 inputs.problems = [*inputs.problems, *read_source(config, source)]
-    if all(source.path or source.is_generated for source in eval_sources(config)):
-        with findings.catching("evaluation set"), tempfile.TemporaryDirectory() as folder:
-            write_held_out(config, Path(folder) / EVAL_FILE)
-            inputs.evaluation = _evaluation_set(config, Path(folder))
+    with findings.catching("evaluation set"), tempfile.TemporaryDirectory() as folder:
+        for name, held_out in held_out_files(config).items():
+            if all(source.path or source.is_generated for source in held_out):
+                write_held_out(config, held_out, Path(folder) / name)
+        _read_evaluated(inputs, config, Path(folder))
     return inputs
 
 
@@ -60,19 +70,32 @@ def inputs_later(config: ChainConfig) -> tuple[str, ...]:
     is_fetched = config.model.source not in ("path", "recipe")
     later = [f"the model {model_name(config.model)}"] if is_fetched else []
     later += [f"the rows of {source.name}" for source in train_sources(config) if _is_read_later(source)]
-    held_out = [source.name for source in eval_sources(config) if not (source.path or source.is_generated)]
+    evaluated = [*eval_sources(config), *benchmark_sources(config).values()]
+    held_out = dict.fromkeys(source.name for source in evaluated if not (source.path or source.is_generated))
     return (*later, f"the rows of {', '.join(held_out)}") if held_out else tuple(later)
 
 
 def inputs_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Inputs:
     """What the first two stages have put into the store."""
     folder = Path(data.path)
-    return Inputs(Path(model.path), read_problems(folder / TRAIN_FILE, (CHAT,)), _evaluation_set(config, folder))
+    inputs = Inputs(Path(model.path), read_problems(folder / TRAIN_FILE, (CHAT,)))
+    _read_evaluated(inputs, config, folder)
+    return inputs
 
 
-def _evaluation_set(config: ChainConfig, folder: Path) -> EvaluationSet:
-    asked = config.evaluate
-    return load_set(folder / EVAL_FILE, None, asked.prompt, asked.api, asked.system_prompt)
+def _read_evaluated(inputs: Inputs, config: ChainConfig, folder: Path) -> None:
+    """Read the prepared files of the folder that are evaluated, or validated with."""
+
+    def read(settings: EvaluateConfig, name: str) -> EvaluationSet:
+        return set_of(settings.model_copy(update={"benchmark": None}), folder / name)
+
+    if (folder / EVAL_FILE).is_file():
+        inputs.evaluation = read(config.evaluate, EVAL_FILE)
+    inputs.benchmarks = {
+        name: read(config.evaluate.of(one), benchmark_file(name))
+        for name, one in config.evaluate.named.items()
+        if (folder / benchmark_file(name)).is_file()
+    }
 
 
 def _is_read_later(source: Source) -> bool:

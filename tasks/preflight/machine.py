@@ -60,7 +60,8 @@ def _check_devices(config: ChainConfig, findings: Findings) -> None:
         names = device.visible(os.environ)
         if config.num_devices > len(names):
             raise ConfigError(
-                f"train.num_ranks={train.num_ranks} + rollout.num_workers={config.rollout.num_workers} = "
+                f"train.num_ranks={train.num_ranks} + rollout.num_workers={config.rollout.num_workers} x "
+                f"rollout.tensor_parallel={config.rollout.tensor_parallel} = "
                 f"{config.num_devices} devices, and this machine shows {len(names)} of {device.kind} "
                 f"({device.visible_variable}); lower them, or set train.ray_address to a cluster"
             )
@@ -114,7 +115,7 @@ def _check_memory(config: ChainConfig, facts: ModelFacts, findings: Findings) ->
         return
     needed = facts.parameters * (TRAINING_BYTES + 4 * config.rollout.num_workers)
     if config.rollout.engine == "vllm":
-        needed += int(config.rollout.num_workers * config.rollout.memory_gigabytes * GIB)
+        needed += int(config.rollout.num_devices * config.rollout.memory_gigabytes * GIB)
     total = psutil.virtual_memory().total
     if needed > total:
         findings.add(
@@ -137,7 +138,7 @@ def _check_ray(config: ChainConfig, findings: Findings) -> None:
         findings.add("Ray", FAIL, str(error), advice)
         return
     wanted = {device_for(train.device).ray_resource: config.num_devices}
-    wanted["CPU"] = train.num_ranks * train.threads_per_rank + rollout.num_workers * rollout.threads_per_worker
+    wanted["CPU"] = train.num_ranks * train.threads_per_rank + rollout.num_devices * rollout.threads_per_worker
     for name, count in wanted.items():
         total, free = room.total.get(name, 0), room.free.get(name, 0)
         found = f"{count} {name} are needed, {address} has {total:g}, of which {free:g} are free"

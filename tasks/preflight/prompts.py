@@ -21,6 +21,7 @@ from tasks.preflight.finding import FAIL, OK, WARN, Findings
 
 if TYPE_CHECKING:
     from eval.problems.items import EvaluationSet, Problem
+    from tasks.preflight.inputs import Inputs
     from tasks.preflight.model import ModelFacts
 
 NUM_MEASURED = 256  # prompts of a set whose tokens are counted: those with the longest texts
@@ -32,34 +33,33 @@ _ASKED = {"\\boxed{}": re.compile(r"\\+boxed"), "Answer:": re.compile(r"Answer: 
 _SOLUTIONS = ("solution", "reference_solution", "reasoning", "answer")  # of extra_info
 
 
-def check_lengths(
-    config: ChainConfig, facts: ModelFacts, problems: Sequence[Problem], evaluation: EvaluationSet | None,
-    findings: Findings,
-) -> None:  # fmt: skip
-    """The longest prompts of both sets, the model's positions and the keys: all conflicts, with keys that fit."""
-    bounds, rendering = replace(bounds_of(config), positions=facts.positions), config.rollout.chat_template_kwargs
-    said = []
+def check_lengths(config: ChainConfig, facts: ModelFacts, inputs: Inputs, findings: Findings) -> None:
+    """The longest prompts of all sets, the model's positions and the keys: all conflicts, with keys that fit."""
+    bounds, lengths = replace(bounds_of(config), positions=facts.positions), config.lengths
+    rendering, said = config.rollout.chat_template_kwargs, []
     with findings.catching("prompt lengths"):
         if facts.tokenizer is not None:
             require_template_reads(facts.tokenizer, rendering)
             arguments = config.evaluate.chat_template_kwargs
             require_template_reads(facts.tokenizer, arguments, "evaluate.chat_template_kwargs")
-        if facts.tokenizer is not None and problems:
-            chats: list[Any] = [problem.messages for problem in problems]
+        if facts.tokenizer is not None and inputs.problems:
+            chats: list[Any] = [problem.messages for problem in inputs.problems]
             longest = longest_prompt(facts, chats, rendering)
             said.append(f"training prompts have up to {longest} tokens")
             if config.data.too_long != "error" and longest > config.data.max_prompt_tokens:
                 said[-1] += f" (above {config.data.max_prompt_tokens}, data.too_long={config.data.too_long})"
                 longest = config.data.max_prompt_tokens
             bounds = replace(bounds, longest_prompt=longest)
-        if facts.tokenizer is not None and evaluation is not None:
-            questions = [item.prompt for item in evaluation.items]
-            longest, both = longest_prompt(facts, questions, arguments), bounds.longest_prompt
-            if config.validation.every:
-                both = max(longest_prompt(facts, questions, rendering), both or 0)
-            bounds = replace(bounds, longest_question=longest, longest_prompt=both)
-            said.append(f"evaluation prompts up to {longest}")
-    found, advice = explain(config.lengths, bounds)
+        if facts.tokenizer is not None and inputs.evaluation is not None and config.validation.every:
+            validated = longest_prompt(facts, [item.prompt for item in inputs.evaluation.items], rendering)
+            bounds = replace(bounds, longest_prompt=max(validated, bounds.longest_prompt or 0))
+        if facts.tokenizer is not None and (asked := inputs.asked(config)):
+            questions = [longest_prompt(facts, [item.prompt for item in one.items], arguments) for _, one in asked]
+            of_each = zip(questions, (config.lengths_of(one) for one, _ in asked), strict=True)
+            longest, lengths = max(of_each, key=lambda pair: pair[0] + pair[1].answer)  # with the answer
+            bounds = replace(bounds, longest_question=longest)
+            said.append(f"evaluation prompts up to {max(questions)}")
+    found, advice = explain(lengths, bounds)
     if found:
         findings.add("lengths", FAIL, "; ".join(found), advice)
     elif said:
@@ -80,9 +80,9 @@ def check_answers(config: ChainConfig, problems: Sequence[Problem], findings: Fi
                 _check_source(source, own, scoring, findings)
 
 
-def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet | None, findings: Findings) -> None:
+def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet, findings: Findings) -> None:
     """The prompts of training and evaluation side by side; a warning where they ask for different forms."""
-    if not problems or evaluation is None:
+    if not problems:
         return
     texts = [_text_of(problems[0].messages or problems[0].text), _text_of(evaluation.items[0].prompt)]
     asked = [asked_forms(text) for text in texts]

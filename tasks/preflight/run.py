@@ -6,12 +6,13 @@ import logging
 
 from dapo_core.arithmetic import is_generated
 from dapo_core.checkpoint.resume import require_resume
+from dapo_core.config.engine_args import require_known
 from dapo_core.config.loading import dump_config
 from dapo_core.reward.routing import require_scorers
 from eval.problems.prompts import find_template
 from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
-from tasks.data.sources import eval_sources, train_sources
+from tasks.data.sources import all_sources, train_sources
 from tasks.preflight.baselines import check_baselines
 from tasks.preflight.finding import FAIL, OK, WARN, Findings, describe
 from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here, inputs_later
@@ -36,15 +37,18 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
     """
     findings = Findings()
     with findings.catching("data"):
-        for source in (*train_sources(config), *eval_sources(config)):
+        for source in all_sources(config):
             source.check_columns()
     inputs = inputs_here(config, findings)
     with findings.catching("reward"):
         require_scorers((), config.reward, config.custom_reward)
+    with findings.catching("engine"):
+        require_known(config.rollout.engine_args)
     with findings.catching("resume"):
         require_resume(config.checkpoint.resume)
     with findings.catching("prompt"):
-        find_template(config.evaluate.prompt, default="given")
+        for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):
+            find_template(settings.prompt, default="given")
     facts = _examine_inputs(config, inputs, findings)
     check_baselines(config, findings)
     check_machine(config, facts, findings)
@@ -90,15 +94,15 @@ def _conclude(findings: Findings) -> None:
 
 def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> ModelFacts:
     facts = check_model(inputs.model, config, findings) if inputs.model is not None else ModelFacts()
-    check_lengths(config, facts, inputs.problems, inputs.evaluation, findings)
+    check_lengths(config, facts, inputs, findings)
     if config.model.source == "recipe" and not inputs.later:
         _check_warm_start(config, inputs, findings)
     if inputs.problems:
         check_answers(config, inputs.problems, findings)
-    if inputs.evaluation is not None:
+    for _, asked in inputs.asked(config):
         with findings.catching("grader"):
-            check_grader(inputs.evaluation, findings)
-    check_forms(inputs.problems, inputs.evaluation, findings)
+            check_grader(asked, findings)
+        check_forms(inputs.problems, asked, findings)
     return facts
 
 

@@ -23,7 +23,7 @@ from redaction import redact
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, DamagedArtifact, StoreError, hash_file
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
-from tasks.data.sources import eval_sources, train_sources
+from tasks.data.sources import all_sources, benchmark_sources, eval_sources, train_sources
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
 
 MODEL_LABEL = "merge_checkpoint"
@@ -135,7 +135,7 @@ def model_card(
         base_model=base_model,
         own_paths=_own_paths(config),
         trained_on=[source.name for source in train_sources(config)],
-        evaluated_with=[source.name for source in eval_sources(config)],
+        evaluated_with=[*benchmark_sources(config)] or [source.name for source in eval_sources(config)],
         versions={name: version for name, version in sorted(versions.items()) if version != "absent"},
     )
 
@@ -176,7 +176,7 @@ def _own_paths(config: ChainConfig) -> list[str]:
     """The keys that name the user's own files."""
     model, scorer, prompt = config.model, config.custom_reward, config.evaluate.prompt
     paths = {
-        **{source.key: source.path for source in (*train_sources(config), *eval_sources(config))},
+        **{source.key: source.path for source in all_sources(config)},
         "model.path": model.path,
         "custom_reward.path": scorer.path,
         "evaluate.prompt": None if prompt in (DEFAULT, *TEMPLATES) else prompt,

@@ -18,7 +18,8 @@ from tasks.fetched_model import describe_fetch
 from tasks.links import Link, chain_of
 from tasks.runs.history import RecordedRun, artifact_of, differences_of, read_runs
 from tasks.serve_model.failure import ServeError
-from tasks.stages import FETCH_MODEL, PREPARE_DATA, Stage
+from tasks.stages import EVALUATE_MODEL, FETCH_MODEL, PREPARE_DATA, Stage
+from tasks.suite import benchmarks_of, describe_asked
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
         else:
             state, note, changes = _explain(link.label, key, runs, key.key in built)
             state, note = _attempt(store, link.stage, key, damage) or (state, note)
-            note = "; ".join(filter(None, [note, _fetched(link)]))
+            note = "; ".join(filter(None, [note, _fetched(link), _asked(store, link, key, found)]))
             stages.append(PlannedStage(link.label, state, note, changes, key.key, None, None))
     return stages
 
@@ -90,6 +91,14 @@ def is_built(config: ChainConfig) -> bool:
         return all(stage.state == "cached" for stage in plan_chain(config))
     except (ConfigError, ModelError, CheckpointError):  # the preflight says why, with all else that it finds
         return False
+
+
+def _asked(store: ArtifactStore, link: Link, key: StageKey, found: Mapping[str, Artifact]) -> str:
+    """Which benchmarks of a suite the stage would ask, and which the store has."""
+    if link.stage.name != EVALUATE_MODEL.name or not link.config.evaluate.benchmarks:
+        return ""
+    data = found["prepare_data"]
+    return describe_asked(benchmarks_of(store, link.stage, link.config, data, key.inputs["model"]))
 
 
 def _fetched(link: Link) -> str:

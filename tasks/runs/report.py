@@ -18,7 +18,7 @@ from tasks.artifacts.artifact import Artifact, read_manifest
 from tasks.artifacts.stage_key import PROJECT_ROOT, StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 from tasks.data.card import CARD_JSON, write_card
-from tasks.data.sources import eval_sources
+from tasks.data.sources import benchmark_sources, eval_sources
 from tasks.runs.columns import Columns, take_columns
 from tasks.runs.history import REPORT_FOLDER, read_runs
 from tasks.runs.nights import NIGHTLY, since_first_night
@@ -103,10 +103,12 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
     since = since_first_night(run.store.root, run.config.run.name, after.path) if run.flow == NIGHTLY else ""
     return Provenance(
         title=run.config.run.name,
-        problems=", ".join(source.name for source in eval_sources(run.config)),
+        problems=", ".join(
+            [*benchmark_sources(run.config)] or [source.name for source in eval_sources(run.config)]
+        ),
         models={"before": model, "after": f"{model}, {run.config.train.total_steps} steps"},
         engine=engines["after"],
-        data=manifests["before"]["inputs"]["eval_data"],
+        data=manifests["before"]["inputs"].get("eval_data", ""),
         made={
             "recipe": f"{run.config.run.name}, {run.config_path}",
             "model": model_facts(run),

@@ -27,7 +27,7 @@ from tasks.artifacts.artifact import Artifact, StoreError
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH, StageKey
 from tasks.artifacts.store import NO_FOLDER_ERRORS, ArtifactStore, Build
 from tasks.config import ChainConfig
-from tasks.data.sources import eval_sources, source_files, train_sources
+from tasks.data.sources import all_sources, source_files
 from tasks.links import Link, link_of
 from tasks.references import forget_resolved
 from tasks.runs.history import CONFIG_FILE, RECORD_FILE, StageRecord, run_lock_path
@@ -233,8 +233,9 @@ def check_inputs(config: ChainConfig) -> None:
     source_files(config)
     require_scorers((), config.reward, config.custom_reward)
     require_resume(config.checkpoint.resume)
-    find_template(config.evaluate.prompt, default="given")
-    for source in (*train_sources(config), *eval_sources(config)):
+    for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):
+        find_template(settings.prompt, default="given")
+    for source in all_sources(config):
         source.check_columns()
     if config.model.source == "path":
         require_positions(str(config.model.path), config.data, config.rollout)

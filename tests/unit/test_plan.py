@@ -234,3 +234,14 @@ def test_the_address_of_a_webhook_is_not_shown() -> None:
         "flow.webhook.url null -> (secret)",
         "flow.webhook.url (secret) -> (secret)",
     ]
+
+
+def test_a_plan_says_which_benchmarks_would_be_asked(tmp_path: Path) -> None:
+    alone = small_config(tmp_path, "evaluate.benchmark=null")
+    record_run(alone, labels=("prepare_data", "fetch_model", "evaluate_before"))
+    suite = "evaluate.benchmarks=[arithmetic, {set: arithmetic, name: sampled, num_samples: 2}]"
+    words = ("evaluate.benchmark=null", suite)
+    record_run(small_config(tmp_path, *words), labels=("prepare_data",))
+    plan = planned(tmp_path, *words)
+    assert states(plan)[:3] == ["cached", "cached", "stale"]
+    assert plan["evaluate_before"].note == "asks sampled; in the store arithmetic"

@@ -85,7 +85,7 @@ DERIVED = {  # in the order of the table
     ],
     "dapo_qwen2_5_32b_math": [
         64,  # policy: devices
-        64,  # rollouts: devices
+        64,  # rollouts: devices, 16 engines x 4
         128,  # policy and rollouts: devices, 16 nodes x 8
         16,  # data-parallel ranks: ranks, 64 / 4
         1,  # copies of the trained weights: copies
@@ -103,12 +103,12 @@ DERIVED = {  # in the order of the table
         32,  # an optimizer step, of each data-parallel rank: responses, 512 / 16
         22_528,  # a micro-batch on a device, at most: tokens
         4,  # a micro-batch of longest sequences: sequences, 22,528 x 4 / 22,528
-        16_384,  # decoded at once by all engines, at most: responses, 64 x 256
+        4_096,  # decoded at once by all engines, at most: responses, 16 x 256
         5_767_168,  # keys and values to decode them all to the end, an engine: tokens, 256 x 22,528
     ],
     "dapo_qwen3_32b_math": [
         *(32, 32, 64, 8, 1, 22_528, 64, 1_024, 20_971_520, 23_068_672, 1_920),
-        *(2, 400, 20, 12_800, 512, 64, 5_632, 1, 8_192, 5_767_168),
+        *(2, 400, 20, 12_800, 512, 64, 5_632, 1, 2_048, 5_767_168),
     ],
     "dapo_qwen3_0_6b_gsm8k": [
         *(1, 1, 2, 1, 1, 2_560, 64, 512, 1_048_576, 1_310_720, 1_920),

@@ -1,0 +1,155 @@
+"""The benchmarks of an evaluation: the key of each, where the store has its answers, and what is left to ask."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from eval.recorder import Benchmark
+from eval.results import SUMMARY_FILE, ResultsError
+from eval.suite import Member, describe_suite, is_single, read_suite, write_suite
+from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, DamagedArtifact, verify_directory
+from tasks.artifacts.stage_key import StageKey
+from tasks.artifacts.store import ArtifactStore
+from tasks.config import ChainConfig
+from tasks.evaluate_config import EvaluateConfig
+from tasks.evaluation_settings import benchmark_of, set_of
+from tasks.stages import EVALUATE_MODEL, Stage, benchmark_files, evaluation_files, file_digest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A benchmark of an evaluation."""
+
+    name: str  # "" for data.eval, asked alone
+    settings: EvaluateConfig  # as they hold for it
+    file: Path  # its problems
+    key: StageKey  # of everything that its answers depend on; that of the output where it is asked alone
+    stored: Path | None  # results of the same key in the store
+    earlier: Path | None  # results of the same problems by any model
+
+    def folder(self, output: Path) -> Path:
+        """Its results folder in the output of the stage."""
+        return output / self.name
+
+    def benchmark(self, output: Path, model_folder: Path | None) -> Benchmark:
+        """What is asked for it. Raises ProblemsError; `model_folder` is as in `sampling_of`."""
+        asked = self.settings.model_copy(update={"benchmark": None})  # the file says itself what it holds
+        found = benchmark_of(asked, set_of(asked, self.file), self.folder(output), self.name, model_folder)
+        return replace(found, earlier=self.earlier)
+
+
+def benchmarks_of(
+    store: ArtifactStore, stage: Stage, config: ChainConfig, data: Artifact, model_digest: str
+) -> list[Asked]:
+    """The benchmarks that a recipe's evaluation of a model asks, in their order, and what the store has of them.
+
+    Answers count as the same if model, settings, problems, code and packages are. Damaged ones are left out.
+    """
+    alone = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()} or {"": config}
+    files = benchmark_files(config)
+    asked = []
+    for name, own in alone.items():
+        inputs = {"eval_data": file_digest(data, files[name]), "model": model_digest, **evaluation_files(own)}
+        key = stage.key(own, inputs)
+        asked.append(Asked(name, own.evaluate, Path(data.path, files[name]), key, None, None))
+    return _with_stored(store, asked)
+
+
+def _with_stored(store: ArtifactStore, asked: Sequence[Asked]) -> list[Asked]:
+    stored, earlier = dict[str, Path](), dict[str, Path]()
+    wanted = {one.key.key for one in asked}
+    for path, manifest in store.finished(EVALUATE_MODEL.name):
+        for problems, key, folder in _results_in(path, manifest):
+            earlier.setdefault(problems, folder)
+            if key in wanted - stored.keys() and _is_whole(path, manifest):
+                stored[key] = folder
+    is_several = len(asked) > 1  # alone, nothing else can be asked first
+    return [
+        replace(
+            one,
+            stored=stored.get(one.key.key),
+            earlier=earlier.get(one.key.inputs["eval_data"]) if is_several else None,
+        )
+        for one in asked
+    ]
+
+
+def _results_in(path: Path, manifest: Mapping[str, Any]) -> list[tuple[str, str | None, Path]]:
+    """Digest of the problems, key and folder of each result in an artifact; nothing of a damaged one."""
+    inputs = manifest["inputs"]
+    try:
+        if is_single(path):
+            return [(inputs["eval_data"], manifest["key"], path)]
+        keys = {member.name: member.key for member in describe_suite(path).members}
+        return [(inputs[f"eval_data {name}"], keys[name], folder) for name, folder in read_suite(path).items()]
+    except (ResultsError, KeyError):
+        return []
+
+
+def _is_whole(path: Path, manifest: Mapping[str, Any]) -> bool:
+    try:
+        verify_directory(path, manifest["stage"], manifest["key"])
+    except DamagedArtifact as damage:
+        logger.warning("%s is not used again: %s", path, damage)
+        return False
+    return True
+
+
+def take_stored(config: ChainConfig, asked: Sequence[Asked], output: Path) -> None:
+    """Write suite.json, and link the results that the store has into the output, in place of unfinished ones."""
+    settings = config.evaluate
+    if settings.named:
+        members = [Member(one.name, settings.named[one.name].weight, one.key.key) for one in asked]
+        write_suite(output, members, settings.headline_name)
+    for one in asked:
+        if one.stored is not None:
+            _link_files(one.stored, one.folder(output))
+            logger.info("%s: answered before, taken from %s", one.name or "evaluation", one.stored)
+
+
+def _link_files(source: Path, target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    for path in [*target.iterdir()]:
+        if path.is_file():
+            path.unlink()
+    for path in source.iterdir():
+        if path.is_file() and path.name != MANIFEST_NAME:
+            try:
+                os.link(path, target / path.name)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(path, target / path.name)
+
+
+def suite_metrics(config: ChainConfig, asked: Sequence[Asked], output: Path) -> dict[str, Any]:
+    """What the manifest says of the results: accuracies, and which were taken from where in the store."""
+    found = {
+        one.name: json.loads((one.folder(output) / SUMMARY_FILE).read_text(encoding="utf-8")) for one in asked
+    }
+    head = found[config.evaluate.headline_name]
+    metrics: dict[str, Any] = {"accuracy": head["accuracy"], "n": head["n"]}
+    for one in asked:
+        if one.name:
+            metrics[f"{one.name}/accuracy"], metrics[f"{one.name}/n"] = (
+                found[one.name][name] for name in ("accuracy", "n")
+            )
+        if one.stored is not None:
+            metrics[f"{one.name or 'results'}/from"] = str(one.stored)
+    return metrics
+
+
+def describe_asked(asked: Sequence[Asked]) -> str:
+    """Which benchmarks would be asked, and which the store has."""
+    groups = {
+        "asks": [one for one in asked if not one.stored],
+        "in the store": [one for one in asked if one.stored],
+    }
+    return "; ".join(f"{what} {', '.join(one.name for one in group)}" for what, group in groups.items() if group)
