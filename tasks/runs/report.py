@@ -10,6 +10,7 @@ from typing import Any
 
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.tokenizing import LENGTHS_FILE
+from dapo_core.trackers import tracked_runs
 from durable import write_atomically
 from eval.measured import Provenance
 from eval.plots import Plots
@@ -116,6 +117,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
             "code": code_version(),
             "evaluated": "; ".join(evaluated),
             **({"since the first night": since} if since else {}),
+            **({"tracked": tracked} if (tracked := ", ".join(tracked_runs(Path(training.path)))) else {}),
         },
         stages={label: {"cached": stage.cached, "seconds": stage.seconds} for label, stage in run.stages.items()},
         artifacts={label: stage.artifact for label, stage in run.stages.items()},
