@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -192,6 +193,17 @@ def test_caches_devices_and_ports_are_checked_against_the_recipe(tmp_path: Path,
     assert "holds no sequence of 256 tokens" in said["cache"]
     assert "--set serve.memory_gigabytes=0.1" in said["cache"]
     assert "torch" in said["devices"]
+
+
+def test_a_tracker_without_its_client_is_said(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_spec(name: str, *_: Any, find: Any = importlib.util.find_spec) -> Any:
+        return None if name == "wandb" else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    (finding,) = found(recipe(tmp_path, model, train={"trackers": ["wandb"]}), FAIL)
+    assert "names wandb, whose client is not installed here: pip install wandb" in finding.found
 
 
 def test_a_ray_cluster_that_does_not_answer_is_said_before_a_training_waits_for_it(
