@@ -1,6 +1,6 @@
 """The evaluation client against a mock server of 500 problems in a process of its own.
 
-    python bench/evaluation.py [--items 500]
+    python bench/evaluation.py [--items 500] [--pairs 5] [--compare]
 
 One line per situation with what was measured and what is required; a requirement that is not met is an error.
 AISBench beside such a server: 6 s without latency, 42 s for its command, 14.4 s with one second of latency and 48
@@ -14,15 +14,20 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
+import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,6 +35,7 @@ from eval import EvaluationError
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
 from eval.problems.items import EvaluationSet, Item
+from eval.results import make_settings, write_json
 from eval.run import evaluate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,13 +101,58 @@ def serving(server: MockServer) -> Iterator[tuple[str, Path]]:
 
 def measure_client(server: MockServer, count: int) -> tuple[float, float]:
     """(seconds, share of right answers of all problems) of an evaluation in this process."""
-    items = [Item(f"{n}", ({"role": "user", "content": f"{n} + 1 = ?"},), str(n + 1)) for n in range(count)]
     with serving(server) as (url, folder):
         start = time.monotonic()
         limits = Limits(concurrency=CONCURRENCY)
         sampling = Sampling(max_tokens=64)
-        summary = evaluate(EvaluationSet(tuple(items)), [Endpoint(url, "m")], sampling, folder, limits=limits)
+        summary = evaluate(make_set(count), [Endpoint(url, "m")], sampling, folder, limits=limits)
         return time.monotonic() - start, summary.accuracy * summary.n / count
+
+
+def make_set(count: int) -> EvaluationSet:
+    """Sums as chats."""
+    items = (Item(f"{n}", ({"role": "user", "content": f"{n} + 1 = ?"},), str(n + 1)) for n in range(count))
+    return EvaluationSet(tuple(items))
+
+
+async def ask_bare(url: str, asked: EvaluationSet, concurrency: int) -> list[str]:
+    """The responses as the shortest aiohttp program gets them: nothing is checked, graded or kept."""
+    left, responses = iter(asked.items), []
+    fields = {"model": "m", "max_tokens": 64, "temperature": 0.0, "top_p": 1.0, "seed": 1234}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=concurrency)) as session:
+
+        async def work() -> None:
+            for item in left:
+                body = {**fields, "messages": list(item.prompt)}
+                async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+                    answer = await response.json(content_type=None)
+                responses.append(answer["choices"][0]["message"]["content"])
+
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+    return responses
+
+
+def measure_beside_bare(num_pairs: int, latency_seconds: float, count: int = 5000, concurrency: int = 256) -> None:
+    """Print seconds and processor seconds of evaluations, each beside a bare loop, and the median ratios."""
+    asked, ratios = make_set(count), []
+    limits, sampling = Limits(concurrency=concurrency), Sampling(max_tokens=64)
+    for _ in range(num_pairs):
+        with serving(MockServer(latency_seconds)) as (url, folder):
+            bare = _timed(lambda: asyncio.run(ask_bare(url, asked, concurrency)))
+        with serving(MockServer(latency_seconds)) as (url, folder):
+            own = _timed(lambda: evaluate(asked, [Endpoint(url, "m")], sampling, folder, limits=limits))
+        ratios.append([mine / other for mine, other in zip(own, bare, strict=True)])
+        print(
+            f"  bare {bare[0]:.2f} s (CPU {bare[1]:.2f}), evaluation {own[0]:.2f} s (CPU {own[1]:.2f})", flush=True
+        )
+    seconds, processor = map(statistics.median, zip(*ratios, strict=True))
+    print(f"{count} requests, {concurrency} at once, {latency_seconds:g} s: {seconds:.2f}x, CPU {processor:.2f}x")
+
+
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
+    start = time.monotonic(), time.process_time()
+    work()
+    return time.monotonic() - start[0], time.process_time() - start[1]
 
 
 def measure_command(count: int) -> float:
@@ -118,10 +169,60 @@ def measure_command(count: int) -> float:
         return time.monotonic() - start
 
 
+def measure_compare(count: int = 4000, chars: int = 31_000) -> None:
+    """Print what `dapo compare` takes of two results of 125 MB each."""
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name) / model for model in ("before", "after")]
+        for seed, folder in enumerate(folders):
+            folder.mkdir()
+            _write_results(folder, random.Random(seed), count, chars)
+        start = time.monotonic()
+        words = [sys.executable, "-m", "flows.cli", "compare", *map(str, folders)]
+        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        assert status == 0
+        megabytes = (folders[0] / "results.jsonl").stat().st_size / 1e6
+        print(
+            f"compare {count} rows of {megabytes:.0f} MB a side: {time.monotonic() - start:.1f} s, "
+            f"CPU {usage.ru_utime + usage.ru_stime:.1f} s, at most {usage.ru_maxrss / 1000:.0f} MB of memory"
+        )
+
+
+def _write_results(folder: Path, draw: random.Random, count: int, chars: int) -> None:
+    text = ('So $\\frac{a}{b} + \\sqrt{3} = 5$, and "x" is 7.\nNext: ' * chars)[:chars]
+    fields = {"sample": 0, "finish_reason": "stop", "answer": "7", "gold": "7", "aisbench_answer": "7"}
+    rest = {"aisbench_raises": False, "attempts": 1, "level": None, "subject": None, "failure": None}
+    items = make_set(count).items
+    write_json(
+        folder / "settings.json", make_settings(items, Endpoint("http://x", folder.name), Sampling(8192), None)
+    )
+    with (folder / "results.jsonl").open("w") as file:
+        for item in items:
+            verdict = draw.choice(("right", "right", "wrong", "truncated"))
+            own = {"verdict": verdict, "aisbench_right": verdict == "right", "seconds": draw.random()}
+            shown = {
+                "id": item.id,
+                "prompt": item.prompt,
+                "response": text,
+                "response_tokens": draw.randrange(8192),
+            }
+            file.write(json.dumps({**fields, **rest, **own, **shown}) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=500)
-    count = parser.parse_args().items
+    parser.add_argument("--pairs", type=int, default=0, help="only evaluations beside bare loops, this many")
+    parser.add_argument("--compare", action="store_true", help="only what dapo compare of large results takes")
+    arguments = parser.parse_args()
+    count = arguments.items
+    if arguments.compare:
+        measure_compare()
+        return
+    if arguments.pairs:
+        for latency_seconds in (0.0, 0.1):
+            measure_beside_bare(arguments.pairs, latency_seconds)
+        return
     missed = []
     for situation, server, required_seconds in (
         ("no latency, client", MockServer(), 3.0),

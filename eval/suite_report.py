@@ -70,7 +70,8 @@ def write_suite_report(
     beside = {name: _Column(name, read_suite(folder)) for name, folder in models.baselines.items()}
     along = {step: _Column(f"step {step}", read_suite(folder)) for step, folder in models.checkpoints.items()}
     for member in suite.members:
-        before, after = (load_evaluation(folders[side][member.name]) for side in (BEFORE, "after"))
+        with_texts = output_dir is not None  # only the pages have them
+        before, after = (load_evaluation(folders[side][member.name], with_texts) for side in (BEFORE, "after"))
         work.add(member.name, member.weight, before, after)
         for baseline in beside.values():
             baseline.add(member, {BEFORE: before, "after": after})
@@ -108,7 +109,7 @@ class _Column:
         if member.name not in self._folders:
             self.missing[member.name] = "it was not asked"
             return
-        own = load_evaluation(self._folders[member.name])
+        own = load_evaluation(self._folders[member.name], with_texts=False)
         self._model = model_words(None, str(own.settings["model"]))
         try:
             found = {
