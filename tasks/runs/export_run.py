@@ -23,6 +23,7 @@ from redaction import redact
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, DamagedArtifact, StoreError, hash_file
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
+from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
 from tasks.data.sources import all_sources, benchmark_sources, eval_sources, train_sources
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
 
@@ -134,10 +135,20 @@ def model_card(
         manifests=manifests,
         base_model=base_model,
         own_paths=_own_paths(config),
+        data_rows=_data_rows(manifests),
         trained_on=[source.name for source in train_sources(config)],
         evaluated_with=[*benchmark_sources(config)] or [source.name for source in eval_sources(config)],
         versions={name: version for name, version in sorted(versions.items()) if version != "absent"},
     )
+
+
+def _data_rows(manifests: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Rows of each file of the prepared data."""
+    if "prepare_data" not in manifests:
+        return {}
+    metrics = manifests["prepare_data"]["metrics"]
+    benchmarks = {benchmark_file(name): rows for name, rows in metrics.get("benchmark_rows", {}).items()}
+    return {TRAIN_FILE: metrics["train_rows"], EVAL_FILE: metrics["eval_rows"], **benchmarks}
 
 
 def base_model_of(config: ChainConfig) -> str | None:
@@ -180,6 +191,11 @@ def _own_paths(config: ChainConfig) -> list[str]:
         "model.path": model.path,
         "custom_reward.path": scorer.path,
         "evaluate.prompt": None if prompt in (DEFAULT, *TEMPLATES) else prompt,
+        **{
+            f"evaluate.benchmarks.{name}.prompt": one.prompt
+            for name, one in config.evaluate.named.items()
+            if one.prompt not in (None, DEFAULT, *TEMPLATES)
+        },
     }
     return [f"`{key}`" for key, path in paths.items() if path is not None]
 
