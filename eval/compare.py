@@ -30,7 +30,7 @@ from eval.statistics import (
     measure_change,
     share_interval,
 )
-from eval.summary import same_answer_by
+from eval.summary import acc_norm, same_answer_by, summarise_scores
 from eval.thinking import Budget, Thinking, by_limit, measure_thinking
 
 GROUP_FIELDS = ("level", "subject")
@@ -72,6 +72,8 @@ class Side:
     request_failed_rate: float  # over all items of this side, paired or not
     mean_response_tokens: float | None
     thinking: Thinking | None
+    scorer: dict[str, float] | None  # {mean_score, errors} where a scorer grades
+    acc_norm: float | None  # where options are weighed
     num_finished: int  # responses that are right or wrong: neither truncated nor without an answer
     finished_accuracy: float  # of those
     speed: Speed
@@ -271,6 +273,8 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         request_failed_rate=rate(evaluation.rows, lambda row: not row.is_answered),
         mean_response_tokens=mean_response_tokens(rows),
         thinking=measure_thinking(rows),
+        scorer=summarise_scores(rows),
+        acc_norm=acc_norm(rows),
         num_finished=len(finished),
         finished_accuracy=rate(finished, lambda row: row.is_right),
         speed=speed_of(rows),

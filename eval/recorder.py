@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from eval import EvaluationError, RequestsRefused
+from eval import EvaluationError, InputError, RequestsRefused
 from eval.answers.extraction import split_thinking
 from eval.answers.grading import Grader
+from eval.batches import Batch
 from eval.client import Sampling
 from eval.dispatch import Outcome, Request
 from eval.identity import Weights
@@ -53,6 +54,7 @@ class Benchmark:
     output_dir: Path
     name: str = ""  # in messages; "" for one alone
     max_failed_ratio: float = 0.0
+    grader: Grader | None = None  # in place of the set's own
     earlier: Path | None = None  # results of the same items by any model: how long answers get
 
     @property
@@ -106,20 +108,21 @@ class Recorder:
         self.settings[SERVED] = weights.to_json()
         write_json(self.folder / SETTINGS_FILE, self.settings)
 
-    def graded(self, request: Request, outcome: Outcome) -> Row:
-        """The row of an outcome; may be called from any thread."""
-        return regrade_row(_make_row(request, outcome), self._grader)
+    def graded(self, batch: Batch) -> list[Row]:
+        """The rows of outcomes; may be called from any thread."""
+        return [regrade_row(_make_row(one, outcome), self._grader, one.item) for one, outcome in batch]
 
-    def append(self, row: Row, outcome: Outcome) -> None:
-        """Write the row to the disk."""
+    def append(self, rows: Sequence[Row], batch: Batch) -> None:
+        """Write rows to the disk."""
         if self._file is None:
             self._file = (self.folder / RESULTS_FILE).open("a", encoding="utf-8")
-        self._file.write(row.to_line())
+        self._file.write("".join(row.to_line() for row in rows))
         self._file.flush()
-        self.num_missing -= 1
-        self._num_refused += outcome.is_refused
-        self._num_failed += not row.is_answered
-        self._num_failed_in_a_row = 0 if row.is_answered else self._num_failed_in_a_row + 1
+        self.num_missing -= len(rows)
+        self._num_refused += sum(outcome.is_refused for _, outcome in batch)
+        self._num_failed += sum(not row.is_answered for row in rows)
+        for row in rows:
+            self._num_failed_in_a_row = 0 if row.is_answered else self._num_failed_in_a_row + 1
 
     def is_hopeless(self, patience: int) -> bool:
         """Whether more requests failed than may, and only failures come back: `patience` of them in a row."""
@@ -149,6 +152,7 @@ class Recorder:
             raise
         ordered = [rows[item.id, sample] for item, sample in self._wanted]
         write_rows(self.folder, ordered)
+        _refuse_broken_scorer([row for row in ordered if row.is_answered], self._grader.rule)
         summary = summarise(Evaluation.of(self.settings, ordered), same_answer_by(self._grader.grade))
         write_json(self.folder / SUMMARY_FILE, asdict(summary))
         _log(summary, self.name)
@@ -168,18 +172,31 @@ class Recorder:
         )
 
 
+def _refuse_broken_scorer(rows: Sequence[Row], rule: str) -> None:
+    """Raise InputError when a scorer failed on every response: its verdicts say nothing."""
+    errors = [row.details["error"] for row in rows if row.details and "error" in row.details]
+    if errors and len(errors) == len(rows):
+        raise InputError(
+            f"{rule} failed on all {len(rows)} responses, so nothing is graded; correct evaluate.scorer and "
+            f"repeat the command, which asks nothing again. The first failure: {errors[0]}"
+        )
+
+
 def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
     """The row with new verdicts, and with the gold answer, subject and level of the item if given."""
-    if item is not None:
+    if item is not None and (row.gold, row.subject, row.level) != (item.gold, item.subject, item.level):
         row = replace(row, gold=item.gold, subject=item.subject, level=item.level)
     if row.reasoning is None and row.response is not None:
         reasoning, response = split_thinking(row.response)
-        row = replace(row, reasoning=reasoning, response=response)
+        row = row if reasoning is None else replace(row, reasoning=reasoning, response=response)
     is_chat = not isinstance(row.prompt, str)
-    graded = grader.grade(row.text, row.finish_reason, row.gold, is_chat)
+    if item is not None:
+        graded = grader.grade_item(row.text, row.finish_reason, item, is_chat)
+    else:
+        graded = grader.grade(row.text, row.finish_reason, row.gold, is_chat)
     if row.is_cut_while_thinking:
         graded = replace(graded, verdict="truncated", answer=None)
-    return replace(row, **asdict(graded))
+    return replace(row, **{**vars(graded), "details": graded.details or row.details})
 
 
 def _resume(
@@ -247,6 +264,7 @@ def _make_row(request: Request, outcome: Outcome) -> Row:
         ended_at=round(time.time(), 3),
         reasoning=answer.reasoning if answer else None,
         reasoning_tokens=answer.reasoning_tokens if answer else None,
+        details=answer.details if answer else None,
     )
 
 

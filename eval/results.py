@@ -7,13 +7,13 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from durable import UNSET, LockHeld, differences, locked, read_json_lines, write_atomically
 from eval import EvaluationError, InputError
-from eval.answers.grading import VERDICTS, MathGrader, Verdict
+from eval.answers.grading import OWN_RULES, VERDICTS, MathGrader, Verdict
 from eval.client import Endpoint, Sampling
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt, Template
@@ -58,6 +58,7 @@ class Row:
     ended_at: float | None = None  # Unix time; None in results of earlier versions
     reasoning: str | None = None  # thinking, with its tags where the text held it; never graded
     reasoning_tokens: int | None = None  # as the server counts them
+    details: dict[str, Any] | None = None  # what else the grader says, such as a scorer's score
 
     @property
     def key(self) -> RowKey:
@@ -97,7 +98,7 @@ class Row:
 
     def to_line(self) -> str:
         """The row as a line of results.jsonl."""
-        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
+        return json.dumps(vars(self), ensure_ascii=False) + "\n"  # ten times as fast as asdict
 
 
 Samples = tuple[Row, ...]  # the k rows of one item, by sample number
@@ -301,14 +302,25 @@ def make_settings(
     return {
         "benchmark": benchmark,
         "model": model_digest or endpoint.model,
-        "api": "completions" if isinstance(items[0].prompt, str) else "chat/completions",
+        "api": _api_of(items[0]),
         "prompt_template": template.to_json() if template else None,
         "grader": grader,
         "sampling": sampling.to_json(),
         "num_items": len(items),
-        "prompts": _digest([(item.id, item.prompt) for item in items]),
-        "golds": _digest([(item.id, item.gold, item.subject, item.level) for item in items]),
+        "prompts": _digest([(item.id, item.prompt, *item.options) for item in items]),
+        "golds": _digest([(item.id, item.gold, item.subject, item.level, *_read(item, grader)) for item in items]),
     }
+
+
+def _api_of(item: Item) -> str:
+    if item.options:
+        return "completions, log-probs of options"
+    return "completions" if isinstance(item.prompt, str) else "chat/completions"
+
+
+def _read(item: Item, rule: str) -> tuple[Any, ...]:
+    """What only a recipe's own grader reads of an item."""
+    return (item.data_source, dict(item.extra_info)) if rule.startswith(OWN_RULES) else ()
 
 
 def describe_differences(

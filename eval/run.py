@@ -14,14 +14,15 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eval import EvaluationError, RequestsRefused
+from eval import EvaluationError
 from eval.answers.grading import GRADERS
+from eval.batches import Batch, Batches
 from eval.client import Endpoint, Sampling
-from eval.dispatch import Dispatcher, Limits, Outcome, Request, run_in_thread
+from eval.dispatch import Dispatcher, Limits, Request, run_in_thread
 from eval.identity import ModelChangedError, Weights
 from eval.problems.items import EvaluationSet
 from eval.recorder import NUM_GRADING_THREADS, Benchmark, Recorder
-from eval.results import exclusive, make_folder, make_settings
+from eval.results import Row, exclusive, make_folder, make_settings
 from eval.summary import Summary
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,8 @@ def evaluate_all(
         recorders = []
         for benchmark in benchmarks:
             stack.enter_context(exclusive(make_folder(benchmark.output_dir)))
-            grader = stack.enter_context(GRADERS[benchmark.evaluation_set.grader]())
-            settings = _settings(benchmark, endpoints[0], model_digest)
+            grader = stack.enter_context(benchmark.grader or GRADERS[benchmark.evaluation_set.grader]())
+            settings = _settings(benchmark, endpoints[0], model_digest, grader.rule)
             recorders.append(Recorder(benchmark, settings, grader))
         asked = [recorder for recorder in recorders if recorder.num_missing]
         known = next((served for recorder in recorders if (served := recorder.served) is not None), None)
@@ -84,7 +85,7 @@ def evaluate_all(
         return _finish(recorders, ", ".join(endpoint.base_url for endpoint in endpoints), session.outage)
 
 
-def _settings(benchmark: Benchmark, endpoint: Endpoint, model_digest: str | None) -> dict[str, Any]:
+def _settings(benchmark: Benchmark, endpoint: Endpoint, model_digest: str | None, rule: str) -> dict[str, Any]:
     """The settings of a benchmark's results, with the samples that repeated rows of its file ask for."""
     asked, sampling = benchmark.evaluation_set, benchmark.requested
     if asked.num_repeats > 1:
@@ -101,7 +102,7 @@ def _settings(benchmark: Benchmark, endpoint: Endpoint, model_digest: str | None
         model_digest,
         benchmark=asked.benchmark,
         template=asked.template,
-        grader=GRADERS[asked.grader].rule,
+        grader=rule,
     )
 
 
@@ -114,9 +115,9 @@ def _finish(recorders: Sequence[Recorder], servers: str, outage: str) -> list[Su
         except EvaluationError as error:
             failures[recorder.name] = error
     if failures:
-        kind = RequestsRefused if all(isinstance(one, RequestsRefused) for one in failures.values()) else None
+        kinds = {type(error) for error in failures.values()}
         said = " ".join(f"{name}: {error}" if name else str(error) for name, error in failures.items())
-        raise (kind or EvaluationError)(said)
+        raise (kinds.pop() if len(kinds) == 1 else EvaluationError)(said)
     return summaries
 
 
@@ -157,15 +158,21 @@ class _Session:
             _Progress(len(requests), on_progress) as progress,
         ):
 
-            async def finish(request: Request, outcome: Outcome) -> None:
-                recorder = self._recorders[request.benchmark]
+            async def record(batch: Batch) -> None:
                 loop = asyncio.get_running_loop()
-                row = await loop.run_in_executor(threads, recorder.graded, request, outcome)
-                recorder.append(row, outcome)
-                self._end_if_hopeless(recorder)
-                progress.advance(row.response_tokens)
+                for name, recorder in self._recorders.items():
+                    own = [(request, outcome) for request, outcome in batch if request.benchmark == name]
+                    if own:
+                        rows = await loop.run_in_executor(threads, recorder.graded, own)
+                        recorder.append(rows, own)
+                        progress.advance(rows)
+                        self._end_if_hopeless(recorder)
 
-            await self._dispatcher.run(requests, finish, self._keep_weights)
+            batches = Batches(record)
+            try:
+                await self._dispatcher.run(requests, batches.add, self._keep_weights)
+            finally:
+                await batches.finish()
             await self._dispatcher.check_at_end()
 
     def _keep_weights(self, weights: Weights) -> None:
@@ -202,16 +209,16 @@ class _Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def advance(self, response_tokens: int | None) -> None:
-        """Count one finished request."""
-        self._num_done += 1
-        self._num_tokens += response_tokens or 0
+    def advance(self, rows: Sequence[Row]) -> None:
+        """Count finished requests."""
+        done_before, self._num_done = self._num_done, self._num_done + len(rows)
+        self._num_tokens += sum(row.response_tokens or 0 for row in rows)
         if self._on_progress is not None:
             self._on_progress(self._num_done, self._num_requests)
         seconds = max(time.monotonic() - self._start, 1e-9)
         speed = f"{self._num_tokens / seconds:.0f} tokens/s"
-        self._bar.update(self._task, advance=1, speed=speed)
-        is_tenth = 10 * self._num_done // self._num_requests > 10 * (self._num_done - 1) // self._num_requests
+        self._bar.update(self._task, advance=len(rows), speed=speed)
+        is_tenth = 10 * self._num_done // self._num_requests > 10 * done_before // self._num_requests
         if self._bar.disable and is_tenth:
             left = seconds / self._num_done * (self._num_requests - self._num_done)
             done = f"{self._num_done} of {self._num_requests} items done"

@@ -46,6 +46,8 @@ class Summary:
     request_failed_rate: float
     mean_response_tokens: float | None
     thinking: Thinking | None
+    scorer: dict[str, float] | None  # {mean_score, errors: calls that failed} where a scorer grades
+    acc_norm: float | None  # as lm-eval: by log-probs for each character, where options are weighed
     by_limit: list[Budget]  # what lower token limits would have left
     aisbench: dict[str, float]  # {accuracy, raises: rows on which AISBench itself would raise}
     agreement: dict[str, int]  # of the two graders over answered rows, see count_agreement
@@ -72,6 +74,8 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
         request_failed_rate=rate(rows, lambda row: not row.is_answered),
         mean_response_tokens=mean_response_tokens(answered),
         thinking=measure_thinking(answered),
+        scorer=summarise_scores(answered),
+        acc_norm=acc_norm(answered),
         by_limit=[budget for (budget,) in by_limit(settings["sampling"].get("max_tokens"), answered)],
         aisbench={
             "accuracy": rate(answered, lambda row: row.aisbench_right),
@@ -83,6 +87,25 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
         repeats=_repeats(answered) if num_samples > 1 and temperature == 0 else None,
         settings=settings,
     )
+
+
+def summarise_scores(rows: Iterable[Row]) -> dict[str, float] | None:
+    """{mean_score, errors} of rows that a scorer graded; None for other rows."""
+    details = [row.details for row in rows if row.details and row.details.keys() & {"score", "error"}]
+    scores = [one["score"] for one in details if "score" in one]
+    if not details:
+        return None
+    return {"mean_score": sum(scores) / max(1, len(scores)), "errors": len(details) - len(scores)}
+
+
+def acc_norm(rows: Sequence[Row]) -> float | None:
+    """Share of weighed rows whose likeliest option for each of its characters is right; None for other rows."""
+    weighed = [(row.gold, row.details) for row in rows if row.details and "log_probs" in row.details]
+    right = 0
+    for gold, details in weighed:
+        pairs = zip(details["log_probs"], details["options"], strict=True)
+        right += max(pairs, key=lambda pair: pair[0] / max(1, len(pair[1])))[1] == gold
+    return right / len(weighed) if weighed else None
 
 
 def count_agreement(rows: Iterable[Row]) -> dict[str, int]:

@@ -29,6 +29,8 @@ class BenchmarkConfig(Section):
     api: Literal["chat", "completions"] | None = key(None, "As evaluate.api.")
     prompt: str | None = key(None, "As evaluate.prompt.")
     system_prompt: str | None = key(None, "As evaluate.system_prompt.")
+    mode: Literal["generate", "loglikelihood"] | None = key(None, "As evaluate.mode.")
+    scorer: str | None = key(None, "As evaluate.scorer.")
     sampling: Literal["settings", "model"] | None = key(
         None, "As evaluate.sampling; settings where temperature, top_p or top_k are set here."
     )
@@ -115,6 +117,16 @@ class EvaluateConfig(Section):
     extra_body: JsonObject = key(
         {}, "Further fields of each request, such as {min_p: 0.05}; those with a key of their own are refused."
     )
+    mode: Literal["generate", "loglikelihood"] = key(
+        "generate",
+        "loglikelihood: the likeliest option of multiple-choice questions, as base models are measured.",
+    )
+    scorer: str | None = key(
+        None,
+        "Grades in place of the set's grader: a scorer's name, or FILE.py with compute_score (FILE.py:NAME for "
+        "another function).",
+        min_length=1,
+    )
     sampling: Literal["settings", "model"] = key(
         "settings",
         "settings: temperature, top_p and top_k below; model: those of the model's generation_config.json.",
@@ -157,6 +169,11 @@ class EvaluateConfig(Section):
                     f"evaluate.{name}={value} would be ignored by evaluate.sampling=model; set "
                     "evaluate.sampling=settings to use it, or remove it"
                 )
+        if self.scorer is not None and self.mode == "loglikelihood":
+            raise ValueError(
+                f"evaluate.scorer={self.scorer} would be ignored by evaluate.mode=loglikelihood, where the "
+                "likeliest option is the answer; remove one of the two"
+            )
         if self.chat_template_kwargs and self.api == "completions":
             raise ValueError(
                 f"evaluate.chat_template_kwargs={dict(self.chat_template_kwargs)} would be ignored by "

@@ -29,6 +29,7 @@ from redaction import redact
 from tasks.config import ChainConfig
 from tasks.data.layout import benchmark_file
 from tasks.evaluate_config import EvaluateConfig
+from tasks.graders import grader_for
 from tasks.serve_model.failure import ServeError, ServerUnreachable
 
 CLIENT_SECONDS = 60.0
@@ -63,15 +64,20 @@ def evaluate_servers(
 
 
 def set_of(settings: EvaluateConfig, problems: str | Path | None) -> EvaluationSet:
-    """`load_set` with the settings' prompt."""
-    return load_set(problems, settings.benchmark, settings.prompt, settings.api, settings.system_prompt)
+    """`load_set` with the settings' prompt and mode."""
+    asked = settings
+    return load_set(problems, asked.benchmark, asked.prompt, asked.api, asked.system_prompt, asked.mode)
 
 
 def benchmark_of(
     settings: EvaluateConfig, asked: EvaluationSet, output: Path, name: str, model_folder: Path | None
 ) -> Benchmark:
-    """One benchmark with the settings' sampling; `model_folder` and what is raised are as in `sampling_of`."""
-    return Benchmark(asked, sampling_of(settings, model_folder), output, name, settings.max_failed_ratio)
+    """One benchmark with the settings' sampling and grader; `model_folder` is as in `sampling_of`.
+
+    Raises what that and `grader_for` raise.
+    """
+    sampling = sampling_of(settings, model_folder)
+    return Benchmark(asked, sampling, output, name, settings.max_failed_ratio, grader_for(settings))
 
 
 def load_sets(config: ChainConfig, problems: str | None) -> dict[str, EvaluationSet]:

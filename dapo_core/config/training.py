@@ -9,16 +9,15 @@ import math
 from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dapo_core.config.checkpoint import CheckpointConfig
-from dapo_core.config.fields import JsonObject, Section, key, volatile
+from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.rollout import RolloutConfig
 from dapo_core.config.sampler import SamplerConfig
-from dapo_core.config.validation import SamplingSource, ValidationConfig, require_model_alone
+from dapo_core.config.validation import ValidationConfig
 from dapo_core.config.warm_start import ModelCodeConfig
 
-# Arguments of apply_chat_template that decide what it returns.
-TEMPLATE_CALL = ("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
 MOST_HORIZONS_PER_STEP = 5  # adaptive KL changes its coefficient by at most 1/5 for each horizon that passes
 
 
@@ -165,54 +164,12 @@ class CustomRewardConfig(Section):
     )
 
 
-class RolloutConfig(Section):
-    """How responses are generated."""
-
-    engine: Literal["vllm", "hf"] = key("vllm", "Inference engine of the rollout workers.")
-    num_workers: int = volatile(1, "Rollout workers, one engine each.", ge=1, le=4096)
-    threads_per_worker: int = volatile(2, "CPU threads of an engine.", ge=1, le=1024)
-    group_size: int = key(16, "Responses per prompt (G).", ge=2, le=1024)
-    chat_template_kwargs: JsonObject = key(
-        {}, "Arguments of the chat template, such as {enable_thinking: false}; also of validation prompts."
-    )
-    sampling: SamplingSource = key(
-        "settings",
-        "settings: temperature, top_p and top_k below; model: those of the model's generation_config.json.",
-    )
-    temperature: float = key(1.0, "Sampling temperature.", gt=0, le=10)
-    top_p: float = key(1.0, "Nucleus sampling mass.", gt=0, le=1)
-    top_k: int = key(-1, "Sample among the k likeliest tokens; -1 means all.", ge=-1)
-    max_response_tokens: int = key(20480, "Length limit of a response.", ge=1)
-    max_num_seqs: int = key(
-        256, "Sequences an engine decodes at once; decides which groups finish first.", ge=1, le=65_536
-    )
-    memory_utilization: float = volatile(0.8, "Share of the device's memory that an engine takes.", gt=0, le=1)
-    memory_gigabytes: float = volatile(1.0, "KV cache of an engine on a CPU.", gt=0)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the engine's weights.")
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _template_has_its_own(cls, arguments: JsonObject) -> JsonObject:
-        for name in arguments:
-            if name in TEMPLATE_CALL:
-                raise ValueError(
-                    f"rollout.chat_template_kwargs.{name} is the project's own to set; name what the model's chat "
-                    "template reads, such as enable_thinking"
-                )
-        return arguments
-
-    @model_validator(mode="after")
-    def _sampled_one_way(self) -> RolloutConfig:
-        require_model_alone("rollout", self)
-        return self
-
-
 class TrainConfig(Section):
     """Steps, batches, the optimizer, and the model's layout on the devices."""
 
     device: Literal["cpu", "cuda", "npu"] = key("cpu", "Kind of device of the policy.")
     num_ranks: int = volatile(1, "FSDP2 ranks, one device each.", ge=1, le=65_536)
-    sequence_parallel: Literal[1, 2, 4] = volatile(1, "Ranks that share each sequence (Ulysses).")
+    sequence_parallel: int = volatile(1, "Ranks that share each sequence (Ulysses).", ge=1, le=64)
     fsdp_size: int | None = volatile(
         None, "Ranks that a copy of the weights is sharded over (HSDP); unset: all, one copy.", ge=1
     )
@@ -238,6 +195,14 @@ class TrainConfig(Section):
         3, "Restarts after a dead rank or worker before a new checkpoint is written.", ge=0, le=1000
     )
     restart_delay_seconds: float = volatile(5.0, "Pause before the first restart; it doubles each time.", ge=0)
+    trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow"], ...] = volatile(
+        (), "Trackers that get each step, validations' responses and the results of the evaluations."
+    )
+    tracker_project: str = volatile("dapo-pipeline", "Project (MLflow: experiment) at the trackers.", min_length=1)
+    tracker_run: str | None = volatile(None, "Name of the run at the trackers; unset: run.name.", min_length=1)
+    tracker_folder: str = volatile(
+        ".dapo/trackers", "Folder of what trackers write on this machine.", min_length=1
+    )
     ray_address: str | None = volatile(None, "Ray cluster to join; unset starts a private one.")
 
     @property
@@ -285,7 +250,7 @@ class TrainingConfig(Section):
     @property
     def num_devices(self) -> int:
         """Devices of the policy's ranks and of the rollout workers."""
-        return self.train.num_ranks + self.rollout.num_workers
+        return self.train.num_ranks + self.rollout.num_devices
 
     @model_validator(mode="after")
     def _batches_divide(self) -> TrainingConfig:

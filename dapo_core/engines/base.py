@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dapo_core.errors import ModelError, RolloutError
 
@@ -78,10 +78,20 @@ class EngineSettings:
     memory_utilization: float  # share of the device's memory on an accelerator
     threads: int  # CPU threads
     trust_remote_code: bool = False  # run Python files of the model folder
+    tensor_parallel: int = 1  # processes, with a device each, that share the weights
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # further arguments of vLLM's EngineArgs
 
     @property
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_p, self.top_k)
+
+
+@dataclass(frozen=True)
+class EnginePart:
+    """The place of a process in an engine; all parts meet at the address."""
+
+    rank: int
+    address: str  # file:///PATH or tcp://HOST:PORT; on a CPU the shared memory has the end of it as its name
 
 
 @dataclass

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from dapo_core.engines.base import Engine, EngineSettings, GenerationRequest, Response, Row, read_eos_ids
+from dapo_core.engines.base import (
+    Engine,
+    EnginePart,
+    EngineSettings,
+    GenerationRequest,
+    Response,
+    Row,
+    read_eos_ids,
+)
 from dapo_core.errors import ModelError, RolloutError
 
 HEAD = "lm_head.weight"
@@ -28,7 +36,10 @@ CPU_PREFILL_TOKENS = 8192  # of one prefill step on a CPU, where prompts are not
 class VllmEngine(Engine):
     """The vLLM engine of this process, which can hold one at a time."""
 
-    def __init__(self, model_path: str | Path, settings: EngineSettings, seed: int) -> None:
+    def __init__(
+        self, model_path: str | Path, settings: EngineSettings, seed: int, part: EnginePart | None = None
+    ) -> None:
+        """`part`: this process holds a part of an engine over several (engines.tensor_parallel)."""
         shapes, config = read_shapes(model_path), _read_config(model_path)
         self._is_head_tied = bool(config.get("tie_word_embeddings", False))
         if self._is_head_tied:
@@ -38,7 +49,7 @@ class VllmEngine(Engine):
         self._max_tokens = settings.max_model_tokens
         if self._max_tokens != config.get("text_config", config).get("max_position_embeddings"):
             self._max_tokens += 1  # vLLM samples one token even where only prompt log-probs are needed
-        self._engine = _start(model_path, settings, seed, self._max_tokens)
+        self._engine = _start(model_path, settings, seed, self._max_tokens, part)
 
     def _queue(self, row: Row) -> None:
         request, settings = row.request, self.settings
@@ -129,7 +140,9 @@ def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _start(model_path: str | Path, settings: EngineSettings, seed: int, max_tokens: int) -> Any:
+def _start(
+    model_path: str | Path, settings: EngineSettings, seed: int, max_tokens: int, part: EnginePart | None
+) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in process, so that weights need not be sent
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -139,6 +152,8 @@ def _start(model_path: str | Path, settings: EngineSettings, seed: int, max_toke
     if current_platform.is_cpu():
         torch._dynamo.config.disable = True  # before vLLM compiles its samplers, which needs a C++ compiler
         torch.set_num_threads(settings.threads)
+        if part is not None:  # else vLLM looks for a NUMA node for each part
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         platform_options = {
             "kv_cache_memory_bytes": settings.memory_bytes,
             "block_size": CPU_BLOCK_TOKENS,
@@ -147,10 +162,11 @@ def _start(model_path: str | Path, settings: EngineSettings, seed: int, max_toke
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_tokens, CPU_PREFILL_TOKENS, settings.max_num_seqs),
         }
-    from vllm import EngineArgs, LLMEngine
+    from vllm import EngineArgs
 
+    parts: dict[str, Any] = {} if part is None else {"distributed_executor_backend": "external_launcher"}
     try:
-        engine = LLMEngine.from_engine_args(
+        engine = _build(
             EngineArgs(
                 model=str(model_path),
                 dtype=settings.dtype,  # type: ignore[arg-type]
@@ -160,10 +176,13 @@ def _start(model_path: str | Path, settings: EngineSettings, seed: int, max_toke
                 logprobs_mode="processed_logprobs",
                 disable_log_stats=True,
                 trust_remote_code=settings.trust_remote_code,
-                **platform_options,
-            )
+                tensor_parallel_size=settings.tensor_parallel,
+                **parts,
+                **{**platform_options, **settings.engine_args},
+            ),
+            part,
         )
-    except (ValueError, NotImplementedError) as error:  # another start would end alike
+    except (TypeError, ValueError, NotImplementedError) as error:  # another start would end alike
         raise ModelError(
             f"vLLM refuses the model {model_path} or how it is to be loaded: {error}; change rollout.*, lengths "
             "or model.path, or set rollout.engine=hf"
@@ -171,6 +190,27 @@ def _start(model_path: str | Path, settings: EngineSettings, seed: int, max_toke
     # Each reload warns of modules without weights; check_weights has already found what is missing.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     return engine
+
+
+def _build(arguments: Any, part: EnginePart | None) -> Any:
+    from vllm import LLMEngine
+
+    if part is None:
+        return LLMEngine.from_engine_args(arguments)
+    return LLMEngine(arguments.create_engine_config(), _executor(part), log_stats=False)
+
+
+def _executor(part: EnginePart) -> Any:
+    """vLLM's external launcher; its own meets at env://, a name that all engines of a machine share."""
+    from vllm.platforms import current_platform
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class Part(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            # Ray shows a worker only its own accelerator, so it is number 0.
+            return part.address, part.rank, part.rank if current_platform.is_cpu() else 0
+
+    return Part
 
 
 def _pack_again(model: torch.nn.Module, is_head_tied: bool) -> None:

@@ -18,22 +18,27 @@ MAX_ANSWER_CHARACTERS = 300
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def require_function(path: Path, name: str) -> None:
-    """Raise ConfigError unless the file defines (or imports) the function at its top level. Runs nothing of it."""
+def require_function(
+    path: Path, name: str, keys: tuple[str, str] = ("custom_reward.path", "custom_reward.name")
+) -> None:
+    """Raise ConfigError unless the file defines (or imports) the function at its top level. Runs nothing of it.
+
+    `keys` are those that name the file and the function.
+    """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except OSError as error:
         raise ConfigError(
-            f"custom_reward.path={path} cannot be read: {error.strerror}; set it to a Python file that has "
+            f"{keys[0]}={path} cannot be read: {error.strerror}; set it to a Python file that has "
             f"{name}({', '.join(PARAMETERS)})"
         ) from None
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"custom_reward.path={path} is not Python: {error}; correct the file") from None
+        raise ConfigError(f"{keys[0]}={path} is not Python: {error}; correct the file") from None
     names = sorted({found for statement in tree.body for found in _names_bound(statement)})
     if name not in names:
         raise ConfigError(
-            f"custom_reward.name={name} is not a top-level name of {path}, which has "
-            f"{', '.join(names) or 'none'}; set custom_reward.name to the function that scores"
+            f"{keys[1]}={name} is not a top-level name of {path}, which has "
+            f"{', '.join(names) or 'none'}; set {keys[1]} to the function that scores"
         )
     for function in tree.body:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and function.name == name:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
-from eval import EvaluationError
+from eval import EvaluationError, InputError
 from eval.answers.aisbench import extract_aisbench, is_equal_aisbench, without_thinking
 from eval.answers.choice import find_options
 from eval.answers.extraction import Found, find_answer
@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 
 Verdict = Literal["right", "wrong", "no_answer", "truncated", "request_failed"]
 VERDICTS: tuple[Verdict, ...] = ("right", "wrong", "no_answer", "truncated", "request_failed")
-GraderName = Literal["mathematics", "choice"]
+GraderName = Literal["mathematics", "choice", "loglikelihood"]
 
 _PLAIN_NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3}){1,9}|\d{1,30})(\.\d{0,30})?", re.ASCII)
+OWN_RULES = ("scorer-",)  # how the rules of graders that a recipe sets begin
 # The model ended the response itself, in the words of vLLM and OpenAI, TGI and Anthropic. Anything else, such as
 # length, abort, content_filter or error, cut it off.
 _FINISHED = ("stop", "eos_token", "stop_sequence", "end_turn")
@@ -44,6 +45,23 @@ class Grade:
     aisbench_answer: str | None
     aisbench_right: bool
     aisbench_raises: bool  # AISBench itself would have raised here
+    details: dict[str, Any] | None = None  # what else the grader says, such as a scorer's score
+
+
+class Asked(Protocol):
+    """What graders read of an item."""
+
+    @property
+    def gold(self) -> str:
+        """The gold answer."""
+
+    @property
+    def data_source(self) -> str | None:
+        """As a training's scorer gets it."""
+
+    @property
+    def extra_info(self) -> Mapping[str, Any]:
+        """As a training's scorer gets it."""
 
 
 class Grader:
@@ -61,6 +79,10 @@ class Grader:
     def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
         """The verdict on a response; None stands for a failed request."""
         raise NotImplementedError
+
+    def grade_item(self, response: str | None, finish_reason: str | None, item: Asked, is_chat: bool) -> Grade:
+        """`grade`, for graders that read more of an item than its gold answer."""
+        return self.grade(response, finish_reason, item.gold, is_chat)
 
     def close(self) -> None:
         """Stop the grader's process, if it has one."""
@@ -82,7 +104,20 @@ class ChoiceGrader(Grader):
         answer = find_options(response) or None
         is_equal = answer == gold
         verdict: Verdict = "right" if is_equal else "wrong" if answer else "no_answer"
-        return Grade(answer, "truncated" if _is_cut(finish_reason) else verdict, answer, is_equal, False)
+        return Grade(answer, "truncated" if is_cut(finish_reason) else verdict, answer, is_equal, False)
+
+
+class WeighedGrader(Grader):
+    """Right when the likeliest option is the gold one. The prompt asks for no form, so nothing can be missed."""
+
+    rule = "loglikelihood/1"
+
+    def grade(self, response: str | None, finish_reason: str | None, gold: str, is_chat: bool = False) -> Grade:
+        """The verdict on an option; None stands for a failed request."""
+        if response is None:
+            return Grade(None, "request_failed", None, False, False)
+        is_right = response == gold
+        return Grade(response, "right" if is_right else "wrong", response, is_right, False)
 
 
 class MathGrader(Grader):
@@ -128,12 +163,25 @@ class MathGrader(Grader):
             ) from None
 
 
-GRADERS: dict[GraderName, type[Grader]] = {"mathematics": MathGrader, "choice": ChoiceGrader}
+GRADERS: dict[GraderName, type[Grader]] = {
+    "mathematics": MathGrader,
+    "choice": ChoiceGrader,
+    "loglikelihood": WeighedGrader,
+}
 
 
 def grader_of(rule: str) -> GraderName:
-    """The grader with this rule, as settings.json records it, in any version."""
-    return "choice" if rule.partition("/")[0] == ChoiceGrader.rule.partition("/")[0] else "mathematics"
+    """The grader with this rule, as settings.json records it, in any version.
+
+    Raises InputError for the rule of a grader that needs more than the stored rows.
+    """
+    if rule.startswith(OWN_RULES):
+        raise InputError(
+            f"these responses were graded by {rule}, which needs their problems: repeat `dapo eval` with the same "
+            "settings, which grades stored responses again without asking the model"
+        )
+    kinds = {kind.rule.partition("/")[0]: name for name, kind in GRADERS.items()}
+    return kinds.get(rule.partition("/")[0], "mathematics")
 
 
 def load_exact_rule() -> Callable[[tuple[Any, ...], str], bool]:
@@ -183,7 +231,7 @@ def grade(
 
 
 def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold: str) -> Verdict:
-    if _is_cut(finish_reason) or (finish_reason is None and found.looks_cut):
+    if is_cut(finish_reason) or (finish_reason is None and found.looks_cut):
         return "truncated"
     if not found.answers:
         return "no_answer"
@@ -193,7 +241,8 @@ def _verdict(is_gold: Comparison, found: Found, finish_reason: str | None, gold:
     return "right" if decided else "wrong"
 
 
-def _is_cut(finish_reason: str | None) -> bool:
+def is_cut(finish_reason: str | None) -> bool:
+    """Whether something else than the model ended the response."""
     return finish_reason is not None and finish_reason not in _FINISHED
 
 

@@ -48,6 +48,9 @@ class Item:
     gold: str
     subject: str | None = None
     level: str | None = None
+    options: tuple[str, ...] = ()  # to be weighed by their log-probs; without any the prompt is answered
+    data_source: str | None = field(default=None, compare=False)  # for graders that read it, as the next
+    extra_info: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -59,3 +62,8 @@ class EvaluationSet:
     template: Template = TEMPLATES["given"]
     grader: GraderName = "mathematics"
     num_repeats: int = 1  # rows of each problem in the file: samples of the item
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether options are weighed by their log-probs, instead of responses graded."""
+        return bool(self.items and self.items[0].options)

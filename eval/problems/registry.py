@@ -7,11 +7,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from eval.answers.grading import GraderName
 from eval.problems import ProblemsError
 from eval.problems.files import columns_of, merge_repeats, read_problems
 from eval.problems.items import EvaluationSet, Item, Problem
+from eval.problems.options import find_weighed_template, make_weighed_item
 from eval.problems.problem_set import ProblemSet
 from eval.problems.prompts import DEFAULT, Api, find_template, make_prompt
 from eval.problems.rows import CHAT, PREPARED, SOLVED
@@ -35,6 +37,8 @@ from eval.problems.sets import (
 )
 
 logger = logging.getLogger(__name__)
+
+Mode = Literal["generate", "loglikelihood"]
 
 _MODULES = (
     *(dapo_math_17k, dapo_math_17k_clean, deepmath_103k, math, gsm8k, geometry3k, cflue, arithmetic, choice),
@@ -117,11 +121,12 @@ def load_set(
     prompt: str = DEFAULT,
     api: Api = "chat",
     system_prompt: str | None = None,
+    mode: Mode = "generate",
 ) -> EvaluationSet:
     """The items of an evaluation file, as they are sent to the model.
 
-    `source` is what `fetch` takes; None stands for the benchmark's own. `prompt` is what find_template takes.
-    Raises ProblemsError.
+    With the mode `loglikelihood` options are weighed, without a chat whatever `api` says. `source` is what `fetch`
+    takes; None stands for the benchmark's own. `prompt` is what find_template takes. Raises ProblemsError.
     """
     from eval.problems.sources import fetch  # loads httpx, which scoring processes do without
 
@@ -129,9 +134,21 @@ def load_set(
         raise ProblemsError("no evaluation set is named; name a known one with --dataset, or a file with --data")
     path = fetch(source or find_set(str(benchmark)).source("test"))
     held_out = read_held_out(path, benchmark)
+    if mode == "loglikelihood":
+        template = replace(find_weighed_template(prompt), system=system_prompt)
+        weighed = tuple(make_weighed_item(one, template) for one in held_out.problems)
+        return EvaluationSet(weighed, held_out.name, template, "loglikelihood", held_out.num_repeats)
     template = replace(find_template(prompt, held_out.template), system=system_prompt)
     items = tuple(
-        Item(one.id, make_prompt(template, api, one.text, one.messages), one.gold, one.subject, one.level)
+        Item(
+            one.id,
+            make_prompt(template, api, one.text, one.messages),
+            one.gold,
+            one.subject,
+            one.level,
+            data_source=one.data_source or held_out.name,
+            extra_info=one.extra_info,
+        )
         for one in held_out.problems
     )
     return EvaluationSet(items, held_out.name, template, held_out.grader, held_out.num_repeats)

@@ -111,10 +111,14 @@ def read_chat(row: Row, bare: Callable[[str], str] = str) -> Problem:
 
 
 def read_solved(row: Row) -> Problem:
-    """A row of MATH: {problem, solution or answer}; gold is the last box of the solution, else the answer."""
+    """A row of MATH: {problem, solution or answer}; gold is the last box of the solution, else the answer.
+
+    `choices` are the texts of options, for evaluations that weigh them.
+    """
     text = needed(text_of(row, "problem"), "no problem")
     gold = extract_boxed(text_of(row, "solution") or "") or text_of(row, "answer")
-    return problem_of(row, text, needed(gold, "neither an answer nor a boxed solution"))
+    info = {"choices": row["choices"]} if row.get("choices") else {}
+    return problem_of(row, text, needed(gold, "neither an answer nor a boxed solution"), extra_info=info)
 
 
 # The schema of DAPO-Math-17k, which training reads; its extra_info may be left out.
@@ -125,4 +129,4 @@ CHAT = Schema(
 )
 # What preparation writes: the same, with the set of each row and how it is asked and graded.
 PREPARED = Schema((*CHAT.columns, "dataset", "template", "grader"), read_chat, CHAT.others)
-SOLVED = Schema(("problem",), read_solved, (*Schema.others, "solution", "answer", "type", "subfield"))
+SOLVED = Schema(("problem",), read_solved, (*Schema.others, "solution", "answer", "type", "subfield", "choices"))

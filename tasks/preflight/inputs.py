@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval.problems.files import read_problems
-from eval.problems.registry import load_set
 from eval.problems.rows import CHAT
 from tasks.config import ChainConfig
 from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
@@ -17,6 +16,7 @@ from tasks.data.prepare import held_out_files, write_held_out
 from tasks.data.reading import read_source
 from tasks.data.sources import Source, benchmark_sources, eval_sources, train_sources
 from tasks.evaluate_config import BenchmarkConfig, EvaluateConfig
+from tasks.evaluation_settings import set_of
 from tasks.fetched_model import model_name
 from tasks.preflight.finding import Findings
 
@@ -87,7 +87,7 @@ def _read_evaluated(inputs: Inputs, config: ChainConfig, folder: Path) -> None:
     """Read the prepared files of the folder that are evaluated, or validated with."""
 
     def read(settings: EvaluateConfig, name: str) -> EvaluationSet:
-        return load_set(folder / name, None, settings.prompt, settings.api, settings.system_prompt)
+        return set_of(settings.model_copy(update={"benchmark": None}), folder / name)
 
     if (folder / EVAL_FILE).is_file():
         inputs.evaluation = read(config.evaluate, EVAL_FILE)

@@ -13,6 +13,7 @@ import psutil
 from dapo_core.cluster.room import ask_cluster
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError, WorkerDied
+from dapo_core.trackers import require_trackers
 from tasks.config import ChainConfig
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 from tasks.serve_model.command import choose_ports, serve_environments, vllm_device
@@ -33,6 +34,8 @@ OF_ANOTHER_MACHINE = frozenset({"devices", "engine", "memory", "Ray"})  # checks
 def check_machine(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
     """Everything that the stages need of the machine."""
     _check_devices(config, findings)
+    with findings.catching("trackers"):
+        require_trackers(config.train.trackers)
     _check_serving(config, findings)
     _check_cache(config, facts, findings)
     _check_memory(config, facts, findings)
@@ -60,7 +63,8 @@ def _check_devices(config: ChainConfig, findings: Findings) -> None:
         names = device.visible(os.environ)
         if config.num_devices > len(names):
             raise ConfigError(
-                f"train.num_ranks={train.num_ranks} + rollout.num_workers={config.rollout.num_workers} = "
+                f"train.num_ranks={train.num_ranks} + rollout.num_workers={config.rollout.num_workers} x "
+                f"rollout.tensor_parallel={config.rollout.tensor_parallel} = "
                 f"{config.num_devices} devices, and this machine shows {len(names)} of {device.kind} "
                 f"({device.visible_variable}); lower them, or set train.ray_address to a cluster"
             )
@@ -114,7 +118,7 @@ def _check_memory(config: ChainConfig, facts: ModelFacts, findings: Findings) ->
         return
     needed = facts.parameters * (TRAINING_BYTES + 4 * config.rollout.num_workers)
     if config.rollout.engine == "vllm":
-        needed += int(config.rollout.num_workers * config.rollout.memory_gigabytes * GIB)
+        needed += int(config.rollout.num_devices * config.rollout.memory_gigabytes * GIB)
     total = psutil.virtual_memory().total
     if needed > total:
         findings.add(
@@ -137,7 +141,7 @@ def _check_ray(config: ChainConfig, findings: Findings) -> None:
         findings.add("Ray", FAIL, str(error), advice)
         return
     wanted = {device_for(train.device).ray_resource: config.num_devices}
-    wanted["CPU"] = train.num_ranks * train.threads_per_rank + rollout.num_workers * rollout.threads_per_worker
+    wanted["CPU"] = train.num_ranks * train.threads_per_rank + rollout.num_devices * rollout.threads_per_worker
     for name, count in wanted.items():
         total, free = room.total.get(name, 0), room.free.get(name, 0)
         found = f"{count} {name} are needed, {address} has {total:g}, of which {free:g} are free"

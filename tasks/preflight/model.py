@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.engines.base import read_eos_ids
+from dapo_core.errors import ConfigError
 from dapo_core.model_folder import require_model_folder
 from dapo_core.model_sampling import with_model_sampling
 from dapo_core.policy.requirements import require_trainable
@@ -43,6 +44,7 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
     with findings.catching("model"):
         model_config = load_model_config(folder, config.model.trust_remote_code)
         require_trainable(model_config, config.train.sequence_parallel)
+        _require_even_heads(model_config.get_text_config(), config)
     with findings.catching("tokenizer"):
         template = config.model.chat_template  # which a fetched folder has as its own
         is_own = template is not None and folder == Path(str(config.model.path))
@@ -66,6 +68,17 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
         weight_bytes,
         weight_bytes // item_bytes,
     )
+
+
+def _require_even_heads(text: Any, config: ChainConfig) -> None:
+    heads = getattr(text, "num_attention_heads", 0)
+    sizes = {"rollout": config.rollout.tensor_parallel, "serve": config.serve.tensor_parallel}
+    for section, size in sizes.items():
+        if heads % size:
+            raise ConfigError(
+                f"{section}.tensor_parallel={size} devices cannot share {heads} attention heads; set it to a "
+                f"divisor of {heads}"
+            )
 
 
 def _token_bytes(text: Any) -> int | None:

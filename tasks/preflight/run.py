@@ -6,6 +6,7 @@ import logging
 
 from dapo_core.arithmetic import is_generated
 from dapo_core.checkpoint.resume import require_resume
+from dapo_core.config.engine_args import require_known
 from dapo_core.config.loading import dump_config
 from dapo_core.reward.routing import require_scorers
 from eval.problems.prompts import find_template
@@ -41,6 +42,8 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
     inputs = inputs_here(config, findings)
     with findings.catching("reward"):
         require_scorers((), config.reward, config.custom_reward)
+    with findings.catching("engine"):
+        require_known(config.rollout.engine_args)
     with findings.catching("resume"):
         require_resume(config.checkpoint.resume)
     with findings.catching("prompt"):

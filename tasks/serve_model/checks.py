@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_core.config.training import PromptsConfig, RolloutConfig
+from dapo_core.config.rollout import RolloutConfig
+from dapo_core.config.training import PromptsConfig
 from dapo_core.errors import ModelError
 from dapo_core.model_folder import INDEX_FILE, require_model_folder, weight_files
 from tasks.serve_model.config import ServeConfig

@@ -31,6 +31,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "echo" in body:
+            self.echo(body)
+            return
         if "logprobs" in body:
             self.show_weights(body)
             return
@@ -47,6 +50,17 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             with self.server.lock:
                 self.server.in_flight -= 1
+
+    def echo(self, body: dict[str, Any]) -> None:
+        """Log-probs of the prompts' words, each a token, and of one that was generated."""
+        self.server.requests.append((self.path, self.headers.get("Authorization"), body))
+        known = self.server.words
+        choices = []
+        for index, prompt in enumerate(body["prompt"]):
+            values = [None, *(known.get(word, -1.0) for word in prompt.split()[1:]), -9.0]
+            logprobs = {"token_logprobs": values if known else [-9.0]}
+            choices.insert(0, {"index": index, "text": prompt, "logprobs": logprobs})
+        self.send(200, json.dumps({"choices": choices}).encode())
 
     def show_weights(self, body: dict[str, Any]) -> None:
         """Answer the fixed prompt of an evaluation, which no test counts."""
@@ -106,6 +120,7 @@ class ArithmeticServer(ThreadingHTTPServer):
     logprobs: Mapping[str, float] | None = {" a": -1.0, " an": -2.0, " the": -3.0}
     is_chat_only = fails_on_probes = False
     num_probes = 0
+    words: Mapping[str, float] = {}  # log-probs of words, for prompts that are echoed; -1 of others
 
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)

@@ -1,4 +1,4 @@
-"""Both engines on a tiny model: the responses they sample, their log-probs, and the weights they hold."""
+"""The engines on a tiny model: the responses they sample, their log-probs, and the weights they hold."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from dapo_core.engines.base import (
 )
 from dapo_core.errors import ModelError, RolloutError
 from tests.tiny_models import build_tiny_qwen3
+from tests.two_processes import engine_of_two_processes
 
 MAX_RESPONSE_TOKENS = 24
 MAX_MODEL_TOKENS = 96
@@ -47,8 +48,15 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm"])
-def shared_engine(request: pytest.FixtureRequest, model_path: Path) -> Iterator[Engine]:
+@pytest.fixture(scope="module", params=["hf", "vllm", "vllm of two processes"])
+def shared_engine(
+    request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    if request.param == "vllm of two processes":
+        settings = replace(SETTINGS, tensor_parallel=2)
+        with engine_of_two_processes(model_path, settings, tmp_path_factory.mktemp("parts")) as first:
+            yield first
+        return
     engine = build_engine(request.param, model_path, SETTINGS, seed=0)
     yield engine
     engine.close()
@@ -61,7 +69,8 @@ def engine(shared_engine: Engine, model_path: Path) -> Iterator[Engine]:
     unfinished = [f"{number}" for number in range(NUM_REQUESTS)]
     shared_engine.abort(unfinished)
     assert shared_engine.num_unfinished() == 0
-    shared_engine.settings = SETTINGS  # type: ignore[attr-defined]
+    size = shared_engine.settings.tensor_parallel
+    shared_engine.settings = replace(SETTINGS, tensor_parallel=size)
     shared_engine.load_weights(load_model(model_path).named_parameters(), policy_version=0)
 
 

@@ -14,8 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from eval.client import Sampling
 from eval.problems.items import EvaluationSet, Item
 from eval.recorder import Benchmark
+from eval.run import evaluate_all
 from tasks.config import EvaluateConfig
 from tasks.evaluation_settings import evaluate_servers, sampling_of
 from tasks.processes import supervisor
@@ -178,6 +180,29 @@ def test_an_evaluation_is_shared_by_the_servers(serving: Serving, tmp_path: Path
         assert row["response"] == tokenizer.decode(response_ids, skip_special_tokens=True)
         assert row["finish_reason"] in {"length", "stop"}
         assert row["response_tokens"] == len(response_ids)
+
+
+def test_options_are_weighed_by_the_policy_s_log_probs(serving: Serving, tmp_path: Path) -> None:
+    """As lm-eval weighs them: the tokens of the whole text beyond those of the prompt alone."""
+    options = ("31", "a hundred and seven", "no")
+    items = [Item(f"sum-{number}", f"{number} + 7 is:\n", options[0], options=options) for number in range(2)]
+    benchmark = Benchmark(
+        EvaluationSet(tuple(items), grader="loglikelihood"), Sampling(max_tokens=MAX_RESPONSE_TOKENS), tmp_path
+    )
+    [summary] = evaluate_all([benchmark], serving.servers)
+    tokenizer = AutoTokenizer.from_pretrained(serving.model_path)
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    for row, item in zip(rows, items, strict=True):
+        start = str(item.prompt).rstrip()
+        num_tokens = len(tokenizer(start).input_ids)
+        expected = []
+        for option in options:
+            ids = tokenizer(f"{start}\n{option}").input_ids
+            found = policy_log_probs(serving, ids)[num_tokens - 1 :]
+            expected.append(float(found[range(len(found)), ids[num_tokens:]].sum()))
+        assert row["details"] == {"options": list(options), "log_probs": pytest.approx(expected, abs=2e-3)}
+        assert row["response"] == options[expected.index(max(expected))]
+    assert summary.accuracy == sum(row["response"] == options[0] for row in rows) / 2
 
 
 def _misspell_an_argument(model_path: Path) -> ServeConfig:

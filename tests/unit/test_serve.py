@@ -14,7 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 from dapo_core.config.fields import result_values
-from dapo_core.config.training import PromptsConfig, RolloutConfig
+from dapo_core.config.rollout import RolloutConfig
+from dapo_core.config.training import PromptsConfig
 from dapo_core.device import device_for
 from dapo_core.errors import ModelError
 from tasks.serve_model import command as serving

@@ -1,0 +1,135 @@
+"""A training's scorer as the grader of an evaluation: scores, verdicts, failures, and grading again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dapo_core.errors import ConfigError
+from eval import InputError
+from eval.client import Endpoint, Sampling
+from eval.compare import compare
+from eval.problems.items import EvaluationSet
+from eval.recorder import Benchmark
+from eval.regrade import regrade
+from eval.report import make_report, render_markdown
+from eval.results import read_rows
+from eval.run import evaluate_all
+from eval.summary import Summary
+from flows.config import load_config_or_defaults
+from tasks import graders
+from tasks.graders import grader_for
+from tests.integration.arithmetic_server import ArithmeticServer, make_set, running
+
+SAMPLING = Sampling(max_tokens=64)
+# Half of the points for a response at all, all of them for the sum; extra_info and data_source are read.
+SCORER = """
+import os, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["index"] == 3:
+        os._exit(3)
+    if extra_info["index"] == 4:
+        time.sleep(60)
+    assert data_source == "sums"
+    is_right = solution_str.endswith("{" + ground_truth + "}")
+    return {"score": 0.5 + 0.5 * is_right, "acc": is_right, "pred": solution_str[-2:-1]}
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[ArithmeticServer]:
+    with running() as server:
+        yield server
+
+
+def sums(count: int) -> EvaluationSet:
+    items = [
+        replace(item, data_source="sums", extra_info={"index": i}) for i, item in enumerate(make_set(count).items)
+    ]
+    items[0] = replace(items[0], gold="-1")  # so that the answer 1 is wrong
+    return replace(make_set(count), items=tuple(items))
+
+
+def evaluated(server: ArithmeticServer, folder: Path, scorer: object, count: int = 5) -> Summary:
+    settings = load_config_or_defaults(None, [f"evaluate.scorer={scorer}"]).evaluate
+    benchmark = Benchmark(sums(count), SAMPLING, folder, grader=grader_for(settings))
+    return evaluate_all([benchmark], [Endpoint(server.url, "m")])[0]
+
+
+def test_a_file_of_the_user_s_own_grades_and_what_fails_is_counted(
+    server: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graders, "SCORER_SECONDS", 2.0)
+    path = tmp_path / "score.py"
+    path.write_text(SCORER)
+    cut = "2 + 1 = ?"
+    server.behave = lambda handler, prompt, attempt: prompt == cut and handler.answer(prompt, "length")
+    summary = evaluated(server, tmp_path / "out", path)
+    rows = list(read_rows(tmp_path / "out").values())
+    # Item 2 is right for the scorer, but it was cut; 3 and 4 end the scorer's process.
+    assert [row.verdict for row in rows] == ["wrong", "right", "truncated", "wrong", "wrong"]
+    assert [row.details and row.details.get("score") for row in rows] == [0.5, 1.0, 1.0, None, None]
+    assert [row.answer for row in rows] == ["1", "2", "3", None, None]
+    assert summary.accuracy == 0.2
+    assert summary.scorer == {"mean_score": pytest.approx(2.5 / 3), "errors": 2}
+    said = [row.details["error"] for row in rows if row.details and "error" in row.details]
+    assert said == ["ended its process (exit code 3)", "took longer than 2 s"]
+
+    # Another file grades what is stored; nothing is asked again.
+    path.write_text("async def mine(solution_str, **_):\n    return 0.25\n")
+    num_asked = len(server.requests)
+    again = evaluated(server, tmp_path / "out", f"{path}:mine")
+    assert len(server.requests) == num_asked
+    assert (again.accuracy, again.scorer) == (0.0, {"mean_score": 0.25, "errors": 0})
+    assert again.settings["grader"].startswith("scorer-score.py:mine/")
+
+    # A scorer that fails on everything is refused, and what it would have graded is kept.
+    path.write_text("def compute_score(**_):\n    raise KeyError('gold')\n")
+    with pytest.raises(InputError, match=r"(?s)failed on all 5 responses.*asks nothing again.*KeyError: 'gold'"):
+        evaluated(server, tmp_path / "out", path)
+    path.write_text("def compute_score(**_):\n    return 1\n")
+    assert evaluated(server, tmp_path / "out", path).accuracy == 0.8  # item 2 was cut
+    assert len(server.requests) == num_asked
+    with pytest.raises(InputError, match=r"graded by scorer-score\.py:compute_score/.*repeat `dapo eval`"):
+        regrade(tmp_path / "out")
+
+    path.write_text("import nothing_of_this_name\n\ndef compute_score(**_):\n    return 1\n")
+    with pytest.raises(InputError, match=r"correct evaluate\.scorer\n(.|\n)*nothing_of_this_name"):
+        evaluated(server, tmp_path / "out", path)
+
+
+def test_a_scorer_of_the_project_s_own_grades_and_the_report_has_its_scores(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
+    for side in ("before", "after"):
+        summary = evaluated(server, tmp_path / side, "geo3k", 3)
+        # A box gives 0.9; the format's 0.1 needs thinking in tags, which the server does not send.
+        assert summary.scorer == {"mean_score": pytest.approx(0.6), "errors": 0}
+        assert (summary.accuracy, summary.settings["grader"]) == (pytest.approx(2 / 3), "scorer-geo3k/1")
+    markdown = render_markdown(make_report(compare(tmp_path / "before", tmp_path / "after"), []))
+    assert [line.split() for line in markdown.splitlines() if "mean score" in line] == [
+        ["|", "mean", "score", "|", "0.6", "|", "0.6", "|", "|"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scorer", "message"),
+    [
+        (
+            "math_verfy",
+            r"evaluate\.scorer=math_verfy is neither a scorer nor FILE\.py.*did you mean math_verify\?",
+        ),
+        ("score.txt", r"evaluate\.scorer=score\.txt is neither .*; scorers are choice, geo3k"),
+        ("absent.py", r"evaluate\.scorer=absent\.py cannot be read: No such file"),
+        ("{}/score.py:other", r"evaluate\.scorer=other is not a top-level name of .*which has compute_score, os"),
+    ],
+)
+def test_what_is_no_scorer_is_refused_before_anything_is_asked(tmp_path: Path, scorer: str, message: str) -> None:
+    (tmp_path / "score.py").write_text(SCORER)
+    settings = load_config_or_defaults(None, [f"evaluate.scorer={scorer.format(tmp_path)}"]).evaluate
+    with pytest.raises(ConfigError, match=message):
+        grader_for(settings)
