@@ -18,6 +18,7 @@ from dapo_core.config.loading import dump_config, read_tree, resolve
 from durable import publish
 from eval.pages import render
 from eval.problems.prompts import DEFAULT, TEMPLATES
+from eval.problems.registry import SETS
 from eval.report import REPORT_JSON
 from redaction import redact
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, DamagedArtifact, StoreError, hash_file
@@ -127,7 +128,7 @@ def model_card(
     base_model, benchmark = base_model_of(config), _benchmark(config, report)
     return render(
         "model_card.md.j2",
-        header=_header(run, report, base_model),
+        header=_header(run, config, report, base_model),
         benchmark=benchmark,
         run=run,
         config=config,
@@ -202,24 +203,36 @@ def _own_paths(config: ChainConfig) -> list[str]:
 
 def _benchmark(config: ChainConfig, report: Mapping[str, Any]) -> str:
     own = "generated problems" if config.data.eval[0].set == "arithmetic" else "a set of the user's own"
-    return report["settings"]["benchmark"] or own
+    return report.get("headline") or report["settings"]["benchmark"] or own
 
 
-def _header(run: RecordedRun, report: Mapping[str, Any], base_model: str | None) -> str:
+def _header(run: RecordedRun, config: ChainConfig, report: Mapping[str, Any], base_model: str | None) -> str:
     """The front matter; it has a score only for a benchmark with a name, since a score must name its dataset."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    benchmark, scores = report["settings"]["benchmark"], []
-    if benchmark is not None:
-        score = EvalResult(
+    settings = report["settings"]
+    found = [
+        (settings["benchmark"], settings["benchmark"], report["after"]["accuracy"], f" ({settings['grader']})")
+    ]
+    if "benchmarks" in report:
+        named, rows = config.evaluate.named, {row["name"]: row for row in report["benchmarks"]}
+        found = [
+            (name, named[name].set, row["after"], f" (avg@{k})" if (k := row["num_samples"]) > 1 else "")
+            for name, row in rows.items()
+            if named[name].set in SETS
+        ]
+    scores = [
+        EvalResult(
             task_type="text-generation",
-            dataset_name=benchmark,
+            dataset_name=name,
             dataset_type=benchmark,
             metric_type="accuracy",
-            metric_name=f"accuracy ({report['settings']['grader']})",
-            metric_value=round(report["after"]["accuracy"], 4),
+            metric_name=f"accuracy{words}",
+            metric_value=round(accuracy, 4),
         )
-        scores.append(score)
+        for name, benchmark, accuracy, words in found
+        if benchmark is not None
+    ]
     return ModelCardData(
         base_model=base_model,
         library_name="transformers",
