@@ -197,6 +197,7 @@ def _own_paths(config: ChainConfig) -> list[str]:
             for name, one in config.evaluate.named.items()
             if one.prompt not in (None, DEFAULT, *TEMPLATES)
         },
+        **{f"path of {one.name} in evaluate.baselines": one.path for one in config.evaluate.baselines},
     }
     return [f"`{key}`" for key, path in paths.items() if path is not None]
 
