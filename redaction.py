@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -34,10 +34,19 @@ def redact(text: str, min_chars: int = MIN_SECRET_CHARS) -> str:
     Known are those added, the values of environment variables whose name ends in KEY, TOKEN, SECRET, PASSWORD or
     AUTH_STRING, and the secret parts of the URLs in variables whose name contains WEBHOOK.
     """
-    known = (secret for secret in _known_secrets() if len(secret) >= min_chars)
-    for secret in sorted(known, key=len, reverse=True):  # one may contain another
-        text = text.replace(secret, REDACTED)
-    return text
+    return redactor(min_chars)(text)
+
+
+def redactor(min_chars: int = MIN_SECRET_CHARS) -> Callable[[str], str]:
+    """`redact` with the secrets known now: for many texts, since the environment is read only once."""
+    known = sorted((one for one in _known_secrets() if len(one) >= min_chars), key=len, reverse=True)
+
+    def replace_known(text: str) -> str:
+        for secret in known:  # the longest first: one may contain another
+            text = text.replace(secret, REDACTED)
+        return text
+
+    return replace_known
 
 
 def redacted(value: Any) -> Any:

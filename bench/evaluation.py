@@ -1,6 +1,6 @@
 """The evaluation client against a mock server of 500 problems in a process of its own.
 
-    python bench/evaluation.py [--items 500]
+    python bench/evaluation.py [--items 500] [--pairs 5]
 
 One line per situation with what was measured and what is required; a requirement that is not met is an error.
 AISBench beside such a server: 6 s without latency, 42 s for its command, 14.4 s with one second of latency and 48
@@ -15,14 +15,17 @@ import contextlib
 import json
 import multiprocessing
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -95,13 +98,58 @@ def serving(server: MockServer) -> Iterator[tuple[str, Path]]:
 
 def measure_client(server: MockServer, count: int) -> tuple[float, float]:
     """(seconds, share of right answers of all problems) of an evaluation in this process."""
-    items = [Item(f"{n}", ({"role": "user", "content": f"{n} + 1 = ?"},), str(n + 1)) for n in range(count)]
     with serving(server) as (url, folder):
         start = time.monotonic()
         limits = Limits(concurrency=CONCURRENCY)
         sampling = Sampling(max_tokens=64)
-        summary = evaluate(EvaluationSet(tuple(items)), [Endpoint(url, "m")], sampling, folder, limits=limits)
+        summary = evaluate(make_set(count), [Endpoint(url, "m")], sampling, folder, limits=limits)
         return time.monotonic() - start, summary.accuracy * summary.n / count
+
+
+def make_set(count: int) -> EvaluationSet:
+    """Sums as chats."""
+    items = (Item(f"{n}", ({"role": "user", "content": f"{n} + 1 = ?"},), str(n + 1)) for n in range(count))
+    return EvaluationSet(tuple(items))
+
+
+async def ask_bare(url: str, asked: EvaluationSet, concurrency: int) -> list[str]:
+    """The responses as the shortest aiohttp program gets them: nothing is checked, graded or kept."""
+    left, responses = iter(asked.items), []
+    fields = {"model": "m", "max_tokens": 64, "temperature": 0.0, "top_p": 1.0, "seed": 1234}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=concurrency)) as session:
+
+        async def work() -> None:
+            for item in left:
+                body = {**fields, "messages": list(item.prompt)}
+                async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+                    answer = await response.json(content_type=None)
+                responses.append(answer["choices"][0]["message"]["content"])
+
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+    return responses
+
+
+def measure_beside_bare(num_pairs: int, latency_seconds: float, count: int = 5000, concurrency: int = 256) -> None:
+    """Print seconds and processor seconds of evaluations, each beside a bare loop, and the median ratios."""
+    asked, ratios = make_set(count), []
+    limits, sampling = Limits(concurrency=concurrency), Sampling(max_tokens=64)
+    for _ in range(num_pairs):
+        with serving(MockServer(latency_seconds)) as (url, folder):
+            bare = _timed(lambda: asyncio.run(ask_bare(url, asked, concurrency)))
+        with serving(MockServer(latency_seconds)) as (url, folder):
+            own = _timed(lambda: evaluate(asked, [Endpoint(url, "m")], sampling, folder, limits=limits))
+        ratios.append([mine / other for mine, other in zip(own, bare, strict=True)])
+        print(
+            f"  bare {bare[0]:.2f} s (CPU {bare[1]:.2f}), evaluation {own[0]:.2f} s (CPU {own[1]:.2f})", flush=True
+        )
+    seconds, processor = map(statistics.median, zip(*ratios, strict=True))
+    print(f"{count} requests, {concurrency} at once, {latency_seconds:g} s: {seconds:.2f}x, CPU {processor:.2f}x")
+
+
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
+    start = time.monotonic(), time.process_time()
+    work()
+    return time.monotonic() - start[0], time.process_time() - start[1]
 
 
 def measure_command(count: int) -> float:
@@ -121,7 +169,13 @@ def measure_command(count: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=500)
-    count = parser.parse_args().items
+    parser.add_argument("--pairs", type=int, default=0, help="only evaluations beside bare loops, this many")
+    arguments = parser.parse_args()
+    count = arguments.items
+    if arguments.pairs:
+        for latency_seconds in (0.0, 0.1):
+            measure_beside_bare(arguments.pairs, latency_seconds)
+        return
     missed = []
     for situation, server, required_seconds in (
         ("no latency, client", MockServer(), 3.0),

@@ -30,6 +30,7 @@ from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.reward.routing import require_scorers
 from dapo_core.stopping import StopRequest, StopRequested, TrainingStopped
 from dapo_core.tokenizing import remove_prompts, tokenized_prompts
+from dapo_core.trackers import require_trackers, tracking
 from dapo_core.trainer import OnStep, Trainer
 from dapo_core.validation import Validation, held_out_prompts
 
@@ -88,12 +89,19 @@ def train(
                 with start_cluster(config, model_path) as cluster:
                     trainer = Trainer(config, cluster, stream, model_path, output_dir, identity, validation)
                     trainer.resume(start)
-                    trainer.run(on_step, stop)
+                    trainer.run(report, stop)
                     return trainer
+
+            def report(step: int, metrics: dict[str, float]) -> None:
+                trackers.on_step(step, metrics)
+                if on_step is not None:
+                    on_step(step, metrics)
 
             restarts = Restarts(config.train.max_restarts, config.train.restart_delay_seconds)
             on_damage = config.checkpoint.on_damage
-            trainer = restarts.until_done(attempt, start, lambda: find_start(folder, "auto", on_damage), stop)
+            is_continued = start is not None and start.parent == folder
+            with tracking(config, output_dir, is_continued) as trackers:
+                trainer = restarts.until_done(attempt, start, lambda: find_start(folder, "auto", on_damage), stop)
     remove_prompts(output_dir)
     checkpoint = latest_checkpoint(folder)
     assert checkpoint is not None, "the last step always writes a checkpoint"
@@ -110,6 +118,7 @@ def _read_prompts(
 ) -> tuple[PromptStream, Validation]:
     """The prompts to train on and those to validate with, checked against the model and the scorers."""
     require_resume(config.checkpoint.resume)
+    require_trackers(config.train.trackers)
     trusted = config.model.trust_remote_code
     require_trainable(load_model_config(model_path, trusted), config.train.sequence_parallel)
     tokenizer = load_tokenizer(model_path, trusted)

@@ -6,7 +6,8 @@ import asyncio
 import email.utils
 import json
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -17,7 +18,7 @@ import aiohttp
 from eval.identity import Weights, probe_requests, read_engine, read_logprobs, read_root
 from eval.problems.items import Item
 from eval.problems.prompts import Prompt
-from redaction import MIN_SECRET_CHARS, add_secret, redact
+from redaction import add_secret, redact, redactor
 
 _RETRIED_STATUS = frozenset({408, 409, 425, 429})  # beside every 5xx
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -106,29 +107,47 @@ class RequestError(Exception):
         is_unreachable: bool = False,
         retry_after_seconds: float = 0.0,
     ) -> None:
-        super().__init__(_clean(reason)[:_MAX_REASON_CHARS])
+        super().__init__(_encodable(redact(reason))[:_MAX_REASON_CHARS])
         self.is_final = is_final  # another attempt would fail too, at any server
         self.is_timeout = is_timeout  # another attempt at this server would only wait again
         self.is_unreachable = is_unreachable  # no connection, so nothing was sent
         self.retry_after_seconds = retry_after_seconds
 
 
+class _Connector(aiohttp.TCPConnector):
+    """Keeps connections open, as many as are in use at once, and knows when the newest was opened."""
+
+    opened_at = 0.0  # by time.monotonic
+
+    def __init__(self) -> None:
+        super().__init__(limit=0)
+        self._known: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
+
+    async def connect(self, *args: Any, **kwargs: Any) -> aiohttp.connector.Connection:
+        """A connection from the pool, or a new one."""
+        connection = await super().connect(*args, **kwargs)
+        transport = connection.transport
+        if transport is not None and transport not in self._known:
+            self._known.add(transport)
+            self.opened_at = time.monotonic()
+        return connection
+
+
 class Connection:
-    """A kept-open connection for one request at a time. Use as an async context manager."""
+    """Kept-open connections to one server. Use as an async context manager."""
 
     def __init__(self, endpoint: Endpoint, timeout_seconds: float) -> None:
-        self.opened_at = 0.0  # when the server was last connected to, by time.monotonic
         self._endpoint = endpoint
         self._timeout_seconds = timeout_seconds
+        self._redact = redactor(_MIN_KEY_CHARS)
         headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         connect_seconds = min(_CONNECT_SECONDS, timeout_seconds)
-        tracing = aiohttp.TraceConfig()
-        tracing.on_connection_create_end.append(self._on_connected)
+        self._connector = _Connector()
         self._http = aiohttp.ClientSession(
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=connect_seconds),
-            connector=aiohttp.TCPConnector(limit=1),
-            trace_configs=[tracing],
+            connector=self._connector,
+            cookie_jar=aiohttp.DummyCookieJar(),  # a balancer's cookie would bind all requests to one server
             # A server on this machine is reached without the environment's proxy.
             trust_env=urlsplit(endpoint.base_url).hostname not in LOOPBACK,
         )
@@ -141,8 +160,10 @@ class Connection:
     ) -> None:
         await self._http.close()
 
-    async def _on_connected(self, *_: object) -> None:
-        self.opened_at = time.monotonic()
+    @property
+    def opened_at(self) -> float:
+        """When the newest connection was opened, by time.monotonic; 0 before."""
+        return self._connector.opened_at
 
     async def answer(self, item: Item, sampling: Sampling, sample: int = 0) -> Answer:
         """What the model says to an item, or which of its options is the likeliest. Raises RequestError."""
@@ -158,7 +179,8 @@ class Connection:
         is_chat = not isinstance(prompt, str)
         fields = {"messages": list(prompt)} if is_chat else {"prompt": prompt}
         body = {"model": self._endpoint.model, **fields, **sampling.body(sample)}
-        return _read_answer(await self._request("chat/completions" if is_chat else "completions", body), is_chat)
+        content = await self._request("chat/completions" if is_chat else "completions", body)
+        return _read_answer(content, is_chat, lambda text: _encodable(self._redact(text)))
 
     async def weigh(self, prompt: str, options: Sequence[str], sampling: Sampling) -> Answer:
         """The likeliest of the options after the prompt, as lm-eval finds it, with the log-probs of all.
@@ -235,7 +257,7 @@ class Connection:
             return True
 
 
-def _read_answer(content: bytes, is_chat: bool) -> Answer:
+def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> Answer:
     try:
         payload = json.loads(content)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -257,10 +279,10 @@ def _read_answer(content: bytes, is_chat: bool) -> Answer:
     usage = payload.get("usage")
     details = usage.get("completion_tokens_details") if isinstance(usage, dict) else None
     return Answer(
-        _clean(text, _MIN_KEY_CHARS),
-        _clean(finish_reason) if isinstance(finish_reason, str) else None,
+        clean(text),
+        clean(finish_reason) if isinstance(finish_reason, str) else None,
         _count(usage, "completion_tokens"),
-        None if reasoning is None else _clean(reasoning, _MIN_KEY_CHARS),
+        None if reasoning is None else clean(reasoning),
         _count(details, "reasoning_tokens"),
     )
 
@@ -299,9 +321,9 @@ def _beginning(content: bytes) -> str:
     return redact(content.decode("utf-8", "replace"))[:_MAX_REASON_CHARS]
 
 
-def _clean(text: str, min_chars: int = MIN_SECRET_CHARS) -> str:
-    """The text without known secrets, and without lone surrogates, which UTF-8 cannot encode."""
-    return redact(text, min_chars).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+def _encodable(text: str) -> str:
+    """The text without lone surrogates, which UTF-8 cannot encode."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _retry_after(value: str) -> float:

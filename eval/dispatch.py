@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
-import math
 import random
 import time
 from collections import deque
@@ -109,7 +109,6 @@ class Dispatcher:
         self._next_start = 0.0
         self._workers: list[asyncio.Task[None]] = []
         self._watchers: set[asyncio.Task[None]] = set()
-        self._finishing: set[asyncio.Task[None]] = set()
 
     @property
     def outage(self) -> str:
@@ -136,7 +135,7 @@ class Dispatcher:
         self._changed.set()
 
     async def run(self, requests: Sequence[Request], finish: Finish, on_weights: OnWeights | None = None) -> None:
-        """Await `finish` with the outcome of each request; every call that began has ended when this returns.
+        """Await `finish` with the outcome of each request; it must keep the outcome before it waits for anything.
 
         `on_weights` is called once, before the first outcome, if no weights were expected. Raises what `finish`
         raises, and ModelChangedError when a server has other weights; stops then.
@@ -145,43 +144,43 @@ class Dispatcher:
         self._queue.extend(requests)
         self._num_open = len(requests)
         num_workers = min(self._limits.concurrency, len(requests))
-        self._workers = [
-            asyncio.create_task(self._work(server, finish)) for server in self._servers for _ in range(num_workers)
-        ]
-        try:
-            await asyncio.wait(self._workers, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            self.stop()
-            for watcher in self._watchers:
-                watcher.cancel()
-            ended = await asyncio.gather(*self._workers, *self._watchers, *self._finishing, return_exceptions=True)
+        async with contextlib.AsyncExitStack() as connections:
+            for server in self._servers:
+                connection = Connection(server.endpoint, self._limits.timeout_seconds)
+                await connections.enter_async_context(connection)
+                works = [self._work(server, connection, finish) for _ in range(num_workers)]
+                self._workers += map(asyncio.create_task, works)
+            try:
+                await asyncio.wait(self._workers, return_when=asyncio.FIRST_EXCEPTION)
+            finally:
+                self.stop()
+                for watcher in self._watchers:
+                    watcher.cancel()
+                ended = await asyncio.gather(*self._workers, *self._watchers, return_exceptions=True)
         for error in ended:
             if isinstance(error, Exception):
                 raise error
 
-    async def _work(self, server: _Server, finish: Finish) -> None:
-        async with Connection(server.endpoint, self._limits.timeout_seconds) as connection:
-            while (request := await self._take(server)) is not None:
-                await self._pace()
-                started_at = request.started_at = request.started_at or time.monotonic()
-                failure, is_refused = None, False
-                try:
-                    answer = await connection.answer(request.item, request.sampling, request.sample)
-                    await self._check_weights(server, connection)
-                    request.attempts += 1
-                except RequestError as error:
-                    server.checked_at = 0.0
-                    if self._is_stopped:
-                        return
-                    if await self._retry(request, server, error):
-                        continue
-                    answer, failure, is_refused = None, str(error), error.is_final
-                self._num_open -= 1
-                self._changed.set()
-                seconds = time.monotonic() - started_at
-                outcome = Outcome(answer, request.attempts, seconds, failure, is_refused)
-                # Shielded: an answer that arrived is recorded even when the evaluation is interrupted.
-                await asyncio.shield(self._start(finish(request, outcome), self._finishing))
+    async def _work(self, server: _Server, connection: Connection, finish: Finish) -> None:
+        while (request := await self._take(server)) is not None:
+            await self._pace()
+            started_at = request.started_at = request.started_at or time.monotonic()
+            failure, is_refused = None, False
+            try:
+                answer = await connection.answer(request.item, request.sampling, request.sample)
+                await self._check_weights(server, connection)
+                request.attempts += 1
+            except RequestError as error:
+                server.checked_at = 0.0
+                if self._is_stopped:
+                    return
+                if await self._retry(request, server, error):
+                    continue
+                answer, failure, is_refused = None, str(error), error.is_final
+            self._num_open -= 1
+            self._changed.set()
+            seconds = time.monotonic() - started_at
+            await finish(request, Outcome(answer, request.attempts, seconds, failure, is_refused))
 
     async def check_at_end(self) -> None:
         """Raise ModelChangedError when a server that answered now serves other weights, unnoticed until now."""
@@ -198,9 +197,12 @@ class Dispatcher:
                         raise ModelChangedError(str(error), is_late=True) from None
 
     async def _check_weights(self, server: _Server, connection: Connection) -> None:
-        """Return once the weights were checked after the connection was opened, by whichever worker."""
+        """Return once the weights were checked after the newest connection was opened, by whichever worker."""
+        opened_at = connection.opened_at  # the answer's own or a later one
+        if server.checked_at > opened_at:
+            return
         async with server.checking:
-            if server.checked_at > connection.opened_at:
+            if server.checked_at > opened_at:
                 return
             began = time.monotonic()
             weights = await self._identify(connection)
@@ -218,7 +220,7 @@ class Dispatcher:
                     f"({server.endpoint.model}): {difference}. One score of two models means nothing: start the "
                     f"first model again and repeat the command, or choose another --output for this one"
                 )
-            server.checked_at = max(began, math.nextafter(connection.opened_at, math.inf))
+            server.checked_at = began
             server.has_answered = True
 
     async def _identify(self, connection: Connection) -> Weights:

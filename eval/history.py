@@ -5,13 +5,15 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from downloads.nearest import nearest
 from durable import write_atomically
-from eval.pages import plain_p, points, points_interval, render
+from eval.change_points import MIN_RUNS, ChangePoint, find_change_points
+from eval.pages import format_p, percent, plain_p, points, points_interval, render
 from eval.report import REPORT_JSON
 from eval.results import (
     RESULTS_FILE,
@@ -29,6 +31,7 @@ from eval.statistics import (
     measure_change,
     share_interval,
 )
+from eval.suite import OWN, SUITE_FILE, read_suite
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ _MIN_TREND_RUNS = 3
 class Point:
     """One evaluation: right responses of each item, None where a request failed."""
 
+    benchmark: str
     label: str
     at: datetime.datetime
     settings: dict[str, Any]  # without the model
@@ -86,17 +90,53 @@ class Trend:
 class Series:
     """Comparable points, oldest first. `to_previous` and `to_first` hold None for the first point."""
 
+    benchmark: str
     points: tuple[Point, ...]
     to_previous: tuple[Change | None, ...]
     to_first: tuple[Change | None, ...]
     trend: Trend | None
     num_tests: int
-    differs: tuple[str, ...]  # from the first series, in words
+    differs: tuple[str, ...]  # from the first series of the benchmark, in words
+    change_points: tuple[ChangePoint, ...] = ()
+    num_lines: int = 1  # that the search for change points is adjusted over
 
     @property
     def expected_false_alarms(self) -> float:
         """Upper bound on the expected number of p below 0.05 if no run differed."""
         return SIGNIFICANCE * self.num_tests
+
+    @property
+    def newest(self) -> str:
+        """In a sentence: the newest run against the one before it and against the first; "" for one run."""
+        changes = {"the run before": self.to_previous[-1], "the first run": self.to_first[-1]}
+        if len(self.points) == 2:
+            changes.pop("the first run")
+        said = [
+            f"{_better_or_worse(change)} {name}{_figures(change)}" for name, change in changes.items() if change
+        ]
+        return f"{self.points[-1].label} is {', and '.join(said)}." if said else ""
+
+    @property
+    def said_of_levels(self) -> list[str]:
+        """The change points in sentences, or that there is none; nothing for a series too short to tell."""
+        if len(self.points) < MIN_RUNS:
+            return []
+        return [
+            f"The level changed at {self.points[point.place].label}: {percent(point.before)} before, "
+            f"{percent(point.after)} from there on (p {format_p(point.p)})."
+            for point in self.change_points
+        ] or [f"No change point over {len(self.points)} runs."]
+
+
+def _better_or_worse(change: Change) -> str:
+    if not change.is_significant:
+        return "not significantly different from"
+    return "better than" if change.difference > 0 else "WORSE than"
+
+
+def _figures(change: Change) -> str:
+    interval = points_interval(change.ci95)
+    return f" ({points(change.difference)} points, 95 % interval {interval}, p {format_p(change.p)})"
 
 
 def render_markdown(history: Sequence[Series]) -> str:
@@ -116,6 +156,7 @@ def write_page(history: Sequence[Series], output_dir: str | Path) -> Path:
                 [f"{point.at:%Y-%m-%d}" for point in series.points],
                 [(point.accuracy, point.interval) for point in series.points],
                 None if series.trend is None else (series.trend.first, series.trend.last),
+                [(point.place, point.before, point.after) for point in series.change_points],
             )
         )
         for series in history
@@ -136,21 +177,45 @@ def _p_cell(change: Change | None) -> str:
     return plain_p(change.p) + (" *" if change.is_significant else "")
 
 
-def make_history(paths: Sequence[str | Path]) -> list[Series]:
-    """The evaluations at these paths, as one series for each set of settings, the largest first.
+def make_history(paths: Sequence[str | Path], benchmark: str | None = None) -> list[Series]:
+    """The evaluations at these paths: for each benchmark a series for each set of settings, the largest first.
 
-    A path is a results directory, a report.json or the folder with one (its "after" counts), or a store, whose
-    runs' reports are taken. Raises ResultsError for anything else.
+    A path is a results directory, a suite of them, a report.json or the folder with one (its "after" counts), or a
+    store, whose runs' reports are taken. `benchmark` chooses one. Raises ResultsError for anything else.
     """
     found = sorted((point for path in paths for point in _points(Path(path))), key=lambda point: point.at)
     if not found:
         raise ResultsError(f"no evaluation in {', '.join(map(str, paths))}: no run there has a report")
-    alike: dict[str, list[Point]] = {}
-    for point in _measured_once(found):
-        key = json.dumps([point.settings, point.num_samples, sorted(point.right)], sort_keys=True)
-        alike.setdefault(key, []).append(point)
-    ordered = sorted(alike.values(), key=len, reverse=True)
-    return [_series(group, ordered[0][0]) for group in ordered]
+    names = list(dict.fromkeys(point.benchmark for point in found))
+    if benchmark is not None and benchmark not in names:
+        raise ResultsError(f"none of these evaluations is of {benchmark}{nearest(benchmark, names)}")
+    history = []
+    for name in names if benchmark is None else [benchmark]:
+        alike: dict[str, list[Point]] = {}
+        for point in _measured_once([point for point in found if point.benchmark == name]):
+            key = json.dumps([point.settings, point.num_samples, sorted(point.right)], sort_keys=True)
+            alike.setdefault(key, []).append(point)
+        ordered = sorted(alike.values(), key=len, reverse=True)
+        history += [_series(group, ordered[0][0]) for group in ordered]
+    return _with_change_points(history)
+
+
+def _with_change_points(history: Sequence[Series]) -> list[Series]:
+    """The series with the change points of those that are long enough to have any."""
+    lines = {number: line for number, series in enumerate(history) if (line := _line(series))}
+    found = dict(zip(lines, find_change_points([*lines.values()]), strict=True)) if lines else {}
+    return [
+        replace(series, change_points=tuple(found.get(number, ())), num_lines=len(lines))
+        for number, series in enumerate(history)
+    ]
+
+
+def _line(series: Series) -> list[float]:
+    """The accuracies over the items that every run answered; empty for too few runs, or without such items."""
+    rows = _shared_rows(series.points)
+    return (
+        [sum(column) / len(rows) for column in zip(*rows, strict=True)] if len(series.points) >= MIN_RUNS else []
+    )
 
 
 def _measured_once(points: Sequence[Point]) -> list[Point]:
@@ -168,12 +233,12 @@ def _measured_once(points: Sequence[Point]) -> list[Point]:
 
 def _points(path: Path) -> list[Point]:
     if path.suffix == ".json" and path.is_file():
-        return [_from_report(path)]
-    if (path / SETTINGS_FILE).is_file():
-        return [_from_results(path)]
+        return _from_report(path)
+    if (path / SETTINGS_FILE).is_file() or (path / SUITE_FILE).is_file():
+        return [_from_results(name, folder, path) for name, folder in read_suite(path).items()]
     for report in (path / REPORT_JSON, path / "report" / REPORT_JSON):
         if report.is_file():
-            return [_from_report(report)]
+            return _from_report(report)
     if (path / "runs").is_dir():
         return _from_store(path)
     raise ResultsError(
@@ -186,17 +251,18 @@ def _from_store(store: Path) -> list[Point]:
     points = []
     for path in sorted(store.glob(f"runs/*/report/{REPORT_JSON}")):
         try:
-            points.append(_from_report(path))
+            points += _from_report(path)
         except ResultsError as error:
             logger.warning("left out of the history: %s", error)
     return points
 
 
-def _from_results(folder: Path) -> Point:
+def _from_results(name: str, folder: Path, suite: Path) -> Point:
     evaluation = load_evaluation(folder)
     written = (folder / RESULTS_FILE).stat().st_mtime
     return Point(
-        label=folder.resolve().name,
+        benchmark=name,
+        label=suite.resolve().name,
         at=datetime.datetime.fromtimestamp(written, datetime.timezone.utc),
         settings=evaluation.shared_settings,
         num_samples=evaluation.num_samples,
@@ -205,23 +271,34 @@ def _from_results(folder: Path) -> Point:
     )
 
 
-def _from_report(path: Path) -> Point:
+def _from_report(path: Path) -> list[Point]:
     folder = path.resolve().parent
+    label = folder.parent.name if folder.name == "report" else folder.name
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        return Point(
-            label=folder.parent.name if folder.name == "report" else folder.name,
-            at=datetime.datetime.fromisoformat(report["created_at"]),
-            settings=report["settings"],
-            num_samples=report["num_samples"],
-            right={identity: after for identity, (_, after) in report["items"].items()},
-            evaluation=report["after"].get("evaluation", str(path)),  # reports of earlier versions lack it
-        )
-    except (ValueError, KeyError, TypeError) as error:
+        if "benchmarks" not in report:
+            return [_from_content(report, str(report["settings"].get("benchmark") or OWN), label, path)]
+        names = [row["name"] for row in report["benchmarks"]]
+        own = {name: folder / name / REPORT_JSON for name in names}
+        read = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in own.items()}
+        return [_from_content(read[name], name, label, own[name]) for name in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ResultsError(
             f"{path} is not a report that a history can be made from ({error!r}). Write it again from its two "
             f"results directories, with `dapo report`."
         ) from error
+
+
+def _from_content(report: Mapping[str, Any], name: str, label: str, path: Path) -> Point:
+    return Point(
+        benchmark=name,
+        label=label,
+        at=datetime.datetime.fromisoformat(report["created_at"]),
+        settings=report["settings"],
+        num_samples=report["num_samples"],
+        right={identity: after for identity, (_, after) in report["items"].items()},
+        evaluation=report["after"].get("evaluation", str(path)),  # reports of earlier versions lack it
+    )
 
 
 def _series(points: Sequence[Point], reference: Point) -> Series:
@@ -230,6 +307,7 @@ def _series(points: Sequence[Point], reference: Point) -> Series:
     changes = _compare_all([*to_previous, *to_first])
     num_previous = len(to_previous)
     return Series(
+        benchmark=points[0].benchmark,
         points=tuple(points),
         to_previous=(None, *changes[:num_previous]),
         to_first=(None, *changes[:1], *changes[num_previous:]),
@@ -263,13 +341,18 @@ def _compare_all(pairs: Sequence[tuple[Point, Point]]) -> list[Change]:
     ]
 
 
-def _trend(points: Sequence[Point]) -> Trend | None:
-    """Least squares through the accuracies: the mean of each item's own slope, so items give its interval."""
+def _shared_rows(points: Sequence[Point]) -> list[list[float]]:
+    """Of each item that every run answered, its share of right responses in each."""
     shared = [
         [count / point.num_samples for point in points if (count := point.right[identity]) is not None]
         for identity in points[0].right
     ]
-    rows = [row for row in shared if len(row) == len(points)]
+    return [row for row in shared if len(row) == len(points)]
+
+
+def _trend(points: Sequence[Point]) -> Trend | None:
+    """Least squares through the accuracies: the mean of each item's own slope, so items give its interval."""
+    rows = _shared_rows(points)
     if len(points) < _MIN_TREND_RUNS or not rows:
         return None
     middle = (len(points) - 1) / 2

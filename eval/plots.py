@@ -181,8 +181,12 @@ def history_plot(
     labels: Sequence[str],
     points: Sequence[tuple[float, tuple[float, float]]],
     trend: tuple[float, float] | None,
+    changes: Sequence[tuple[int, float, float]] = (),
 ) -> str:
-    """SVG of accuracies with 95 % intervals over runs; `trend` is the line's first and last value."""
+    """SVG of accuracies with 95 % intervals over runs; `trend` is the line's first and last value.
+
+    `changes` are change points, each as (place, level before, level after).
+    """
     figure, axes = _new_figure(width=7.6, height=3.0)
     places = list(range(len(points)))
     axes.errorbar(
@@ -193,7 +197,17 @@ def history_plot(
     if trend is not None:
         line = [100 * value for value in trend]
         axes.plot([0, len(points) - 1], line, color=_COLOUR["third"], linewidth=1.2, linestyle="--", label="trend")
-    step = max(1, len(labels) // 8)
+    for place, before, after in changes:
+        colour = _COLOUR["up" if after > before else "down"]
+        axes.axvline(place - 0.5, color=colour, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.annotate(
+            f"{100 * (after - before):+.1f}",
+            (place - 0.4, 0.02),
+            xycoords=("data", "axes fraction"),
+            color=colour,
+            fontsize=8,
+        )
+    step = -(-len(labels) // 8)
     axes.set_xticks(places[::step], [_plain(label) for label in labels[::step]])
     axes.set_ylabel("accuracy (%)")
     _legend_above(axes, ncols=2)

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from eval import EvaluationError, InputError, RequestsRefused
 from eval.answers.extraction import split_thinking
 from eval.answers.grading import Grader
+from eval.batches import Batch
 from eval.client import Sampling
 from eval.dispatch import Outcome, Request
 from eval.identity import Weights
@@ -109,20 +110,21 @@ class Recorder:
         self.settings[SERVED] = weights.to_json()
         write_json(self.folder / SETTINGS_FILE, self.settings)
 
-    def graded(self, request: Request, outcome: Outcome) -> Row:
-        """The row of an outcome; may be called from any thread."""
-        return regrade_row(_make_row(request, outcome), self._grader, request.item)
+    def graded(self, batch: Batch) -> list[Row]:
+        """The rows of outcomes; may be called from any thread."""
+        return [regrade_row(_make_row(one, outcome), self._grader, one.item) for one, outcome in batch]
 
-    def append(self, row: Row, outcome: Outcome) -> None:
-        """Write the row to the disk."""
+    def append(self, rows: Sequence[Row], batch: Batch) -> None:
+        """Write rows to the disk."""
         if self._file is None:
             self._file = (self.folder / RESULTS_FILE).open("a", encoding="utf-8")
-        self._file.write(row.to_line())
+        self._file.write("".join(row.to_line() for row in rows))
         self._file.flush()
-        self.num_missing -= 1
-        self._num_refused += outcome.is_refused
-        self._num_failed += not row.is_answered
-        self._num_failed_in_a_row = 0 if row.is_answered else self._num_failed_in_a_row + 1
+        self.num_missing -= len(rows)
+        self._num_refused += sum(outcome.is_refused for _, outcome in batch)
+        self._num_failed += sum(not row.is_answered for row in rows)
+        for row in rows:
+            self._num_failed_in_a_row = 0 if row.is_answered else self._num_failed_in_a_row + 1
 
     def is_hopeless(self, patience: int) -> bool:
         """Whether more requests failed than may, and only failures come back: `patience` of them in a row."""
@@ -197,11 +199,11 @@ def _refuse_broken_scorer(rows: Sequence[Row], rule: str) -> None:
 
 def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
     """The row with new verdicts, and with the gold answer, subject and level of the item if given."""
-    if item is not None:
+    if item is not None and (row.gold, row.subject, row.level) != (item.gold, item.subject, item.level):
         row = replace(row, gold=item.gold, subject=item.subject, level=item.level)
     if row.reasoning is None and row.response is not None:
         reasoning, response = split_thinking(row.response)
-        row = replace(row, reasoning=reasoning, response=response)
+        row = row if reasoning is None else replace(row, reasoning=reasoning, response=response)
     is_chat = not isinstance(row.prompt, str)
     if item is not None:
         graded = grader.grade_item(row.text, row.finish_reason, item, is_chat)
@@ -209,7 +211,7 @@ def regrade_row(row: Row, grader: Grader, item: Item | None = None) -> Row:
         graded = grader.grade(row.text, row.finish_reason, row.gold, is_chat)
     if row.is_cut_while_thinking:
         graded = replace(graded, verdict="truncated", answer=None)
-    return replace(row, **{**asdict(graded), "details": graded.details or row.details})
+    return replace(row, **{**vars(graded), "details": graded.details or row.details})
 
 
 def _resume(

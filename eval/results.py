@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ class Row:
 
     def to_line(self) -> str:
         """The row as a line of results.jsonl."""
-        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
+        return json.dumps(vars(self), ensure_ascii=False) + "\n"  # ten times as fast as asdict
 
 
 Samples = tuple[Row, ...]  # the k rows of one item, by sample number

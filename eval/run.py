@@ -16,12 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from eval import EvaluationError
 from eval.answers.grading import GRADERS
+from eval.batches import Batch, Batches
 from eval.client import Endpoint, Sampling
-from eval.dispatch import Dispatcher, Limits, Outcome, Request, run_in_thread
+from eval.dispatch import Dispatcher, Limits, Request, run_in_thread
 from eval.identity import ModelChangedError, Weights
 from eval.problems.items import EvaluationSet
 from eval.recorder import NUM_GRADING_THREADS, Benchmark, Recorder
-from eval.results import exclusive, make_folder, make_settings
+from eval.results import Row, exclusive, make_folder, make_settings
 from eval.summary import Summary
 
 logger = logging.getLogger(__name__)
@@ -158,15 +159,21 @@ class _Session:
             _Progress(len(requests), on_progress) as progress,
         ):
 
-            async def finish(request: Request, outcome: Outcome) -> None:
-                recorder = self._recorders[request.benchmark]
+            async def record(batch: Batch) -> None:
                 loop = asyncio.get_running_loop()
-                row = await loop.run_in_executor(threads, recorder.graded, request, outcome)
-                recorder.append(row, outcome)
-                self._end_if_hopeless(recorder)
-                progress.advance(row.response_tokens)
+                for name, recorder in self._recorders.items():
+                    own = [(request, outcome) for request, outcome in batch if request.benchmark == name]
+                    if own:
+                        rows = await loop.run_in_executor(threads, recorder.graded, own)
+                        recorder.append(rows, own)
+                        progress.advance(rows)
+                        self._end_if_hopeless(recorder)
 
-            await self._dispatcher.run(requests, finish, self._keep_weights)
+            batches = Batches(record)
+            try:
+                await self._dispatcher.run(requests, batches.add, self._keep_weights)
+            finally:
+                await batches.finish()
             await self._dispatcher.check_at_end()
 
     def _keep_weights(self, weights: Weights) -> None:
@@ -203,16 +210,16 @@ class _Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def advance(self, response_tokens: int | None) -> None:
-        """Count one finished request."""
-        self._num_done += 1
-        self._num_tokens += response_tokens or 0
+    def advance(self, rows: Sequence[Row]) -> None:
+        """Count finished requests."""
+        done_before, self._num_done = self._num_done, self._num_done + len(rows)
+        self._num_tokens += sum(row.response_tokens or 0 for row in rows)
         if self._on_progress is not None:
             self._on_progress(self._num_done, self._num_requests)
         seconds = max(time.monotonic() - self._start, 1e-9)
         speed = f"{self._num_tokens / seconds:.0f} tokens/s"
-        self._bar.update(self._task, advance=1, speed=speed)
-        is_tenth = 10 * self._num_done // self._num_requests > 10 * (self._num_done - 1) // self._num_requests
+        self._bar.update(self._task, advance=len(rows), speed=speed)
+        is_tenth = 10 * self._num_done // self._num_requests > 10 * done_before // self._num_requests
         if self._bar.disable and is_tenth:
             left = seconds / self._num_done * (self._num_requests - self._num_done)
             done = f"{self._num_done} of {self._num_requests} items done"

@@ -33,6 +33,7 @@ from tasks.runs.columns import Columns
 from tasks.runs.history import REPORT_FOLDER
 from tasks.runs.report import report_run
 from tasks.runs.run import Run
+from tasks.runs.tracked_results import send_report
 from tasks.serve_model.command import served_name
 from tasks.serve_model.servers import Server, serve_model
 from tasks.served_baseline import served_model
@@ -239,4 +240,5 @@ def write_report(
     """The before/after report, written to the run's folder and shown on Prefect's page."""
     report = report_run(run, before, after, training, columns)
     show_report(run, run.folder / REPORT_FOLDER, report["verdict"])
+    send_report(run, report, training)
     return report

@@ -34,9 +34,12 @@ NOT_COUNTED = (
     "dapo_core/errors.py",
     "durable.py",
     "redaction.py",
+    "dapo_core/tracker_clients.py",
+    "dapo_core/trackers.py",
     "dapo_core/merge",  # comes after training; its own stage names it
     "eval/__init__.py",
     "eval/breakdown.py",
+    "eval/change_points.py",
     "eval/compare.py",
     "eval/formulas.py",
     "eval/gates.py",

@@ -107,6 +107,6 @@ def packed_items(page: str) -> tuple[list[list[Any]], list[str]]:
     return index, [chunks[row[-2]][row[-1]] for row in index]
 
 
-def no_plots(comparison: Comparison, steps: Steps) -> Plots:
+def no_plots(comparison: Comparison | None, steps: Steps) -> Plots:
     """For `write_report`, where a test does not look at plots: matplotlib takes most of a report's time."""
     return {name: [""] for name in ("accuracy", "gain", "length", "transition", "training")}

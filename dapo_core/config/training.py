@@ -169,7 +169,7 @@ class TrainConfig(Section):
 
     device: Literal["cpu", "cuda", "npu"] = key("cpu", "Kind of device of the policy.")
     num_ranks: int = volatile(1, "FSDP2 ranks, one device each.", ge=1, le=65_536)
-    sequence_parallel: Literal[1, 2, 4] = volatile(1, "Ranks that share each sequence (Ulysses).")
+    sequence_parallel: int = volatile(1, "Ranks that share each sequence (Ulysses).", ge=1, le=64)
     fsdp_size: int | None = volatile(
         None, "Ranks that a copy of the weights is sharded over (HSDP); unset: all, one copy.", ge=1
     )
@@ -195,6 +195,14 @@ class TrainConfig(Section):
         3, "Restarts after a dead rank or worker before a new checkpoint is written.", ge=0, le=1000
     )
     restart_delay_seconds: float = volatile(5.0, "Pause before the first restart; it doubles each time.", ge=0)
+    trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow"], ...] = volatile(
+        (), "Trackers that get each step, validations' responses and the results of the evaluations."
+    )
+    tracker_project: str = volatile("dapo-pipeline", "Project (MLflow: experiment) at the trackers.", min_length=1)
+    tracker_run: str | None = volatile(None, "Name of the run at the trackers; unset: run.name.", min_length=1)
+    tracker_folder: str = volatile(
+        ".dapo/trackers", "Folder of what trackers write on this machine.", min_length=1
+    )
     ray_address: str | None = volatile(None, "Ray cluster to join; unset starts a private one.")
 
     @property

@@ -117,6 +117,8 @@ def split_thinking(text: str) -> tuple[str | None, str]:
 
     Of thinking that does not end nothing follows.
     """
+    if "think>" not in text:
+        return None, text
     _, is_thinking = after_thinking(text)
     if is_thinking:
         return text, ""

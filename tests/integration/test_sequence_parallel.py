@@ -22,16 +22,16 @@ SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "max_position_embeddings": 128,
     "initializer_range": 0.2,
 }
 
 
-def _model(family: str, num_key_heads: int) -> TokenLogProbs:
+def _model(family: str, num_heads: int, num_key_heads: int) -> TokenLogProbs:
     torch.manual_seed(7)
     window = {"sliding_window": 5} if family == "mistral" else {}
-    config = AutoConfig.for_model(family, **SIZES, **window, num_key_value_heads=num_key_heads)
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_key_heads}
+    config = AutoConfig.for_model(family, **SIZES, **window, **heads)
     return TokenLogProbs(AutoModelForCausalLM.from_config(config, dtype=torch.float32), chunk_tokens=8)
 
 
@@ -39,9 +39,11 @@ def _whole_and_slice(rank: int, *case: Any) -> tuple[dict[str, Any], dict[str, A
     return _slice(*case, 1), _slice(*case, dist.get_world_size())
 
 
-def _slice(family: str, num_key_heads: int, batch: Batch, sequence_parallel: int) -> dict[str, Any]:
+def _slice(
+    family: str, num_heads: int, num_key_heads: int, batch: Batch, sequence_parallel: int
+) -> dict[str, Any]:
     """This rank's log-probs and their cells, and the gradients summed over the ranks of the row."""
-    model = _model(family, num_key_heads)
+    model = _model(family, num_heads, num_key_heads)
     if sequence_parallel > 1:
         model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     row = pack(batch, torch.device("cpu"), sequence_group(sequence_parallel))
@@ -60,23 +62,25 @@ def _slice(family: str, num_key_heads: int, batch: Batch, sequence_parallel: int
 
 
 @pytest.mark.parametrize(
-    ("family", "num_key_heads", "sequence_parallel"),
+    ("family", "num_heads", "num_key_heads", "sequence_parallel"),
     [
-        ("qwen2", 2, 2),  # a key head for each rank
-        ("qwen2", 1, 2),  # fewer key heads than ranks
-        ("llama", 2, 4),
-        ("mistral", 4, 4),  # with a window of 5 tokens
+        ("qwen2", 4, 2, 2),  # a key head for each rank
+        ("qwen2", 4, 1, 2),  # fewer key heads than ranks
+        ("llama", 4, 2, 4),
+        ("llama", 16, 8, 8),
+        ("qwen2", 16, 2, 16),
+        ("mistral", 4, 4, 4),  # with a window of 5 tokens
     ],
 )
 def test_slices_give_the_log_probs_and_gradients_of_the_whole_row(
-    family: str, num_key_heads: int, sequence_parallel: int
+    family: str, num_heads: int, num_key_heads: int, sequence_parallel: int
 ) -> None:
     batch = random_batch(num_groups=3, group_size=3, seed=5)
     weights = torch.linspace(-1, 2, batch.old_log_probs.numel()).view_as(batch.old_log_probs)
     batch = replace(batch, old_log_probs=weights)
     assert batch.lengths.sum() % sequence_parallel  # so the row is padded
     (whole, *_), ranks = zip(
-        *run_ranks(sequence_parallel, _whole_and_slice, family, num_key_heads, batch), strict=True
+        *run_ranks(sequence_parallel, _whole_and_slice, family, num_heads, num_key_heads, batch), strict=True
     )
     assert {rank["num_tokens"] for rank in ranks} == {-(-whole["num_tokens"] // sequence_parallel)}
     assert torch.equal(torch.cat([rank["cells"] for rank in ranks]), whole["cells"])

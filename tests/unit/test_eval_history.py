@@ -13,9 +13,12 @@ from eval.client import Sampling
 from eval.history import make_history, render_markdown, write_page
 from eval.report import write_report
 from eval.results import ResultsError
+from eval.suite import Member, write_suite
+from eval.suite_report import Models, write_suite_report
 from tests.evaluations import make_items, no_plots, write_results
 
 ITEMS = make_items(8)
+NO_FRONT_PLOTS = {"prompts": [""]}
 report_on = partial(write_report, train_metrics=None, draw=no_plots)
 
 
@@ -101,6 +104,63 @@ def test_an_evaluation_that_later_runs_reused_counts_once(tmp_path: Path, monkey
     (runs / "4" / "report" / "report.json").write_text(json.dumps(report))
     ((*_, last),) = [series.points for series in make_history([tmp_path / "store"])]
     assert (last.label, last.num_repeats) == ("4", 0)
+
+
+def write_suite_night(folder: Path, day: int, **outcomes: str) -> Path:
+    """A night's suite: {benchmark: outcomes}."""
+    night = folder / f"night{day}"
+    for name, letters in outcomes.items():
+        settings = {"benchmark": name}
+        results = write_results(night / name, letters, make_items(len(letters)), f"model {day}", settings)
+        os.utime(results / "results.jsonl", (86400.0 * day, 86400.0 * day))
+    write_suite(night, [Member(name) for name in outcomes], next(iter(outcomes)))
+    return night
+
+
+def test_of_suites_each_benchmark_is_a_line(tmp_path: Path) -> None:
+    levels = [2, 3, 2, 3, 2, 3, 14, 15, 14, 15, 14, 15]
+    nights = [
+        write_suite_night(tmp_path, day, words="r" * level + "w" * (16 - level), sums="rrww")
+        for day, level in enumerate(levels, start=1)
+    ]
+    words, sums = make_history(nights)
+    assert [series.benchmark for series in (words, sums)] == ["words", "sums"]
+    assert [point.place for point in words.change_points] == [6]
+    assert words.num_lines == 2
+    assert words.said_of_levels[0].startswith(
+        "The level changed at night7: 15.6 % before, 90.6 % from there on (p"
+    )
+    assert sums.said_of_levels == ["No change point over 12 runs."]
+    assert words.newest.startswith(
+        "night12 is not significantly different from the run before (+6.2 points, 95 % interval "
+    )
+    assert "and better than the first run (+81.2 points" in words.newest
+    assert [series.benchmark for series in make_history(nights, "sums")] == ["sums"]
+    with pytest.raises(ResultsError, match=r"none of these evaluations is of word \(did you mean words\?\)"):
+        make_history(nights, "word")
+    text = render_markdown([words, sums])
+    assert "## words" in text
+    assert "Holm's adjustment over the 2 long enough tables" in " ".join(text.split())
+    page = write_page([words, sums], tmp_path / "out").read_text()
+    assert page.count("<svg") == 2
+
+
+def test_a_suites_report_stands_for_its_benchmarks(tmp_path: Path) -> None:
+    sides = [
+        write_suite_night(tmp_path, 1, words="rwww", sums="rrww"),
+        write_suite_night(tmp_path, 2, words="rrrw", sums="rrwr"),
+    ]
+    folder = tmp_path / "store" / "runs" / "1" / "report"
+    write_suite_report(Models(*sides), None, folder, keep=lambda name, draw: NO_FRONT_PLOTS | no_plots(None, []))
+    history = make_history([tmp_path / "store"])
+    assert [(series.benchmark, series.points[0].accuracy) for series in history] == [
+        ("words", 0.75),
+        ("sums", 0.75),
+    ]
+    assert history[0].newest == ""
+    (folder / "sums" / "report.json").unlink()
+    with pytest.raises(ResultsError, match=r"not a report that a history can be made from"):
+        make_history([folder])
 
 
 def test_what_is_no_evaluation_is_refused(tmp_path: Path) -> None:

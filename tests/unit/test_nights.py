@@ -12,7 +12,7 @@ import pytest
 
 from tasks.chain import take_model_folder
 from tasks.links import link_of
-from tasks.runs.nights import LAST_NIGHT, NIGHTLY, with_last_night
+from tasks.runs.nights import LAST_NIGHT, NIGHTLY, describe_change, since_first_night, with_last_night
 from tasks.runs.run import Run
 from tests.garbage import collect
 from tests.recorded_runs import Outcome, builder, produce, record_run, small_config
@@ -88,3 +88,21 @@ def test_the_newest_night_outlives_a_collection_and_a_lost_one_is_named(
     with caplog.at_level(logging.WARNING):
         assert with_last_night(last.config) == ()
     assert f"the merged model of the run {last.folder.name} is no longer in the store" in caplog.text
+
+
+def test_tonight_is_compared_with_the_first_night(tmp_path: Path) -> None:
+    nights = []
+    for step, (before, after) in enumerate((("rwwwwwww", "rwwwwwww"), ("rwwwwwww", "rrrwwwww")), start=60):
+        config = small_config(tmp_path, f"train.total_steps={step}")
+        outcome = Outcome(weights=f"of step {step}", before=before, after=after)
+        run = record_run(config, outcome, flow=NIGHTLY)
+        nights.append((run, run.stages["evaluate_after"].artifact))
+    (first, own), (_, after) = nights
+    said = since_first_night(tmp_path, "arith_cpu", after)
+    assert (
+        said == f"not significantly different from the first night, {first.folder.name[:8]} (+25.0 points, p 0.5)"
+    )
+    assert since_first_night(tmp_path, "arith_cpu", own) == ""  # one measurement
+    assert since_first_night(tmp_path, "other", after) == ""
+    change = {"difference": -0.1, "p": 0.01}
+    assert describe_change(change, "last night") == "worse than last night (-10.0 points, p 0.01)"

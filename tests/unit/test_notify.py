@@ -23,6 +23,7 @@ from tasks.runs.run import Run
 from tests.webhooks import Receiver, started_receiver
 
 CONFIG = "configs/arith_cpu.yaml"
+NIGHT = {"difference": -0.02, "ci95": [-0.1, 0.06], "p": 0.6, "n": 40}
 REPORT = {
     "verdict": "It got better",
     "before": {"accuracy": 0.25},
@@ -32,6 +33,15 @@ REPORT = {
     "p": 0.004,
     "n": 40,
     "flips": {"gained": []},
+    "provenance": {"since the first night": "better than the first night, 20260101 (+9.0 points, p 0.01)"},
+    "baselines": [
+        {
+            "name": "last-night",
+            "after": {"pooled": {"difference": -0.02, "ci95": [-0.1, 0.06], "p": 0.6, "n": 40}},
+        },
+        {"name": "other", "missing": {"math500": "it was not asked"}},
+    ],
+    "absent": {"theirs": "ServerUnreachable: away"},
     "gates": [{"gate": "pooled > 50", "is_passed": False}, {"gate": "pooled > 1", "is_passed": True}],
 }
 
@@ -66,11 +76,14 @@ def test_a_finished_report_is_sent_with_its_figures(receiver: Receiver, tmp_path
             {
                 **{key: REPORT[key] for key in ("verdict", "difference", "ci95", "p", "n")},
                 "event": "report",
-                "text": "arith_cpu: It got better (+25.0 points)",
+                "text": "arith_cpu: It got better (+25.0 points); not significantly different from last night "
+                "(-2.0 points, p 0.6); better than the first night, 20260101 (+9.0 points, p 0.01)",
                 "recipe": "arith_cpu",
                 "run": run.folder.name,
                 "before": 0.25,
                 "after": 0.5,
+                "baselines": {"last-night": NIGHT},
+                "absent": {"theirs": "ServerUnreachable: away"},
                 "failed_gates": [{"gate": "pooled > 50", "is_passed": False}],
                 "report": str(run.folder / "report" / "report.html"),
                 "flow_run": {"name": None, "url": None},

@@ -87,7 +87,7 @@ DERIVED = {  # in the order of the table
         64,  # policy: devices
         64,  # rollouts: devices, 16 engines x 4
         128,  # policy and rollouts: devices, 16 nodes x 8
-        16,  # data-parallel ranks: ranks, 64 / 4
+        8,  # data-parallel ranks: ranks, 64 / 8
         1,  # copies of the trained weights: copies
         22_528,  # longest sequence: tokens, 2,048 + 16,384 + 4,096
         512,  # a training step: prompts
@@ -100,15 +100,15 @@ DERIVED = {  # in the order of the table
         320,  # warm-up, of these: optimizer steps, the paper's 20 rollout steps x 16
         102_400,  # the training: prompts, 512 x 200
         512,  # an optimizer step: responses, 32 x 16: the paper's mini-batch
-        32,  # an optimizer step, of each data-parallel rank: responses, 512 / 16
+        64,  # an optimizer step, of each data-parallel rank: responses, 512 / 8
         22_528,  # a micro-batch on a device, at most: tokens
-        4,  # a micro-batch of longest sequences: sequences, 22,528 x 4 / 22,528
+        8,  # a micro-batch of longest sequences: sequences, 22,528 x 8 / 22,528
         4_096,  # decoded at once by all engines, at most: responses, 16 x 256
         5_767_168,  # keys and values to decode them all to the end, an engine: tokens, 256 x 22,528
     ],
     "dapo_qwen3_32b_math": [
-        *(32, 32, 64, 8, 1, 22_528, 64, 1_024, 20_971_520, 23_068_672, 1_920),
-        *(2, 400, 20, 12_800, 512, 64, 5_632, 1, 2_048, 5_767_168),
+        *(32, 32, 64, 4, 1, 22_528, 64, 1_024, 20_971_520, 23_068_672, 1_920),
+        *(2, 400, 20, 12_800, 512, 128, 2_816, 1, 2_048, 5_767_168),
     ],
     "dapo_qwen3_0_6b_gsm8k": [
         *(1, 1, 2, 1, 1, 2_560, 64, 512, 1_048_576, 1_310_720, 1_920),
@@ -142,7 +142,7 @@ def test_sharding_within_nodes_makes_copies() -> None:
         quantity.label: quantity.number for quantity in derive(load("dapo_qwen2_5_32b_math", "train.fsdp_size=8"))
     }
     assert derived["copies of the trained weights"] == 8  # 64 / 8
-    assert derived["data-parallel ranks"] == 16  # sharding does not change who sees which response
+    assert derived["data-parallel ranks"] == 8  # sharding does not change who sees which response
 
 
 def test_grpo_differs_from_its_dapo_siblings_in_the_algorithm_and_the_task_alone() -> None:

@@ -1,0 +1,221 @@
+"""Trackers of a training: each step, responses of validations and later the results, sent beside the training."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo_core.errors import ConfigError
+from dapo_core.tracker_clients import CLIENTS, Client, Place, Record, finite
+from dapo_core.validation import generations_file
+from durable import read_json_lines, write_atomically
+from redaction import redact, redacted
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import TrainingConfig
+
+logger = logging.getLogger(__name__)
+
+TRACKERS_FILE = "trackers.json"  # of a training: its runs at trackers
+MAX_WAITING = 10_000  # calls; a tracker further behind loses them
+CLOSE_SECONDS = 60.0  # for what waits when a training ends
+
+Call = Callable[[Client], None]
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError, with the command that installs them, for trackers whose client is not installed."""
+    missing = [name for name in names if any(importlib.util.find_spec(part) is None for part in CLIENTS[name][1])]
+    if missing:
+        packages = " ".join(CLIENTS[name][2] for name in missing)
+        raise ConfigError(
+            f"train.trackers names {', '.join(missing)}, whose client is not installed here: pip install "
+            f'{packages} (or "dapo-pipeline[trackers]" for all), or take it out of train.trackers'
+        )
+
+
+@contextmanager
+def tracking(config: TrainingConfig, folder: Path, is_continued: bool) -> Iterator[Trackers]:
+    """The trackers of train.trackers for a training in `folder`, whose trackers.json has their runs.
+
+    A continued training goes on with the runs of that file; one from the beginning starts new ones. Their
+    failures are logged once, counted, and end nothing.
+    """
+    train = config.train
+    place = Place(
+        train.tracker_project, train.tracker_run or config.run.name, Path(train.tracker_folder).absolute()
+    )
+    known = _read(folder).records if is_continued and train.trackers else {}
+    records = [known.get(name) or Record(name, secrets.token_hex(4)) for name in dict.fromkeys(train.trackers)]
+    trackers = Trackers(place, records, tracked_config(config), folder)
+    try:
+        yield trackers
+    finally:
+        trackers.close()
+
+
+def send_results(folder: Path, results: Mapping[str, float], step: int) -> None:
+    """Send the results of evaluations to the runs of a finished training in `folder`, which stays as it is."""
+    saved = _read(folder)
+    trackers = Trackers(saved.place, list(saved.records.values()), {}, None)
+    trackers.send(lambda client: client.log_results(finite(results), step))
+    trackers.close()
+
+
+def tracked_runs(folder: Path) -> list[str]:
+    """The runs of a training in `folder`, each as the tracker's name and the run's address or path."""
+    return [f"{one.name} {one.url or one.path}" for one in _read(folder).records.values() if one.url or one.path]
+
+
+def tracked_config(config: TrainingConfig) -> dict[str, Any]:
+    """What trackers see of a configuration: the sections of the training, without secrets."""
+    from dapo_core.config.training import TrainingConfig
+
+    values = config.model_dump(mode="json")
+    return {name: redacted(values[name]) for name in TrainingConfig.model_fields}
+
+
+@dataclass(frozen=True)
+class _Saved:
+    place: Place
+    records: dict[str, Record]
+
+
+def _read(folder: Path) -> _Saved:
+    try:
+        saved = json.loads((folder / TRACKERS_FILE).read_text(encoding="utf-8"))
+        place = Place(saved["project"], saved["run"], Path(saved["folder"]))
+        return _Saved(place, {values["name"]: Record(**values) for values in saved["trackers"]})
+    except FileNotFoundError:
+        return _Saved(Place("", "", folder), {})
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("%s cannot be read (%r): trackers start new runs", folder / TRACKERS_FILE, error)
+        return _Saved(Place("", "", folder), {})
+
+
+class Trackers:
+    """The runs of a training at its trackers, each fed by a thread of its own."""
+
+    def __init__(
+        self, place: Place, records: Sequence[Record], config: Mapping[str, Any], folder: Path | None
+    ) -> None:
+        """`folder` of the training gets trackers.json; None leaves its files as they are."""
+        self.place = place
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._feeds = [_Feed(place, record, config, self._save) for record in records]
+        if folder is not None and not records:
+            (folder / TRACKERS_FILE).unlink(missing_ok=True)  # of an earlier attempt
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand over a step's metrics and the responses of its validation; returns at once."""
+        assert self.folder is not None
+        rows = read_json_lines(generations_file(self.folder, step)) if "validation/accuracy" in metrics else []
+        fresh = [feed for feed in self._feeds if feed.record.last_step < step]
+        for feed in fresh:
+            feed.record.last_step = step  # saved before it is sent: a kill in between must not send it twice
+        if fresh:
+            self._save()
+        for feed in fresh:
+            feed.put(lambda client: client.log(finite(metrics), step))
+            if rows:
+                feed.put(lambda client: client.log_generations(rows, step))
+
+    def send(self, call: Call) -> None:
+        """Hand over a call for every tracker."""
+        for feed in self._feeds:
+            feed.put(call)
+
+    def close(self) -> None:
+        """Wait for what is still to be sent, CLOSE_SECONDS at most for all trackers together."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for feed in self._feeds:
+            feed.end()
+        for feed in self._feeds:
+            feed.join(max(deadline - time.monotonic(), 0.0))
+        if self._feeds:
+            self._save()
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        with self._lock:
+            place = {"project": self.place.project, "run": self.place.run, "folder": str(self.place.folder)}
+            runs = [asdict(feed.record) for feed in self._feeds]
+            write_atomically(self.folder / TRACKERS_FILE, json.dumps({**place, "trackers": runs}, indent=2) + "\n")
+
+
+class _Feed:
+    """Calls of one tracker, made one after the other on a thread: its client is opened there, too."""
+
+    def __init__(self, place: Place, record: Record, config: Mapping[str, Any], save: Callable[[], None]) -> None:
+        self.record = record
+        self._open = lambda: CLIENTS[record.name][0](place, record, config)
+        self._save = save
+        self._client: Client | None = None
+        self._calls: queue.Queue[Call | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{record.name}", daemon=True)
+        self._is_failing = False
+
+    def put(self, call: Call | None) -> None:
+        if not self._thread.ident:
+            self._thread.start()
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._fail(f"it is {MAX_WAITING} calls behind")
+
+    def end(self) -> None:
+        if self._thread.ident:
+            self.put(None)
+
+    def join(self, seconds: float) -> None:
+        if not self._thread.ident:
+            return
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._fail(f"it did not take its last {self._calls.qsize()} calls within {CLOSE_SECONDS:.0f} s")
+        if self.record.num_failed:
+            logger.warning("%s: %d calls failed", self.record.name, self.record.num_failed)
+
+    def _run(self) -> None:
+        self._try(self._begin)
+        while (call := self._calls.get()) is not None:
+            self._try(self._with_client, call)
+        if self._client is not None:
+            self._try(self._client.finish)
+
+    def _begin(self) -> None:
+        self._client = self._open()
+        self._save()
+        logger.info("tracked by %s: %s", self.record.name, self.record.url or self.record.path)
+
+    def _with_client(self, call: Call) -> None:
+        if self._client is None:
+            self._fail("it is not open")
+        else:
+            call(self._client)
+
+    def _try(self, act: Callable[..., None], *arguments: Any) -> None:
+        try:
+            act(*arguments)
+        except Exception as error:  # noqa: BLE001 - a client may raise anything, and training must go on
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
+        """Count a failure; the first is logged."""
+        self.record.num_failed += 1
+        if not self._is_failing:
+            self._is_failing = True
+            message = "tracker %s fails (%s); training goes on, and later failures are only counted"
+            logger.warning(message, self.record.name, redact(why))

@@ -1,0 +1,131 @@
+"""What trackers wrote, read with readers of their own: begun, continued after a stop, and sent the results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_core.trackers import TRACKERS_FILE, send_results, tracking
+from dapo_core.validation import generations_file
+from tests.configs import make_config
+
+NAMES = ("tensorboard", "wandb", "swanlab", "mlflow")
+MEAN, RESULT = "val-core/gsm8k/acc/mean@4", "eval/math500/after"
+RESPONSE = "It is\n2 <b>&</b> 两"
+
+
+def metrics(step: int) -> dict[str, float]:
+    return {"validation/accuracy": step / 10, MEAN: step / 8, "actor/grad_norm": float("nan")}
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a training tracked at steps 0 to 2, continued from 2 to 4, and its results."""
+    folder = tmp_path_factory.mktemp("tracked")
+    output = folder / "training"
+    keys = {"trackers": NAMES, "tracker_project": "proj", "tracker_folder": str(folder / "local")}
+    config = make_config(train=keys, run={"name": "my run"})
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TENSORBOARD_DIR", "MLFLOW_TRACKING_URI", "WANDB_DIR", "SWANLAB_LOG_DIR"):
+            patch.delenv(name, raising=False)
+        for name in ("WANDB_MODE", "SWANLAB_MODE"):
+            patch.setenv(name, "offline")
+        for is_continued, steps in ((False, (0, 1, 2)), (True, (2, 3, 4))):
+            with tracking(config, output, is_continued) as trackers:
+                for step in steps:
+                    row = {"set": "gsm8k", "prompt": "1 + 1?", "response": RESPONSE, "answer": None, "score": 1.0}
+                    generations_file(output, step).parent.mkdir(parents=True, exist_ok=True)
+                    generations_file(output, step).write_text(json.dumps(row) + "\n")
+                    trackers.on_step(step, metrics(step))
+        send_results(output, {RESULT: 61.5}, 4)
+        yield output
+
+
+def record(tracked: Path, name: str) -> dict[str, Any]:
+    saved = json.loads((tracked / TRACKERS_FILE).read_text())
+    (found,) = (one for one in saved["trackers"] if one["name"] == name)
+    assert (found["last_step"], found["num_failed"]) == (4, 0)
+    return dict(found)
+
+
+def test_tensorboard(tracked: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(record(tracked, "tensorboard")["path"])
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars(MEAN)] == [(step, step / 8) for step in range(5)]
+    assert [(event.step, event.value) for event in events.Scalars(RESULT)] == [(4, 61.5)]
+    assert "actor/grad_norm" not in events.Tags()["scalars"]
+    texts = [tag for tag in events.Tags()["tensors"] if "generations" in tag]
+    shown = events.Tensors(texts[0])
+    assert [event.step for event in shown] == [0, 1, 2, 3, 4]
+    assert "    2 <b>&</b> 两" in shown[0].tensor_proto.string_val[0].decode()
+    assert len([tag for tag in events.Tags()["tensors"] if "config" in tag]) == 1
+
+
+def test_wandb(tracked: Path) -> None:
+    """Each attempt has a folder of the same run, which `wandb sync` sends to it."""
+    from swanlab.converter.wb.wbdatastore import WBDataStoreReader  # wandb has none in Python
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = record(tracked, "wandb")
+    history, summary, names = [], {}, set()
+    for path in sorted(Path(found["path"]).parent.glob(f"offline-run-*-{found['id']}/*.wandb")):
+        with WBDataStoreReader() as reader:
+            reader.open(path)
+            while (content := reader.scan()) is not None:
+                one = Record.FromString(content)
+                if one.HasField("run"):
+                    names.add((one.run.project, one.run.display_name, one.run.run_id))
+                values = {item.key or item.nested_key[0]: item.value_json for item in one.history.item}
+                if MEAN in values:
+                    history.append((one.history.step.num, json.loads(values[MEAN])))
+                    assert "val/generations" in values
+                summary |= {item.key or item.nested_key[0]: item.value_json for item in one.summary.update}
+    assert names == {("proj", "my run", found["id"])}
+    assert history == [(step, step / 8) for step in range(5)]
+    assert json.loads(summary[RESULT]) == 61.5
+
+
+def test_swanlab(tracked: Path) -> None:
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    found = record(tracked, "swanlab")
+    values, texts = [], []
+    for path in sorted(Path(found["path"]).glob(f"run-*-{found['id']}/*.swanlab")):
+        reader = DataStoreReader()
+        reader.open(path)
+        while (content := reader.scan()) is not None:
+            one = Record.FromString(content)
+            if one.HasField("scalar") and one.scalar.key in (MEAN, RESULT):
+                values.append((one.scalar.step, one.scalar.value.number))
+            if one.HasField("media"):
+                texts.append(one.media.step)
+        reader.close()
+    assert values == [*((step, step / 8) for step in range(5)), (4, 61.5)]
+    assert texts == [0, 1, 2, 3, 4]
+
+
+def test_mlflow(tracked: Path) -> None:
+    from mlflow import MlflowClient
+
+    found = record(tracked, "mlflow")
+    client = MlflowClient(f"sqlite:///{found['path']}")
+    run = client.get_run(found["id"])
+    assert (run.info.run_name, run.info.status) == ("my run", "FINISHED")
+    assert client.get_experiment(run.info.experiment_id).name == "proj"
+    assert run.data.params["train.tracker_project"] == "proj"
+    history = client.get_metric_history(found["id"], MEAN.replace("@", "_at_"))
+    assert [(one.step, one.value) for one in history] == [(step, step / 8) for step in range(5)]
+    assert run.data.metrics[RESULT] == 61.5
+    files = [artifact.path for artifact in client.list_artifacts(found["id"], "generations")]
+    assert files == [f"generations/step_{step}.jsonl" for step in range(5)]
+    assert (
+        Path(found["path"]).parent / "mlflow-artifacts"
+        in Path(run.info.artifact_uri.removeprefix("file:")).parents
+    )
