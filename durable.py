@@ -151,11 +151,16 @@ def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
 
 def read_json_lines(path: Path) -> list[Any]:
     """The lines of a log without those that a crash tore, [] when it is missing."""
-    rows: list[Any] = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
+    return list(iterate_json_lines(path))
+
+
+def iterate_json_lines(path: Path) -> Iterator[Any]:
+    """As `read_json_lines`, one after the other: memory holds one line."""
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line)
 
 
 def tail(path: Path, num_lines: int, offset: int = 0) -> list[str]:

@@ -1,6 +1,6 @@
 """The evaluation client against a mock server of 500 problems in a process of its own.
 
-    python bench/evaluation.py [--items 500] [--pairs 5]
+    python bench/evaluation.py [--items 500] [--pairs 5] [--compare]
 
 One line per situation with what was measured and what is required; a requirement that is not met is an error.
 AISBench beside such a server: 6 s without latency, 42 s for its command, 14.4 s with one second of latency and 48
@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
+import random
 import re
 import statistics
 import subprocess
@@ -33,6 +35,7 @@ from eval import EvaluationError
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
 from eval.problems.items import EvaluationSet, Item
+from eval.results import make_settings, write_json
 from eval.run import evaluate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -166,12 +169,56 @@ def measure_command(count: int) -> float:
         return time.monotonic() - start
 
 
+def measure_compare(count: int = 4000, chars: int = 31_000) -> None:
+    """Print what `dapo compare` takes of two results of 125 MB each."""
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name) / model for model in ("before", "after")]
+        for seed, folder in enumerate(folders):
+            folder.mkdir()
+            _write_results(folder, random.Random(seed), count, chars)
+        start = time.monotonic()
+        words = [sys.executable, "-m", "flows.cli", "compare", *map(str, folders)]
+        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        assert status == 0
+        megabytes = (folders[0] / "results.jsonl").stat().st_size / 1e6
+        print(
+            f"compare {count} rows of {megabytes:.0f} MB a side: {time.monotonic() - start:.1f} s, "
+            f"CPU {usage.ru_utime + usage.ru_stime:.1f} s, at most {usage.ru_maxrss / 1000:.0f} MB of memory"
+        )
+
+
+def _write_results(folder: Path, draw: random.Random, count: int, chars: int) -> None:
+    text = ('So $\\frac{a}{b} + \\sqrt{3} = 5$, and "x" is 7.\nNext: ' * chars)[:chars]
+    fields = {"sample": 0, "finish_reason": "stop", "answer": "7", "gold": "7", "aisbench_answer": "7"}
+    rest = {"aisbench_raises": False, "attempts": 1, "level": None, "subject": None, "failure": None}
+    items = make_set(count).items
+    write_json(
+        folder / "settings.json", make_settings(items, Endpoint("http://x", folder.name), Sampling(8192), None)
+    )
+    with (folder / "results.jsonl").open("w") as file:
+        for item in items:
+            verdict = draw.choice(("right", "right", "wrong", "truncated"))
+            own = {"verdict": verdict, "aisbench_right": verdict == "right", "seconds": draw.random()}
+            shown = {
+                "id": item.id,
+                "prompt": item.prompt,
+                "response": text,
+                "response_tokens": draw.randrange(8192),
+            }
+            file.write(json.dumps({**fields, **rest, **own, **shown}) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", type=int, default=500)
     parser.add_argument("--pairs", type=int, default=0, help="only evaluations beside bare loops, this many")
+    parser.add_argument("--compare", action="store_true", help="only what dapo compare of large results takes")
     arguments = parser.parse_args()
     count = arguments.items
+    if arguments.compare:
+        measure_compare()
+        return
     if arguments.pairs:
         for latency_seconds in (0.0, 0.1):
             measure_beside_bare(arguments.pairs, latency_seconds)

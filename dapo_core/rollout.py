@@ -230,9 +230,8 @@ class RolloutWorker:
         self._num_scored += 1
         key = f"{response.request_id}#{self._num_scored}"  # a stopped response may come a second time
         self._scoring[key] = (group_id, sample)
-        self.pool.submit(
-            key, ScoreRequest(prompt.data_source, response.response_ids, prompt.ground_truth, prompt.extra_info)
-        )
+        answered = prompt.data_source, response.response_ids, prompt.ground_truth, prompt.extra_info
+        self.pool.submit(key, ScoreRequest(*answered, prompt.prompt_ids))
 
     def _take_scores(self, max_seconds: float) -> list[Group]:
         """The groups that scores finish within the time."""

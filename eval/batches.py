@@ -27,7 +27,10 @@ class Batches:
         """Keep an outcome for the next batch; wait while too many are pending. Raises what `record` raised."""
         self._collected.append((request, outcome))
         self._num_pending += 1
-        if len(self._collected) == 1:
+        if outcome.answer is None:  # recorded at once: the requests end when only failures come back
+            self._start()
+            await asyncio.wait(self._running)
+        elif len(self._collected) == 1:
             asyncio.get_running_loop().call_later(_COLLECTING_SECONDS, self._start)
         while self._num_pending > _MOST_PENDING and self._running:
             await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)

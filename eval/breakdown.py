@@ -136,7 +136,7 @@ def length_change(before: Sequence[Row], after: Sequence[Row]) -> Lengths:
     if any(row.response_tokens is None for row in (*before, *after)):
         unit = "characters"
     sides = {
-        name: np.array([row.response_tokens if unit == "tokens" else len(row.response or "") for row in rows])
+        name: np.array([row.response_tokens if unit == "tokens" else row.num_chars[1] for row in rows])
         for name, rows in (("before", before), ("after", after))
     }
     longest = max(int(lengths.max()) for lengths in sides.values())

@@ -93,7 +93,10 @@ class Recorder:
         These are the item's own mean among the answers known of any model, the mean of all, or the token limit.
         """
         earlier = self._benchmark.earlier
-        known = [*self._rows.values(), *(read_rows(earlier).values() if earlier is not None else ())]
+        known = [
+            *self._rows.values(),
+            *(read_rows(earlier, with_texts=False).values() if earlier is not None else ()),
+        ]
         by_item: dict[str, list[Row]] = {}
         for row in known:
             by_item.setdefault(row.id, []).append(row)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from durable import UNSET, LockHeld, differences, locked, read_json_lines, write_atomically
+from durable import UNSET, LockHeld, differences, iterate_json_lines, locked, write_atomically
 from eval import EvaluationError, InputError
 from eval.answers.grading import OWN_RULES, VERDICTS, MathGrader, Verdict
 from eval.client import Endpoint, Sampling
@@ -27,6 +27,7 @@ SUMMARY_FILE = "summary.json"
 GRADING_SETTINGS = ("grader", "golds", "judge")
 SERVED = "served"  # the setting with what the servers showed of their weights, compared by `eval.identity`
 
+_TEXTS = ("prompt", "response", "reasoning", "details")  # what the digest of a measurement leaves out
 RowKey = tuple[str, int]  # (id of the item, number of the sample)
 
 
@@ -96,9 +97,26 @@ class Row:
         """False when the request failed: the row says nothing about the model."""
         return self.verdict != "request_failed"
 
+    @property
+    def num_chars(self) -> tuple[int, int]:
+        """Characters of the thinking and of the response."""
+        return len(self.reasoning or ""), len(self.response or "")
+
     def to_line(self) -> str:
         """The row as a line of results.jsonl."""
         return json.dumps(vars(self), ensure_ascii=False) + "\n"  # ten times as fast as asdict
+
+
+@dataclass(frozen=True)
+class Outline(Row):
+    """A row without its response and thinking, which figures do not need. Never written."""
+
+    chars: tuple[int, int] = (0, 0)
+
+    @property
+    def num_chars(self) -> tuple[int, int]:
+        """Characters of the thinking and of the response that are left out."""
+        return self.chars
 
 
 Samples = tuple[Row, ...]  # the k rows of one item, by sample number
@@ -176,16 +194,20 @@ class Evaluation:
         """Sha256 of settings and rows. Rows hold each request's seconds, so two measurements never share it."""
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode())
         for row in self.rows:
-            digest.update(row.to_line().encode(errors="surrogatepass"))
+            fields = {**vars(row), **dict.fromkeys(_TEXTS), "chars": row.num_chars}
+            digest.update(json.dumps(fields).encode())
         return digest.hexdigest()
 
 
-def load_evaluation(directory: str | Path) -> Evaluation:
-    """The finished evaluation in a results directory, one item per problem. Raises what `read_evaluation` does."""
-    return read_evaluation(directory).by_problem()
+def load_evaluation(directory: str | Path, with_texts: bool = True) -> Evaluation:
+    """The finished evaluation in a results directory, one item per problem. Raises what `read_evaluation` does.
+
+    Without texts the rows are outlines: of long responses they take a hundredth of the memory.
+    """
+    return read_evaluation(directory, with_texts).by_problem()
 
 
-def read_evaluation(directory: str | Path) -> Evaluation:
+def read_evaluation(directory: str | Path, with_texts: bool = True) -> Evaluation:
     """The evaluation as it is stored. Raises ResultsError when it is missing or unfinished."""
     directory = Path(directory)
     settings = read_settings(directory)
@@ -194,7 +216,7 @@ def read_evaluation(directory: str | Path) -> Evaluation:
         raise ResultsError(
             f"{directory} {fault}: it is not a results directory of `dapo eval`; name the one of its --output"
         )
-    rows = read_rows(directory)
+    rows = read_rows(directory, with_texts)
     expected = settings["num_items"] * settings["sampling"]["num_samples"]
     if len(rows) != expected:
         raise ResultsError(
@@ -221,9 +243,10 @@ def is_answered(samples: Samples) -> bool:
     return all(row.is_answered for row in samples)
 
 
-def read_rows(directory: Path) -> dict[RowKey, Row]:
-    """Rows in file order, up to a torn line; of several for one sample of an item the last counts."""
-    rows = (_parse_row(fields) for fields in read_json_lines(directory / RESULTS_FILE))
+def read_rows(directory: Path, with_texts: bool = True) -> dict[RowKey, Row]:
+    """Rows or outlines in file order, up to a torn line; of several for one sample of an item the last counts."""
+    lines = iterate_json_lines(directory / RESULTS_FILE)
+    rows = (_parse_row(fields) if with_texts else _outline(_parse_row(fields)) for fields in lines)
     return {row.key: row for row in rows if row is not None}
 
 
@@ -235,6 +258,12 @@ def _parse_row(fields: Any) -> Row | None:
     except (TypeError, KeyError):
         return None
     return row if row.verdict in VERDICTS else None
+
+
+def _outline(row: Row | None) -> Row | None:
+    if row is None:
+        return None
+    return Outline(**{**vars(row), "response": None, "reasoning": None}, chars=row.num_chars)
 
 
 def write_rows(directory: Path, rows: Iterable[Row]) -> None:

@@ -64,7 +64,8 @@ def write_suite_report(
     work = _Work(suite, provenance, steps, output_dir, keep)
     beside = {name: _Baseline(name, read_suite(folder)) for name, folder in models.baselines.items()}
     for member in suite.members:
-        before, after = (load_evaluation(folders[side][member.name]) for side in (BEFORE, "after"))
+        with_texts = output_dir is not None  # only the pages have them
+        before, after = (load_evaluation(folders[side][member.name], with_texts) for side in (BEFORE, "after"))
         work.add(member.name, member.weight, before, after)
         for baseline in beside.values():
             baseline.add(member.name, member.weight, before, after)
@@ -96,7 +97,7 @@ class _Baseline:
         if name not in self._folders:
             self._missing[name] = "it was not asked"
             return
-        own = load_evaluation(self._folders[name])
+        own = load_evaluation(self._folders[name], with_texts=False)
         self._model = model_words(None, str(own.settings["model"]))
         try:
             found = {BEFORE: compare_evaluations(own, before), "after": compare_evaluations(own, after)}

@@ -32,7 +32,7 @@ class Budget:
 
 def measure_thinking(rows: Sequence[Row]) -> Thinking | None:
     """The thinking of answered rows; None where no response thinks, or the server counts no tokens."""
-    thinking = [row for row in rows if row.reasoning or row.reasoning_tokens]
+    thinking = [row for row in rows if row.num_chars[0] or row.reasoning_tokens]
     if not thinking or any(row.response_tokens is None for row in rows):
         return None
     mean = sum(map(thinking_tokens, rows)) / len(rows)
@@ -49,8 +49,7 @@ def thinking_tokens(row: Row) -> float:
     """The response's tokens of thinking: as the server counts them, else by its share of the characters."""
     if row.reasoning_tokens is not None:
         return row.reasoning_tokens
-    num_chars = len(row.reasoning or ""), len(row.response or "")
-    return (row.response_tokens or 0) * num_chars[0] / max(1, sum(num_chars))
+    return (row.response_tokens or 0) * row.num_chars[0] / max(1, sum(row.num_chars))
 
 
 def by_limit(max_tokens: int | None, *sides: Sequence[Row]) -> list[tuple[Budget, ...]]:

@@ -61,6 +61,7 @@ class Policy:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
             torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise
         self.group = sequence_group(self.train.sequence_parallel)
+        self.engine_dtype = self.device.resolve_dtype(config.rollout.dtype)
         self.model_config = load_model_config(model_path, config.model.trust_remote_code)
         require_trainable(self.model_config, self.train.sequence_parallel)
         self.trust_remote_code = config.model.trust_remote_code
@@ -147,15 +148,19 @@ class Policy:
             move_optimizer(self.optimizer, HOST)
 
     def weight_sizes(self) -> dict[str, int]:
-        """Bytes of each tensor in float32 by its name in the model's files; tied parameters once."""
+        """Bytes of each tensor as the engines get it, by its name in the model's files; tied parameters once."""
         return {
-            piece.file_name: piece.view(torch.empty(parameter.shape, device="meta")).numel() * 4
+            piece.file_name: piece.view(torch.empty(parameter.shape, device="meta")).numel()
+            * self.engine_dtype.itemsize
             for name, parameter in self._causal_lm().named_parameters()
             for piece in self.pieces[name]
         }
 
     def gather_weights(self, names: list[str]) -> dict[str, torch.Tensor] | None:
-        """Whole tensors on the CPU by their names in the model's files; None except on rank 0. Collective."""
+        """Whole tensors in the engines' precision, on the CPU, by their names in the model's files. Collective.
+
+        None except on rank 0.
+        """
         wanted = set(names)
         gathered: dict[str, torch.Tensor] = {}
         is_first = torch.distributed.get_rank() == 0
@@ -163,7 +168,9 @@ class Policy:
             pieces = [piece for piece in self.pieces[name] if piece.file_name in wanted]
             whole = _full(parameter.detach()) if pieces else None
             if whole is not None and is_first:
-                gathered |= {piece.file_name: piece.view(whole).to("cpu", copy=True) for piece in pieces}
+                gathered |= {
+                    piece.file_name: piece.view(whole).to("cpu", self.engine_dtype, copy=True) for piece in pieces
+                }
         return gathered if is_first else None
 
     def onload(self) -> None:

@@ -39,6 +39,7 @@ class ScoreRequest:
     response_ids: Sequence[int]
     ground_truth: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    prompt_ids: Sequence[int] = ()  # in which thinking may begin
 
 
 class _Pending(NamedTuple):
@@ -105,7 +106,10 @@ class RewardPool:
         name = None if self.custom.path is not None else scorer_name(request.data_source, self._routes)
         scorer = None if name is None else self._scorers[name]
         window = None if scorer is None else scorer.window_characters
-        text = self._decoder.decode(request.response_ids, window)
+        response_ids = request.response_ids
+        if scorer is not None and not scorer.reads_thinking:
+            response_ids = self._decoder.answer_ids(request.prompt_ids, response_ids)
+        text = self._decoder.decode(response_ids, window)
         if scorer is not None and window is not None:
             self._done.append((key, scorer(text, request.ground_truth)))
             return

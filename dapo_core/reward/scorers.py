@@ -150,13 +150,18 @@ def is_same_value(answer: str, ground_truth: str) -> bool:
 class Scorer:
     """A rule, and how much of the response it reads: the last characters, or everything (None).
 
-    A rule with a window runs without a time limit: it must not raise, and its time must be linear.
+    A rule with a window runs without a time limit: it must not raise, and its time must be linear. Unless it
+    `reads_thinking`, it gets what follows the last </think>, and nothing of thinking that has not ended.
     """
 
     rule: Callable[[str, str], Score]
     window_characters: int | None = None
+    reads_thinking: bool = False
 
     def __call__(self, response: str, ground_truth: str) -> Score:
+        if not self.reads_thinking:
+            response = response.rpartition("</think>")[2]
+            response = "" if "<think>" in response else response
         return self.rule(response, ground_truth)
 
 
@@ -165,10 +170,14 @@ SCORERS: Mapping[str, Scorer] = {
     "math_boxed": Scorer(score_math, WINDOW_CHARACTERS),  # the same whatever algorithm.compat says
     "math_verify": Scorer(score_math_verify),
     "choice": Scorer(score_choice),
-    "geo3k": Scorer(score_geo3k),
+    "geo3k": Scorer(score_geo3k, reads_thinking=True),  # whose tags are a part of the format
     "gsm8k": Scorer(score_gsm8k, WINDOW_CHARACTERS),
 }
-VERL_SCORERS: Mapping[str, Scorer] = {**SCORERS, "math_dapo": Scorer(score_math_as_verl, WINDOW_CHARACTERS)}
+VERL_SCORERS: Mapping[str, Scorer] = {
+    **SCORERS,
+    "math_dapo": Scorer(score_math_as_verl, WINDOW_CHARACTERS, reads_thinking=True),
+    "gsm8k": Scorer(score_gsm8k, WINDOW_CHARACTERS, reads_thinking=True),
+}
 # Beside the registered sets: scorers by their own names, and names that verl's default_compute_score knows.
 DATA_SOURCES: Mapping[str, str] = {
     "math_dapo": "math_dapo",

@@ -21,6 +21,8 @@ class TailDecoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self._special_ids = frozenset(tokenizer.all_special_ids)
+        known = tokenizer.get_added_vocab()
+        self._thinking_ids = (known.get("<think>"), known.get("</think>"))
         self._characters_per_token = 3.0  # of the last response; English text has 4, Chinese and digits 1 to 2
 
     def decode(self, response_ids: Sequence[int], num_characters: int | None) -> str:
@@ -40,6 +42,20 @@ class TailDecoder:
                 return text[-num_characters:]
             num_tokens *= 2
         return self._text(response_ids)[-num_characters:]
+
+    def answer_ids(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Sequence[int]:
+        """The response's tokens after its thinking: after the last </think>, none if thinking has not ended.
+
+        A chat template may begin the thinking in the prompt. All tokens where the tags are no tokens of their own.
+        """
+        begin, end = self._thinking_ids
+        if end is None:
+            return response_ids
+        if end in response_ids:
+            response_ids = response_ids[len(response_ids) - response_ids[::-1].index(end) :]
+        elif next((one for one in reversed(prompt_ids) if one in self._thinking_ids), end) == begin:
+            return ()
+        return () if begin in response_ids else response_ids
 
     def _before_byte_tokens(self, response_ids: Sequence[int], start: int) -> int:
         """The place, at or before `start`, where no run of byte tokens (`<0x41>`, as Llama 2 has them) is cut.

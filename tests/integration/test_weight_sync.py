@@ -93,6 +93,17 @@ def _multiply(cluster: Any, name: str, factor: float) -> None:
         _shards(cluster)[name].mul_(factor)
 
 
+def test_weights_travel_in_the_precision_of_the_engines(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = cluster.policy.rank
+    sizes = rank.weight_sizes()
+    whole = rank.gather_weights(list(sizes))
+    monkeypatch.setattr(rank, "engine_dtype", torch.bfloat16)
+    assert rank.weight_sizes() == {name: size // 2 for name, size in sizes.items()}
+    assert all(
+        torch.equal(half, whole[name].bfloat16()) for name, half in rank.gather_weights(list(sizes)).items()
+    )
+
+
 def _engine_log_probs(cluster: Any) -> torch.Tensor:
     """The engine's log-probs of the probe's first response."""
     start, count = int(PROBE.prompt_lengths[0]), int(PROBE.response_lengths[0])

@@ -259,6 +259,21 @@ def test_geo3k_compares_values_as_latex_and_reads_a_long_response_in_linear_time
     assert time.process_time() - started < 0.5
 
 
+def test_rules_read_what_follows_the_thinking_and_verls_read_all_of_it() -> None:
+    answers = {
+        "math_dapo": "Answer: 34",
+        "math_boxed": "\\boxed{34}",
+        "math_verify": "Answer: 34",
+        "gsm8k": "#### 34",
+    }
+    for name, answer in answers.items():
+        for response in (f"<think>{answer}", f"{answer}</think>It is hard.", f"<think>a</think>b<think>{answer}"):
+            assert SCORERS[name](response, "34").verdict == "no_answer", (name, response)
+        assert SCORERS[name](f"<think>Answer: 35 #### 35</think>{answer}", "34").verdict == "right"
+    for name in ("math_dapo", "gsm8k"):
+        assert VERL_SCORERS[name](f"<think>{answers[name]}", "34").verdict == "right"
+
+
 def test_every_data_source_has_its_scorer_and_the_configuration_goes_before_the_table() -> None:
     assert set(routes().values()) == set(SCORERS) == set(VERL_SCORERS)
     known = {"arithmetic": "math_boxed", "openai/gsm8k": "gsm8k", "cflue": "choice", "math": "math_verify"}

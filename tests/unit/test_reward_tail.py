@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -94,3 +95,24 @@ def test_a_long_response_is_hardly_decoded(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(num_decoded) < 10 * 364 + 1000
     decoder.decode(ids, None)
     assert sum(num_decoded) > len(ids)
+
+
+def test_the_answer_follows_the_thinking_which_the_prompt_may_begin() -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.add_tokens(["<think>", "</think>"])
+
+    def answer(response: str, prompt: str = "What is 1 + 1?") -> str:
+        prompt_ids, response_ids = (
+            tokenizer.encode(text, add_special_tokens=False) for text in (prompt, response)
+        )
+        decoder = TailDecoder(tokenizer)
+        return decoder.decode(decoder.answer_ids(prompt_ids, response_ids), None)
+
+    opened = "What is 1 + 1?<think>"
+    assert answer("It is 2.") == "It is 2."
+    assert answer("<think>3? No.</think>It is 2.") == answer("3? No.</think>It is 2.", opened) == "It is 2."
+    assert answer("<think>It is 3.") == answer("It is 3.", opened) == answer("</think>2<think>It is") == ""
+    assert answer("It is 2.", f"{opened}</think>") == "It is 2.", "a template that closes it: no thinking"
+    assert answer("a</think>b</think>It is 2.", opened) == "It is 2."
+    plain = TailDecoder(tiny_tokenizer())
+    assert plain.answer_ids((), [5, 6]) == [5, 6]
