@@ -26,6 +26,8 @@ from dapo_core.checkpoint.state import STATE_FILE, TrainerState, read_state_with
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.identity import refuse_other_training
 from dapo_core.metrics import METRICS_FILE, MetricsLog
+from dapo_core.trackers import TRACKERS_FILE
+from dapo_core.validation import GENERATIONS_FOLDER
 from durable import LockHeld, locked, read_holder, read_json_lines, write_atomically
 
 if TYPE_CHECKING:
@@ -199,10 +201,10 @@ def _checkpoint_at(path: Path) -> Path:
 
 
 def _supersede(folder: Path) -> None:
-    """Move checkpoints and metrics into a folder beside them; the lock stays."""
-    metrics = folder.parent / METRICS_FILE
+    """Move checkpoints, responses of validations, trackers.json and metrics beside them; the lock stays."""
+    others = [folder.parent / name for name in (GENERATIONS_FOLDER, TRACKERS_FILE, METRICS_FILE)]
     # A kill on the way must leave a training that can continue: metrics go last, the oldest checkpoint first.
-    old = [path for path in (*step_folders(folder), folder / LATEST_FILE, metrics) if path.exists()]
+    old = [path for path in (*step_folders(folder), folder / LATEST_FILE, *others) if path.exists()]
     if not old:
         return
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")

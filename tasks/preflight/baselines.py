@@ -37,6 +37,6 @@ def check_baselines(config: ChainConfig, findings: Findings) -> None:
             findings.add(check, WARN, str(error), ADVICE)
         except (DapoError, EvaluationError) as error:
             status = WARN if baseline.name == LAST_NIGHT else FAIL  # which nobody chose
-            findings.add(check, status, str(error), f"or remove {baseline.name} from evaluate.baselines")
+            findings.add(check, status, str(error), f"correct or remove {baseline.name} in evaluate.baselines")
         else:
             findings.add(check, OK, found)

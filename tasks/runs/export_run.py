@@ -180,6 +180,7 @@ def _own_paths(config: ChainConfig) -> list[str]:
         "model.path": model.path,
         "custom_reward.path": scorer.path,
         "evaluate.prompt": None if prompt in (DEFAULT, *TEMPLATES) else prompt,
+        **{f"path of {one.name} in evaluate.baselines": one.path for one in config.evaluate.baselines},
     }
     return [f"`{key}`" for key, path in paths.items() if path is not None]
 

@@ -18,6 +18,7 @@ from dapo_core.engines.base import (
     EngineSettings,
     GenerationRequest,
     Response,
+    Sampling,
     build_engine,
     read_eos_ids,
 )
@@ -225,6 +226,11 @@ def test_greedy_responses_take_the_likeliest_tokens_beside_sampled_ones(engine, 
         at_temperature_one = reference_log_probs(model, request.prompt_ids, response.response_ids)
         require_equal(response.rollout_log_probs, at_temperature_one)
     assert {mixed[request.request_id].finish_reason for request in greedy} == {"stop", "length"}
+    engine.settings = SETTINGS
+    theirs = run(engine, [replace(request, sampling=Sampling(0.7, 0.9, 50)) for request in sampled] + greedy)
+    assert {name: response.response_ids for name, response in theirs.items()} == {
+        name: response.response_ids for name, response in alone.items()
+    }, "a request's own sampling goes before the engine's"
 
 
 def test_new_weights_change_log_probs_and_clear_the_prefix_cache(engine, model_path):

@@ -20,7 +20,9 @@ def output(tmp_path: Path) -> Path:
     """An output with checkpoints of steps 5 and 10, and metrics."""
     model_path = make_model_folder(tmp_path / "model")
     write(make_writer(tmp_path / "output" / "checkpoints", model_path), make_state(5), make_state(10))
-    (tmp_path / "output" / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
+    for name in ("metrics.jsonl", "trackers.json", "generations/step_5.jsonl"):
+        (tmp_path / "output" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "output" / name).write_text("{}\n", encoding="utf-8")
     return tmp_path / "output"
 
 
@@ -36,7 +38,7 @@ def test_never_moves_all_of_the_training_aside(output: Path, caplog: pytest.LogC
         assert names_in(output / "checkpoints") == ["lock"]  # it still keeps others out
     (aside,) = output.glob("superseded-*")
     assert names_in(output) == ["checkpoints", aside.name]
-    assert names_in(aside) == ["checkpoints", "metrics.jsonl"]
+    assert names_in(aside) == ["checkpoints", "generations", "metrics.jsonl", "trackers.json"]
     assert names_in(aside / "checkpoints") == ["latest", "step_000005", "step_000010"]
     assert_complete(aside / "checkpoints" / "step_000010", make_state(10))
     assert aside.name in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from eval.gates import LAST_NIGHT
 from flows.config import Config, resolve_config
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, PreflightError
 from tasks.preflight.prompts import asked_forms
@@ -194,6 +196,17 @@ def test_caches_devices_and_ports_are_checked_against_the_recipe(tmp_path: Path,
     assert "torch" in said["devices"]
 
 
+def test_a_tracker_without_its_client_is_said(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_spec(name: str, *_: Any, find: Any = importlib.util.find_spec) -> Any:
+        return None if name == "wandb" else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    (finding,) = found(recipe(tmp_path, model, train={"trackers": ["wandb"]}), FAIL)
+    assert "names wandb, whose client is not installed here: pip install wandb" in finding.found
+
+
 def test_a_ray_cluster_that_does_not_answer_is_said_before_a_training_waits_for_it(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,3 +227,25 @@ def test_a_model_that_is_built_here_needs_generated_problems(tmp_path: Path, mod
     assert "warmed up on generated arithmetic" in finding.found
     values["data"] |= {"train": ["arithmetic", own]}
     assert found(resolve_config(values), FAIL) == []
+
+
+def test_baselines_and_the_room_of_kept_steps_are_said_before_a_run(tmp_path: Path, model: Path) -> None:
+    entries = [
+        {"name": "same", "path": str(model)},
+        {"name": "gone", "path": str(tmp_path / "none")},
+        {"name": "away", "base_url": "http://127.0.0.1:9", "model": "m"},
+        {"name": LAST_NIGHT, "path": str(tmp_path / "lost")},
+    ]
+    sections: dict[str, Any] = {
+        "evaluate": {"baselines": entries, "checkpoints": "every 2"},
+        "checkpoint": {"save_every": 2},
+    }
+    config = recipe(tmp_path, model, train={"total_steps": 6}, **sections)
+    about = {finding.check: finding for finding in examine(config)}
+    assert about["baseline same"].status == OK
+    assert about["baseline gone"].status == FAIL
+    assert "correct or remove gone in evaluate.baselines" in about["baseline gone"].advice
+    assert about["baseline away"].status == WARN
+    assert "the run goes on without this column" in about["baseline away"].advice
+    assert about[f"baseline {LAST_NIGHT}"].status == WARN
+    assert "of them for checkpoints of 2 steps that are kept" in about["disk"].found
