@@ -252,7 +252,7 @@ def benchmark_files(config: ChainConfig) -> dict[str, str]:
 
 
 def evaluation_files(config: ChainConfig) -> dict[str, str]:
-    """The files of the prompt and of the scorer, where they are files; of a suite those of its benchmarks."""
+    """The prompt, the scorer and the judge's prompt, where they are files; of a suite those of its benchmarks."""
     if config.evaluate.benchmarks:
         alone = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()}
         return {
@@ -263,6 +263,8 @@ def evaluation_files(config: ChainConfig) -> dict[str, str]:
         files["prompt_template"] = _file_digest("evaluate.prompt", config.evaluate.prompt)
     if (scorer := scorer_file(config.evaluate)) is not None:
         files["scorer"] = _file_digest("evaluate.scorer", str(scorer[0]))
+    if config.evaluate.judge.prompt is not None:
+        files["judge_prompt"] = _file_digest("evaluate.judge.prompt", config.evaluate.judge.prompt)
     return files
 
 
