@@ -94,8 +94,16 @@ class Stage:
 
 
 def _result_value(config: ChainConfig, section: str) -> Any:
-    value = functools.reduce(getattr, section.split("."), config)
-    return result_values(value) if hasattr(value, "model_fields") else value
+    value: Any = functools.reduce(getattr, section.split("."), config)
+    if not hasattr(value, "model_fields"):
+        return value
+    values = result_values(value)
+    if section == "evaluate":  # by name, so that a plan names the benchmark whose key changed
+        values["benchmarks"] = {
+            one.label: {"place": place, **one.model_dump(exclude_none=True)}
+            for place, one in enumerate(value.benchmarks)
+        }
+    return values
 
 
 PREPARE_DATA = Stage(
@@ -230,10 +238,13 @@ def training_files(config: ChainConfig) -> dict[str, str]:
 
 def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact | ServedModel) -> dict[str, str]:
     """The held-out rows and the model. Changed training rows leave the result as it is."""
-    files = {
-        f"eval_data {name}".strip(): file_digest(data, file) for name, file in benchmark_files(config).items()
-    }
-    return {**files, "model": model.digest}
+    files = {name: file_digest(data, file) for name, file in benchmark_files(config).items()}
+    return {**{problems_input(name): digest for name, digest in files.items()}, "model": model.digest}
+
+
+def problems_input(benchmark: str) -> str:
+    """The input of an evaluation that is the digest of a benchmark's problems; "" stands for data.eval, alone."""
+    return f"eval_data {benchmark}".strip()
 
 
 def benchmark_files(config: ChainConfig) -> dict[str, str]:
@@ -242,7 +253,7 @@ def benchmark_files(config: ChainConfig) -> dict[str, str]:
 
 
 def evaluation_files(config: ChainConfig) -> dict[str, str]:
-    """The files of the prompt and of the scorer, where they are files; of a suite those of its benchmarks."""
+    """The prompt, the scorer and the judge's prompt, where they are files; of a suite those of its benchmarks."""
     if config.evaluate.benchmarks:
         alone = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()}
         return {
@@ -253,6 +264,8 @@ def evaluation_files(config: ChainConfig) -> dict[str, str]:
         files["prompt_template"] = _file_digest("evaluate.prompt", config.evaluate.prompt)
     if (scorer := scorer_file(config.evaluate)) is not None:
         files["scorer"] = _file_digest("evaluate.scorer", str(scorer[0]))
+    if config.evaluate.judge.prompt is not None:
+        files["judge_prompt"] = _file_digest("evaluate.judge.prompt", config.evaluate.judge.prompt)
     return files
 
 
