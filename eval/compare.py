@@ -11,6 +11,7 @@ from eval import InputError, breakdown
 from eval.answers.grading import grade
 from eval.breakdown import Graders, GroupChange, Lengths, MetricChange, Pair, Part
 from eval.identity import describe_weights
+from eval.judge import summarise_votes
 from eval.measured import Speed, speed_of
 from eval.results import (
     SERVED,
@@ -73,6 +74,7 @@ class Side:
     mean_response_tokens: float | None
     thinking: Thinking | None
     scorer: dict[str, float] | None  # {mean_score, errors} where a scorer grades
+    judge: dict[str, float] | None  # as eval.judge.summarise_votes
     acc_norm: float | None  # where options are weighed
     num_finished: int  # responses that are right or wrong: neither truncated nor without an answer
     finished_accuracy: float  # of those
@@ -274,6 +276,7 @@ def _side(evaluation: Evaluation, items: Sequence[Samples]) -> Side:
         mean_response_tokens=mean_response_tokens(rows),
         thinking=measure_thinking(rows),
         scorer=summarise_scores(rows),
+        judge=summarise_votes(evaluation.rows),
         acc_norm=acc_norm(rows),
         num_finished=len(finished),
         finished_accuracy=rate(finished, lambda row: row.is_right),

@@ -78,9 +78,17 @@ def describe_measurement(comparison: Comparison, provenance: Provenance) -> dict
         "sampling": "; after: ".join(dict.fromkeys(_sampling(side.sampling) for side in sides.values())),
         "engine": _engine(provenance.engine, sides),
         "grader": str(settings.get("grader")),
+        "judge": _judge(settings.get("judge")),
         "data": f"sha256 {str(data)[:SHORT_DIGEST]}" if data else "",
     }
     return {label: words for label, words in found.items() if words}
+
+
+def _judge(judge: Mapping[str, Any] | None) -> str:
+    if not judge:
+        return ""
+    role = "the headline" if judge["headline"] else "beside the grader"
+    return f"{judge['model']}, {judge['votes']} vote{'s' * (judge['votes'] > 1)} on each response, {role}"
 
 
 def model_words(name: str | None, model: str) -> str:

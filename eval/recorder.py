@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from eval.batches import Batch
 from eval.client import Sampling
 from eval.dispatch import Outcome, Request
 from eval.identity import Weights
+from eval.judge import VOTES_FILE, Judge, judged, without_judge
 from eval.problems.items import EvaluationSet, Item
 from eval.results import (
     GRADING_SETTINGS,
@@ -55,6 +56,7 @@ class Benchmark:
     name: str = ""  # in messages; "" for one alone
     max_failed_ratio: float = 0.0
     grader: Grader | None = None  # in place of the set's own
+    judge: Judge | None = None  # beside the grader
     earlier: Path | None = None  # results of the same items by any model: how long answers get
 
     @property
@@ -154,12 +156,25 @@ class Recorder:
                 raise RequestsRefused(f"{error} {REFUSED}") from None
             raise
         ordered = [rows[item.id, sample] for item, sample in self._wanted]
+        if (judge := self._benchmark.judge) is not None:
+            ordered = judged(self.folder, ordered, judge)
+            self._refuse_undecided(ordered, judge)
         write_rows(self.folder, ordered)
         _refuse_broken_scorer([row for row in ordered if row.is_answered], self._grader.rule)
         summary = summarise(Evaluation.of(self.settings, ordered), same_answer_by(self._grader.grade))
         write_json(self.folder / SUMMARY_FILE, asdict(summary))
         _log(summary, self.name)
         return summary
+
+    def _refuse_undecided(self, rows: Sequence[Row], judge: Judge) -> None:
+        """Raise EvaluationError when the judge is the headline and settled too few responses."""
+        num_undecided = sum(not row.is_answered for row in rows)
+        if judge.headline and num_undecided > self._max_failed:
+            raise EvaluationError(
+                f"{num_undecided} of {len(rows)} responses have no verdict of {judge.endpoint.model} "
+                f"(evaluate.judge); at most {self._max_failed} may (evaluate.max_failed_ratio). All votes are "
+                f"kept in {self.folder / VOTES_FILE}: repeat the command to ask for those that failed"
+            )
 
     def _refuse_failures(self, rows: dict[RowKey, Row], servers: str, outage: str) -> None:
         failures = [row for row in rows.values() if not row.is_answered]
@@ -209,11 +224,12 @@ def _resume(
     stored = read_settings(output_dir) or {}
     served = stored.pop(SERVED, None)
     rows: dict[RowKey, Row] = {}
-    if stored != {**settings, **{key: stored.get(key) for key in GRADING_SETTINGS}}:
+    if _without_grading(stored) != _without_grading(settings):
         if stored or (output_dir / RESULTS_FILE).exists():
             _move_aside(output_dir, describe_differences(stored, settings))
     else:
-        rows = {key: row for key, row in read_rows(output_dir).items() if row.is_answered}
+        found = {key: without_judge(row) for key, row in read_rows(output_dir).items()}
+        rows = {key: row for key, row in found.items() if row.is_answered}
         if stored != settings:
             reasons = "; ".join(describe_differences(stored, settings))
             logger.warning("%s: grading again (%s)", output_dir, reasons)
@@ -230,6 +246,10 @@ def _resume(
         num_rows = settings["num_items"] * settings["sampling"]["num_samples"]
         logger.info("%s: continuing, %d of %d items are answered", output_dir, len(rows), num_rows)
     return rows
+
+
+def _without_grading(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in GRADING_SETTINGS}
 
 
 def _move_aside(output_dir: Path, reasons: Sequence[str]) -> None:

@@ -156,6 +156,11 @@ def notes(comparison: Comparison) -> list[str]:
     sides = {"before": comparison.before, "after": comparison.after}
     if comparison.before.model == comparison.after.model:
         found.append(SAME_MODEL)
+    if (comparison.settings.get("judge") or {}).get("headline"):
+        found.append(
+            "The accuracy is the verdict of a language model as the judge, as the recipe says, not the exact "
+            "grader's: it changes with the judge's model and prompt."
+        )
     unproven = [name for name, side in sides.items() if NO_LOGPROBS in side.weights]
     if unproven:
         found.append(

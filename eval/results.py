@@ -24,7 +24,7 @@ SETTINGS_FILE = "settings.json"
 RESULTS_FILE = "results.jsonl"
 SUMMARY_FILE = "summary.json"
 # Settings that verdicts depend on and responses do not: rows with others are graded again, not asked again.
-GRADING_SETTINGS = ("grader", "golds")
+GRADING_SETTINGS = ("grader", "golds", "judge")
 SERVED = "served"  # the setting with what the servers showed of their weights, compared by `eval.identity`
 
 _TEXTS = ("prompt", "response", "reasoning", "details")  # what the digest of a measurement leaves out

@@ -95,7 +95,7 @@ def _settings(benchmark: Benchmark, endpoint: Endpoint, model_digest: str | None
         )  # fmt: skip
         if sampling.temperature == 0:
             logger.warning("at temperature 0 the samples of an item are alike; set evaluate.temperature for avg@k")
-    return make_settings(
+    settings = make_settings(
         asked.items,
         endpoint,
         sampling,
@@ -104,6 +104,7 @@ def _settings(benchmark: Benchmark, endpoint: Endpoint, model_digest: str | None
         template=asked.template,
         grader=rule,
     )
+    return settings if benchmark.judge is None else {**settings, "judge": benchmark.judge.to_json()}
 
 
 def _finish(recorders: Sequence[Recorder], servers: str, outage: str) -> list[Summary]:

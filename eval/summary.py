@@ -10,6 +10,7 @@ from math import comb
 from typing import Any
 
 from eval.answers.grading import Grade
+from eval.judge import summarise_votes
 from eval.results import (
     Evaluation,
     Row,
@@ -47,6 +48,7 @@ class Summary:
     mean_response_tokens: float | None
     thinking: Thinking | None
     scorer: dict[str, float] | None  # {mean_score, errors: calls that failed} where a scorer grades
+    judge: dict[str, float] | None  # as eval.judge.summarise_votes
     acc_norm: float | None  # as lm-eval: by log-probs for each character, where options are weighed
     by_limit: list[Budget]  # what lower token limits would have left
     aisbench: dict[str, float]  # {accuracy, raises: rows on which AISBench itself would raise}
@@ -75,6 +77,7 @@ def summarise(evaluation: Evaluation, is_same: IsSame) -> Summary:
         mean_response_tokens=mean_response_tokens(answered),
         thinking=measure_thinking(answered),
         scorer=summarise_scores(answered),
+        judge=summarise_votes(rows),
         acc_norm=acc_norm(answered),
         by_limit=[budget for (budget,) in by_limit(settings["sampling"].get("max_tokens"), answered)],
         aisbench={

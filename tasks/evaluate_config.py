@@ -80,6 +80,37 @@ _REQUEST_KEYS = {
 }
 
 
+class JudgeConfig(Section):
+    """A language model behind an OpenAI-compatible URL that judges responses; its key is in DAPO_JUDGE_API_KEY."""
+
+    base_url: str | None = volatile(None, "Address of the judge; unset: none is asked.", min_length=1)
+    model: str | None = key(None, "Name of the judge's model.", min_length=1)
+    prompt: str | None = key(
+        None, "File that asks for a verdict, with {response}, {problem} and {gold}; unset: the project's own."
+    )
+    votes: int = key(1, "Times that the judge is asked about each response; the majority decides.", ge=1, le=99)
+    temperature: float = key(0.0, "Sampling temperature of the judge.", ge=0, le=10)
+    max_response_tokens: int = key(4096, "Length limit of what the judge says, with its thinking.", ge=1)
+    headline: bool = key(False, "Take the judge's verdict as the accuracy, in place of the grader's.")
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> JudgeConfig:
+        if (self.base_url is None) != (self.model is None):
+            raise ValueError(
+                "evaluate.judge needs both evaluate.judge.base_url and evaluate.judge.model; set both"
+            )
+        if self.headline and self.model is None:
+            raise ValueError(
+                "evaluate.judge.headline=true needs evaluate.judge.base_url and evaluate.judge.model; set both"
+            )
+        if self.votes > 1 and self.temperature == 0:
+            raise ValueError(
+                f"evaluate.judge.votes={self.votes} at temperature 0 asks {self.votes} times for the same vote; "
+                "set evaluate.judge.temperature, such as 0.7, or evaluate.judge.votes=1"
+            )
+        return self
+
+
 class EvaluateConfig(Section):
     """The before and after measurement."""
 
@@ -127,6 +158,7 @@ class EvaluateConfig(Section):
         "another function).",
         min_length=1,
     )
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
     sampling: Literal["settings", "model"] = key(
         "settings",
         "settings: temperature, top_p and top_k below; model: those of the model's generation_config.json.",

@@ -16,7 +16,6 @@ import httpx
 
 from dapo_core.errors import ConfigError
 from eval.client import LOOPBACK, Endpoint, Sampling
-from eval.dispatch import Limits
 from eval.problems.items import EvaluationSet
 from eval.problems.registry import load_set
 from eval.problems.sources import default_cache
@@ -29,7 +28,7 @@ from redaction import redact
 from tasks.config import ChainConfig
 from tasks.data.layout import benchmark_file
 from tasks.evaluate_config import EvaluateConfig
-from tasks.graders import grader_for
+from tasks.graders import grader_for, judge_for, limits_of
 from tasks.serve_model.failure import ServeError, ServerUnreachable
 
 CLIENT_SECONDS = 60.0
@@ -51,13 +50,7 @@ def evaluate_servers(
     return evaluate_all(
         benchmarks,
         servers,
-        limits=Limits(
-            concurrency=settings.concurrency,
-            requests_per_second=settings.requests_per_second,
-            timeout_seconds=settings.request_timeout_seconds,
-            max_attempts=settings.max_attempts,
-            outage_seconds=settings.outage_seconds,
-        ),
+        limits=limits_of(settings),
         model_digest=model_digest,
         on_progress=on_progress,
     )
@@ -72,12 +65,12 @@ def set_of(settings: EvaluateConfig, problems: str | Path | None) -> EvaluationS
 def benchmark_of(
     settings: EvaluateConfig, asked: EvaluationSet, output: Path, name: str, model_folder: Path | None
 ) -> Benchmark:
-    """One benchmark with the settings' sampling and grader; `model_folder` is as in `sampling_of`.
+    """One benchmark with the settings' sampling, grader and judge; `model_folder` is as in `sampling_of`.
 
-    Raises what that and `grader_for` raise.
+    Raises what that, `grader_for` and `judge_for` raise.
     """
-    sampling = sampling_of(settings, model_folder)
-    return Benchmark(asked, sampling, output, name, settings.max_failed_ratio, grader_for(settings))
+    sampling, grader, judge = sampling_of(settings, model_folder), grader_for(settings), judge_for(settings)
+    return Benchmark(asked, sampling, output, name, settings.max_failed_ratio, grader, judge)
 
 
 def load_sets(config: ChainConfig, problems: str | None) -> dict[str, EvaluationSet]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 
 from dapo_core.errors import ConfigError
@@ -11,12 +12,16 @@ from dapo_core.reward.scorers import SCORERS
 from eval.answers.grading import Grader
 from eval.answers.pool import Pool
 from eval.answers.scored import ScorerGrader
+from eval.client import Endpoint, Sampling
+from eval.dispatch import Limits
+from eval.judge import PROMPT, Judge
 from tasks.artifacts.artifact import sha256_of
 from tasks.evaluate_config import EvaluateConfig
 
 SCORER_SECONDS = 30.0  # of one call
 NUM_SCORERS = 4
 SHORT_DIGEST = 12
+JUDGE_KEY_VARIABLE = "DAPO_JUDGE_API_KEY"
 
 
 def grader_for(settings: EvaluateConfig) -> Grader | None:
@@ -32,6 +37,36 @@ def grader_for(settings: EvaluateConfig) -> Grader | None:
         "dapo_core.reward.custom:load_scorer", arguments, num_processes=NUM_SCORERS, timeout_seconds=SCORER_SECONDS
     )
     return ScorerGrader(pool, None if file else settings.scorer, rule)
+
+
+def judge_for(settings: EvaluateConfig) -> Judge | None:
+    """The judge of evaluate.judge; None without one. Raises ConfigError and InputError for its prompt."""
+    named = settings.judge
+    if named.base_url is None or named.model is None or settings.mode == "loglikelihood":
+        return None
+    try:
+        prompt = PROMPT if named.prompt is None else Path(named.prompt).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"evaluate.judge.prompt={named.prompt} cannot be read: {error}") from None
+    return Judge(
+        Endpoint(named.base_url, named.model, os.environ.get(JUDGE_KEY_VARIABLE)),
+        Sampling(named.max_response_tokens, named.temperature, seed=settings.seed),
+        named.votes,
+        prompt,
+        named.headline,
+        limits_of(settings),
+    )
+
+
+def limits_of(settings: EvaluateConfig) -> Limits:
+    """Concurrency, pace and patience of the client."""
+    return Limits(
+        concurrency=settings.concurrency,
+        requests_per_second=settings.requests_per_second,
+        timeout_seconds=settings.request_timeout_seconds,
+        max_attempts=settings.max_attempts,
+        outage_seconds=settings.outage_seconds,
+    )
 
 
 def scorer_file(settings: EvaluateConfig) -> tuple[Path, str] | None:

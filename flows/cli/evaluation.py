@@ -108,8 +108,9 @@ def grade(
         Path,
         typer.Argument(
             metavar="RESULTS",
-            help="Results folder of dapo eval, or its results.jsonl; with --output lm-eval's samples_*.jsonl, "
-            "inspect_ai's log (.json), or AISBench's predictions, as a file or the folder that has one.",
+            help="Results folder of dapo eval, of one benchmark or a suite, or a results.jsonl; with --output "
+            "lm-eval's samples_*.jsonl, inspect_ai's log (.json), or AISBench's predictions, as a file or the folder "
+            "that has one.",
         ),
     ],
     output: Annotated[
@@ -126,8 +127,11 @@ def grade(
         _print_summary(output, import_log(results, output))
         return
     from eval.regrade import describe, regrade
+    from eval.suite import SUITE_FILE, read_suite
 
-    typer.echo(describe(regrade(results)))
+    is_suite = (results / SUITE_FILE).is_file()
+    for folder in read_suite(results).values() if is_suite else [results]:
+        typer.echo(describe(regrade(folder)))
 
 
 @app.command(
@@ -137,7 +141,7 @@ def grade(
 )
 def export(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="Results folder of dapo eval.")],
-    output: Annotated[Path, typer.Option(help="File for inspect, folder for lm-eval.")],
+    output: Annotated[Path, typer.Option(help="File for inspect, folder for lm-eval; of a suite a folder.")],
     form: Annotated[
         Literal["inspect", "lm-eval"],
         typer.Option("--format", help="inspect_ai's log as JSON, or lm-eval's samples and results."),
@@ -146,10 +150,14 @@ def export(
     """Write an evaluation as a log of inspect_ai or lm-eval; dapo grade --output reads either back."""
     from eval.exported_logs import export_inspect, export_lm_eval
     from eval.results import load_evaluation
+    from eval.suite import read_suite
 
-    write = export_inspect if form == "inspect" else export_lm_eval
-    for path in write(load_evaluation(results), output):
-        typer.echo(path)
+    write, suffix = (export_inspect, ".json") if form == "inspect" else (export_lm_eval, "")
+    folders = read_suite(results)
+    for name, folder in folders.items():
+        place = output if len(folders) == 1 else output / f"{name}{suffix}"
+        for path in write(load_evaluation(folder), place):
+            typer.echo(path)
 
 
 @app.command(

@@ -1,0 +1,219 @@
+"""A language model as the judge: its votes, what they agree with, what fails, and what is not asked again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_core.errors import ConfigError
+from eval import EvaluationError, InputError
+from eval.client import Endpoint, Sampling
+from eval.compare import ComparisonError, compare
+from eval.judge import VOTES_FILE, Judge, read_vote, summarise_votes
+from eval.recorder import Benchmark
+from eval.regrade import regrade
+from eval.report import make_report, render_markdown
+from eval.results import Row, read_rows
+from eval.run import evaluate_all
+from eval.summary import Summary
+from flows.config import load_config_or_defaults
+from tasks.graders import judge_for
+from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
+
+SAMPLING = Sampling(max_tokens=64)
+PROMPT = "P {problem} G {gold} R {response} {0}"
+
+
+@pytest.fixture
+def server() -> Iterator[ArithmeticServer]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def court() -> Iterator[ArithmeticServer]:
+    with running() as server:
+        yield server
+
+
+def say(handler: Handler, text: str) -> bool:
+    choice = {"message": {"content": text, "reasoning": "hm"}, "finish_reason": "stop"}
+    return handler.send(200, json.dumps({"choices": [choice]}).encode())
+
+
+def rule(court: ArithmeticServer, *verdicts: str) -> None:
+    """Vote i on the problem `n + 1 = ?` is letter i of verdict n: r right, w wrong, u unreadable, f failed."""
+    words = {"r": "It is.\n**Verdict: RIGHT**", "w": "\nwrong.\n", "u": "I cannot say"}
+
+    def behave(handler: Handler, prompt: str, attempt: int) -> bool:
+        seed = court.requests[-1][2]["seed"] if len(court.requests) == 1 else None
+        asked = next(body for _, _, body in reversed(court.requests) if body["messages"][-1]["content"] == prompt)
+        letter = verdicts[int(prompt.split()[1])][(seed if seed is not None else asked["seed"]) - 1234]
+        return handler.send(500, b"overloaded") if letter == "f" else say(handler, words[letter])
+
+    court.behave = behave
+
+
+def settings_of(court: ArithmeticServer, folder: Path, *more: str) -> Any:
+    (folder / "prompt.txt").write_text(PROMPT)
+    judge = [f"base_url={court.url}", "model=court", f"prompt={folder / 'prompt.txt'}", *more]
+    words = [f"evaluate.judge.{word}" for word in judge]
+    words += ["evaluate.max_attempts=1", "evaluate.concurrency=1", "evaluate.outage_seconds=0"]
+    return load_config_or_defaults(None, words).evaluate
+
+
+def evaluated(
+    server: ArithmeticServer, folder: Path, judge: Judge | None, max_failed_ratio: float = 0.0
+) -> tuple[Summary, list[Row]]:
+    """Four problems: 0 is right, 1 right, 2 wrong (its gold is), 3 cut off."""
+    items = list(make_set(4).items)
+    items[2] = replace(items[2], gold="-1")
+    server.behave = lambda handler, prompt, attempt: prompt.startswith("3 ") and handler.answer(prompt, "length")
+    asked = replace(make_set(4), items=tuple(items))
+    benchmark = Benchmark(asked, SAMPLING, folder, max_failed_ratio=max_failed_ratio, judge=judge)
+    [summary] = evaluate_all([benchmark], [Endpoint(server.url, "m")])
+    return summary, list(read_rows(folder).values())
+
+
+def votes_of(rows: Sequence[Row]) -> list[Any]:
+    return [row.details and row.details["judge"]["votes"] for row in rows]
+
+
+def test_votes_are_reported_beside_the_grader_and_failures_are_no_verdicts(
+    server: ArithmeticServer, court: ArithmeticServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DAPO_JUDGE_API_KEY", "key-of-the-judge-1234")
+    judge = judge_for(settings_of(court, tmp_path, "votes=3", "temperature=0.7"))
+    rule(court, "rrr", "rwu", "wrr")
+    summary, rows = evaluated(server, tmp_path / "before", judge)
+    assert [row.verdict for row in rows] == ["right", "right", "wrong", "truncated"]  # the grader's
+    assert votes_of(rows) == [["right"] * 3, ["right", "wrong", None], ["wrong", "right", "right"], None]
+    # 1 has no majority; of 0 and 2, right, and the truncated 3, 2 of 3. Pairs that agree: 3 of 3, 0 of 1, 1 of 3.
+    assert summary.judge == {
+        "judged": 3,
+        "failed": 1,
+        "accuracy": pytest.approx(2 / 3),
+        "vote_agreement": pytest.approx((1 + 0 + 1 / 3) / 3),
+        "grader_agreement": 0.5,  # 0, not 2
+    }
+    assert summary.accuracy == 0.5
+    paths = {path for path, _, _ in court.requests}
+    _, authorization, body = court.requests[0]
+    assert (paths, authorization) == ({"/v1/chat/completions"}, "Bearer key-of-the-judge-1234")
+    assert body["messages"] == [{"role": "user", "content": "P 0 + 1 = ? G 1 R Answer: \\boxed{1} {0}"}]
+    assert sorted(body["seed"] for _, _, body in court.requests) == [1234] * 3 + [1235] * 3 + [1236] * 3
+    stored = "".join(path.read_text() for path in (tmp_path / "before").iterdir())
+    assert "key-of-the-judge" not in stored
+
+    # Stored votes are not asked again, not even where the last line was torn; a lost one is.
+    votes = tmp_path / "before" / VOTES_FILE
+    text = votes.read_text()
+    votes.write_text(text[:-10])
+    court.requests.clear()
+    again, _ = evaluated(server, tmp_path / "before", judge)
+    assert (len(court.requests), again.judge) == (1, summary.judge)
+    assert regrade(tmp_path / "before").summary.judge == summary.judge
+
+    summary, _ = evaluated(server, tmp_path / "after", judge)
+    comparison = compare(tmp_path / "before", tmp_path / "after")
+    assert comparison.after.judge == summary.judge
+    markdown = render_markdown(make_report(comparison, []))
+    assert "court, 3 votes on each response, beside the grader" in " ".join(markdown.split())
+    assert any(line.split()[1:5] == ["LLM", "judge", "|", "66.7"] for line in markdown.splitlines())
+    evaluated(server, tmp_path / "alone", None)
+    with pytest.raises(ComparisonError, match=r"judge.* before, unset after"):
+        compare(tmp_path / "before", tmp_path / "alone")
+
+
+def test_as_the_headline_its_majority_is_the_verdict_and_what_it_does_not_settle_is_not_wrong(
+    server: ArithmeticServer, court: ArithmeticServer, tmp_path: Path
+) -> None:
+    beside = judge_for(settings_of(court, tmp_path))
+    rule(court, "w", "r", "r")
+    assert evaluated(server, tmp_path / "out", beside)[0].accuracy == 0.5
+    num_asked, num_votes = len(server.requests), len(court.requests)
+    # Another role of the same judge asks for nothing.
+    judge = judge_for(settings_of(court, tmp_path, "headline=true"))
+    summary, rows = evaluated(server, tmp_path / "out", judge)
+    assert (len(server.requests), len(court.requests)) == (num_asked, num_votes)
+    assert [row.verdict for row in rows] == ["wrong", "right", "right", "truncated"]
+    assert (summary.accuracy, summary.judge and summary.judge["grader_agreement"]) == (0.5, pytest.approx(1 / 3))
+    note = make_report(compare(tmp_path / "out", tmp_path / "out"), [])["measured"]["judge"]
+    assert note == "court, 1 vote on each response, the headline"
+    again = regrade(tmp_path / "out")
+    assert (again.verdicts, again.summary.accuracy) == ({}, 0.5)
+    # Back to the grader: its verdicts are there.
+    assert [row.verdict for row in evaluated(server, tmp_path / "out", None)[1]][:3] == ["right", "right", "wrong"]
+    assert len(server.requests) == num_asked
+
+    # A judge that fails on 1 of 4 is an error above max_failed_ratio, and a failed request within it.
+    rule(court, "w", "f", "r")
+    with pytest.raises(EvaluationError, match=r"1 of 4 responses have no verdict of court .*at most 0 may"):
+        evaluated(server, tmp_path / "failing", judge)
+    court.requests.clear()
+    summary, rows = evaluated(server, tmp_path / "failing", judge, 0.25)
+    assert len(court.requests) == 1  # only the vote that failed
+    assert [row.verdict for row in rows] == ["wrong", "request_failed", "right", "truncated"]
+    assert (summary.n, summary.accuracy, summary.request_failed_rate) == (3, pytest.approx(1 / 3), 0.25)
+    rule(court, "w", "r", "r")
+    num_asked = len(server.requests)
+    summary, rows = evaluated(server, tmp_path / "failing", judge)
+    assert (len(server.requests), summary.accuracy, rows[1].failure) == (num_asked, 0.5, None)
+
+
+def test_a_judge_that_never_answers_is_an_error_that_keeps_the_responses(
+    server: ArithmeticServer, court: ArithmeticServer, tmp_path: Path
+) -> None:
+    court.behave = lambda handler, prompt, attempt: handler.send(401, b"who are you")
+    judge = judge_for(settings_of(court, tmp_path))
+    with pytest.raises(
+        EvaluationError, match=r"no vote of court at .*\(evaluate\.judge\) arrived, of 3: HTTP 401"
+    ):
+        evaluated(server, tmp_path / "out", judge)
+    num_asked = len(server.requests)
+    rule(court, "r", "r", "r")
+    assert evaluated(server, tmp_path / "out", judge)[0].judge is not None
+    assert len(server.requests) == num_asked
+
+
+@pytest.mark.parametrize(
+    ("text", "vote"),
+    [
+        ("RIGHT", "right"),
+        ("so\n\n**Verdict: Correct.**\n", "right"),
+        ("Final judgment - yes", "right"),
+        ("wrong", "wrong"),
+        ("INCORRECT", "wrong"),
+        ("RIGHT\nNo", "wrong"),
+        ("It is not right", None),
+        ("RIGHT or WRONG", None),
+        ("RIGHT\nbut who knows", None),
+        ("", None),
+    ],
+)
+def test_only_a_last_line_that_is_a_verdict_is_a_vote(text: str, vote: str | None) -> None:
+    assert read_vote(text) == vote
+
+
+def test_a_judge_is_asked_in_full_or_not_at_all(tmp_path: Path, court: ArithmeticServer) -> None:
+    for word, said in (
+        ("evaluate.judge.model=m", r"needs both evaluate\.judge\.base_url and evaluate\.judge\.model"),
+        ("evaluate.judge.headline=true", r"headline=true needs evaluate\.judge\.base_url"),
+        ("evaluate.judge.votes=3", r"votes=3 at temperature 0 asks 3 times for the same vote"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_config_or_defaults(None, [word])
+    assert judge_for(load_config_or_defaults(None).evaluate) is None
+    settings = settings_of(court, tmp_path)
+    (tmp_path / "prompt.txt").write_text("Is it right?")
+    with pytest.raises(InputError, match=r"evaluate\.judge\.prompt has no \{response\}"):
+        judge_for(settings)
+    (tmp_path / "prompt.txt").unlink()
+    with pytest.raises(ConfigError, match=r"evaluate\.judge\.prompt=.*prompt\.txt cannot be read"):
+        judge_for(settings)
+    assert summarise_votes([]) is None
