@@ -64,10 +64,8 @@ class MockServer:
                 length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
                 body = await reader.readexactly(int(length.group(1))) if length else b""
                 status, content = await self._answer(body)
-                head = (
-                    f"HTTP/1.1 {status} -\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-                )
-                writer.write(f"{head}\r\n".encode() + content)
+                fields = f"Content-Type: application/json\r\nContent-Length: {len(content)}"
+                writer.write(f"HTTP/1.1 {status} -\r\n{fields}\r\n\r\n".encode() + content)
                 await writer.drain()
         writer.close()
 

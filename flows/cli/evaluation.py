@@ -109,7 +109,7 @@ def grade(
         typer.Argument(
             metavar="RESULTS",
             help="Results folder of dapo eval, of one benchmark or a suite, or a results.jsonl; with --output "
-            "lm-eval's samples_*.jsonl, inspect_ai's log (.json) or AISBench's predictions: the file or its folder.",
+            "lm-eval's samples_*.jsonl, inspect_ai's log (.json) or predictions of AISBench: file or folder.",
         ),
     ],
     output: Annotated[
