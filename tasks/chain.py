@@ -39,6 +39,7 @@ from tasks.serve_model.servers import Server, serve_model
 from tasks.served_baseline import served_model
 from tasks.stage_command import link_log, run_dapo
 from tasks.stage_task import retried_task, stage_task
+from tasks.stages import benchmark_files
 from tasks.suite import benchmarks_of, suite_metrics, take_stored
 from tasks.training_lock import hold, training_lock_path
 
@@ -115,12 +116,15 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
         log_path = run.store.log_path(key.stage, key.key)
         link_log(run, log_path)
         with run.store.in_use():
-            suite = benchmarks_of(run.store, link.stage, link.config, data, key.inputs["model"])
+            suite = benchmarks_of(run.store, link.stage, link.config, key.inputs)
             take_stored(link.config, suite, folder)
         commands = []
         if any(one.stored is None for one in suite):
             with served(link, model, log_path) as (servers, digest, model_folder):
-                missing = [one.benchmark(folder, model_folder) for one in suite if one.stored is None]
+                files = {name: Path(data.path, file) for name, file in benchmark_files(link.config).items()}
+                missing = [
+                    one.benchmark(files[one.name], folder, model_folder) for one in suite if one.stored is None
+                ]
                 urls = ", ".join(server.base_url for server in servers)
                 num_items = sum(len(one.evaluation_set.items) for one in missing)
                 logger.info("%s serves on %s; asking %d items", servers[0].model, urls, num_items)

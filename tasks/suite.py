@@ -14,13 +14,13 @@ from typing import Any
 from eval.recorder import Benchmark
 from eval.results import SUMMARY_FILE, ResultsError
 from eval.suite import Member, describe_suite, is_single, read_suite, write_suite
-from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, DamagedArtifact, verify_directory
+from tasks.artifacts.artifact import MANIFEST_NAME, DamagedArtifact, verify_directory
 from tasks.artifacts.stage_key import StageKey
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
 from tasks.evaluate_config import EvaluateConfig
 from tasks.evaluation_settings import benchmark_of, set_of
-from tasks.stages import EVALUATE_MODEL, Stage, benchmark_files, evaluation_files, file_digest
+from tasks.stages import EVALUATE_MODEL, Stage, evaluation_files, problems_input
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ class Asked:
 
     name: str  # "" for data.eval, asked alone
     settings: EvaluateConfig  # as they hold for it
-    file: Path  # its problems
     key: StageKey  # of everything that its answers depend on; that of the output where it is asked alone
     stored: Path | None  # results of the same key in the store
     earlier: Path | None  # results of the same problems by any model
@@ -40,27 +39,27 @@ class Asked:
         """Its results folder in the output of the stage."""
         return output / self.name
 
-    def benchmark(self, output: Path, model_folder: Path | None) -> Benchmark:
+    def benchmark(self, problems: Path, output: Path, model_folder: Path | None) -> Benchmark:
         """What is asked for it. Raises ProblemsError; `model_folder` is as in `sampling_of`."""
         asked = self.settings.model_copy(update={"benchmark": None})  # the file says itself what it holds
-        found = benchmark_of(asked, set_of(asked, self.file), self.folder(output), self.name, model_folder)
+        found = benchmark_of(asked, set_of(asked, problems), self.folder(output), self.name, model_folder)
         return replace(found, earlier=self.earlier)
 
 
 def benchmarks_of(
-    store: ArtifactStore, stage: Stage, config: ChainConfig, data: Artifact, model_digest: str
+    store: ArtifactStore, stage: Stage, config: ChainConfig, inputs: Mapping[str, str]
 ) -> list[Asked]:
-    """The benchmarks that a recipe's evaluation of a model asks, in their order, and what the store has of them.
+    """The benchmarks that a recipe's evaluation asks, in their order, and what the store has of them.
 
-    Answers count as the same if model, settings, problems, code and packages are. Damaged ones are left out.
+    `inputs` are those of the evaluation's key; a benchmark whose problems are not among them is new. Answers count
+    as the same if model, settings, problems, code and packages are. Damaged ones are left out.
     """
     alone = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()} or {"": config}
-    files = benchmark_files(config)
     asked = []
     for name, own in alone.items():
-        inputs = {"eval_data": file_digest(data, files[name]), "model": model_digest, **evaluation_files(own)}
-        key = stage.key(own, inputs)
-        asked.append(Asked(name, own.evaluate, Path(data.path, files[name]), key, None, None))
+        problems = inputs.get(problems_input(name), "")
+        key = stage.key(own, {"eval_data": problems, "model": inputs["model"], **evaluation_files(own)})
+        asked.append(Asked(name, own.evaluate, key, None, None))
     return _with_stored(store, asked)
 
 
@@ -90,7 +89,7 @@ def _results_in(path: Path, manifest: Mapping[str, Any]) -> list[tuple[str, str 
         if is_single(path):
             return [(inputs["eval_data"], manifest["key"], path)]
         keys = {member.name: member.key for member in describe_suite(path).members}
-        return [(inputs[f"eval_data {name}"], keys[name], folder) for name, folder in read_suite(path).items()]
+        return [(inputs[problems_input(name)], keys[name], folder) for name, folder in read_suite(path).items()]
     except (ResultsError, KeyError):
         return []
 
@@ -146,10 +145,7 @@ def suite_metrics(config: ChainConfig, asked: Sequence[Asked], output: Path) -> 
     return metrics
 
 
-def describe_asked(asked: Sequence[Asked]) -> str:
+def describe_asked(asked: Sequence[Asked], stored: str = "in the store") -> str:
     """Which benchmarks would be asked, and which the store has."""
-    groups = {
-        "asks": [one for one in asked if not one.stored],
-        "in the store": [one for one in asked if one.stored],
-    }
+    groups = {"asks": [one for one in asked if not one.stored], stored: [one for one in asked if one.stored]}
     return "; ".join(f"{what} {', '.join(one.name for one in group)}" for what, group in groups.items() if group)

@@ -60,8 +60,7 @@ def result_values(section: BaseModel) -> dict[str, Any]:
         if isinstance(value, BaseModel):
             values[name] = result_values(value)
         elif not is_volatile(type(section), name):
-            is_list = isinstance(value, tuple) and any(isinstance(one, BaseModel) for one in value)
-            values[name] = [result_values(one) for one in value] if is_list else value
+            values[name] = value
     return values
 
 

@@ -100,13 +100,19 @@ def _chosen(dataset: str | None, data: str | None, suite: str | None) -> list[st
 )
 def grade(
     results: Annotated[
-        Path, typer.Argument(metavar="RESULTS", help="Results folder of dapo eval, or its results.jsonl.")
+        Path,
+        typer.Argument(
+            metavar="RESULTS", help="Results folder of dapo eval, of one benchmark or a suite, or a results.jsonl."
+        ),
     ],
 ) -> None:
     """Grade stored responses again, without asking the model, and list the verdicts that changed."""
     from eval.regrade import describe, regrade
+    from eval.suite import SUITE_FILE, read_suite
 
-    typer.echo(describe(regrade(results)))
+    is_suite = (results / SUITE_FILE).is_file()
+    for folder in read_suite(results).values() if is_suite else [results]:
+        typer.echo(describe(regrade(folder)))
 
 
 @app.command(

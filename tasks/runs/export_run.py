@@ -18,11 +18,13 @@ from dapo_core.config.loading import dump_config, read_tree, resolve
 from durable import publish
 from eval.pages import render
 from eval.problems.prompts import DEFAULT, TEMPLATES
+from eval.problems.registry import SETS
 from eval.report import REPORT_JSON
 from redaction import redact
 from tasks.artifacts.artifact import MANIFEST_NAME, Artifact, DamagedArtifact, StoreError, hash_file
 from tasks.artifacts.store import ArtifactStore
 from tasks.config import ChainConfig
+from tasks.data.layout import EVAL_FILE, TRAIN_FILE, benchmark_file
 from tasks.data.sources import all_sources, benchmark_sources, eval_sources, train_sources
 from tasks.runs.history import CONFIG_FILE, REPORT_FOLDER, RecordedRun, artifact_of, read_report, require_artifact
 
@@ -126,7 +128,7 @@ def model_card(
     base_model, benchmark = base_model_of(config), _benchmark(config, report)
     return render(
         "model_card.md.j2",
-        header=_header(run, report, base_model),
+        header=_header(run, config, report, base_model),
         benchmark=benchmark,
         run=run,
         config=config,
@@ -134,10 +136,20 @@ def model_card(
         manifests=manifests,
         base_model=base_model,
         own_paths=_own_paths(config),
+        data_rows=_data_rows(manifests),
         trained_on=[source.name for source in train_sources(config)],
         evaluated_with=[*benchmark_sources(config)] or [source.name for source in eval_sources(config)],
         versions={name: version for name, version in sorted(versions.items()) if version != "absent"},
     )
+
+
+def _data_rows(manifests: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Rows of each file of the prepared data."""
+    if "prepare_data" not in manifests:
+        return {}
+    metrics = manifests["prepare_data"]["metrics"]
+    benchmarks = {benchmark_file(name): rows for name, rows in metrics.get("benchmark_rows", {}).items()}
+    return {TRAIN_FILE: metrics["train_rows"], EVAL_FILE: metrics["eval_rows"], **benchmarks}
 
 
 def base_model_of(config: ChainConfig) -> str | None:
@@ -180,6 +192,11 @@ def _own_paths(config: ChainConfig) -> list[str]:
         "model.path": model.path,
         "custom_reward.path": scorer.path,
         "evaluate.prompt": None if prompt in (DEFAULT, *TEMPLATES) else prompt,
+        **{
+            f"evaluate.benchmarks.{name}.prompt": one.prompt
+            for name, one in config.evaluate.named.items()
+            if one.prompt not in (None, DEFAULT, *TEMPLATES)
+        },
         **{f"path of {one.name} in evaluate.baselines": one.path for one in config.evaluate.baselines},
     }
     return [f"`{key}`" for key, path in paths.items() if path is not None]
@@ -187,24 +204,36 @@ def _own_paths(config: ChainConfig) -> list[str]:
 
 def _benchmark(config: ChainConfig, report: Mapping[str, Any]) -> str:
     own = "generated problems" if config.data.eval[0].set == "arithmetic" else "a set of the user's own"
-    return report["settings"]["benchmark"] or own
+    return report.get("headline") or report["settings"]["benchmark"] or own
 
 
-def _header(run: RecordedRun, report: Mapping[str, Any], base_model: str | None) -> str:
+def _header(run: RecordedRun, config: ChainConfig, report: Mapping[str, Any], base_model: str | None) -> str:
     """The front matter; it has a score only for a benchmark with a name, since a score must name its dataset."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    benchmark, scores = report["settings"]["benchmark"], []
-    if benchmark is not None:
-        score = EvalResult(
+    settings = report["settings"]
+    found = [
+        (settings["benchmark"], settings["benchmark"], report["after"]["accuracy"], f" ({settings['grader']})")
+    ]
+    if "benchmarks" in report:
+        named, rows = config.evaluate.named, {row["name"]: row for row in report["benchmarks"]}
+        found = [
+            (name, named[name].set, row["after"], f" (avg@{k})" if (k := row["num_samples"]) > 1 else "")
+            for name, row in rows.items()
+            if named[name].set in SETS
+        ]
+    scores = [
+        EvalResult(
             task_type="text-generation",
-            dataset_name=benchmark,
+            dataset_name=name,
             dataset_type=benchmark,
             metric_type="accuracy",
-            metric_name=f"accuracy ({report['settings']['grader']})",
-            metric_value=round(report["after"]["accuracy"], 4),
+            metric_name=f"accuracy{words}",
+            metric_value=round(accuracy, 4),
         )
-        scores.append(score)
+        for name, benchmark, accuracy, words in found
+        if benchmark is not None
+    ]
     return ModelCardData(
         base_model=base_model,
         library_name="transformers",

@@ -60,7 +60,7 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
     for link in chain_of(config):
         missing = [label for label in link.needs if label not in found]
         if missing:
-            stages.append(_plan_waiting(link, missing[-1], _manifest_before(runs, link.label)))
+            stages.append(_plan_waiting(store, link, missing[-1], _manifest_before(runs, link.label)))
             continue
         try:
             key = link.key(*(found[label] for label in link.needs))
@@ -80,7 +80,7 @@ def plan_chain(config: ChainConfig) -> list[PlannedStage]:
         else:
             state, note, changes = _explain(link.label, key, runs, key.key in built)
             state, note = _attempt(store, link.stage, key, damage) or (state, note)
-            note = "; ".join(filter(None, [note, _fetched(link), _asked(store, link, key, found)]))
+            note = "; ".join(filter(None, [note, _fetched(link), _asked(store, link, key.inputs)]))
             stages.append(PlannedStage(link.label, state, note, changes, key.key, None, None))
     return stages
 
@@ -93,12 +93,11 @@ def is_built(config: ChainConfig) -> bool:
         return False
 
 
-def _asked(store: ArtifactStore, link: Link, key: StageKey, found: Mapping[str, Artifact]) -> str:
+def _asked(store: ArtifactStore, link: Link, inputs: Mapping[str, str], stored: str = "in the store") -> str:
     """Which benchmarks of a suite the stage would ask, and which the store has."""
     if link.stage.name != EVALUATE_MODEL.name or not link.config.evaluate.benchmarks:
         return ""
-    data = found["prepare_data"]
-    return describe_asked(benchmarks_of(store, link.stage, link.config, data, key.inputs["model"]))
+    return describe_asked(benchmarks_of(store, link.stage, link.config, inputs), stored)
 
 
 def _fetched(link: Link) -> str:
@@ -109,12 +108,16 @@ def _fetched(link: Link) -> str:
     return describe_fetch(link.config.model) if is_fetched else ""
 
 
-def _plan_waiting(link: Link, upstream: str, before: Mapping[str, Any] | None) -> PlannedStage:
+def _plan_waiting(
+    store: ArtifactStore, link: Link, upstream: str, before: Mapping[str, Any] | None
+) -> PlannedStage:
     note = f"waits for {upstream}"
     if before is None:
         return PlannedStage(link.label, "runs", note, (), None, upstream, None)
     # Of its inputs those that are artifacts are not known yet; all else of its key is.
     changes = _changes(before, link.stage.key(link.config, {**before["inputs"], **link.files(link.config)}))
+    asked = _asked(store, link, before["inputs"], "if the model changes also")
+    note = "; ".join(filter(None, [note, asked]))
     return PlannedStage(link.label, "stale", note, changes, None, upstream, None)
 
 

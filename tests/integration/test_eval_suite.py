@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +21,10 @@ from eval.problems.items import EvaluationSet
 from eval.recorder import Benchmark
 from eval.results import load_evaluation, read_rows
 from eval.run import evaluate_all
+from eval.suite import read_suite
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
+ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(concurrency=2, timeout_seconds=5.0, max_attempts=2, backoff_seconds=0.01, outage_seconds=0.1)
 LONG, SHORT = 1000, 0  # the first problem of each set
 LONG_SECONDS, SHORT_SECONDS = 0.4, 0.02
@@ -133,3 +139,65 @@ def test_a_benchmark_that_fails_costs_the_others_nothing_and_one_added_later_ask
     evaluate_all([*benchmarks, third], endpoints(servers), limits=LIMITS)
     asked = [int(prompt.split()[0]) for server in servers for prompt in server.asked.elements()]
     assert sorted(asked) == sorted([*range(LONG, LONG + 50), *range(LONG, LONG + 50), 500, 501, 502])
+
+
+def test_a_killed_suite_asks_only_what_is_missing_and_a_set_added_later_only_its_own(
+    servers: list[ArithmeticServer], tmp_path: Path
+) -> None:
+    half = threading.Event()
+    server = servers[0]
+
+    def hold(handler: Handler, prompt: str, attempt: int) -> bool:
+        if len(server.requests) >= 30 and not half.is_set():
+            half.wait(30)  # until the process has ended
+        return False
+
+    server.behave = hold
+    for name, first, count in (("short", SHORT, 30), ("long", LONG, 10), ("later", 500, 3)):
+        rows = [{"problem": f"{first + i} + 1 = ?", "answer": str(first + i + 1)} for i in range(count)]
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    recipe = tmp_path / "recipe.yaml"
+    tree: dict[str, Any] = {
+        "data": {"train": "arithmetic", "eval": "arithmetic"},
+        "model": {"source": "recipe"},
+        "evaluate": {
+            "prompt": "bare",
+            "concurrency": 2,
+            "max_response_tokens": 64,
+            "benchmarks": [
+                str(tmp_path / "short.json"),
+                {
+                    "set": str(tmp_path / "long.json"),
+                    "num_samples": 2,
+                    "temperature": 0.6,
+                    "max_response_tokens": 256,
+                },
+            ],
+        },
+    }
+    words = [sys.executable, "-m", "flows.cli", "eval", "--base-url", server.url, "--model-name", "m"]
+    words += ["--config", str(recipe), "--output", str(tmp_path / "out")]
+    recipe.write_text(json.dumps(tree))
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    assert any("25 of 50 items done" in line for line in iter(process.stdout.readline, ""))
+    process.kill()
+    process.communicate(timeout=30)
+    finished = {(name, key) for name in ("short", "long") for key in read_rows(tmp_path / "out" / name)}
+    assert 25 <= len(finished) < 50
+    assert sum(name == "long" for name, _ in finished) == 20  # asked first
+
+    half.set()
+    server.asked.clear()
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"{tmp_path / 'out' / 'short'}: accuracy 100.0% of 30" in done.stdout
+    assert server.asked.total() == 50 - len(finished)
+    assert not any(int(prompt.split()[0]) >= LONG for prompt in server.asked)
+
+    tree["evaluate"]["benchmarks"].append(str(tmp_path / "later.json"))
+    recipe.write_text(json.dumps(tree))
+    server.asked.clear()
+    assert subprocess.run(words, cwd=ROOT, capture_output=True, timeout=60).returncode == 0
+    assert sorted(server.asked) == ["500 + 1 = ?", "501 + 1 = ?", "502 + 1 = ?"]
+    assert list(read_suite(tmp_path / "out")) == ["short", "long", "later"]

@@ -144,11 +144,31 @@ def test_the_card_says_what_was_measured(run: RecordedRun, exported: Path) -> No
     ]
     data = json.loads((exported / "manifests" / "prepare_data.json").read_text())
     for file in data["files"]:
-        assert (
-            f"`{file['path']}`: {32 if file['path'].startswith('train') else 8} rows, sha256 `{file['sha256']}`"
-            in body
-        )
+        rows = {"train.parquet": "32 rows, ", "eval.parquet": "8 rows, "}.get(file["path"], "")
+        assert f"`{file['path']}`: {rows}sha256 `{file['sha256']}`" in body
     assert "1 step took 2.5 s; 900 response tokens were trained on, of 1,200 generated." in flat
+
+
+def test_a_suite_has_a_score_of_each_registered_set(run: RecordedRun) -> None:
+    report = read_report(run)
+    assert report is not None
+    report |= {
+        "headline": "mine",
+        "benchmarks": [
+            {"name": "mine", "after": 0.5, "num_samples": 1},
+            {"name": "aime", "after": 0.25, "num_samples": 16},
+        ],
+    }
+    config = load_config(run.folder / "config.yaml")
+    benchmarks = ["own/mine.csv", {"set": "aime24", "name": "aime", "num_samples": 16}]
+    evaluate = type(config.evaluate).model_validate({"benchmarks": benchmarks})
+    card = model_card(run, config.model_copy(update={"evaluate": evaluate}), report, {})
+    [result] = yaml.safe_load(card.split("---\n", 2)[1])["model-index"][0]["results"]
+    assert (result["dataset"], result["metrics"]) == (
+        {"name": "aime", "type": "aime24"},
+        [{"type": "accuracy", "value": 0.25, "name": "accuracy (avg@16)"}],
+    )
+    assert [line.split("|")[2].strip() for line in card.splitlines() if "| benchmark " in line] == ["mine"]
 
 
 def test_a_named_benchmark_is_a_score_of_the_front_matter(run: RecordedRun) -> None:

@@ -28,6 +28,7 @@ from tasks.chain import take_model_folder
 from tasks.data.layout import EVAL_FILE
 from tasks.data.prepare import build_dataset
 from tasks.data_config import ColumnsConfig
+from tasks.evaluate_config import BenchmarkConfig
 from tasks.links import link_of
 from tasks.runs.history import read_runs
 from tasks.runs.run import Run, current_stage
@@ -84,6 +85,8 @@ def changed(section: Any, name: str) -> Any:
     value = getattr(section, head)
     if rest:
         return section.model_copy(update={head: changed(value, rest)})
+    if head == "benchmarks":
+        return section.model_copy(update={head: (BenchmarkConfig(set="math500"),)})
     other = value + 1 if isinstance(value, int | float) and not isinstance(value, bool) else f"not {value}"
     return section.model_copy(update={head: other})
 

@@ -18,7 +18,7 @@ from tasks.artifacts.artifact import Artifact
 from tasks.artifacts.store import ArtifactStore
 from tasks.data.prepare import build_dataset
 from tasks.links import link_of
-from tasks.stages import EVALUATE_MODEL
+from tasks.stages import EVALUATE_MODEL, evaluate_model_inputs
 from tasks.suite import Asked, benchmarks_of, describe_asked, suite_metrics, take_stored
 from tests.configs import make_config
 from tests.evaluations import make_items, write_results
@@ -47,7 +47,10 @@ def prepared(config: Config) -> Artifact:
 
 
 def asked_of(config: Config, data: Artifact, model: str = "m") -> list[Asked]:
-    return benchmarks_of(ArtifactStore(config.store.path), EVALUATE_MODEL, config, data, model)
+    merged = Artifact("merge_checkpoint", "k", "/nowhere", model)
+    return benchmarks_of(
+        ArtifactStore(config.store.path), EVALUATE_MODEL, config, evaluate_model_inputs(config, data, merged)
+    )
 
 
 def evaluated(config: Config, data: Artifact, model: str = "m") -> tuple[Artifact, list[Asked]]:
