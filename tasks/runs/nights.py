@@ -13,6 +13,7 @@ from eval.gates import LAST_NIGHT
 from eval.history import make_history
 from eval.pages import plain_p, points
 from eval.statistics import SIGNIFICANCE
+from eval.suite import describe_suite
 from tasks.config import ChainConfig
 from tasks.runs.history import RecordedRun, artifact_of, read_runs
 
@@ -31,7 +32,7 @@ def describe_change(change: Mapping[str, Any], than: str) -> str:
 
 
 def since_first_night(store: Path, recipe: str, after: str) -> str:
-    """In words, how the evaluation `after` compares with that of the recipe's first night.
+    """In words, how the evaluation `after` compares with that of the recipe's first night on the headline.
 
     Empty on the first night, with other problems or settings, and where both are one measurement.
     """
@@ -39,12 +40,13 @@ def since_first_night(store: Path, recipe: str, after: str) -> str:
     if not nights:
         return ""
     try:
-        history = make_history([nights[-1].folder, after])
+        history = make_history([nights[-1].folder, after], describe_suite(after).headline)
     except EvaluationError as error:
         logger.warning("the first night %s cannot be compared with: %s", nights[-1].id, error)
         return ""
-    changes = (series.to_first[-1] for series in history if len(series.points) > 1)
-    change = next(filter(None, changes), None)
+    # Answers that are older than that night say nothing since then.
+    pairs = (series for series in history if series.points[0].label == nights[-1].id)
+    change = next((series.to_first[-1] for series in pairs), None)
     return "" if change is None else describe_change(vars(change), f"the first night, {nights[-1].id[:8]}")
 
 

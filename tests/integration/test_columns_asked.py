@@ -19,10 +19,13 @@ from flows.config import Config
 from tasks import chain
 from tasks.artifacts.artifact import Artifact
 from tasks.links import label_of, link_of
+from tasks.preflight.baselines import check_baselines
+from tasks.preflight.finding import FAIL, OK, Findings
 from tasks.references import forget_resolved
 from tasks.runs.columns import Columns, take_columns
 from tasks.runs.run import Run
 from tasks.serve_model.servers import Server
+from tests.hubs import hub_of_this_machine
 from tests.integration.arithmetic_server import ArithmeticServer, running
 from tests.recorded_runs import Outcome, produce, small_config
 from tests.tiny_models import build_tiny_qwen3
@@ -113,6 +116,26 @@ def test_each_column_is_asked_once_and_fails_alone(server: ArithmeticServer, tmp
     assert run.stages["evaluate_baseline_folder"].cached
     assert len(server.requests) == num_asked + 16
     assert label_of(again, "evaluate_model", "theirs") == "evaluate_baseline_theirs"
+
+
+def test_a_baseline_of_a_hub_is_the_model_that_a_recipe_of_it_begins_from(tmp_path: Path) -> None:
+    folder = build_tiny_qwen3(tmp_path / "tiny")
+    with hub_of_this_machine(tmp_path) as hub:
+        hub.model().commit({path.name: path.read_bytes() for path in folder.iterdir()})
+        entries = "[{name: hub, id: org/tiny}, {name: none, id: org/none}]"
+        config = small_config(tmp_path / "store", f"evaluate.baselines={entries}")
+        columns = Columns()
+        with Run.start(config) as run:
+            model = chain.fetch_model.fn(run, None, "fetch_baseline_hub").result()
+            with columns.one("none"):
+                chain.fetch_model.fn(run, None, "fetch_baseline_none")
+        named = ("model.source=huggingface", "model.id=org/tiny")
+        assert link_of(small_config(tmp_path / "store", *named), "fetch_model").key().key == model.key
+        findings = Findings()
+        check_baselines(config, findings)
+    assert (Path(model.path) / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert [finding.status for finding in findings] == [OK, FAIL]
+    assert columns.absent["none"].startswith("NotFound: ")
 
 
 def served_by(artifact: Artifact) -> list[str]:

@@ -260,3 +260,23 @@ def test_baselines_and_the_room_of_kept_steps_are_said_before_a_run(tmp_path: Pa
     assert "the run goes on without this column" in about["baseline away"].advice
     assert about[f"baseline {LAST_NIGHT}"].status == WARN
     assert "of them for checkpoints of 2 steps that are kept" in about["disk"].found
+
+
+def test_graders_of_the_recipe_s_own_are_tried_before_a_run(tmp_path: Path, model: Path) -> None:
+    def grader(**evaluate: Any) -> list[Finding]:
+        findings = examine(recipe(tmp_path, model, evaluate=evaluate))
+        return [one for one in findings if one.check in ("grader", "prompt") and one.status != OK]
+
+    path = tmp_path / "score.py"
+    path.write_text("def compute_score(**_):\n    raise KeyError('no such column')\n")
+    [finding] = grader(scorer=str(path))
+    assert finding.status == FAIL
+    assert "KeyError: 'no such column'" in finding.found
+    path.write_text("def compute_score(**_):\n    return 0.5\n")  # points, not verdicts
+    [finding] = grader(scorer=str(path))
+    assert (finding.status, "wrong" in finding.found) == (WARN, True)
+    path.write_text("def compute_score(**_):\n    return 1\n")
+    assert grader(scorer=str(path)) == []
+    assert "is neither a scorer nor FILE.py" in grader(scorer="math_verfy")[0].found
+    absent = grader(judge={"base_url": "http://localhost", "model": "m", "prompt": "absent.txt"})
+    assert "evaluate.judge.prompt=absent.txt cannot be read" in absent[0].found
