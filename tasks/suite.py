@@ -52,7 +52,7 @@ def benchmarks_of(
     """The benchmarks that a recipe's evaluation asks, in their order, and what the store has of them.
 
     `inputs` are those of the evaluation's key; a benchmark whose problems are not among them is new. Answers count
-    as the same if model, settings, problems, code and packages are. Damaged ones are left out; with `is_forced` all.
+    as the same if model, settings, problems, code and packages are. Damaged ones do not; nor any if `is_forced`.
     """
     alone = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()} or {"": config}
     asked = []
