@@ -30,6 +30,7 @@ from tasks.serve_model.command import (
     serve_environments,
     shell_line,
     with_known_dtype,
+    with_whole_prompts,
 )
 from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError, ServerDied, failure_of
@@ -62,7 +63,7 @@ def serve_model(
     block failed because one ended.
     """
     require_servable(model_path, settings, os.environ)
-    settings = with_known_dtype(settings, model_path)
+    settings = with_whole_prompts(with_known_dtype(settings, model_path))
     with _run_servers(model_path, settings, log_path, name, secrets.token_urlsafe(24)) as running:
         try:
             yield tuple(one.server for one in running)
@@ -82,7 +83,7 @@ def serve_until_interrupted(
     when one ends.
     """
     require_servable(model_path, settings, environment)
-    settings = with_known_dtype(settings, model_path)
+    settings = with_whole_prompts(with_known_dtype(settings, model_path))
     api_key = environment.get(API_KEY_VARIABLE)
     if not api_key:
         api_key = secrets.token_urlsafe(24)
