@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -48,6 +48,11 @@ class Server(Endpoint):
     """A server that answers."""
 
     command: str = ""  # as typed, with MODEL for the folder; "" for a server that is not ours
+    process: SupervisedProcess | None = field(default=None, compare=False, repr=False)
+
+    def has_ended(self) -> bool:
+        """Whether its process ended, which nothing starts again."""
+        return self.process is not None and self.process.poll() is not None
 
 
 @contextlib.contextmanager
@@ -145,7 +150,7 @@ def _run_servers(
                 )
                 portable = ["python", *("MODEL" if word == str(model_path) else word for word in command[1:])]
                 line = shell_line(portable, place)
-                server = Server(base_url(settings.host, port), name, api_key, line)
+                server = Server(base_url(settings.host, port), name, api_key, line, process)
                 running.append(_Running(server, process, _watch_health(server, is_over)))
             while pending := [one for one in running if not one.is_healthy.is_set()]:
                 _refuse_ended(pending)
