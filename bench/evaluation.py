@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ class MockServer:
                 length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
                 body = await reader.readexactly(int(length.group(1))) if length else b""
                 status, content = await self._answer(body)
-                writer.write(f"HTTP/1.1 {status} -\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+                fields = f"Content-Type: application/json\r\nContent-Length: {len(content)}"
+                writer.write(f"HTTP/1.1 {status} -\r\n{fields}\r\n\r\n".encode() + content)
                 await writer.drain()
         writer.close()
 
@@ -78,8 +80,11 @@ class MockServer:
         if self.refuse_one_in and self.num_asked % self.refuse_one_in == 0:
             return 503, b"busy"
         number = int(re.findall(r"\d+", asked["messages"][-1]["content"])[0])
-        choice = {"message": {"content": f"It is $\\boxed{{{number + 1}}}$."}, "finish_reason": "stop"}
-        return 200, json.dumps({"choices": [choice], "usage": {"completion_tokens": 12}}).encode()
+        said = {"role": "assistant", "content": f"It is $\\boxed{{{number + 1}}}$."}
+        choice = {"index": 0, "message": said, "finish_reason": "stop"}
+        about = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}  # what strict clients want
+        usage = {"prompt_tokens": 9, "completion_tokens": 12, "total_tokens": 21}
+        return 200, json.dumps({**about, "choices": [choice], "usage": usage}).encode()
 
 
 def _serve(server: MockServer, port: Connection) -> None:
@@ -214,8 +219,14 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=500)
     parser.add_argument("--pairs", type=int, default=0, help="only evaluations beside bare loops, this many")
     parser.add_argument("--compare", action="store_true", help="only what dapo compare of large results takes")
+    parser.add_argument("--serve", action="store_true", help="only the server, for other programs; Ctrl-C ends it")
     arguments = parser.parse_args()
     count = arguments.items
+    if arguments.serve:
+        with serving(MockServer()) as (url, _), contextlib.suppress(KeyboardInterrupt):
+            print(url, flush=True)
+            threading.Event().wait()
+        return
     if arguments.compare:
         measure_compare()
         return

@@ -152,7 +152,11 @@ class Trackers:
         with self._lock:
             place = {"project": self.place.project, "run": self.place.run, "folder": str(self.place.folder)}
             runs = [asdict(feed.record) for feed in self._feeds]
-            write_atomically(self.folder / TRACKERS_FILE, json.dumps({**place, "trackers": runs}, indent=2) + "\n")
+            text = json.dumps({**place, "trackers": runs}, indent=2) + "\n"
+            try:
+                write_atomically(self.folder / TRACKERS_FILE, text)
+            except OSError as error:  # a full disk: the next line of metrics.jsonl ends training with its advice
+                logger.warning("%s cannot be written: %s", self.folder / TRACKERS_FILE, error)
 
 
 class _Feed:

@@ -303,6 +303,15 @@ def _log(summary: Summary, name: str) -> None:
         100 * summary.truncated_rate,
         100 * summary.request_failed_rate,
     )
+    if (scorer := summary.scorer) is not None:
+        logger.info("mean score %.3f; the scorer failed on %d responses", scorer["mean_score"], scorer["errors"])
+    if (judge := summary.judge) is not None:
+        logger.info(
+            "the judge calls %.1f %% right and agrees with the grader on %.1f %%; %d responses have no verdict",
+            100 * judge["accuracy"],
+            100 * judge["grader_agreement"],
+            judge["failed"],
+        )
     if summary.repeats and summary.repeats["differing_responses"]:
         logger.warning(
             "greedy repeats differ on %.1f %% of %d items (answers on %.1f %%): this server is not deterministic",

@@ -17,7 +17,7 @@ from flows.cli import chain, datasets, evaluation, history, operating, stages
 ORDER = (
     *("init", "run", "stage", "plan", "runs", "compare", "export", "gc", "config", "datasets"),
     *("up", "down", "doctor"),
-    *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "grade", "report"),
+    *("prepare-data", "fetch-model", "train", "merge", "serve", "eval", "grade", "report", "eval-export"),
 )
 # What the extra `chain` of pyproject.toml brings; the rest is enough to evaluate, grade, compare and report.
 CHAIN_MODULES = ("math_verify", "prefect", "ray", "safetensors", "sqlalchemy", "torch", "transformers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -13,6 +13,7 @@ from flows.cli.options import BaselineOption, GateOption, SetOption, StoreOption
 from flows.services import DEFAULT_STORE
 
 if TYPE_CHECKING:
+    from eval.summary import Summary
     from tasks.runs.history import RecordedRun
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -75,11 +76,15 @@ def evaluate(
     identity, folder = served_model_identity(servers), served_folder(servers[0])
     benchmarks = asked_into(output, settings, sets, folder)
     for one, summary in zip(benchmarks, evaluate_servers(benchmarks, servers, settings, identity), strict=True):
-        typer.echo(
-            f"{one.output_dir}: accuracy {summary.accuracy:.1%} of {summary.n} (AISBench's rule "
-            f"{summary.aisbench['accuracy']:.1%}), no answer {summary.no_answer_rate:.1%}, "
-            f"truncated {summary.truncated_rate:.1%}, failed requests {summary.request_failed_rate:.1%}"
-        )
+        _print_summary(one.output_dir, summary)
+
+
+def _print_summary(folder: Path, summary: Summary) -> None:
+    typer.echo(
+        f"{folder}: accuracy {summary.accuracy:.1%} of {summary.n} (AISBench's rule "
+        f"{summary.aisbench['accuracy']:.1%}), no answer {summary.no_answer_rate:.1%}, "
+        f"truncated {summary.truncated_rate:.1%}, failed requests {summary.request_failed_rate:.1%}"
+    )
 
 
 def _chosen(dataset: str | None, data: str | None, suite: str | None) -> list[str]:
@@ -102,17 +107,56 @@ def grade(
     results: Annotated[
         Path,
         typer.Argument(
-            metavar="RESULTS", help="Results folder of dapo eval, of one benchmark or a suite, or a results.jsonl."
+            metavar="RESULTS",
+            help="Results folder of dapo eval, of one benchmark or a suite, or a results.jsonl; with --output "
+            "lm-eval's samples_*.jsonl, inspect_ai's log (.json) or predictions of AISBench: file or folder.",
         ),
     ],
+    output: Annotated[
+        Path | None, typer.Option(help="Results folder to write another program's responses to: an import.")
+    ] = None,
 ) -> None:
-    """Grade stored responses again, without asking the model, and list the verdicts that changed."""
+    """Grade stored responses again, without asking the model, and list the verdicts that changed.
+
+    With --output the responses are another program's, and the folder can be compared and reported as any other.
+    """
+    if output is not None:
+        from eval.foreign_logs import import_log
+
+        _print_summary(output, import_log(results, output))
+        return
     from eval.regrade import describe, regrade
     from eval.suite import SUITE_FILE, read_suite
 
     is_suite = (results / SUITE_FILE).is_file()
     for folder in read_suite(results).values() if is_suite else [results]:
         typer.echo(describe(regrade(folder)))
+
+
+@app.command(
+    "eval-export",
+    epilog="Example: dapo eval-export before --format inspect --output before.json",
+    short_help="Write an evaluation as another program's log.",
+)
+def export(
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="Results folder of dapo eval.")],
+    output: Annotated[Path, typer.Option(help="File for inspect, folder for lm-eval; of a suite a folder.")],
+    form: Annotated[
+        Literal["inspect", "lm-eval"],
+        typer.Option("--format", help="inspect_ai's log as JSON, or lm-eval's samples and results."),
+    ],
+) -> None:
+    """Write an evaluation as a log of inspect_ai or lm-eval; dapo grade --output reads either back."""
+    from eval.exported_logs import export_inspect, export_lm_eval
+    from eval.results import load_evaluation
+    from eval.suite import read_suite
+
+    write, suffix = (export_inspect, ".json") if form == "inspect" else (export_lm_eval, "")
+    folders = read_suite(results)
+    for name, folder in folders.items():
+        place = output if len(folders) == 1 else output / f"{name}{suffix}"
+        for path in write(load_evaluation(folder), place):
+            typer.echo(path)
 
 
 @app.command(

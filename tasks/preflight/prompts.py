@@ -16,6 +16,8 @@ from dapo_core.tokenizing import require_template_reads
 from eval.answers.grading import GRADERS
 from eval.answers.pool import CallFailed, Pool, StartFailed
 from tasks.config import ChainConfig
+from tasks.evaluate_config import EvaluateConfig
+from tasks.graders import grader_for
 from tasks.lengths import bounds_of, explain
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
 
@@ -100,17 +102,20 @@ def check_forms(problems: Sequence[Problem], evaluation: EvaluationSet, findings
     )  # fmt: skip
 
 
-def check_grader(evaluation: EvaluationSet, findings: Findings) -> None:
-    """The evaluation's grader on gold answers of the set's own, in a box."""
-    with GRADERS[evaluation.grader]() as grader:
-        for item in evaluation.items[:NUM_SCORED]:
-            graded = grader.grade(FORMS["\\boxed{}"] % item.gold, "stop", item.gold)
+def check_grader(evaluation: EvaluationSet, settings: EvaluateConfig, findings: Findings) -> None:
+    """The evaluation's grader on gold answers of the set's own, in a box. Options that are weighed need none."""
+    own = grader_for(settings)
+    with own or GRADERS[evaluation.grader]() as grader:
+        for item in () if evaluation.is_weighed else evaluation.items[:NUM_SCORED]:
+            graded = grader.grade_item(FORMS["\\boxed{}"] % item.gold, "stop", item, True)
             if graded.verdict != "right":
+                failed = (graded.details or {}).get("error", "").strip().splitlines()
                 findings.add(
-                    "grader", FAIL,
-                    f"the grader {evaluation.grader} calls the gold answer {item.gold!r} of {item.id} "
-                    f"{graded.verdict}",
-                    "set evaluate.benchmark to how it is graded (choice: options A to G), or correct the file",
+                    "grader", WARN if own is not None and not failed else FAIL,
+                    f"the grader {settings.scorer or evaluation.grader} calls the gold answer {item.gold!r} of "
+                    f"{item.id} {failed[-1] if failed else graded.verdict}",
+                    "set evaluate.benchmark to how it is graded (choice: options A to G), or correct the file or "
+                    "evaluate.scorer",
                 )  # fmt: skip
                 return
 

@@ -13,6 +13,7 @@ from eval.problems.prompts import find_template
 from tasks.artifacts.artifact import Artifact
 from tasks.config import ChainConfig
 from tasks.data.sources import all_sources, train_sources
+from tasks.graders import judge_for, scorer_file
 from tasks.preflight.baselines import check_baselines
 from tasks.preflight.finding import FAIL, OK, WARN, Findings, describe
 from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here, inputs_later
@@ -49,6 +50,8 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
     with findings.catching("prompt"):
         for settings in (config.evaluate, *map(config.evaluate.of, config.evaluate.benchmarks)):
             find_template(settings.prompt, default="given")
+            scorer_file(settings)
+            judge_for(settings)
     facts = _examine_inputs(config, inputs, findings)
     check_baselines(config, findings)
     check_machine(config, facts, findings)
@@ -99,10 +102,11 @@ def _examine_inputs(config: ChainConfig, inputs: Inputs, findings: Findings) -> 
         _check_warm_start(config, inputs, findings)
     if inputs.problems:
         check_answers(config, inputs.problems, findings)
-    for _, asked in inputs.asked(config):
+    for one, asked in inputs.asked(config):
         with findings.catching("grader"):
-            check_grader(asked, findings)
-        check_forms(inputs.problems, asked, findings)
+            check_grader(asked, config.evaluate if one is None else config.evaluate.of(one), findings)
+        if not asked.is_weighed:
+            check_forms(inputs.problems, asked, findings)
     return facts
 
 

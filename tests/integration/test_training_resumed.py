@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dapo_core import training
 from dapo_core.checkpoint.folder import best_checkpoints, checkpoint_folders, latest_checkpoint
@@ -24,6 +25,7 @@ from dapo_core.checkpoint.state import read_state, read_step_metrics
 from dapo_core.errors import CheckpointError, ConfigError
 from dapo_core.metrics import METRICS_FILE
 from dapo_core.stopping import TrainingStopped
+from dapo_core.trackers import TRACKERS_FILE
 from dapo_core.training import train
 from dapo_core.validation import generations_file
 from durable import read_json_lines
@@ -87,7 +89,8 @@ class Begun:
             **changes,
         }
         sections["checkpoint"] = {"save_every": 3, "keep_last": 1, "keep_best": 1, **changes.get("checkpoint", {})}
-        train = {"total_steps": 4, "learning_rate": 2e-2, "num_ranks": 1}
+        train = {"total_steps": 4, "learning_rate": 2e-2, "num_ranks": 1, "trackers": ["tensorboard"]}
+        train["tracker_folder"] = str(self.scorer.with_name("trackers"))
         sections["train"] = {**train, **changes.get("train", {})}
         return config_of(**sections)
 
@@ -259,3 +262,15 @@ def test_a_stopped_and_continued_training_ends_with_the_same_bits(
     with without_ray():
         train(config, world.data, world.model, output, held_out_path=world.data)
     assert importlib.import_module("crash").differences(begun.output, output) == []
+    assert tracked_steps(output) == tracked_steps(begun.output) == [0, 1, 2, 3, 4], "each once, in one run"
+
+
+def tracked_steps(output: Path) -> list[int]:
+    (tracked,) = json.loads((output / TRACKERS_FILE).read_text())["trackers"]
+    assert (tracked["last_step"], tracked["num_failed"]) == (4, 0)
+    events = EventAccumulator(tracked["path"])
+    events.Reload()
+    lines = {line["step"]: line["validation/accuracy"] for line in read_json_lines(output / METRICS_FILE)}
+    scalars = events.Scalars("validation/accuracy")
+    assert [event.value for event in scalars] == pytest.approx([lines[event.step] for event in scalars])
+    return [event.step for event in scalars]

@@ -114,6 +114,17 @@ def test_a_prompt_longer_than_its_limit_is_found_and_the_proposed_keys_pass(tmp_
     assert found(recipe(tmp_path, model, train, **lengths), FAIL) == []
 
 
+def test_the_longest_benchmark_with_its_answer_is_what_must_fit(tmp_path: Path, model: Path) -> None:
+    long = tmp_path / "long.json"
+    long.write_text(json.dumps([{"problem": f"Find {'9' * 120} + 1.", "answer": "1"}]))
+    short = {"set": str(tmp_path / "eval.jsonl"), "name": "short", "max_response_tokens": 90}
+    assert not found(recipe(tmp_path, model, evaluate={"benchmarks": [short]}), FAIL)
+    benchmarks = [short, {"set": str(long), "max_response_tokens": 80}]
+    (finding,) = found(recipe(tmp_path, model, evaluate={"benchmarks": benchmarks}), FAIL)
+    assert "+ evaluate.benchmarks.long.max_response_tokens=80 is above serve.max_model_len=256" in finding.found
+    assert "--set serve.max_model_len=" in finding.advice
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -249,3 +260,23 @@ def test_baselines_and_the_room_of_kept_steps_are_said_before_a_run(tmp_path: Pa
     assert "the run goes on without this column" in about["baseline away"].advice
     assert about[f"baseline {LAST_NIGHT}"].status == WARN
     assert "of them for checkpoints of 2 steps that are kept" in about["disk"].found
+
+
+def test_graders_of_the_recipe_s_own_are_tried_before_a_run(tmp_path: Path, model: Path) -> None:
+    def grader(**evaluate: Any) -> list[Finding]:
+        findings = examine(recipe(tmp_path, model, evaluate=evaluate))
+        return [one for one in findings if one.check in ("grader", "prompt") and one.status != OK]
+
+    path = tmp_path / "score.py"
+    path.write_text("def compute_score(**_):\n    raise KeyError('no such column')\n")
+    [finding] = grader(scorer=str(path))
+    assert finding.status == FAIL
+    assert "KeyError: 'no such column'" in finding.found
+    path.write_text("def compute_score(**_):\n    return 0.5\n")  # points, not verdicts
+    [finding] = grader(scorer=str(path))
+    assert (finding.status, "wrong" in finding.found) == (WARN, True)
+    path.write_text("def compute_score(**_):\n    return 1\n")
+    assert grader(scorer=str(path)) == []
+    assert "is neither a scorer nor FILE.py" in grader(scorer="math_verfy")[0].found
+    absent = grader(judge={"base_url": "http://localhost", "model": "m", "prompt": "absent.txt"})
+    assert "evaluate.judge.prompt=absent.txt cannot be read" in absent[0].found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import threading
@@ -160,6 +161,19 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
     assert "it is 5 calls behind" in caplog.text
     assert json.loads((tmp_path / TRACKERS_FILE).read_text())["trackers"][0]["num_failed"] >= 10
     assert told.calls == [("open", "dapo-pipeline", "mine", told.calls[0][3], None)]
+
+
+def test_a_full_disk_is_not_the_trackers_to_report(
+    told: type[Told], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with tracking(config(), tmp_path, False) as tracked:
+        monkeypatch.setattr(trackers, "write_atomically", full)
+        tracked.on_step(1, {"critic/score/mean": 1.0})
+    assert ("log", 1, {"critic/score/mean": 1.0}) in told.calls
+    assert "trackers.json cannot be written: [Errno 28] No space left" in caplog.text
 
 
 def test_a_missing_client_is_an_error_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,150 @@
+"""Evaluations as logs of other programs: inspect_ai's in JSON, lm-eval's samples and results."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from durable import write_atomically
+from eval.results import Evaluation, Row, make_folder, rate
+
+_VALUES = {"right": "C", "no_answer": "N"}  # inspect's: correct, incorrect, no answer
+
+
+def export_inspect(evaluation: Evaluation, output: str | Path) -> list[Path]:
+    """The file written: a log of version 2, whose scores are the exact rule's and AISBench's."""
+    settings, rows = evaluation.settings, evaluation.rows
+    sampling, model = settings["sampling"], str(settings["model"])
+    names = ("max_tokens", "temperature", "top_p", "seed")
+    config = {name: sampling[name] for name in names if sampling.get(name) is not None}
+    about = {
+        "created": _moment(rows),
+        "task": _benchmark(evaluation),
+        "model": model,
+        "model_generate_config": config,
+        "dataset": {"samples": len(evaluation.items), "sample_ids": list(evaluation.items)},
+        "config": {"epochs": evaluation.num_samples},
+        "metadata": {"settings": settings},
+    }
+    shares = {
+        "exact": rate(rows, lambda row: row.is_right),
+        "aisbench": rate(rows, lambda row: row.aisbench_right),
+    }
+    scores = [
+        {"name": name, "scorer": name, "metrics": {"accuracy": {"name": "accuracy", "value": share}}}
+        for name, share in shares.items()
+    ]
+    num_answered = sum(row.is_answered for row in rows)
+    log = {
+        "version": 2,
+        "status": "success",
+        "eval": about,
+        "plan": {"config": config},
+        "results": {"total_samples": len(rows), "completed_samples": num_answered, "scores": scores},
+        "samples": [_inspect_sample(row, model) for row in rows],
+    }
+    path = Path(output)
+    make_folder(path.parent)
+    return [_write(path, json.dumps(log, ensure_ascii=False, indent=1))]
+
+
+def _inspect_sample(row: Row, model: str) -> dict[str, Any]:
+    asked = ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else row.prompt
+    sample: dict[str, Any] = {
+        "id": row.id,
+        "epoch": row.sample + 1,
+        "input": row.prompt if isinstance(row.prompt, str) else [dict(one) for one in row.prompt],
+        "target": row.gold,
+        "messages": [dict(one) for one in asked],
+        "metadata": {"subject": row.subject, "level": row.level, "verdict": row.verdict},
+        "total_time": row.seconds,
+    }
+    if row.response is None:
+        reason = row.failure or "the request failed"
+        return {**sample, "error": {"message": reason, "traceback": "", "traceback_ansi": ""}}
+    thinking = [{"type": "reasoning", "reasoning": row.reasoning}] if row.reasoning else []
+    said = {"role": "assistant", "content": [*thinking, {"type": "text", "text": row.response}]}
+    ended = "max_tokens" if row.verdict == "truncated" else "stop"
+    stop = {None: "unknown", "content_filter": "content_filter"}.get(row.finish_reason, ended)
+    tokens = row.response_tokens or 0
+    usage = {"input_tokens": 0, "output_tokens": tokens, "total_tokens": tokens}
+    return {
+        **sample,
+        "messages": [*sample["messages"], said],
+        "output": {
+            "model": model,
+            "choices": [{"message": said, "stop_reason": stop}],
+            **({} if row.response_tokens is None else {"usage": usage}),
+        },
+        "scores": {
+            "exact": {"value": _VALUES.get(row.verdict, "I"), "answer": row.answer, "explanation": row.verdict},
+            "aisbench": {"value": "C" if row.aisbench_right else "I", "answer": row.aisbench_answer},
+        },
+    }
+
+
+def export_lm_eval(evaluation: Evaluation, output: str | Path) -> list[Path]:
+    """The files written: samples of one line per item, and results whose metric is the exact rule's accuracy.
+
+    A failed request is a response "", as lm-eval has no other word for it.
+    """
+    rows, name = evaluation.rows, _benchmark(evaluation)
+    sampling = evaluation.settings["sampling"]
+    asked = {"until": sampling.get("stop", []), "max_gen_toks": sampling["max_tokens"]}
+    asked |= {key: sampling[key] for key in ("temperature", "top_p") if sampling.get(key) is not None}
+    lines = []
+    for samples in evaluation.items.values():
+        first = samples[0]
+        prompt = first.prompt if isinstance(first.prompt, str) else [json.dumps(first.prompt, ensure_ascii=False)]
+        line = {
+            "doc_id": first.id,
+            "doc": {
+                "problem": first.problem,
+                "answer": first.gold,
+                "subject": first.subject,
+                "level": first.level,
+            },
+            "target": first.gold,
+            "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": asked}},
+            "resps": [[row.text or "" for row in samples]],
+            "filtered_resps": [row.answer or "" for row in samples],
+            "filter": "none",
+            "metrics": ["exact_match"],
+            "exact_match": sum(row.is_right for row in samples) / len(samples),
+        }
+        hashed = {"doc_hash": line["doc"], "prompt_hash": prompt, "target_hash": first.gold}
+        line |= {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in hashed.items()}
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    content: Mapping[str, Any] = {
+        "results": {name: {"alias": name, "exact_match,none": rate(rows, lambda row: row.is_right)}},
+        "configs": {name: {"task": name, "output_type": "generate_until", "generation_kwargs": asked}},
+        "versions": {name: 1},
+        "n-samples": {name: {"original": len(lines), "effective": len(lines)}},
+        "higher_is_better": {name: {"exact_match": True}},
+        "config": {"model": "dapo eval", "model_args": {"model": evaluation.settings["model"]}},
+        "model_name": str(evaluation.settings["model"]),
+    }
+    folder, date = make_folder(output), _moment(rows).replace(":", "-").partition("+")[0]
+    return [
+        _write(folder / f"samples_{name}_{date}.jsonl", "".join(lines)),
+        _write(folder / f"results_{date}.json", json.dumps(content, ensure_ascii=False, indent=2)),
+    ]
+
+
+def _benchmark(evaluation: Evaluation) -> str:
+    return str(evaluation.settings.get("benchmark") or "own")
+
+
+def _moment(rows: Iterable[Row]) -> str:
+    """When the last response came, 1970 where that is not recorded."""
+    last = max((row.ended_at or 0.0 for row in rows), default=0.0)
+    return datetime.datetime.fromtimestamp(last, datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _write(path: Path, text: str) -> Path:
+    write_atomically(path, text)
+    return path

@@ -1,0 +1,229 @@
+"""Results of other programs as results folders: lm-eval's samples, inspect_ai's log, AISBench's predictions."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from durable import iterate_json_lines
+from eval.answers.extraction import extract_boxed
+from eval.answers.grading import GRADERS
+from eval.client import Endpoint, Sampling
+from eval.problems.items import Item
+from eval.problems.prompts import Prompt
+from eval.recorder import regrade_row
+from eval.results import (
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    Evaluation,
+    ResultsError,
+    Row,
+    exclusive,
+    make_folder,
+    make_settings,
+    write_json,
+    write_rows,
+)
+from eval.summary import Summary, same_answer_by, summarise
+
+logger = logging.getLogger(__name__)
+
+_DIRECTIONS = "name lm-eval's samples_*.jsonl, inspect_ai's log (.json), or AISBench's predictions folder or file"
+_OPTIONS = re.compile(r"[A-G]{1,7}")
+_STOPS = {"max_tokens": "length", "model_length": "length", "unknown": None}  # inspect's words -> servers'
+_ROLES = {"HUMAN": "user", "BOT": "assistant", "SYSTEM": "system"}  # AISBench's
+
+
+@dataclass(frozen=True)
+class Log:
+    """What another program recorded: rows are not graded yet, samples are numbered as they come."""
+
+    program: str
+    benchmark: str
+    model: str
+    rows: list[Row]
+    sampling: Sampling = field(default_factory=lambda: Sampling(0, None, None))  # 0 and None: not recorded
+
+
+def import_log(path: str | Path, output: str | Path) -> Summary:
+    """Grade another program's responses by our rules into a results folder, and return the summary.
+
+    Gold answers are the log's; a gold solution counts by its last box. Where all are letters A to G, options are
+    graded. Raises ResultsError when the log cannot be read, or when some items have more samples than others.
+    """
+    log = read_log(Path(path))
+    folder = make_folder(output)
+    if (folder / SETTINGS_FILE).exists():
+        raise ResultsError(f"{folder} holds an evaluation; choose another --output")
+    golds = {row.gold for row in log.rows}
+    kind = GRADERS["choice" if all(map(_OPTIONS.fullmatch, golds)) else "mathematics"]
+    with exclusive(folder), kind() as grader:
+        rows = [row if row.failure else regrade_row(row, grader) for row in log.rows]
+        first = {row.id: Item(row.id, row.prompt, row.gold, row.subject, row.level) for row in reversed(rows)}
+        num_samples = max(row.sample for row in rows) + 1
+        sampling = replace(log.sampling, num_samples=num_samples)
+        settings = make_settings(
+            list(first.values()),
+            Endpoint("", log.model),
+            sampling,
+            None,
+            benchmark=log.benchmark,
+            grader=kind.rule,
+        )
+        settings["imported_from"] = log.program
+        summary = summarise(Evaluation.of(settings, rows), same_answer_by(grader.grade))
+        write_rows(folder, rows)
+        write_json(folder / SETTINGS_FILE, settings)
+        write_json(folder / SUMMARY_FILE, asdict(summary))
+    return summary
+
+
+def read_log(path: Path) -> Log:
+    """The log at a path, by its form. Raises ResultsError."""
+    file = _file_at(path)
+    try:
+        if file.suffix == ".json" and (content := json.loads(file.read_text(encoding="utf-8"))):
+            log = _read_inspect(content) if "eval" in content else _read_aisbench(file, _indexed(content))
+        else:
+            lines = list(iterate_json_lines(file))
+            log = _read_lm_eval(file, lines) if "resps" in lines[0] else _read_aisbench(file, lines)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ResultsError(f"{file} is no log that can be read ({error!r}); {_DIRECTIONS}") from None
+    if not log.rows:
+        raise ResultsError(f"{file} has no responses; {_DIRECTIONS}")
+    return replace(log, rows=list(_numbered(log.rows)))
+
+
+def _numbered(rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows with their samples numbered in their order."""
+    counts: Counter[str] = Counter()
+    for row in rows:
+        yield replace(row, sample=counts[row.id])
+        counts[row.id] += 1
+
+
+def _file_at(path: Path) -> Path:
+    """The one log at a file or in a folder."""
+    if path.is_file():
+        return path
+    patterns = ("samples_*.jsonl", "predictions/*/*.json*", "*/*.json*", "*.json*")
+    for pattern in patterns if path.is_dir() else ():
+        if found := sorted(one for one in path.glob(pattern) if not one.stem.endswith("_failed")):
+            if len(found) > 1:
+                raise ResultsError(f"{path} has {len(found)} logs: name one of {', '.join(map(str, found[:9]))}")
+            return found[0]
+    raise ResultsError(f"{path} has no log; {_DIRECTIONS}")
+
+
+def _row(identity: object, prompt: Prompt, response: str | None, gold: object, **others: Any) -> Row:
+    """A row that is still to be graded; of a gold solution the last box is the answer."""
+    text = str(gold)
+    fields: dict[str, Any] = {
+        "finish_reason": None, "response_tokens": None, "answer": None, "aisbench_answer": None, "seconds": 0.0,
+        "verdict": "request_failed", "aisbench_right": False, "aisbench_raises": False, "attempts": 1,
+        "subject": None, "level": None, "failure": None,
+    }  # fmt: skip
+    known = {"id": str(identity), "sample": 0, "prompt": prompt, "response": response}
+    return Row(**{**fields, **known, "gold": extract_boxed(text) or text, **others})
+
+
+def _read_lm_eval(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
+    """lm-eval 0.4: one line per document and filter, with the results of the same date beside it."""
+    benchmark, _, date = file.stem.removeprefix("samples_").rpartition("_")
+    beside = file.with_name(f"results_{date}.json")
+    about = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+    settings = _arguments(lines[0])[1]
+    sampling = Sampling(
+        max_tokens=settings.get("max_gen_toks") or settings.get("max_tokens") or 0,
+        temperature=settings.get("temperature"),
+        top_p=settings.get("top_p"),
+        stop=tuple(settings.get("until") or ()),
+    )
+    filters = {line["filter"] for line in lines}
+    rows = [
+        _row(line["doc_id"], _messages(_arguments(line)[0]), response, line["target"])
+        for line in lines
+        if line["filter"] == min(filters)
+        for response in line["resps"][0]
+    ]
+    return Log("lm-eval", benchmark or file.stem, str(about.get("model_name") or "unknown"), rows, sampling)
+
+
+def _arguments(line: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """(prompt, settings) of a request; those of a chat are JSON in a list of one text."""
+    asked = line["arguments"]["gen_args_0"]
+    return asked["arg_0"], asked["arg_1"]
+
+
+def _messages(prompt: Any) -> Prompt:
+    if not isinstance(prompt, list):
+        return str(prompt)
+    return tuple({"role": one["role"], "content": str(one["content"])} for one in json.loads(prompt[0]))
+
+
+def _read_inspect(content: Mapping[str, Any]) -> Log:
+    """inspect_ai's log in its JSON form, version 2; `inspect log convert --to json` makes it of an .eval file."""
+    about = content["eval"]
+    settings = content.get("plan", {}).get("config", {})
+    sampling = Sampling(settings.get("max_tokens") or 0, settings.get("temperature"), settings.get("top_p"))
+    return Log("inspect_ai", about["task"], about["model"], list(_inspect_rows(content["samples"])), sampling)
+
+
+def _inspect_rows(samples: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    for sample in sorted(samples, key=lambda one: one["epoch"]):
+        asked = [one for one in sample["messages"] if one["role"] in ("system", "user")]
+        prompt = tuple({"role": one["role"], "content": _text(one["content"])} for one in asked)
+        choices = (sample.get("output") or {}).get("choices") or []
+        said = choices[0]["message"]["content"] if choices else ""
+        thinking = "".join(part.get("reasoning", "") for part in said) if isinstance(said, list) else ""
+        target, about = sample["target"], sample.get("metadata") or {}
+        error = (sample.get("error") or {}).get("message")
+        stop = choices[0].get("stop_reason") if choices else None
+        yield _row(
+            sample["id"],
+            prompt,
+            _text(said) if choices and error is None else None,
+            target if isinstance(target, str) else target[0],
+            finish_reason=_STOPS.get(stop or "", stop),
+            response_tokens=(sample["output"].get("usage") or {}).get("output_tokens") if choices else None,
+            seconds=sample.get("total_time") or 0.0,
+            failure=error if choices else error or "no output",
+            subject=about.get("subject"),
+            level=None if about.get("level") is None else str(about["level"]),
+            reasoning=thinking or None,
+        )
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _indexed(content: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of OpenCompass' form, which AISBench had before version 3: an object of rows by index."""
+    return [{"id": index, **row} for index, row in content.items()]
+
+
+def _read_aisbench(file: Path, lines: Sequence[Mapping[str, Any]]) -> Log:
+    """AISBench's predictions/MODEL/DATASET.jsonl, which records neither sampling nor how a response ended."""
+    if file.with_name(f"{file.stem}_failed.jsonl").exists():
+        logger.warning("%s: requests that failed have no gold answer there and are left out", file)
+    rows = [
+        _row(line["id"], _aisbench_prompt(line["origin_prompt"]), line["prediction"], line["gold"])
+        for line in sorted(lines, key=lambda one: (len(str(one["id"])), str(one["id"])))
+    ]
+    return Log("AISBench", file.stem, file.parent.name, rows)
+
+
+def _aisbench_prompt(asked: Any) -> Prompt:
+    if not isinstance(asked, list):
+        return str(asked)
+    return tuple(
+        {"role": _ROLES.get(one["role"], one["role"]), "content": _text(one.get("prompt", one.get("content", "")))}
+        for one in asked
+    )
