@@ -70,8 +70,8 @@ class BaselineConfig(Section):
                 )
         if self.base_url is not None and "@" in urlsplit(self.base_url).netloc:
             raise ValueError(
-                f"evaluate.baselines: base_url of {self.name} holds a user or password, which every run would keep "
-                "in clear text; put the key into an environment variable and name it in api_key_variable"
+                f"evaluate.baselines: base_url of {self.name} holds a user or password, which runs would keep in "
+                "clear text; put the key into an environment variable and name it in api_key_variable"
             )
         if self.base_url is not None and self.model is None:
             raise ValueError(f"evaluate.baselines: {self.name} has base_url; set `model` to the name it serves")
