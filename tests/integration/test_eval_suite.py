@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -189,12 +190,14 @@ def test_a_killed_suite_asks_only_what_is_missing_and_a_set_added_later_only_its
     recipe.write_text(json.dumps(tree))
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
-    assert any("25 of 50 items done" in line for line in iter(process.stdout.readline, ""))
+    done_counts = (re.search(r"(\d+) of 50 items done", line) for line in iter(process.stdout.readline, ""))
+    assert any(match is not None and int(match[1]) >= 20 for match in done_counts)
     process.kill()
     process.communicate(timeout=30)
     finished = {(name, key) for name in ("short", "long") for key in read_rows(tmp_path / "out" / name)}
-    assert 25 <= len(finished) < 50
-    assert sum(name == "long" for name, _ in finished) == 20  # asked first
+    assert 20 <= len(finished) < 50
+    num_long = sum(name == "long" for name, _ in finished)
+    assert num_long >= 18  # of 20, which are asked first; two may be in flight
 
     half.set()
     server.asked.clear()
@@ -202,7 +205,7 @@ def test_a_killed_suite_asks_only_what_is_missing_and_a_set_added_later_only_its
     assert done.returncode == 0, done.stderr
     assert f"{tmp_path / 'out' / 'short'}: accuracy 100.0% of 30" in done.stdout
     assert server.asked.total() == 50 - len(finished)
-    assert not any(int(prompt.split()[0]) >= LONG for prompt in server.asked)
+    assert sum(int(prompt.split()[0]) >= LONG for prompt in server.asked.elements()) == 20 - num_long
 
     tree["evaluate"]["benchmarks"].append(str(tmp_path / "later.json"))
     recipe.write_text(json.dumps(tree))
