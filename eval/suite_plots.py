@@ -25,7 +25,7 @@ def suite_plots(report: Mapping[str, Any]) -> list[str]:
 
 
 def _change_rows(names: Sequence[str], changes: Sequence[Mapping[str, Any]]) -> str:
-    figure, axes = new_figure(width=7.6, height=0.9 + 0.3 * len(names))
+    figure, axes = new_figure(width=7.6, height=1.3 + 0.3 * len(names))
     colours = {"up": COLOUR["up"], "down": COLOUR["down"], "pooled": COLOUR["ink"], "": COLOUR["soft"]}
     for row, change in enumerate(changes):
         colour = colours[change["direction"]]

@@ -85,7 +85,14 @@ def write_suite_report(
     missing = {column.name: "; ".join(column.missing.values()) for column in along.values() if column.missing}
     whole = {step: column.pairs[BEFORE] for step, column in along.items() if not column.missing}
     curve = checkpoint_curve(whole | ({models.last_step: work.pairs} if models.last_step and whole else {}))
+    since = provenance.made.get("since the first night")
+    nights = [
+        last_night_verdict(found.comparison("after"))
+        for name, found in beside.items()
+        if name == LAST_NIGHT and found.pairs
+    ]
     extras = {
+        "nights": [*nights, f"The trained model is {since}."] if since else nights,
         "gates": [asdict(result) for result in results],
         "baselines": [baseline.content() for baseline in beside.values()],
         "absent": {**models.absent, **missing},
@@ -179,7 +186,7 @@ class _Work:
         if self._is_suite:
             report = {key: value for key, value in report.items() if key not in _OWN_PAGE}
             report |= self._front(compared)
-        sentences = report.get("sentences", [report["verdict"]]) + describe_gates(results)
+        sentences = report.get("sentences", [report["verdict"]]) + report.pop("nights") + describe_gates(results)
         report |= {"verdict": " ".join(sentences), "sentences": sentences}
         report["is_one_evaluation"] = compared.is_one_evaluation
         report["is_failed"] = any(result.is_passed is False for result in results)
@@ -286,6 +293,20 @@ def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
         sentences += [f"{word}: {'; '.join(found)}."] if found else []
     lower = [f"{row.name} {points(row.difference)}" for row in rows if row.difference < 0 and not row.direction]
     return [*sentences, f"Lower, but not significantly: {', '.join(lower)}."] if lower else sentences
+
+
+def last_night_verdict(compared: SuiteComparison) -> str:
+    """Whether the trained model is better or worse than last night's, and on what it is worse."""
+    pooled = compared.pooled
+    words = "better" if pooled.difference > 0 else "WORSE"
+    words = f"{words} than" if pooled.p < SIGNIFICANCE else "not significantly different from"
+    what = f"pooled over {len(compared.benchmarks)} benchmarks, " if len(compared.benchmarks) > 1 else ""
+    fell = "; ".join(f"{row.name} {_said(row)}" for row in compared.benchmarks if row.direction == "down")
+    return (
+        f"The trained model is {words} last night's: {what}{points(pooled.difference)} points (95 % interval "
+        f"{points_interval(pooled.ci95)}, p {format_p(pooled.p)})."
+        + (f" BELOW last night: {fell}." if what and fell else "")
+    )
 
 
 def _said(row: BenchmarkChange) -> str:

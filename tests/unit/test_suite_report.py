@@ -119,6 +119,22 @@ def test_a_baseline_stands_beside_both_sides_and_what_it_lacks_is_said(report: d
     assert baseline["before"]["benchmarks"][0]["before"] == 0.5
 
 
+def test_last_night_has_a_sentence_of_its_own_that_no_average_hides(folder: Path) -> None:
+    nights = {"last-night": folder / "before"}
+    made = Provenance(made={"since the first night": "better than the first night, 20260101 (+3.0 points)"})
+    report = write_suite_report(Models(folder / "before", folder / "after", nights), None, None, made)
+    said = next(one for one in report["sentences"] if "last night" in one)
+    assert said.startswith(
+        "The trained model is not significantly different from last night's: pooled over 3 benchmarks, -9.0 points"
+    )
+    assert said.endswith("BELOW last night: words -40.0 points (p = 0.0078, Holm 0.023).")
+    assert "The trained model is better than the first night, 20260101 (+3.0 points" in report["verdict"]
+    words = {side: folder / side / "words" for side in ("before", "after")}
+    alone = write_suite_report(Models(**words, baselines={"last-night": words["before"]}), None, None)
+    assert "The trained model is WORSE than last night's: -40.0 points (95 % interval" in alone["verdict"]
+    assert "BELOW" not in alone["verdict"]
+
+
 class Fields(HTMLParser):
     """The texts of a page's elements with a data-field, and the classes of its rows."""
 
