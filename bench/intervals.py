@@ -3,8 +3,9 @@
     python bench/intervals.py [--repeats 500]
 
 Each line: the share of evaluations whose interval holds the true accuracy, and the true change between two models,
-mean and lowest over several kinds of items, beside the percentile bootstrap over items. Coverage below 94 % beyond
-the simulation's own error is an error.
+mean and lowest over several kinds of items, beside the percentile bootstrap over items. Then for suites: the share
+whose interval holds the true pooled change, and of p below 0.05 where nothing changed. Coverage below 94 % or
+alarms above 5 %, beyond the simulation's own error, are an error.
 """
 
 from __future__ import annotations
@@ -21,12 +22,19 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval import EvaluationError
-from eval.statistics import measure_change, share_interval
+from eval.statistics import SIGNIFICANCE, Stratum, measure_change, measure_pooled_change, share_interval
 
 REQUIRED = 0.94
 # Chances of a right response over items, as the parameters of a beta distribution: from hard and easy items with
 # little between, to items that are all alike.
 ITEMS = ((0.1, 1.0), (0.3, 0.3), (0.5, 1.5), (1.0, 1.0), (2.0, 5.0))
+# Benchmarks as (items, responses to each, kind of items, weight).
+SUITES = {
+    "500, 272, 40, 30, 30 items": ((500, 1, 3, 1), (272, 1, 2, 1), (40, 1, 3, 1), (30, 1, 1, 1), (30, 1, 0, 1)),
+    "100, 100 items": ((100, 1, 3, 1), (100, 1, 1, 1)),
+    "30, 30 items": ((30, 1, 3, 1), (30, 1, 1, 1)),
+    "30 x 4, 30 x 4, 500 items": ((30, 4, 1, 1), (30, 4, 0, 1), (500, 1, 3, 2)),
+}
 CHANGED = 0.2  # share of items whose chance the training draws again, from better ones
 
 
@@ -48,6 +56,26 @@ def coverage(setting: tuple[int, int, tuple[float, float], int]) -> tuple[float,
             holds(bootstrap((after - before) / k, rng), gain),
         )
     return tuple((hits / repeats).tolist())
+
+
+def suite_coverage(setting: tuple[str, int]) -> tuple[float, float]:
+    """(share of suites whose interval holds the true pooled change, share of p < 0.05 without a change)."""
+    name, repeats = setting
+    rng, total = np.random.default_rng(len(name)), sum(weight for *_, weight in SUITES[name])
+    held = alarms = 0
+    for changed in (CHANGED, 0.0):
+        for _ in range(repeats):
+            strata, truth = [], 0.0
+            for n, k, kind, weight in SUITES[name]:
+                a, b = ITEMS[kind]
+                truth += weight / total * changed * ((a + 1) / (a + 1 + b) - a / (a + b))
+                chances = rng.beta(a, b, size=n)
+                later = np.where(rng.random(n) < changed, rng.beta(a + 1, b, size=n), chances)
+                strata.append(Stratum((rng.binomial(k, later) - rng.binomial(k, chances)).tolist(), k, weight))
+            change = measure_pooled_change(strata)
+            held += bool(changed) and holds(change.ci95, truth)
+            alarms += not changed and change.p < SIGNIFICANCE
+    return held / repeats, alarms / repeats
 
 
 def holds(interval: tuple[float, float], truth: float) -> bool:
@@ -94,6 +122,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
                 if min(mean[:2]) < 100 * REQUIRED or min(lowest[:2]) < 100 * (REQUIRED - error):
                     missed.append(f"n={n}, k={k}")
+        print("suite: coverage of the pooled change, p below 0.05 without a change (%)")
+        jobs = [(name, chosen.repeats) for name in SUITES]
+        for (name, _), (held, alarms) in zip(jobs, pool.map(suite_coverage, jobs), strict=True):
+            print(f"{name:28} {100 * held:.1f} {100 * alarms:.1f}", flush=True)
+            if held < REQUIRED - error or alarms > SIGNIFICANCE + error:
+                missed.append(name)
     if missed:
         raise EvaluationError(f"coverage below {REQUIRED:.0%}: {'; '.join(missed)}")
 

@@ -46,6 +46,10 @@ class Endpoint:
         """URL of a path such as "chat/completions"."""
         return f"{self.base_url.rstrip('/').removesuffix('/v1')}/v1/{path}"
 
+    def has_ended(self) -> bool:
+        """Whether the server is known to be gone for good; of a server that is not ours nothing is known."""
+        return False
+
 
 @dataclass(frozen=True)
 class Sampling:

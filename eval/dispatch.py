@@ -305,7 +305,7 @@ class Dispatcher:
         give_up_at = time.monotonic() + self._limits.outage_seconds
         delay = self._limits.backoff_seconds
         async with Connection(server.endpoint, self._limits.timeout_seconds) as connection:
-            while not server.is_up and time.monotonic() < give_up_at:
+            while not (server.is_up or server.endpoint.has_ended() or time.monotonic() >= give_up_at):
                 await asyncio.sleep(min(delay, max(0.0, give_up_at - time.monotonic())))
                 server.is_up = await connection.is_there()
                 delay = min(_LONGEST_PROBE_SECONDS, 2 * delay)

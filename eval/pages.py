@@ -137,6 +137,7 @@ def _environment(is_html: bool) -> Environment:
     environment.filters |= {
         "duration": format_duration,
         "measure": measure,
+        "best_step": best_step,
         "zip": zip,
         "verdict_name": lambda verdict: verdict.replace("_", " "),
         "cell": _cell,
@@ -148,6 +149,23 @@ def _environment(is_html: bool) -> Environment:
     }
     environment.globals["markdown_table"] = _markdown_table
     return environment
+
+
+def best_step(curve: Mapping[str, Any]) -> str:
+    """What is said of the best checkpoint of a curve, and on which problems it was chosen."""
+    best = curve["best"]
+    if best is None:
+        return "With so few problems no step is chosen as the best."
+    said = (
+        f"The best of {len(curve['steps'])} steps is {best['step']}, chosen on {best['num_chosen_on']} of the "
+        f"problems ({percent(best['chosen_on'])} there). On the other {best['num_reported_on']} it has "
+        f"{percent(best['reported']['accuracy'])} (95 % interval {interval(best['reported']['interval'])})"
+    )
+    if best["step"] == best["last_step"]:
+        return f"{said}. It is the last step."
+    change = best["change"]
+    against = f"{points(change['difference'])} points (95 % interval {points_interval(change['ci95'])}"
+    return f"{said}, {against}, p {format_p(change['p'])}) against the last step, {best['last_step']}."
 
 
 def measure(value: float | None, unit: str) -> str:

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import re
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eval.compare import Comparison, GroupResult, Side
+from eval.figures import COLOUR, errors, legend, legend_above, new_figure, plain, svg_of, wrapped
 from eval.training import Steps, series, with_kept_share
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-# matplotlib draws in these unique colours; each is then replaced by the page's own light or dark one.
-_PAGE_COLOURS = {
-    "#010101": "--ink", "#020202": "--soft", "#030303": "--line", "#040404": "--before", "#050505": "--after",
-    "#060606": "--up", "#070707": "--down", "#080808": "--third", "#090909": "--fourth", "#0a0a0a": "--fifth",
-}  # fmt: skip
-_COLOUR = {name.removeprefix("--"): code for code, name in _PAGE_COLOURS.items()}
-_LINE_COLOURS = tuple(_COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth"))
+_LINE_COLOURS = tuple(COLOUR[name] for name in ("after", "third", "up", "fourth", "down", "fifth"))
 Plots = dict[str, list[str]]
 _MARKED_BELOW = 12  # a curve with fewer points gets markers
 
@@ -66,6 +55,7 @@ def draw_plots(comparison: Comparison, steps: Steps) -> Plots:
         "gain": [gain_plot(comparison)],
         "transition": [transition_plot(comparison)],
         "length": [length_plot(comparison)],
+        "limit": [limit_plot(comparison)] if comparison.by_limit else [],
         "training": training_plots(steps),
     }
 
@@ -94,17 +84,17 @@ def _plots_by_set(steps: Steps) -> dict[str, dict[str, str]]:
 
 def prompt_length_plot(lengths: Mapping[str, Any]) -> str:
     """SVG of the histogram of a data card's prompt lengths; a line marks the longest prompt allowed."""
-    figure, axes = _new_figure(width=5.2, height=2.6)
+    figure, axes = new_figure(width=5.2, height=2.6)
     edges, counts = list(lengths["edges"]), lengths["counts"]
     if len(edges) > 2:
         edges[-1] = 2 * edges[-2] - edges[-3]  # the last bin holds all that is longer: as wide as the others
-    axes.stairs(counts, edges, color=_COLOUR["after"], fill=True, alpha=0.85)
+    axes.stairs(counts, edges, color=COLOUR["after"], fill=True, alpha=0.85)
     if lengths["max_prompt_tokens"] <= edges[-1]:
-        axes.axvline(lengths["max_prompt_tokens"], color=_COLOUR["down"], linewidth=1, linestyle=(0, (4, 3)))
+        axes.axvline(lengths["max_prompt_tokens"], color=COLOUR["down"], linewidth=1, linestyle=(0, (4, 3)))
     axes.set_title("Prompt length (tokens); the last bar is open", loc="left", fontsize=9.5)
     axes.set_xlim(left=0)
     axes.set_ylabel("prompts")
-    return _svg(figure, "Prompt lengths in tokens")
+    return svg_of(figure, "Prompt lengths in tokens")
 
 
 def accuracy_plots(before: Side, after: Side) -> list[str]:
@@ -118,16 +108,33 @@ def accuracy_plots(before: Side, after: Side) -> list[str]:
 def length_plot(comparison: Comparison) -> str:
     """SVG of both length distributions, drawn as outlines over common bins."""
     lengths = comparison.lengths
-    figure, axes = _new_figure(width=5.2, height=2.6)
+    figure, axes = new_figure(width=5.2, height=2.6)
     for side in ("before", "after"):
-        axes.stairs(lengths.histogram[side], lengths.edges, color=_COLOUR[side], linewidth=1.6, label=side)
-        axes.stairs(lengths.histogram[side], lengths.edges, color=_COLOUR[side], fill=True, alpha=0.18)
-        axes.axvline(lengths.quantiles[side]["50"], color=_COLOUR[side], linewidth=1, linestyle=(0, (4, 3)))
+        axes.stairs(lengths.histogram[side], lengths.edges, color=COLOUR[side], linewidth=1.6, label=side)
+        axes.stairs(lengths.histogram[side], lengths.edges, color=COLOUR[side], fill=True, alpha=0.18)
+        axes.axvline(lengths.quantiles[side]["50"], color=COLOUR[side], linewidth=1, linestyle=(0, (4, 3)))
     axes.set_title(f"Response length ({lengths.unit}); medians dashed", loc="left", fontsize=9.5)
     axes.set_xlim(left=0)
     axes.set_ylabel("responses")
-    _legend(axes)
-    return _svg(figure, "Response lengths before and after")
+    legend(axes)
+    return svg_of(figure, "Response lengths before and after")
+
+
+def limit_plot(comparison: Comparison) -> str:
+    """SVG of both accuracies under lower token limits, computed by cutting."""
+    figure, axes = new_figure(width=5.2, height=2.6)
+    limits = [sides[0].max_tokens for sides in comparison.by_limit]
+    for number, side in enumerate(("before", "after")):
+        accuracies = [100 * sides[number].accuracy for sides in comparison.by_limit]
+        axes.plot(limits, accuracies, color=COLOUR[side], linewidth=1.5, marker="o", markersize=3.5, label=side)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(limits, [f"{limit:,}" for limit in limits])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("accuracy (%)")
+    axes.set_xlabel("token limit, by cutting this run's responses")
+    legend_above(axes, ncols=2)
+    return svg_of(figure, "Accuracy by token limit")
 
 
 def gain_plot(comparison: Comparison) -> str:
@@ -140,26 +147,26 @@ def gain_plot(comparison: Comparison) -> str:
             if name in ("content", "format")
         ),
     ]
-    figure, axes = _new_figure(width=5.2, height=2.6)
+    figure, axes = new_figure(width=5.2, height=2.6)
     for row, (_, value, (low, high)) in enumerate(reversed(parts)):
-        axes.barh(row, 100 * value, height=0.55, color=_COLOUR["up" if value >= 0 else "down"], alpha=0.85)
+        axes.barh(row, 100 * value, height=0.55, color=COLOUR["up" if value >= 0 else "down"], alpha=0.85)
         axes.plot(
-            [100 * low, 100 * high], [row, row], color=_COLOUR["ink"], linewidth=1.2, marker="|", markersize=7
+            [100 * low, 100 * high], [row, row], color=COLOUR["ink"], linewidth=1.2, marker="|", markersize=7
         )
-    axes.axvline(0, color=_COLOUR["soft"], linewidth=1)
+    axes.axvline(0, color=COLOUR["soft"], linewidth=1)
     axes.set_yticks(range(len(parts)), [name for name, *_ in reversed(parts)])
     axes.grid(visible=False, axis="y")
-    axes.grid(visible=True, axis="x", color=_COLOUR["line"], linewidth=0.8)
+    axes.grid(visible=True, axis="x", color=COLOUR["line"], linewidth=0.8)
     axes.set_title("Parts of the difference (points)", loc="left", fontsize=9.5)
-    return _svg(figure, "Parts of the difference")
+    return svg_of(figure, "Parts of the difference")
 
 
 def transition_plot(comparison: Comparison) -> str:
     """SVG of the transitions: one bar per verdict before, split by verdict after."""
     colours = dict(
-        zip(comparison.transitions, (_COLOUR[x] for x in ("up", "down", "before", "third")), strict=True)
+        zip(comparison.transitions, (COLOUR[x] for x in ("up", "down", "before", "third")), strict=True)
     )
-    figure, axes = _new_figure(width=7.6, height=2.4)
+    figure, axes = new_figure(width=7.6, height=2.4)
     names = list(comparison.transitions)
     starts = [0.0] * len(names)
     for outcome in names:
@@ -173,8 +180,8 @@ def transition_plot(comparison: Comparison) -> str:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("items")
-    _legend_above(axes, ncols=4)
-    return _svg(figure, "Verdicts after, by verdict before")
+    legend_above(axes, ncols=4)
+    return svg_of(figure, "Verdicts after, by verdict before")
 
 
 def history_plot(
@@ -187,18 +194,18 @@ def history_plot(
 
     `changes` are change points, each as (place, level before, level after).
     """
-    figure, axes = _new_figure(width=7.6, height=3.0)
+    figure, axes = new_figure(width=7.6, height=3.0)
     places = list(range(len(points)))
     axes.errorbar(
-        places, [100 * accuracy for accuracy, _ in points], yerr=_errors(points), color=_COLOUR["after"],
-        ecolor=_COLOUR["soft"], linewidth=1.5, elinewidth=1, capsize=2.5, marker="o", markersize=4,
+        places, [100 * accuracy for accuracy, _ in points], yerr=errors(points), color=COLOUR["after"],
+        ecolor=COLOUR["soft"], linewidth=1.5, elinewidth=1, capsize=2.5, marker="o", markersize=4,
         label="accuracy, 95 % interval",
     )  # fmt: skip
     if trend is not None:
         line = [100 * value for value in trend]
-        axes.plot([0, len(points) - 1], line, color=_COLOUR["third"], linewidth=1.2, linestyle="--", label="trend")
+        axes.plot([0, len(points) - 1], line, color=COLOUR["third"], linewidth=1.2, linestyle="--", label="trend")
     for place, before, after in changes:
-        colour = _COLOUR["up" if after > before else "down"]
+        colour = COLOUR["up" if after > before else "down"]
         axes.axvline(place - 0.5, color=colour, linewidth=1.2, linestyle=(0, (4, 3)))
         axes.annotate(
             f"{100 * (after - before):+.1f}",
@@ -208,99 +215,37 @@ def history_plot(
             fontsize=8,
         )
     step = -(-len(labels) // 8)
-    axes.set_xticks(places[::step], [_plain(label) for label in labels[::step]])
+    axes.set_xticks(places[::step], [plain(label) for label in labels[::step]])
     axes.set_ylabel("accuracy (%)")
-    _legend_above(axes, ncols=2)
-    return _svg(figure, "Accuracy over runs")
-
-
-def suite_plots(report: Mapping[str, Any]) -> list[str]:
-    """SVGs of a suite's report.json: each benchmark's change, and with baselines the accuracies of every model."""
-    rows, pooled = report["benchmarks"], report["pooled"]
-    names = [row["name"] for row in rows]
-    plots = [_change_rows([*names, "pooled"], [*rows, {**pooled, "direction": "pooled"}])]
-    models = {side: [(row[side], row[f"{side}_interval"]) for row in rows] for side in ("before", "after")}
-    for baseline in report["baselines"]:
-        found = {row["name"]: row for row in baseline.get("after", {"benchmarks": []})["benchmarks"]}
-        unknown = (float("nan"), (float("nan"), float("nan")))
-        models[baseline["name"]] = [
-            (found[name]["before"], found[name]["before_interval"]) if name in found else unknown for name in names
-        ]
-    return [*plots, _model_bars(names, models)] if report["baselines"] else plots
-
-
-def _change_rows(names: Sequence[str], changes: Sequence[Mapping[str, Any]]) -> str:
-    figure, axes = _new_figure(width=7.6, height=0.9 + 0.3 * len(names))
-    colours = {"up": _COLOUR["up"], "down": _COLOUR["down"], "pooled": _COLOUR["ink"], "": _COLOUR["soft"]}
-    for row, change in enumerate(changes):
-        colour = colours[change["direction"]]
-        axes.plot([100 * bound for bound in change["ci95"]], [row, row], color=colour, linewidth=1.6)
-        marker = "D" if change["direction"] == "pooled" else "o"
-        axes.plot([100 * change["difference"]], [row], color=colour, marker=marker, markersize=6)
-    axes.axvline(0, color=_COLOUR["ink"], linewidth=0.8)
-    axes.set_yticks(range(len(names)), [_plain(name) for name in names])
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.grid(visible=True, axis="x", color=_COLOUR["line"], linewidth=0.8)
-    axes.set_title("After minus before (points), 95 % intervals", loc="left", fontsize=9.5)
-    return _svg(figure, "Change of each benchmark")
-
-
-def _model_bars(names: Sequence[str], models: Mapping[str, Sequence[tuple[float, tuple[float, float]]]]) -> str:
-    figure, axes = _new_figure(width=7.6, height=2.9)
-    others = (_COLOUR[name] for name in ("third", "fourth", "fifth", "soft"))
-    colours = {"before": _COLOUR["before"], "after": _COLOUR["after"]}
-    width = 0.8 / len(models)
-    for number, (model, results) in enumerate(models.items()):
-        axes.bar(
-            [place + width * (number - (len(models) - 1) / 2) for place in range(len(names))],
-            [100 * accuracy for accuracy, _ in results],
-            width=0.94 * width,
-            color=colours.get(model) or next(others, _COLOUR["line"]),
-            label=_plain(model),
-            yerr=_errors(results),
-            error_kw={"ecolor": _COLOUR["ink"], "elinewidth": 1, "capsize": 2},
-        )
-    axes.set_xticks(range(len(names)), [_plain(_wrapped(name)) for name in names])
-    axes.set_ylim(0, 100)
-    axes.set_ylabel("accuracy (%)")
-    _legend_above(axes, ncols=4)
-    return _svg(figure, "Accuracy of every model")
+    legend_above(axes, ncols=2)
+    return svg_of(figure, "Accuracy over runs")
 
 
 def _bars(groups: Sequence[tuple[str, Side | GroupResult, Side | GroupResult]], label: str) -> str:
-    figure, axes = _new_figure(width=7.6, height=2.9)
+    figure, axes = new_figure(width=7.6, height=2.9)
     for side, name in enumerate(("before", "after")):
         results = [(x, y)[side] for _, x, y in groups]
         axes.bar(
             [place + 0.38 * (side - 0.5) for place in range(len(groups))],
             [100 * result.accuracy for result in results],
             width=0.36,
-            color=_COLOUR[name],
+            color=COLOUR[name],
             label=name,
-            yerr=_errors([(result.accuracy, result.interval) for result in results]),
-            error_kw={"ecolor": _COLOUR["ink"], "elinewidth": 1, "capsize": 2.5},
+            yerr=errors([(result.accuracy, result.interval) for result in results]),
+            error_kw={"ecolor": COLOUR["ink"], "elinewidth": 1, "capsize": 2.5},
         )
-    names = [f"{_plain(_wrapped(name))}\nn = {x.n}" for name, x, _ in groups]
+    names = [f"{plain(wrapped(name))}\nn = {x.n}" for name, x, _ in groups]
     axes.set_xticks(range(len(groups)), names)
     axes.set_ylim(0, 100)
     axes.set_ylabel("accuracy (%)")
-    _legend_above(axes, ncols=2)
-    return _svg(figure, label)
-
-
-def _errors(points: Sequence[tuple[float, tuple[float, float]]]) -> list[list[float]]:
-    """Lengths of the error bars below and above each point, in percent."""
-    return [
-        [100 * max(0.0, accuracy - low) for accuracy, (low, _) in points],
-        [100 * max(0.0, high - accuracy) for accuracy, (_, high) in points],
-    ]
+    legend_above(axes, ncols=2)
+    return svg_of(figure, label)
 
 
 def _curve_svg(title: str, curves: Mapping[str, tuple[list[int], list[float]]]) -> str:
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = _new_figure(width=3.7, height=2.3)
+    figure, axes = new_figure(width=3.7, height=2.3)
     axes.set_title(title, loc="left", fontsize=9.5)
     for (label, (steps, values)), colour in zip(curves.items(), _LINE_COLOURS, strict=False):
         marker = "o" if len(steps) < _MARKED_BELOW else None
@@ -310,66 +255,7 @@ def _curve_svg(title: str, curves: Mapping[str, tuple[list[int], list[float]]]) 
     if len(curves) > 1:  # room for the legend above the curves
         bottom, top = axes.get_ylim()
         axes.set_ylim(top=top + (top - bottom) * 0.16 * ((len(curves) + 1) // 2))
-        _legend(axes)
+        legend(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.set_xlabel("step")
-    return _svg(figure, title)
-
-
-def _legend(axes: Axes) -> None:
-    axes.legend(frameon=False, fontsize=7.5, ncols=2, loc="upper right", borderaxespad=0)
-
-
-def _legend_above(axes: Axes, ncols: int) -> None:
-    axes.legend(frameon=False, fontsize=8, ncols=ncols, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
-
-
-def _plain(text: str) -> str:
-    """Literal text: matplotlib reads text between dollar signs as mathematics."""
-    return text.replace("$", r"\$")
-
-
-def _wrapped(text: str) -> str:
-    import textwrap
-
-    return "\n".join(textwrap.wrap(text, 13, max_lines=3, placeholder=" ...")) or text
-
-
-def _new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_COLOUR["line"])
-    axes.grid(axis="y", color=_COLOUR["line"], linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, colors=_COLOUR["soft"], length=0)
-    axes.xaxis.label.set_fontsize(8)
-    axes.yaxis.label.set_fontsize(8)
-    return figure, axes
-
-
-def _svg(figure: Figure, label: str) -> str:
-    """The figure's <svg> element: text as text, and no date, so equal data give equal bytes.
-
-    `label` is for screen readers.
-    """
-    import matplotlib
-    from markupsafe import escape
-
-    buffer = io.StringIO()
-    with (
-        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif"}),
-        warnings.catch_warnings(),
-    ):
-        # The reader's font draws the text; it may have glyphs that ours lacks.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    drawing = buffer.getvalue()
-    drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL)
-    drawing = re.sub(r' id="[A-Za-z.0-9]+_\d+"', "", drawing)  # the same in every figure of the page
-    drawing = re.sub("|".join(_PAGE_COLOURS), lambda match: f"var({_PAGE_COLOURS[match.group()]})", drawing)
-    return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
+    return svg_of(figure, title)

@@ -9,20 +9,24 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from durable import write_atomically
+from eval.checkpoint_curve import checkpoint_curve
 from eval.compare import Comparison, ComparisonError, compare_evaluations
 from eval.gates import BEFORE, LAST_NIGHT, GateResult, check_gate, describe_gates, parse_gate
 from eval.item_pages import pack_items
 from eval.measured import UNKNOWN, Provenance, model_words
 from eval.pages import field_of, format_p, percent, plain_p, points, points_interval, render
-from eval.plots import Plots, draw_plots, prompt_length_plot, suite_plots, training_plots
+from eval.plots import Plots, draw_plots, prompt_length_plot, training_plots
 from eval.problems.registry import POOLED
 from eval.report import REPORT_PAGE, SAME_MODEL, THESE_MODELS, make_report, render_html, write_pages
-from eval.results import Evaluation, load_evaluation
+from eval.results import Evaluation, load_evaluation, make_folder
 from eval.statistics import SIGNIFICANCE
-from eval.suite import Suite, describe_suite, read_suite
+from eval.suite import Member, Suite, describe_suite, read_suite
 from eval.suite_comparison import BenchmarkChange, Paired, SuiteComparison, compare_suite
+from eval.suite_plots import checkpoint_plot, suite_plots
 from eval.training import Steps, read_training_metrics, training_totals
 
+CHECKPOINT_PAGE = "checkpoints.html"
 Keep = Callable[[str, Callable[[], Plots]], Plots]  # (name, draw) -> what `draw` gives, perhaps kept from earlier
 # Of the headline's report what a suite's report.json leaves to the benchmark's own.
 _OWN_PAGE = ("flips", "items", "transitions", "groups", "num_groups", "expected_false_alarms", "lengths", "gain")
@@ -35,7 +39,8 @@ class Models:
     before: str | Path
     after: str | Path
     baselines: Mapping[str, str | Path] = field(default_factory=dict)  # by name
-    checkpoints: Mapping[int, str | Path] = field(default_factory=dict)  # by training step
+    checkpoints: Mapping[int, str | Path] = field(default_factory=dict)  # along the training, by step
+    last_step: int | None = None  # that `after` is of, for the curve of the checkpoints
     absent: Mapping[str, str] = field(default_factory=dict)  # a baseline, or "step N" -> why it was not asked
 
 
@@ -62,50 +67,67 @@ def write_suite_report(
     wanted = [parse_gate(gate, names, [BEFORE, *models.baselines, *models.absent, LAST_NIGHT]) for gate in gates]
     steps = read_training_metrics(train_metrics) if train_metrics is not None else []
     work = _Work(suite, provenance, steps, output_dir, keep)
-    beside = {name: _Baseline(name, read_suite(folder)) for name, folder in models.baselines.items()}
+    beside = {name: _Column(name, read_suite(folder)) for name, folder in models.baselines.items()}
+    along = {step: _Column(f"step {step}", read_suite(folder)) for step, folder in models.checkpoints.items()}
     for member in suite.members:
         with_texts = output_dir is not None  # only the pages have them
         before, after = (load_evaluation(folders[side][member.name], with_texts) for side in (BEFORE, "after"))
         work.add(member.name, member.weight, before, after)
         for baseline in beside.values():
-            baseline.add(member.name, member.weight, before, after)
+            baseline.add(member, {BEFORE: before, "after": after})
+        for checkpoint in along.values():
+            checkpoint.add(member, {BEFORE: before}, is_later=True)
     compared = compare_suite(work.pairs)
     measured: dict[str, Any] = {BEFORE: _measured(compared)}
     for name, baseline in beside.items():
-        measured[name] = _measured(baseline.comparison("after")) if baseline.pairs["after"] else {}
+        measured[name] = _measured(baseline.comparison("after")) if baseline.pairs else {}
     results = [check_gate(gate, measured) for gate in wanted]
+    missing = {column.name: "; ".join(column.missing.values()) for column in along.values() if column.missing}
+    whole = {step: column.pairs[BEFORE] for step, column in along.items() if not column.missing}
+    curve = checkpoint_curve(whole | ({models.last_step: work.pairs} if models.last_step and whole else {}))
+    since = provenance.made.get("since the first night")
+    nights = [
+        last_night_verdict(found.comparison("after"))
+        for name, found in beside.items()
+        if name == LAST_NIGHT and found.pairs
+    ]
     extras = {
+        "nights": [*nights, f"The trained model is {since}."] if since else nights,
         "gates": [asdict(result) for result in results],
         "baselines": [baseline.content() for baseline in beside.values()],
-        "absent": dict(models.absent),
+        "absent": {**models.absent, **missing},
+        "checkpoints": curve and asdict(curve),
     }
     return work.finish(compared, results, extras)
 
 
-class _Baseline:
-    """A further model, paired with both sides benchmark by benchmark."""
+class _Column:
+    """A further model, paired with others benchmark by benchmark."""
 
     def __init__(self, name: str, folders: Mapping[str, Path]) -> None:
         self.name = name
+        self.missing: dict[str, str] = {}
+        self.pairs: dict[str, list[Paired]] = {}  # by the side that it is paired with
         self._folders = folders
         self._model = ""
-        self._missing: dict[str, str] = {}
-        self.pairs: dict[str, list[Paired]] = {BEFORE: [], "after": []}
 
-    def add(self, name: str, weight: float, before: Evaluation, after: Evaluation) -> None:
-        """Pair one benchmark, or record why that is not possible."""
-        if name not in self._folders:
-            self._missing[name] = "it was not asked"
+    def add(self, member: Member, sides: Mapping[str, Evaluation], is_later: bool = False) -> None:
+        """Pair one benchmark, from this model or, `is_later`, to it; or record why that is not possible."""
+        if member.name not in self._folders:
+            self.missing[member.name] = "it was not asked"
             return
-        own = load_evaluation(self._folders[name], with_texts=False)
+        own = load_evaluation(self._folders[member.name], with_texts=False)
         self._model = model_words(None, str(own.settings["model"]))
         try:
-            found = {BEFORE: compare_evaluations(own, before), "after": compare_evaluations(own, after)}
+            found = {
+                side: compare_evaluations(*((other, own) if is_later else (own, other)))
+                for side, other in sides.items()
+            }
         except ComparisonError as error:
-            self._missing[name] = str(error)
+            self.missing[member.name] = str(error)
             return
         for side, comparison in found.items():
-            self.pairs[side].append(Paired.of(name, weight, comparison, own))
+            self.pairs.setdefault(side, []).append(Paired.of(member.name, member.weight, comparison, own))
 
     def comparison(self, side: str) -> SuiteComparison:
         """From this model to the one of that side."""
@@ -113,8 +135,8 @@ class _Baseline:
 
     def content(self) -> dict[str, Any]:
         """As report.json has it: `before` and `after` hold the change from this model to that side."""
-        sides = {side: _content(self.comparison(side)) for side, pairs in self.pairs.items() if pairs}
-        return {"name": self.name, "model": self._model, "missing": self._missing, **sides}
+        sides = {side: _content(self.comparison(side)) for side in self.pairs}
+        return {"name": self.name, "model": self._model, "missing": self.missing, **sides}
 
 
 class _Work:
@@ -164,12 +186,14 @@ class _Work:
         if self._is_suite:
             report = {key: value for key, value in report.items() if key not in _OWN_PAGE}
             report |= self._front(compared)
-        sentences = report.get("sentences", [report["verdict"]]) + describe_gates(results)
+        sentences = report.get("sentences", [report["verdict"]]) + report.pop("nights") + describe_gates(results)
         report |= {"verdict": " ".join(sentences), "sentences": sentences}
         report["is_one_evaluation"] = compared.is_one_evaluation
         report["is_failed"] = any(result.is_passed is False for result in results)
         report = json.loads(json.dumps(report))
         if self._output_dir is not None:
+            if report["checkpoints"]:
+                write_checkpoint_page(report, self._output_dir)
             page = self._render_front(report, compared) if self._is_suite else self._render_own(report)
             write_pages(report, page, self._output_dir)
         return report
@@ -237,6 +261,15 @@ class _Work:
         )
 
 
+def write_checkpoint_page(report: Mapping[str, Any], output_dir: Path) -> None:
+    """Write checkpoints.html: accuracy against training steps."""
+    from markupsafe import Markup
+
+    drawing = Markup(checkpoint_plot(report["checkpoints"]))
+    page = render("checkpoints.html.j2", report=report, curve=report["checkpoints"], drawing=drawing)
+    write_atomically(make_folder(output_dir) / CHECKPOINT_PAGE, page)
+
+
 def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
     """Sentences: the pooled change, the headline's, and by name every benchmark that fell or rose."""
     rows, pooled = compared.benchmarks, compared.pooled
@@ -260,6 +293,20 @@ def suite_verdict(compared: SuiteComparison, headline: str) -> list[str]:
         sentences += [f"{word}: {'; '.join(found)}."] if found else []
     lower = [f"{row.name} {points(row.difference)}" for row in rows if row.difference < 0 and not row.direction]
     return [*sentences, f"Lower, but not significantly: {', '.join(lower)}."] if lower else sentences
+
+
+def last_night_verdict(compared: SuiteComparison) -> str:
+    """Whether the trained model is better or worse than last night's, and on what it is worse."""
+    pooled = compared.pooled
+    words = "better" if pooled.difference > 0 else "WORSE"
+    words = f"{words} than" if pooled.p < SIGNIFICANCE else "not significantly different from"
+    what = f"pooled over {len(compared.benchmarks)} benchmarks, " if len(compared.benchmarks) > 1 else ""
+    fell = "; ".join(f"{row.name} {_said(row)}" for row in compared.benchmarks if row.direction == "down")
+    return (
+        f"The trained model is {words} last night's: {what}{points(pooled.difference)} points (95 % interval "
+        f"{points_interval(pooled.ci95)}, p {format_p(pooled.p)})."
+        + (f" BELOW last night: {fell}." if what and fell else "")
+    )
 
 
 def _said(row: BenchmarkChange) -> str:

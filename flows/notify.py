@@ -20,13 +20,11 @@ from prefect.utilities.urls import url_for
 
 from dapo_core.errors import ConfigError
 from eval.client import LOOPBACK
-from eval.gates import LAST_NIGHT
 from eval.pages import points
 from eval.report import REPORT_PAGE
 from flows.config import WebhookConfig, is_http_address, load_config
 from redaction import redacted
 from tasks.runs.history import REPORT_FOLDER
-from tasks.runs.nights import describe_change
 from tasks.runs.run import Run
 
 logger = logging.getLogger(__name__)
@@ -39,10 +37,9 @@ FIGURES = ("difference", "ci95", "p", "n")
 def report_result(run: Run, report: Mapping[str, Any], webhook: WebhookConfig) -> None:
     """Send a finished report to the webhook, if there is one; a webhook that fails is a warning."""
     of = f" on {report['headline']}" if "headline" in report else ""
-    verdict = f"{run.config.run.name}: {report['verdict']} ({points(report['difference'])} points{of})"
     payload = {
         "event": "report",
-        "text": "; ".join([verdict, *night_words(report)]),
+        "text": f"{run.config.run.name}: {report['verdict']} ({points(report['difference'])} points{of})",
         "recipe": run.config.run.name,
         "run": run.folder.name,
         "verdict": report["verdict"],
@@ -62,16 +59,6 @@ def baseline_figures(report: Mapping[str, Any]) -> dict[str, Any]:
     """By baseline, the change from it to the model after training: of a suite pooled."""
     asked = {one["name"]: one["after"]["pooled"] for one in report["baselines"] if "after" in one}
     return {name: {figure: pooled[figure] for figure in FIGURES} for name, pooled in asked.items()}
-
-
-def night_words(report: Mapping[str, Any]) -> list[str]:
-    """Of a nightly run, how its model compares with last night's and with the first night's."""
-    words = []
-    if (change := baseline_figures(report).get(LAST_NIGHT)) is not None:
-        words.append(describe_change(change, "last night"))
-    if since := report["provenance"].get("since the first night"):
-        words.append(since)
-    return words
 
 
 def suite_figures(report: Mapping[str, Any]) -> dict[str, Any]:

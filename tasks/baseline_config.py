@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -67,6 +68,11 @@ class BaselineConfig(Section):
                     f"evaluate.baselines: {name} of {self.name} would be ignored by {said[0]}; remove it, or name "
                     f"{' or '.join(_READ_WITH[name])} instead"
                 )
+        if self.base_url is not None and "@" in urlsplit(self.base_url).netloc:
+            raise ValueError(
+                f"evaluate.baselines: base_url of {self.name} holds a user or password, which runs would keep in "
+                "clear text; put the key into an environment variable and name it in api_key_variable"
+            )
         if self.base_url is not None and self.model is None:
             raise ValueError(f"evaluate.baselines: {self.name} has base_url; set `model` to the name it serves")
         return self

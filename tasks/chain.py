@@ -107,7 +107,8 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
     Without `model`, those of a baseline which is served elsewhere.
 
     A failed attempt keeps its answers; the next one with the same key asks only for what is missing. Benchmarks
-    that the store has of the same model are taken from there; if it has all, nothing is served.
+    that the store has of the same model are taken from there unless the stage is forced. If it has all, nothing is
+    served.
     """
     link = link_of(run.config, label)
     key = link.key(data, *([] if model is None else [model]))
@@ -116,7 +117,7 @@ def evaluate_model(run: Run, data: Artifact, model: Artifact | None, label: str)
         log_path = run.store.log_path(key.stage, key.key)
         link_log(run, log_path)
         with run.store.in_use():
-            suite = benchmarks_of(run.store, link.stage, link.config, key.inputs)
+            suite = benchmarks_of(run.store, link.stage, link.config, key.inputs, label in run.forced)
             take_stored(link.config, suite, folder)
         commands = []
         if any(one.stored is None for one in suite):

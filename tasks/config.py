@@ -98,7 +98,7 @@ class TimeLimitsConfig(Section):
 
     prepare_data_hours: float | None = volatile(2.0, "Limit of prepare-data.", gt=0)
     fetch_model_hours: float | None = volatile(12.0, "Limit of fetch-model.", gt=0)
-    evaluate_model_hours: float | None = volatile(24.0, "Limit of evaluate-model, each of the two.", gt=0)
+    evaluate_model_hours: float | None = volatile(24.0, "Limit of evaluate-model, for each model.", gt=0)
     train_policy_hours: float | None = volatile(None, "Limit of train-policy.", gt=0)
     merge_checkpoint_hours: float | None = volatile(6.0, "Limit of merge-checkpoint.", gt=0)
 

@@ -130,6 +130,8 @@ def sampling_of(settings: EvaluateConfig, model_folder: Path | None) -> Sampling
     Without a folder nothing is sent, so that the server's own default applies, which for vLLM is that file too
     unless it was started with `--generation-config vllm`. Raises ConfigError for a file without sampling.
     """
+    if settings.mode == "loglikelihood":  # nothing is sampled
+        return Sampling(1, seed=settings.seed, extra_body=settings.extra_body or None)
     sampling = Sampling(
         max_tokens=settings.max_response_tokens,
         temperature=settings.temperature,

@@ -47,12 +47,12 @@ class Asked:
 
 
 def benchmarks_of(
-    store: ArtifactStore, stage: Stage, config: ChainConfig, inputs: Mapping[str, str]
+    store: ArtifactStore, stage: Stage, config: ChainConfig, inputs: Mapping[str, str], is_forced: bool = False
 ) -> list[Asked]:
     """The benchmarks that a recipe's evaluation asks, in their order, and what the store has of them.
 
     `inputs` are those of the evaluation's key; a benchmark whose problems are not among them is new. Answers count
-    as the same if model, settings, problems, code and packages are. Damaged ones are left out.
+    as the same if model, settings, problems, code and packages are. Damaged ones do not; nor any if `is_forced`.
     """
     alone = {name: config.for_benchmark(one) for name, one in config.evaluate.named.items()} or {"": config}
     asked = []
@@ -60,7 +60,8 @@ def benchmarks_of(
         problems = inputs.get(problems_input(name), "")
         key = stage.key(own, {"eval_data": problems, "model": inputs["model"], **evaluation_files(own)})
         asked.append(Asked(name, own.evaluate, key, None, None))
-    return _with_stored(store, asked)
+    found = _with_stored(store, asked)
+    return [replace(one, stored=None) for one in found] if is_forced else found
 
 
 def _with_stored(store: ArtifactStore, asked: Sequence[Asked]) -> list[Asked]:

@@ -109,4 +109,4 @@ def packed_items(page: str) -> tuple[list[list[Any]], list[str]]:
 
 def no_plots(comparison: Comparison | None, steps: Steps) -> Plots:
     """For `write_report`, where a test does not look at plots: matplotlib takes most of a report's time."""
-    return {name: [""] for name in ("accuracy", "gain", "length", "transition", "training")}
+    return {name: [""] for name in ("accuracy", "gain", "length", "limit", "transition", "training")}

@@ -6,6 +6,7 @@ ROOT/STAGE/KEY16/3.damaged  found to be other than its manifest says, or without
 ROOT/STAGE/KEY16/3.removed  being deleted by a garbage collection
 ROOT/STAGE/KEY16/3.verified which of its files were found right, and when
 ROOT/.locks  ROOT/.logs     locks of builders and users of the store; output of the stages' commands
+ROOT/.served                weights that servers of baselines have shown
 
 The newest finished attempt is the artifact of the key. Earlier ones stay for the runs that link to them.
 """

@@ -42,6 +42,7 @@ def report_run(
         after.path,
         {name: artifact.path for name, artifact in columns.baselines.items()},
         {step: artifact.path for step, artifact in columns.checkpoints.items()},
+        run.config.train.total_steps if run.config.merge.checkpoint == "latest" else None,
         columns.absent,
     )
     inputs = {"before": before.digest, "after": after.digest, "training": training.digest}
@@ -68,7 +69,7 @@ class _KeptPlots:
             stage="plots",
             config={},
             inputs=inputs,
-            code_digest=code_digest(("eval/plots.py",)),
+            code_digest=code_digest(("eval/figures.py", "eval/plots.py")),
             versions=package_versions(("matplotlib",)),
         ).key
         self._found = _find_plots(run, self._key)

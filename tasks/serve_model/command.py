@@ -25,6 +25,7 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 CPU_BINDING_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 WORKER_PROCESS_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
+CPU_PREFILL_TOKENS = 8192  # of one step of a server on a CPU
 MAX_UNBOUND_CORES = 8  # with more, threads bound to cores by a worker process of its own are worth its start
 
 
@@ -58,6 +59,18 @@ def with_known_dtype(settings: ServeConfig, model_path: str | Path) -> ServeConf
     if settings.dtype != "auto" or vllm_device().kind != "cpu" or not is_half_precision(model_path):
         return settings
     return settings if runs_bfloat16() else settings.model_copy(update={"dtype": "float32"})
+
+
+def with_whole_prompts(settings: ServeConfig) -> ServeConfig:
+    """The settings, on a CPU with arguments by which no prompt is split over steps.
+
+    vLLM 0.32's CPU worker ends at a split prompt with a seed: "CPU Generator does not use offset".
+    """
+    if vllm_device().kind != "cpu":
+        return settings
+    tokens = max(settings.max_model_len, settings.max_num_seqs, CPU_PREFILL_TOKENS)
+    whole = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens))
+    return settings.model_copy(update={"extra_args": (*whole, *settings.extra_args)})
 
 
 def served_name(digest: str) -> str:

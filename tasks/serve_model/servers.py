@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -30,6 +30,7 @@ from tasks.serve_model.command import (
     serve_environments,
     shell_line,
     with_known_dtype,
+    with_whole_prompts,
 )
 from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError, ServerDied, failure_of
@@ -47,6 +48,11 @@ class Server(Endpoint):
     """A server that answers."""
 
     command: str = ""  # as typed, with MODEL for the folder; "" for a server that is not ours
+    process: SupervisedProcess | None = field(default=None, compare=False, repr=False)
+
+    def has_ended(self) -> bool:
+        """Whether its process ended, which nothing starts again."""
+        return self.process is not None and self.process.poll() is not None
 
 
 @contextlib.contextmanager
@@ -62,7 +68,7 @@ def serve_model(
     block failed because one ended.
     """
     require_servable(model_path, settings, os.environ)
-    settings = with_known_dtype(settings, model_path)
+    settings = with_whole_prompts(with_known_dtype(settings, model_path))
     with _run_servers(model_path, settings, log_path, name, secrets.token_urlsafe(24)) as running:
         try:
             yield tuple(one.server for one in running)
@@ -82,7 +88,7 @@ def serve_until_interrupted(
     when one ends.
     """
     require_servable(model_path, settings, environment)
-    settings = with_known_dtype(settings, model_path)
+    settings = with_whole_prompts(with_known_dtype(settings, model_path))
     api_key = environment.get(API_KEY_VARIABLE)
     if not api_key:
         api_key = secrets.token_urlsafe(24)
@@ -144,7 +150,7 @@ def _run_servers(
                 )
                 portable = ["python", *("MODEL" if word == str(model_path) else word for word in command[1:])]
                 line = shell_line(portable, place)
-                server = Server(base_url(settings.host, port), name, api_key, line)
+                server = Server(base_url(settings.host, port), name, api_key, line, process)
                 running.append(_Running(server, process, _watch_health(server, is_over)))
             while pending := [one for one in running if not one.is_healthy.is_set()]:
                 _refuse_ended(pending)

@@ -264,6 +264,17 @@ def test_the_work_of_an_unreachable_server_goes_to_the_other(
     assert {row.attempts for row in read_rows(tmp_path).values()} == {1}
 
 
+def test_a_server_that_has_ended_is_not_awaited(closed_port: Endpoint, tmp_path: Path) -> None:
+    class Ended(Endpoint):
+        def has_ended(self) -> bool:
+            return True
+
+    start = time.monotonic()
+    with pytest.raises(EvaluationError, match="30 were not sent because nothing answered"):
+        evaluate(make_set(30), [Ended(closed_port.base_url, "m")], SAMPLING, tmp_path, limits=LIMITS)
+    assert time.monotonic() - start < LIMITS.outage_seconds / 2
+
+
 @pytest.mark.parametrize("fault", ["dies", "hangs", "only fails"])
 def test_the_work_of_a_server_that_goes_bad_goes_to_the_other(
     server: ArithmeticServer, other: ArithmeticServer, endpoint: Endpoint, tmp_path: Path, fault: str

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from eval import RequestsRefused
 from eval.client import Endpoint, Sampling
 from eval.dispatch import Limits
 from eval.problems.items import EvaluationSet
+from eval.problems.registry import SUITES
 from eval.recorder import Benchmark
 from eval.results import load_evaluation, read_rows
 from eval.run import evaluate_all
-from eval.suite import read_suite
+from eval.suite import describe_suite, read_suite
+from flows.cli import app
 from tests.integration.arithmetic_server import ArithmeticServer, Handler, make_set, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +70,13 @@ def set_of(count: int, first: int) -> EvaluationSet:
         for i, item in enumerate(make_set(count).items)
     ]
     return EvaluationSet(tuple(items))
+
+
+def write_sums(path: Path, first: int, count: int) -> Path:
+    """A file of the same problems."""
+    rows = [{"problem": f"{first + i} + 1 = ?", "answer": str(first + i + 1)} for i in range(count)]
+    path.write_text(json.dumps(rows))
+    return path
 
 
 def suite(folder: Path, num_long: int = 8, num_short: int = 40) -> list[Benchmark]:
@@ -154,8 +164,7 @@ def test_a_killed_suite_asks_only_what_is_missing_and_a_set_added_later_only_its
 
     server.behave = hold
     for name, first, count in (("short", SHORT, 30), ("long", LONG, 10), ("later", 500, 3)):
-        rows = [{"problem": f"{first + i} + 1 = ?", "answer": str(first + i + 1)} for i in range(count)]
-        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+        write_sums(tmp_path / f"{name}.json", first, count)
     recipe = tmp_path / "recipe.yaml"
     tree: dict[str, Any] = {
         "data": {"train": "arithmetic", "eval": "arithmetic"},
@@ -201,3 +210,25 @@ def test_a_killed_suite_asks_only_what_is_missing_and_a_set_added_later_only_its
     assert subprocess.run(words, cwd=ROOT, capture_output=True, timeout=60).returncode == 0
     assert sorted(server.asked) == ["500 + 1 = ?", "501 + 1 = ?", "502 + 1 = ?"]
     assert list(read_suite(tmp_path / "out")) == ["short", "long", "later"]
+
+
+def test_a_named_suite_is_asked_as_its_sets_are_published(
+    servers: list[ArithmeticServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SUITES, "tiny", ("arithmetic",))
+    folder = tmp_path / "out"
+    words = ["eval", "--base-url", servers[0].url, "--model-name", "m", "--output", str(folder)]
+    words += ["--set", "data.arithmetic.num_eval=4", "--set", "evaluate.prompt=bare"]
+    for server in servers:
+        server.behave = lambda handler, prompt, attempt: handler.answer("1 2")
+    done = CliRunner().invoke(app, [*words, "--suite", "tiny"])
+    assert done.exit_code == 0, done.output
+    assert f"{folder / 'arithmetic'}: accuracy" in done.output
+    assert describe_suite(folder).headline == "arithmetic"
+    # A folder holds a suite or one benchmark.
+    alone = CliRunner().invoke(app, [*words, "--data", str(write_sums(tmp_path / "sums.json", 0, 2))])
+    assert "holds a suite; choose another --output" in str(alone.exception)
+    assert "'tini' is not a suite; known: math, tiny" in str(
+        CliRunner().invoke(app, [*words, "--suite", "tini"]).exception
+    )
+    assert CliRunner().invoke(app, [*words, "--suite", "tiny", "--dataset", "math500"]).exit_code == 2

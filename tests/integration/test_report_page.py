@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +18,8 @@ from eval.history import make_history, write_page
 from eval.item_pages import pack_items
 from eval.measured import Provenance
 from eval.report import make_report, render_html, write_report
+from eval.suite import Member, write_suite
+from eval.suite_report import Models, write_suite_report
 from tests.evaluations import evaluation, make_items, no_plots, write_results
 from tests.integration.browser import Browser
 
@@ -56,7 +59,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
     write_report(*sides, folder / "metrics.jsonl", folder / "report", Provenance(title="Pa<ge"))
     write_page(make_history([*sides, folder / "report"]), folder)
+    write_suite_pages(folder, dict(zip(("before", "after"), sides, strict=True)))
     return folder
+
+
+def write_suite_pages(folder: Path, sides: dict[str, Path]) -> None:
+    """The front page of a suite of two, with gates, a baseline and checkpoints."""
+    suites = {name: folder / f"suite-{name}" for name in ("before", "after", "other")}
+    names = ("first", "second-benchmark")
+    for name, suite in suites.items():
+        for number, benchmark in enumerate(names):
+            shutil.copytree(sides["after" if (name == "after") == (number == 0) else "before"], suite / benchmark)
+        write_suite(suite, [Member(benchmark) for benchmark in names], "first")
+    models = Models(suites["before"], suites["after"], {"other": suites["other"]}, {20: suites["other"]}, 40)
+    gates = ("first >= before - 1", "second-benchmark >= other + 5", "first.truncated <= 1")
+    write_suite_report(models, folder / "metrics.jsonl", folder / "suite", Provenance(title="Su<ite"), gates)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +208,7 @@ def test_ten_thousand_items_open_and_can_be_searched(browser: Browser, folder: P
 
 def test_it_reads_on_a_phone_by_day_and_by_night(browser: Browser, folder: Path) -> None:
     colours = {}
-    for page in ("report/report.html", "history.html"):
+    for page in ("report/report.html", "history.html", "suite/report.html", "suite/checkpoints.html"):
         for scheme in ("light", "dark"):
             browser.resize(380, scheme=scheme)
             browser.open(folder / page)

@@ -17,6 +17,7 @@ from tasks.links import chain_of, label_of, labels_of, link_of, side_of, step_ch
 from tasks.references import forget_resolved
 from tasks.runs.columns import take_columns
 from tasks.runs.history import read_run
+from tasks.runs.plan import plan_chain
 from tasks.runs.run import Run
 from tasks.serve_model.failure import ServeError, ServerUnreachable
 from tasks.served_baseline import served_model
@@ -96,8 +97,12 @@ def test_the_store_gives_the_columns_that_it_has(tmp_path: Path) -> None:
         columns = take_columns(run)
     assert columns.baselines == {"base": made["evaluate_baseline_base"]}
     assert columns.checkpoints == {20: made["evaluate_step_20"]}
-    assert "not a model folder" in columns.absent["gone"] or "none" in columns.absent["gone"]
+    assert columns.absent["gone"].startswith(f"ModelError: model folder {tmp_path / 'none'} does not exist")
     assert "dapo stage merge-checkpoint CONFIG --side step_40" in columns.absent["step 40"]
+    other = small_config(tmp_path / "store", "evaluate.checkpoints=[20, 60]")
+    plan = {stage.label: stage for stage in plan_chain(other)}
+    assert plan["evaluate_step_20"].state == "cached"
+    assert "kept checkpoints of steps 20, 40, and evaluate.checkpoints names 60" in plan["merge_step_60"].note
 
 
 def test_a_served_baseline_expires_with_the_weights_that_its_server_shows(

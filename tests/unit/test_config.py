@@ -147,6 +147,10 @@ def test_overrides_are_read_as_yaml(recipe: Path) -> None:
         ("evaluate.baselines=[{name: b, path: x, id: o/n}]", r"b has path and id of path, id and base_url"),
         ("evaluate.baselines=[{name: b, path: x, model: m}]", r"model of b would be ignored by path"),
         ("evaluate.baselines=[{name: b, base_url: 'http://h'}]", r"b has base_url; set `model` to the name"),
+        (
+            "evaluate.baselines=[{name: b, base_url: 'http://u:pw@h', model: m}]",
+            r"^[^@]*base_url of b holds a user",
+        ),
         ("evaluate.baselines=[{name: before, path: x}]", r"'before' names a column beside before, after"),
         ("evaluate.baselines=[{name: b, path: x}, {name: B, path: y}]", r"evaluate\.baselines names 'b' twice"),
         (

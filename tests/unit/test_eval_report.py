@@ -275,7 +275,7 @@ def test_html_is_one_file_that_runs_no_script_but_ours(folder: Path) -> None:
     assert "HTTP 500: boom" in bodies[6]
     assert "<title>A &lt;test&gt;</title>" in page
     # Accuracy by level and by subject, parts, lengths, transitions; of training score and seconds have values.
-    assert page.count("<svg") == 7
+    assert page.count("<svg") == 8
     assert not re.search(r"""(?:src|href)=["'](?!#|data:)""", page)
     assert not re.search(r"#0[0-9a]0[0-9a]0[0-9a]\b", page)  # every stand-in became a colour of the page
 

@@ -115,6 +115,9 @@ def test_a_benchmark_with_a_temperature_of_its_own_does_not_take_the_model_s() -
     section = load_config_or_defaults(None, ["evaluate.sampling=model"]).evaluate
     assert section.of(BenchmarkConfig(set="aime24", temperature=0.8)).sampling == "settings"
     assert section.of(BenchmarkConfig(set="aime24")).sampling == "model"
+    # Where options are weighed nothing is sampled, whatever the section says of chats.
+    weighed = section.of(BenchmarkConfig(set="gpqa-diamond", mode="loglikelihood"))
+    assert sampling_of(weighed, None) == Sampling(max_tokens=1)
 
 
 def test_the_system_prompt_takes_the_place_of_the_file_s_own() -> None:

@@ -114,6 +114,17 @@ def test_a_prompt_longer_than_its_limit_is_found_and_the_proposed_keys_pass(tmp_
     assert found(recipe(tmp_path, model, train, **lengths), FAIL) == []
 
 
+def test_the_longest_benchmark_with_its_answer_is_what_must_fit(tmp_path: Path, model: Path) -> None:
+    long = tmp_path / "long.json"
+    long.write_text(json.dumps([{"problem": f"Find {'9' * 120} + 1.", "answer": "1"}]))
+    short = {"set": str(tmp_path / "eval.jsonl"), "name": "short", "max_response_tokens": 90}
+    assert not found(recipe(tmp_path, model, evaluate={"benchmarks": [short]}), FAIL)
+    benchmarks = [short, {"set": str(long), "max_response_tokens": 80}]
+    (finding,) = found(recipe(tmp_path, model, evaluate={"benchmarks": benchmarks}), FAIL)
+    assert "+ evaluate.benchmarks.long.max_response_tokens=80 is above serve.max_model_len=256" in finding.found
+    assert "--set serve.max_model_len=" in finding.advice
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [

@@ -34,7 +34,7 @@ def test_plots_of_equal_contents_are_drawn_once(tmp_path: Path, monkeypatch: pyt
             repeat_chain(run)
         pages.append((run.folder / "report" / "report.html").read_text())
     assert len(drawn) == 1
-    assert [page.count("<svg") for page in pages] == [5, 5]
+    assert [page.count("<svg") for page in pages] == [6, 6]
     (run.folder / PLOTS_FILE).write_text("{")  # damaged: those of the run before it are taken
     with Run.start(config) as run:
         repeat_chain(run)

@@ -27,6 +27,7 @@ from tasks.serve_model.command import (
     serve_environments,
     shell_line,
     vllm_device,
+    with_whole_prompts,
 )
 from tasks.serve_model.config import ServeConfig
 from tasks.serve_model.failure import ServeError, death_of_process, raised_error, refused_argument
@@ -74,6 +75,19 @@ def test_the_command_line_has_every_setting_and_leaves_the_rest_to_vllm() -> Non
     assert not any("memory" in word for word in words)
     words = serve_command("m", ServeConfig(memory_gigabytes=0.5), 1)
     assert words[-2:] == ["--kv-cache-memory-bytes", "536870912"]  # 0.5 GiB = 2^29 bytes
+
+
+@pytest.mark.parametrize(("kind", "added"), [("cpu", 3), ("cuda", 0)])
+def test_a_cpu_server_splits_no_prompt_unless_told_to(
+    monkeypatch: pytest.MonkeyPatch, kind: str, added: int
+) -> None:
+    monkeypatch.setattr(serving, "vllm_device", lambda: device_for(kind))
+    settings = ServeConfig(max_model_len=9000, extra_args=("--enable-chunked-prefill",))
+    words = with_whole_prompts(settings).extra_args
+    assert words == (
+        *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "9000")[:added],
+        *settings.extra_args,
+    )
 
 
 def test_the_line_that_is_reported_can_be_typed_and_holds_no_key() -> None:

@@ -37,6 +37,9 @@ assert not {*names} & {*sys.modules}
 """
 
 
+SUITE = "evaluate.benchmarks=[sums.jsonl, {set: sums.jsonl, name: avg2, num_samples: 2}]"
+
+
 def dapo_alone(folder: Path, *lines: Sequence[str]) -> subprocess.CompletedProcess[str]:
     arguments = [json.dumps([*CHAIN_MODULES, "vllm"]), json.dumps(lines)]
     command = [sys.executable, "-c", ALONE, *arguments]
@@ -52,14 +55,23 @@ def test_an_evaluation_goes_to_its_report_without_the_chain(tmp_path: Path) -> N
             tmp_path,
             (*asked, "before"),
             (*asked, "after"),
+            ("eval", "--model-name", "m", "--base-url", server.url, "--output", "suite", "--set", SUITE),
             ("grade", "before"),
+            ("grade", "suite"),
             ("compare", "before", "after"),
             ("report", "--before", "before", "--after", "after", "--output", "page"),
             ("datasets",),
             ("datasets", "show", "sums.jsonl", "--use", "eval"),
         )
-    assert re.findall("exit status (.*)", done.stdout) == ["0"] * 7, done.stdout + done.stderr
-    for said in ("after: accuracy 100.0% of 8", "no verdict changed", "report.html", "math500", "1 + 1 = ?"):
+    assert re.findall("exit status (.*)", done.stdout) == ["0"] * 9, done.stdout + done.stderr
+    for said in (
+        "avg2: accuracy 100.0% of 16",
+        "after: accuracy 100.0% of 8",
+        "no verdict changed",
+        "report.html",
+        "math500",
+        "1 + 1 = ?",
+    ):
         assert said in done.stdout
     assert (tmp_path / "page" / "report.html").stat().st_size > 10_000
 

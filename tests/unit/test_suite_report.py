@@ -15,11 +15,13 @@ from eval.compare import ComparisonError
 from eval.measured import Provenance
 from eval.plots import Plots
 from eval.problems.items import Item
+from eval.results import Evaluation
 from eval.statistics import holm, sign_flip_test
 from eval.suite import Member, write_suite
+from eval.suite_comparison import problem_digests
 from eval.suite_report import Models, write_suite_report
 from flows.cli import app
-from tests.evaluations import no_plots, write_results
+from tests.evaluations import make_rows, no_plots, write_results
 
 # rises by 6 of 20, falls by 8 of 20, falls by 1 of 4: McNemar p 2 / 2^6, 2 / 2^8, 1
 OUTCOMES = {
@@ -115,6 +117,22 @@ def test_a_baseline_stands_beside_both_sides_and_what_it_lacks_is_said(report: d
     assert [row["difference"] for row in baseline["after"]["benchmarks"]] == [0, 0]
     assert [round(row["difference"], 9) for row in baseline["before"]["benchmarks"]] == [-0.3, 0.4]
     assert baseline["before"]["benchmarks"][0]["before"] == 0.5
+
+
+def test_last_night_has_a_sentence_of_its_own_that_no_average_hides(folder: Path) -> None:
+    nights = {"last-night": folder / "before"}
+    made = Provenance(made={"since the first night": "better than the first night, 20260101 (+3.0 points)"})
+    report = write_suite_report(Models(folder / "before", folder / "after", nights), None, None, made)
+    said = next(one for one in report["sentences"] if "last night" in one)
+    assert said.startswith(
+        "The trained model is not significantly different from last night's: pooled over 3 benchmarks, -9.0 points"
+    )
+    assert said.endswith("BELOW last night: words -40.0 points (p = 0.0078, Holm 0.023).")
+    assert "The trained model is better than the first night, 20260101 (+3.0 points" in report["verdict"]
+    words = {side: folder / side / "words" for side in ("before", "after")}
+    alone = write_suite_report(Models(**words, baselines={"last-night": words["before"]}), None, None)
+    assert "The trained model is WORSE than last night's: -40.0 points (95 % interval" in alone["verdict"]
+    assert "BELOW" not in alone["verdict"]
 
 
 class Fields(HTMLParser):
@@ -215,3 +233,44 @@ def test_gates_of_a_single_benchmark_are_in_its_own_report(folder: Path, tmp_pat
     assert "<h2>Gates</h2>" in page
     assert "<h2>Beside other</h2>" in page
     assert "`words.no_answer <= 5`" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_the_best_checkpoint_is_chosen_on_one_half_and_measured_on_the_other(tmp_path: Path) -> None:
+    items = items_of("curve", 60)
+    by_problem = {item.id: digest for item, digest in zip(items, digests(items), strict=True)}
+    second = [int(by_problem[item.id][-1], 16) % 2 == 1 for item in items]
+
+    def evaluated(name: str, first_half: int, second_half: int) -> Path:
+        """Right on so many of the first and of the second half."""
+        left = {False: first_half, True: second_half}
+        letters = ""
+        for half in second:
+            letters += "r" if left[half] > 0 else "w"
+            left[half] -= 1
+        return write_results(tmp_path / name, letters, items, name)
+
+    models = Models(
+        evaluated("before", 2, 2),
+        evaluated("after", 10, 20),
+        checkpoints={20: evaluated("s20", 15, 5), 40: evaluated("s40", 12, 22)},
+        last_step=60,
+        absent={"step 50": "no room"},
+    )
+    report = write_suite_report(models, None, tmp_path / "report", Provenance(title="T"), (), kept)
+    curve, best = report["checkpoints"], report["checkpoints"]["best"]
+    assert curve["steps"] == [0, 20, 40, 60]
+    assert [share["accuracy"] for share in curve["pooled"]] == [4 / 60, 20 / 60, 34 / 60, 30 / 60]
+    # Step 20 is the best of the first half by luck. On the second half it is far from it.
+    assert (best["step"], best["num_reported_on"]) == (20, sum(second))
+    assert best["reported"]["accuracy"] == 5 / sum(second)
+    assert best["change"]["difference"] == pytest.approx((5 - 20) / sum(second))
+    page = (tmp_path / "report" / "checkpoints.html").read_text()
+    assert f"The best of 4 steps is 20, chosen on {60 - sum(second)} of the problems" in page
+    assert page.count("<svg") == 1
+    assert 'href="checkpoints.html"' in (tmp_path / "report" / "report.html").read_text()
+    assert "step 50 has no column: no room" in (tmp_path / "report" / "report.md").read_text()
+
+
+def digests(items: list[Item]) -> list[str]:
+    rows = Evaluation.of({}, make_rows(items, "r" * len(items)))
+    return list(problem_digests(rows).values())

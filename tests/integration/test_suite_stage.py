@@ -1,0 +1,71 @@
+"""The stage evaluate_model of a suite: what is asked, what is taken from the store, and when nothing is served."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flows.config import Config
+from tasks import chain
+from tasks.artifacts.artifact import Artifact
+from tasks.runs.run import Run
+from tasks.serve_model.servers import Server
+from tests.integration.arithmetic_server import ArithmeticServer, running
+from tests.recorded_runs import Outcome, produce, small_config
+
+REPLY = json.dumps({"choices": [{"message": {"content": "\\boxed{7}"}, "finish_reason": "stop"}], "usage": {}})
+SAMPLED = "{set: arithmetic, name: sampled, num_samples: 2, temperature: 0.6}"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ArithmeticServer]:
+    """A server that stands for vLLM."""
+    with running() as server:
+
+        @contextlib.contextmanager
+        def serve(*_: object, **__: object) -> Iterator[list[Server]]:
+            yield [Server(server.url, "m", "", "vllm serve MODEL")]
+
+        server.behave = lambda handler, prompt, attempt: handler.send(200, REPLY.encode())
+        monkeypatch.setattr(chain, "serve_model", serve)
+        yield server
+
+
+def evaluate(config: Config, *forced: str) -> Artifact:
+    with Run.start(config, "evaluate-model", forced) as run:
+        made = produce(run, Outcome(), ("prepare_data", "fetch_model"))
+        artifact: Artifact = chain.evaluate_model.fn(run, *made.values(), "evaluate_before").result()
+    return artifact
+
+
+def test_only_what_the_store_lacks_is_asked_and_nothing_is_served_where_it_lacks_nothing(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
+    def config(benchmarks: str, *words: str) -> Config:
+        return small_config(tmp_path, "evaluate.benchmark=null", f"evaluate.benchmarks=[{benchmarks}]", *words)
+
+    first = evaluate(config(f"arithmetic, {SAMPLED}"))
+    assert len(server.requests) == 8 + 2 * 8
+    metrics = first.manifest()["metrics"]
+    assert (metrics["n"], metrics["sampled/n"], metrics["serve_commands"]) == (8, 16, ["vllm serve MODEL"])
+
+    other = evaluate(config(f"arithmetic, {SAMPLED}", "evaluate.headline=sampled"))
+    assert len(server.requests) == 24
+    metrics = other.manifest()["metrics"]
+    assert other.path != first.path
+    assert (metrics["n"], metrics["serve_commands"]) == (16, [])
+    assert metrics["sampled/from"] == str(Path(first.path) / "sampled")
+
+    evaluate(config(f"arithmetic, {SAMPLED}, {{set: arithmetic, name: cot, prompt: cot}}"))
+    assert len(server.requests) == 24 + 8
+    # One benchmark alone is the same as in a suite.
+    evaluate(small_config(tmp_path, "evaluate.benchmark=null"))
+    assert len(server.requests) == 32
+
+    # --force asks all.
+    evaluate(config(f"arithmetic, {SAMPLED}"), "evaluate_before")
+    assert len(server.requests) == 32 + 24
