@@ -92,7 +92,8 @@ def test_config_show_tells_the_numbers_beside_the_yaml() -> None:
     done = dapo("config", "show", CONFIG, "--set", "rollout.num_workers=1500")
     assert yaml.safe_load(done.stdout)["rollout"]["num_workers"] == 1500  # nothing but YAML there
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stderr.splitlines() if "│" in line]
-    assert ["policy and rollouts", "1,502", "devices", "train.num_ranks + rollout.num_workers"] in rows
+    assert ["policy", "2", "devices", "train.num_ranks"] in rows
+    assert ["rollouts", "1,500", "devices"] in [row[:3] for row in rows]
     assert ["an optimizer step", "64", "responses", "train.mini_prompts x rollout.group_size"] in rows  # 8 x 8
 
 

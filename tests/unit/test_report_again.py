@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from eval import suite_report
 from eval.plots import draw_plots
+from flows.cli.chain import print_report
+from flows.dapo_full import outcome
 from tasks.artifacts.stage_key import PROJECT_ROOT
 from tasks.runs.history import read_runs
 from tasks.runs.plan import is_built
@@ -44,6 +47,22 @@ def test_plots_of_equal_contents_are_drawn_once(tmp_path: Path, monkeypatch: pyt
     with Run.start(other) as run:
         repeat_chain(run)
     assert len(drawn) == 2
+
+
+def test_a_failed_gate_is_recorded_named_and_exit_status_3(tmp_path: Path) -> None:
+    config = small_config(tmp_path / "store", "evaluate.gates=[pooled >= 0, pooled >= 101]")
+    record_run(config)
+    with Run.start(config) as run:
+        report = repeat_chain(run)
+    measured = f"{100 * report['after']['accuracy']:.4g}"
+    assert f"GATES FAILED, 1 of 2: pooled >= 101 (measured {measured}, against 101 %)." in report["verdict"]
+    assert next(read_runs(tmp_path / "store")).report["failed_gates"] == ["pooled >= 101"]  # type: ignore[index]
+    with pytest.raises(typer.Exit) as ended:
+        print_report(run.folder / "report")
+    assert ended.value.exit_code == 3
+    state = outcome({"run": "", "verdict": report["verdict"], "is_failed": report["is_failed"]})
+    assert (state.name, state.is_completed(), state.message) == ("GateFailed", True, report["verdict"])
+    assert outcome(passed := {"is_failed": False}) is passed
 
 
 def test_a_chain_counts_as_built_with_every_output_in_its_place(tmp_path: Path) -> None:
