@@ -60,21 +60,20 @@ def train(
     output_dir: Path,
     on_step: OnStep | None = None,
     held_out_path: Path | None = None,
-    benchmark: str | None = None,
 ) -> TrainResult:
     """Train the model on the parquet's prompts; checkpoints and metrics.jsonl go to `output_dir`.
 
     checkpoint.resume says what it continues from. When a rank or a rollout worker dies, all of them are restarted
     from the last checkpoint, up to train.max_restarts times; then WorkerDied is raised. `held_out_path` is what
-    validations ask, a file of `benchmark` if named. `on_step(step, metrics)` is called after each step. Input is
-    checked before any worker starts. On SIGTERM or SIGINT a last checkpoint is written and TrainingStopped
-    raised; a second signal raises KeyboardInterrupt at once.
+    validations ask. `on_step(step, metrics)` is called after each step. Input is checked before any worker starts.
+    On SIGTERM or SIGINT a last checkpoint is written and TrainingStopped raised; a second signal raises
+    KeyboardInterrupt at once.
     """
     folder = output_dir / CHECKPOINTS
     with StopRequest() as stop, raising_stopped(stop, config, folder):
         require_model_folder(model_path)
         config = with_model_sampling(config, model_path)
-        stream, validation = _read_prompts(config, train_path, model_path, output_dir, held_out_path, benchmark)
+        stream, validation = _read_prompts(config, train_path, model_path, output_dir, held_out_path)
         identity = training_identity(config, stream, model_path)  # now: a scorer may be edited while training runs
         folder.mkdir(parents=True, exist_ok=True)
         with lock_checkpoints(folder):
@@ -114,7 +113,6 @@ def _read_prompts(
     model_path: Path,
     output_dir: Path,
     held_out_path: Path | None,
-    benchmark: str | None,
 ) -> tuple[PromptStream, Validation]:
     """The prompts to train on and those to validate with, checked against the model and the scorers."""
     require_resume(config.checkpoint.resume)
@@ -131,7 +129,7 @@ def _read_prompts(
                 f"validation.every={config.validation.every} needs a held-out set; name one with --held-out, or "
                 "set validation.every=0"
             )
-        held_out = held_out_prompts(held_out_path, benchmark, tokenizer, config)
+        held_out = held_out_prompts(held_out_path, tokenizer, config)
     require_scorers(prompts.data_sources, config.reward, config.custom_reward)
     stream = PromptStream(prompts, config.run.seed, config.data.shuffle, sets=prompts.sets)
     return stream, Validation(config, held_out, tokenizer, output_dir)

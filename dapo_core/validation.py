@@ -32,15 +32,13 @@ if TYPE_CHECKING:
 GENERATIONS_FOLDER = "generations"  # of a training: responses of its validations
 
 
-def held_out_prompts(
-    path: Path, benchmark: str | None, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig
-) -> list[Prompt]:
+def held_out_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig) -> list[Prompt]:
     """The validation prompts: the first validation.num_prompts of the file, or all, each once, as dapo eval asks.
 
     Problems that name no data source are scored as their set. Raises ProblemsError for a file that dapo eval
     refuses, DataError for prompts that are too long, and what require_scorers raises.
     """
-    held_out = read_held_out(path, benchmark)
+    held_out = read_held_out(path)
     template = find_template(DEFAULT, held_out.template)
     data_source = held_out.name or OWN.scorer
     problems = [

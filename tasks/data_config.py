@@ -57,7 +57,9 @@ class SetConfig(Section):
     """One set of a mixture. What is unset is the section's own key `data.*`."""
 
     set: str = Field(description="A registered name, a file or folder, or a hub's id.", min_length=1)
-    path: str | None = key(None, "File or folder with the rows of a registered set, which is then not fetched.")
+    path: str | None = key(
+        None, "Where the rows of a registered set are: a file or folder, or a reference such as hf:ORG/NAME."
+    )
     weight: float = key(1.0, "Share of the training prompts, relative to the other sets'.", gt=0, le=1e6)
     columns: ColumnsConfig | None = key(None, "As data.columns.")
     prompt_template: str | None = key(None, "As data.prompt_template.")

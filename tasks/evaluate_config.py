@@ -11,7 +11,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 
 from dapo_core.config.fields import JsonObject, Section, key, volatile
 from eval.gates import BEFORE, LAST_NIGHT, parse_gate
-from eval.problems.registry import POOLED, find_set
+from eval.problems.registry import POOLED
 from tasks.baseline_config import BaselineConfig
 from tasks.data_config import ColumnsConfig
 
@@ -128,10 +128,6 @@ class EvaluateConfig(Section):
     checkpoints: tuple[int, ...] | str = volatile(
         (), "Training steps whose checkpoints are kept, merged and asked too: a list, or every N."
     )
-    benchmark: str | None = key(
-        None,
-        "Registered set whose rows a file of data.eval holds; they are counted, asked and graded accordingly.",
-    )
     api: Literal["chat", "completions"] = key(
         "chat", "completions sends no chat template, as in AISBench's guide."
     )
@@ -178,12 +174,15 @@ class EvaluateConfig(Section):
     outage_seconds: float = volatile(120.0, "How long an unreachable server is awaited.", ge=0)
     max_failed_ratio: float = key(0.0, "Largest share of failed requests; above it the stage fails.", ge=0, lt=1)
 
-    @field_validator("benchmark")
+    @model_validator(mode="before")
     @classmethod
-    def _benchmark_is_registered(cls, name: str | None) -> str | None:
-        if name is not None:
-            find_set(name)
-        return name
+    def _benchmark_is_gone(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "benchmark" in values:
+            raise ValueError(
+                f"evaluate.benchmark is gone: name the set where its rows are named, such as data.eval="
+                f"{{set: {values['benchmark'] or 'math500'}, path: FILE}}"
+            )
+        return values
 
     @field_validator("extra_body")
     @classmethod

@@ -56,10 +56,9 @@ def evaluate_servers(
     )
 
 
-def set_of(settings: EvaluateConfig, problems: str | Path | None) -> EvaluationSet:
-    """`load_set` with the settings' prompt and mode."""
-    asked = settings
-    return load_set(problems, asked.benchmark, asked.prompt, asked.api, asked.system_prompt, asked.mode)
+def set_of(settings: EvaluateConfig, problems: str | Path | None, name: str | None = None) -> EvaluationSet:
+    """`load_set` with the settings' prompt and mode; `name` is of the registered set that the problems are."""
+    return load_set(problems, name, settings.prompt, settings.api, settings.system_prompt, settings.mode)
 
 
 def benchmark_of(
@@ -73,14 +72,16 @@ def benchmark_of(
     return Benchmark(asked, sampling, output, name, settings.max_failed_ratio, grader, judge)
 
 
-def load_sets(config: ChainConfig, problems: str | None) -> dict[str, EvaluationSet]:
+def load_sets(config: ChainConfig, problems: str | None, name: str | None = None) -> dict[str, EvaluationSet]:
     """The sets of evaluate.benchmarks by name, prepared as in a run, else what is named alone, by "".
+
+    That is `problems`, of the registered set `name` if given, or that set from its default source.
 
     Raises ProblemsError for unusable rows.
     """
     settings = config.evaluate
     if not settings.benchmarks:
-        return {"": set_of(settings, problems)}
+        return {"": set_of(settings, problems, name)}
     from tasks.data.prepare import write_held_out  # imports pyarrow
     from tasks.data.sources import benchmark_sources
 

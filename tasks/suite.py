@@ -41,8 +41,9 @@ class Asked:
 
     def benchmark(self, problems: Path, output: Path, model_folder: Path | None) -> Benchmark:
         """What is asked for it. Raises ProblemsError; `model_folder` is as in `sampling_of`."""
-        asked = self.settings.model_copy(update={"benchmark": None})  # the file says itself what it holds
-        found = benchmark_of(asked, set_of(asked, problems), self.folder(output), self.name, model_folder)
+        found = benchmark_of(
+            self.settings, set_of(self.settings, problems), self.folder(output), self.name, model_folder
+        )
         return replace(found, earlier=self.earlier)
 
 

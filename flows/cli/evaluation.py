@@ -71,7 +71,7 @@ def evaluate(
     from tasks.serve_model.command import API_KEY_VARIABLE
 
     recipe = load_config_or_defaults(config, [*(overrides or ()), *_chosen(dataset, data, suite)])
-    settings, sets = recipe.evaluate, load_sets(recipe, data)
+    settings, sets = recipe.evaluate, load_sets(recipe, data, dataset)
     servers = [Endpoint(url, model_name, os.environ.get(API_KEY_VARIABLE, "")) for url in base_url]
     identity, folder = served_model_identity(servers), served_folder(servers[0])
     benchmarks = asked_into(output, settings, sets, folder)
@@ -96,8 +96,7 @@ def _chosen(dataset: str | None, data: str | None, suite: str | None) -> list[st
     from eval.problems.registry import find_suite
 
     benchmarks = find_suite(suite) if suite is not None else ()
-    named = ["evaluate.headline=null", "evaluate.gates=[]", f"evaluate.benchmarks=[{', '.join(benchmarks)}]"]
-    return named if dataset is None else [*named, f"evaluate.benchmark={dataset}"]
+    return ["evaluate.headline=null", "evaluate.gates=[]", f"evaluate.benchmarks=[{', '.join(benchmarks)}]"]
 
 
 @app.command(

@@ -104,7 +104,7 @@ def train(
 
     settings = load_config(config, overrides or ())
     on_step = TrainingLog(settings.train.total_steps).on_step
-    result = train_model(settings, data, model, _folder(output), on_step, held_out, settings.evaluate.benchmark)
+    result = train_model(settings, data, model, _folder(output), on_step, held_out)
     typer.echo(f"{result.checkpoint}: {result.steps} training steps, {result.policy_version} optimizer steps")
 
 

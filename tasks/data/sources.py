@@ -202,26 +202,24 @@ def files_digest(key: str, path: Path) -> str:
 
 
 def _source(config: ChainConfig, given: SetConfig, key: str, split: Split, alone: str | None = None) -> Source:
-    """The source of a set; `alone` is its name in evaluate.benchmarks: evaluate.benchmark is not about it."""
+    """The source of a set; `alone` is its name in evaluate.benchmarks."""
     one = config.data.of(given)
     assert one.columns is not None
-    benchmark = config.evaluate.benchmark if split == "test" and alone is None else None
-    path = None if one.path is None else Path(one.path)
-    reference = None
+    path, reference = None, None
+    if one.path is not None and is_remote(one.path):
+        reference = one.path
+    elif one.path is not None:
+        path = Path(one.path)
     if one.set in SETS:
         known, name = SETS[one.set], one.set
-        if benchmark not in (None, one.set):
-            raise ProblemsError(
-                f"evaluate.benchmark={benchmark} is not {key}={one.set}; remove evaluate.benchmark"
-            )
-        if path is None and name != ARITHMETIC:
+        if one.path is None and name != ARITHMETIC:
             reference = known.source(split, config.data.hub)
     else:
-        if path is not None:
+        if one.path is not None:
             raise ProblemsError(
                 f"{key}.path is for registered sets; {one.set!r} is none (dapo datasets lists them)"
             )
-        known = OWN if benchmark is None else find_set(benchmark)
+        known = OWN
         if is_remote(one.set):
             reference, name = one.set, one.set.partition("#")[0]
         else:
@@ -229,12 +227,6 @@ def _source(config: ChainConfig, given: SetConfig, key: str, split: Split, alone
             if not path.suffix and not path.exists():
                 find_set(one.set)  # a mistyped name
             name = path.name
-        if benchmark is not None and one.columns.is_set:
-            raise ProblemsError(
-                f"{key}: evaluate.benchmark={benchmark} says what the columns are; remove one of both"
-            )
-        if benchmark is not None:
-            name = benchmark
     if one.columns.is_set:
         known = dataclasses.replace(known, schemas=(mapped_schema(one.columns),))
     asking = find_asking(one.prompt_template or DEFAULT, one.system_prompt, known.template, one.columns)

@@ -87,7 +87,7 @@ def _read_evaluated(inputs: Inputs, config: ChainConfig, folder: Path) -> None:
     """Read the prepared files of the folder that are evaluated, or validated with."""
 
     def read(settings: EvaluateConfig, name: str) -> EvaluationSet:
-        return set_of(settings.model_copy(update={"benchmark": None}), folder / name)
+        return set_of(settings, folder / name)
 
     if (folder / EVAL_FILE).is_file():
         inputs.evaluation = read(config.evaluate, EVAL_FILE)

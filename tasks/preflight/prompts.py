@@ -114,8 +114,8 @@ def check_grader(evaluation: EvaluationSet, settings: EvaluateConfig, findings: 
                     "grader", WARN if own is not None and not failed else FAIL,
                     f"the grader {settings.scorer or evaluation.grader} calls the gold answer {item.gold!r} of "
                     f"{item.id} {failed[-1] if failed else graded.verdict}",
-                    "set evaluate.benchmark to how it is graded (choice: options A to G), or correct the file or "
-                    "evaluate.scorer",
+                    "name the set that it is, such as data.eval={set: choice, path: FILE} for options, or correct "
+                    "the file or evaluate.scorer",
                 )  # fmt: skip
                 return
 

@@ -46,7 +46,7 @@ def test_only_what_the_store_lacks_is_asked_and_nothing_is_served_where_it_lacks
     server: ArithmeticServer, tmp_path: Path
 ) -> None:
     def config(benchmarks: str, *words: str) -> Config:
-        return small_config(tmp_path, "evaluate.benchmark=null", f"evaluate.benchmarks=[{benchmarks}]", *words)
+        return small_config(tmp_path, f"evaluate.benchmarks=[{benchmarks}]", *words)
 
     first = evaluate(config(f"arithmetic, {SAMPLED}"))
     assert len(server.requests) == 8 + 2 * 8
@@ -63,7 +63,7 @@ def test_only_what_the_store_lacks_is_asked_and_nothing_is_served_where_it_lacks
     evaluate(config(f"arithmetic, {SAMPLED}, {{set: arithmetic, name: cot, prompt: cot}}"))
     assert len(server.requests) == 24 + 8
     # One benchmark alone is the same as in a suite.
-    evaluate(small_config(tmp_path, "evaluate.benchmark=null"))
+    evaluate(small_config(tmp_path))
     assert len(server.requests) == 32
 
     # --force asks all.

@@ -237,22 +237,21 @@ def test_the_address_of_a_webhook_is_not_shown() -> None:
 
 
 def test_a_plan_says_which_benchmarks_would_be_asked(tmp_path: Path) -> None:
-    alone = small_config(tmp_path, "evaluate.benchmark=null")
+    alone = small_config(tmp_path)
     record_run(alone, labels=("prepare_data", "fetch_model", "evaluate_before"))
     suite = "evaluate.benchmarks=[arithmetic, {set: arithmetic, name: sampled, num_samples: 2}]"
-    words = ("evaluate.benchmark=null", suite)
-    record_run(small_config(tmp_path, *words), labels=("prepare_data",))
-    plan = planned(tmp_path, *words)
+    record_run(small_config(tmp_path, suite), labels=("prepare_data",))
+    plan = planned(tmp_path, suite)
     assert states(plan)[:3] == ["cached", "cached", "stale"]
     before = plan["evaluate_before"]
     assert before.note == "asks sampled; in the store arithmetic"
     assert "evaluate.benchmarks.sampled.num_samples (unset) -> 2" in before.changes
     # A benchmark more: its problems are not prepared yet, and the model may depend on that.
     more = suite.replace("}]", "}, {set: arithmetic, name: cot, prompt: cot}]")
-    plan = planned(tmp_path, "evaluate.benchmark=null", more)
+    plan = planned(tmp_path, more)
     assert plan["evaluate_before"].note == (
         "waits for fetch_model; asks arithmetic, sampled, cot"  # the run before asked data.eval, alone
     )
-    record_run(small_config(tmp_path, *words), labels=("prepare_data", "fetch_model", "evaluate_before"))
-    plan = planned(tmp_path, "evaluate.benchmark=null", more)
+    record_run(small_config(tmp_path, suite), labels=("prepare_data", "fetch_model", "evaluate_before"))
+    plan = planned(tmp_path, more)
     assert plan["evaluate_before"].note.endswith("asks sampled, cot; if the model changes also arithmetic")

@@ -160,7 +160,7 @@ def test_a_mixture_reaches_the_stream_and_its_curves(tmp_path: Path) -> None:
     metrics = draw_metrics(Draw(groups=[], num_drawn=2, account=account), 2, 0)
     assert metrics["train-core/mine.jsonl/acc/mean"] == 1.0
     assert (metrics["train-core/gsm8k/acc/mean"], metrics["train-core/gsm8k/score/mean"]) == (0.5, 0.0)
-    asked = held_out_prompts(folder / "eval.parquet", None, tokenizer, config)
+    asked = held_out_prompts(folder / "eval.parquet", tokenizer, config)
     assert [prompt.dataset for prompt in asked] == ["x.json", "y.json"]
     items = load_set(folder / "eval.parquet").items
     assert [(item.id, item.subject) for item in items] == [("x.json/row-0", "x.json"), ("y.json/row-0", "y.json")]

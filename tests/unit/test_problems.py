@@ -23,7 +23,6 @@ from eval.problems.files import columns_of, find_schema, read_problems
 from eval.problems.items import Item
 from eval.problems.registry import SETS, load_set
 from eval.problems.rows import CHAT
-from tasks.config import EvaluateConfig
 from tasks.data.prepare import build_dataset
 from tests.configs import make_config
 from tests.tiny_models import tiny_tokenizer
@@ -245,9 +244,8 @@ def test_every_format_goes_through_preparation_validation_and_evaluation(
     config = make_config(
         data={
             "train": str(write(tmp_path / "train.parquet", [parquet_row(0, data_source="math_dapo")])),
-            "eval": str(held_out),
+            "eval": str(held_out) if name is None else {"set": name, "path": str(held_out)},
         },
-        evaluate={"benchmark": name},
         algorithm={"compat": compat},
         reward={"scorers": ("arith=math_dapo",)},
     )
@@ -258,7 +256,7 @@ def test_every_format_goes_through_preparation_validation_and_evaluation(
     assert load_set(folder / "eval.parquet") == load_set(held_out, name)
     [item] = load_set(folder / "eval.parquet", name).items
     tokenizer = tiny_tokenizer()
-    [prompt] = held_out_prompts(folder / "eval.parquet", None, tokenizer, config)
+    [prompt] = held_out_prompts(folder / "eval.parquet", tokenizer, config)
     assert prompt.ground_truth == item.gold == gold
     asked = tokenizer.apply_chat_template(
         [dict(m) for m in item.prompt], add_generation_prompt=True, tokenize=False
@@ -299,11 +297,6 @@ def test_a_cflue_question_is_put_as_dianjin_does(tmp_path: Path) -> None:
         "请一步步思考，并把答案选项放到\\boxed{}中，如\\boxed{A}。",
     }
     assert (item.subject, item.level, loaded.grader) == ("证券从业资格", "多项选择题", "choice")
-
-
-def test_the_configuration_offers_every_set() -> None:
-    for name in SETS:
-        assert EvaluateConfig(benchmark=name).benchmark == name
 
 
 @pytest.mark.skipif("DAPO_TEST_DATA" not in os.environ, reason="the real files are not on every machine")

@@ -139,16 +139,16 @@ def _held_out(folder: Path, contents: Sequence[str], data_source: str = "arithme
 def test_the_first_prompts_of_the_held_out_set_are_asked(tmp_path: Path) -> None:
     path, tokenizer = _held_out(tmp_path, ["What is 1 + 1?", "What is 2?", "What is 3? " * 40]), tiny_tokenizer()
     config = make_config(validation={"every": 1, "num_prompts": 2}, data={"max_prompt_tokens": 20})
-    prompts = held_out_prompts(path, None, tokenizer, config)
+    prompts = held_out_prompts(path, tokenizer, config)
     assert [prompt.index for prompt in prompts] == [0, 1]
     assert tokenizer.decode(list(prompts[1].prompt_ids)) == "<|user|>\nWhat is 2?<|end|>\n<|assistant|>\n"
     everything = make_config(validation={"every": 1}, data={"max_prompt_tokens": 20})
     with pytest.raises(
         DataError, match=r"1 of 3 prompts are longer than data\.max_prompt_tokens=20 .*data\.eval$"
     ):
-        held_out_prompts(path, None, tokenizer, everything)
+        held_out_prompts(path, tokenizer, everything)
     with pytest.raises(DataError, match="data_source 'unheard-of' has no scorer"):
-        held_out_prompts(_held_out(tmp_path, ["1 + 1"], "unheard-of"), None, tokenizer, config)
+        held_out_prompts(_held_out(tmp_path, ["1 + 1"], "unheard-of"), tokenizer, config)
 
 
 def test_every_sample_counts_and_those_without_a_score_do_not() -> None:
