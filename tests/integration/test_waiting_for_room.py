@@ -22,19 +22,20 @@ from dapo_core.stopping import StopRequest
 
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 start.WORD_SECONDS = 0.5
-with StopRequest(), connected_to_ray(TrainConfig(), num_cpus=1):
-    start._place(start._PolicyRank, 2, 2, device_for("cpu"), [])
+with StopRequest(), connected_to_ray(TrainConfig(ray_address=sys.argv[1]), num_cpus=0):
+    start._place([start._PolicyRank] * 2, 1000, device_for("cpu"), [])
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_training_that_waits_for_room(number: signal.Signals) -> None:
+def test_a_signal_ends_a_training_that_waits_for_room(ray_address: str, number: signal.Signals) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    one = subprocess.Popen([sys.executable, "-c", WAIT], env=environment, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", WAIT, ray_address]
+    one = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert one.stdout is not None
         said = next(line for line in one.stdout if "room in Ray" in line)
-        assert "for 2 workers of {'CPU': 2}: it has {" in said
+        assert "for 2 workers of {'CPU': 1000}: it has {" in said
         began = time.monotonic()
         one.send_signal(number)
         one.communicate(timeout=30)
