@@ -21,13 +21,14 @@ DESCRIPTIONS = {
     "config": "The recipe, a YAML file; a relative path begins in the project's folder.",
     "overrides": "Changes to it, each section.key=value, such as run.seed=2.",
     "force": "Build the output although the store has it; what was made from the old one is stale then.",
-    "side": "Which model: the one before training, or the one after it.",
+    "side": "Which model: before, after, a baseline's name, or step_N; empty: the recipe's own.",
     "max_late_hours": "A run that begins later than this after its time is skipped.",
     "fresh_seed": "Seed each night with its date (days since 1970), so that it trains; else all is cached.",
 }
 
 ConfigPath = Annotated[str, Field(pattern=r"\.ya?ml$")]
 Overrides = tuple[str, ...]
+Side = Annotated[str, Field(pattern=r"^[\w-]*$")]
 
 
 def recipe_flow(name: str) -> Callable[[Callable[P, R]], Flow[P, R]]:
@@ -57,6 +58,6 @@ def name_run() -> str:
     words += [f"+{len(shown) - NUM_SHOWN_CHANGES} more"] if len(shown) > NUM_SHOWN_CHANGES else []
     if "fresh_seed" in given:
         words.append(f"{flow_run.scheduled_start_time:%Y-%m-%d}")
-    words += [str(given["side"])] if "side" in given else []
+    words += [str(given["side"])] if given.get("side") else []
     words += ["forced"] if given.get("force") else []
     return " ".join(words)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from flows.config import load_config
-from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, recipe_flow
+from flows.recipe_flow import DEFAULT_CONFIG, ConfigPath, Overrides, Side, recipe_flow
 from tasks.chain import evaluate_model, fetch_model, merge_checkpoint, prepare_data, train_policy, write_report
 from tasks.links import label_of, link_of
 from tasks.runs.columns import take_columns
@@ -20,7 +20,7 @@ def prepare(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), forc
 
 @recipe_flow("fetch-model")
 def fetch(
-    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: str | None = None, force: bool = False
+    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: Side = "", force: bool = False
 ) -> str:
     """Fetch the model that a recipe begins from, or a baseline."""
     settings = load_config(config, overrides)
@@ -39,19 +39,19 @@ def train(config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), force:
 
 @recipe_flow("merge-checkpoint")
 def merge(
-    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: str | None = None, force: bool = False
+    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: Side = "", force: bool = False
 ) -> str:
     """Merge a recipe's trained shards in the store, or those of one step, into a model folder."""
     settings = load_config(config, overrides)
     label = label_of(settings, "merge_checkpoint", side)
     with Run.start(settings, "merge-checkpoint", [label] * force) as run:
-        step = None if side is None else int(side.removeprefix("step_"))
+        step = int(side.removeprefix("step_")) if side else None
         return merge_checkpoint(run, run.take("train_policy"), label, step).path
 
 
 @recipe_flow("evaluate-model")
 def evaluate(
-    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: str = "after", force: bool = False
+    config: ConfigPath = DEFAULT_CONFIG, overrides: Overrides = (), side: Side = "after", force: bool = False
 ) -> str:
     """Ask a recipe's model in the store every held-out problem: before, after, a baseline, or step_N."""
     settings = load_config(config, overrides)

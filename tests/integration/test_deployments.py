@@ -37,7 +37,7 @@ SCHEDULE_SECONDS = 90.0
 WRONG = [
     ("config", "configs/arith_cpu.json"),
     ("overrides", "run.seed=2"),
-    ("side", "both"),
+    ("side", "both models"),
     ("force", "perhaps"),
 ]
 STATES = """
@@ -260,7 +260,11 @@ def seen(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     for task_run in task_runs:
         task_run["states"] = site.ask("GET", f"/task_run_states/?task_run_id={task_run['id']}")
     tasks = [
-        {run["name"].rpartition("-")[0]: run for run in task_runs if run["flow_run_id"] == flow_run["id"]}
+        {
+            run["name"].rpartition("-")[0] or run["name"]: run
+            for run in task_runs
+            if run["flow_run_id"] == flow_run["id"]
+        }
         for flow_run in flow_runs
     ]
     logs = site.ask("POST", "/logs/filter", sort="TIMESTAMP_ASC")
@@ -270,7 +274,7 @@ def seen(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 def test_the_state_says_whether_a_stage_was_cached_and_when_it_was_built(seen: Seen) -> None:
     message = r"built in \d+\.\d s on \d{4}-\d\d-\d\d, key [0-9a-f]{16}"
-    for label in ("prepare-data", "fetch-model", "train-policy"):
+    for label in ("prepare-data", "fetch_model", "train-policy"):
         first, second = (tasks[label]["state"] for tasks in seen.tasks[:2])
         assert [(state["type"], state["name"]) for state in (first, second)] == [
             ("COMPLETED", "Completed"),
