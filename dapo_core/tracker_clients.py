@@ -98,7 +98,7 @@ class TensorBoard(Client):
 
 
 class WandB(Client):
-    """A run of wandb, online unless $WANDB_MODE says otherwise or nobody is logged in."""
+    """A run of wandb, online unless $WANDB_MODE says otherwise or there is no login."""
 
     def __init__(self, place: Place, record: Record, config: Mapping[str, Any]) -> None:
         import wandb
@@ -135,7 +135,7 @@ class WandB(Client):
 
 
 class SwanLab(Client):
-    """An experiment of SwanLab, online unless $SWANLAB_MODE says otherwise or nobody is logged in."""
+    """An experiment of SwanLab, online unless $SWANLAB_MODE says otherwise or there is no login."""
 
     def __init__(self, place: Place, record: Record, config: Mapping[str, Any]) -> None:
         import swanlab

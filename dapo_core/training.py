@@ -20,6 +20,7 @@ from dapo_core.checkpoint.resume import (
 )
 from dapo_core.checkpoint.state import read_step
 from dapo_core.cluster.start import start_cluster
+from dapo_core.config.engine_args import require_known
 from dapo_core.data import Prompt, PromptStream
 from dapo_core.errors import ConfigError, WorkerDied
 from dapo_core.identity import training_identity
@@ -117,6 +118,7 @@ def _read_prompts(
     """The prompts to train on and those to validate with, checked against the model and the scorers."""
     require_resume(config.checkpoint.resume)
     require_trackers(config.train.trackers)
+    require_known(config.rollout.engine_args)
     trusted = config.model.trust_remote_code
     require_trainable(load_model_config(model_path, trusted), config.train.sequence_parallel)
     tokenizer = load_tokenizer(model_path, trusted)

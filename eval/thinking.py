@@ -56,7 +56,7 @@ def by_limit(max_tokens: int | None, *sides: Sequence[Row]) -> list[tuple[Budget
     """What each side would have come to under the run's token limit and its halves, while any answer is right.
 
     A server generates a response token by token whatever the limit is, so cutting is what a lower limit does; not
-    so for a model that is told its limit. Empty where tokens are not counted, or where no half cuts anything.
+    so for a model that knows its limit. Empty where tokens are not counted, or where no half cuts anything.
     """
     rows = [row for side in sides for row in side]
     if not (rows and max_tokens) or any(row.response_tokens is None for row in rows):

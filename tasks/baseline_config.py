@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.fields import Entry, key, volatile
 from eval.problems.registry import POOLED
 
 _NAME = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
@@ -24,8 +24,10 @@ _READ_WITH = {
 }
 
 
-class BaselineConfig(Section):
+class BaselineConfig(Entry):
     """One further model: a folder (`path`), a model of a hub (`id`), or one served elsewhere (`base_url`)."""
+
+    what = "a baseline of evaluate.baselines"
 
     name: str = Field(description="Its column in the report and its name in gates.")
     path: str | None = key(None, "Hugging Face model folder.")
@@ -39,17 +41,6 @@ class BaselineConfig(Section):
     api_key_variable: str | None = volatile(
         None, "Environment variable that holds the key of base_url.", pattern=r"^[A-Za-z_]\w*$"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keys_are_known(cls, values: Any) -> Any:
-        unknown = sorted(values.keys() - cls.model_fields.keys()) if isinstance(values, dict) else []
-        if unknown:
-            raise ValueError(
-                f"a baseline of evaluate.baselines has no key {', '.join(unknown)}; it has "
-                f"{', '.join(cls.model_fields)}"
-            )
-        return values
 
     @model_validator(mode="after")
     def _one_place(self) -> BaselineConfig:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
-from dapo_core.config.fields import Section, key, volatile
+from dapo_core.config.fields import Entry, Section, key, volatile
 from dapo_core.config.training import PromptsConfig
 
 # What replaces each key that is gone.
@@ -53,8 +53,10 @@ class ColumnsConfig(Section):
         return self
 
 
-class SetConfig(Section):
+class SetConfig(Entry):
     """One set of a mixture. What is unset is the section's own key `data.*`."""
+
+    what = "a set of data.train or data.eval"
 
     set: str = Field(description="A registered name, a file or folder, or a hub's id.", min_length=1)
     path: str | None = key(
@@ -64,17 +66,6 @@ class SetConfig(Section):
     columns: ColumnsConfig | None = key(None, "As data.columns.")
     prompt_template: str | None = key(None, "As data.prompt_template.")
     system_prompt: str | None = key(None, "As data.system_prompt.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keys_are_known(cls, values: Any) -> Any:
-        unknown = sorted(values.keys() - cls.model_fields.keys()) if isinstance(values, dict) else []
-        if unknown:
-            raise ValueError(
-                f"a set of data.train or data.eval has no key {', '.join(unknown)}; it has "
-                f"{', '.join(cls.model_fields)}"
-            )
-        return values
 
 
 class DataConfig(PromptsConfig):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from dapo_core.config.fields import JsonObject, Section, key, volatile
+from dapo_core.config.fields import Entry, JsonObject, Section, key, volatile
 from eval.gates import BEFORE, LAST_NIGHT, parse_gate
 from eval.problems.registry import POOLED
 from tasks.baseline_config import BaselineConfig
@@ -18,8 +18,10 @@ from tasks.data_config import ColumnsConfig
 _NAME = re.compile(r"\w[\w-]*")
 
 
-class BenchmarkConfig(Section):
+class BenchmarkConfig(Entry):
     """One benchmark of the suite. What is unset is the section's own key `evaluate.*`."""
+
+    what = "a benchmark of evaluate.benchmarks"
 
     set: str = Field(description="A registered name, a file or folder, or a hub's id.", min_length=1)
     path: str | None = key(None, "File or folder with the rows of a registered set, which is then not fetched.")
@@ -39,17 +41,6 @@ class BenchmarkConfig(Section):
     top_k: int | None = key(None, "As evaluate.top_k.", ge=1)
     max_response_tokens: int | None = key(None, "As evaluate.max_response_tokens.", ge=1)
     num_samples: int | None = key(None, "As evaluate.num_samples.", ge=1, le=10_000)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keys_are_known(cls, values: Any) -> Any:
-        unknown = sorted(values.keys() - cls.model_fields.keys()) if isinstance(values, dict) else []
-        if unknown:
-            raise ValueError(
-                f"a benchmark of evaluate.benchmarks has no key {', '.join(unknown)}; it has "
-                f"{', '.join(cls.model_fields)}"
-            )
-        return values
 
     @property
     def label(self) -> str:

@@ -92,7 +92,7 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
                     for number, part in enumerate(parts[1:], 1)
                 ]
             actors.get(starting)
-            actors.get([parts[0].unlink_shared_memory.remote() for parts in engines])
+            actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
             counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
             logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
             model_config = load_model_config(model_path, config.model.trust_remote_code)

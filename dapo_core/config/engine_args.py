@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from dapo_core.errors import ConfigError
@@ -37,12 +37,12 @@ def require_no_own_key(names: Iterable[str]) -> None:
             )
 
 
-def require_known(names: Iterable[str]) -> None:
+def require_known(names: Collection[str]) -> None:
     """Raise ConfigError for an argument that the installed vLLM does not have; nothing is known without vLLM.
 
     Read from its source, since importing vLLM takes seconds.
     """
-    spec = importlib.util.find_spec("vllm")
+    spec = importlib.util.find_spec("vllm") if names else None
     if spec is None or not spec.submodule_search_locations:
         return
     source = Path(spec.submodule_search_locations[0]) / "engine/arg_utils.py"

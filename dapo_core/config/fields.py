@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, TypeGuard
+from typing import Annotated, Any, ClassVar, TypeGuard
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic.fields import FieldInfo
@@ -34,6 +34,20 @@ class Section(BaseModel):
             str(name): {} if value is None and name in fields and is_section(fields[name].annotation) else value
             for name, value in values.items()
         }
+
+
+class Entry(Section):
+    """One entry of a list; an unknown key is refused with those that it may have."""
+
+    what: ClassVar[str]  # an entry of which key
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_are_known(cls, values: Any) -> Any:
+        unknown = sorted(values.keys() - cls.model_fields.keys()) if isinstance(values, dict) else []
+        if unknown:
+            raise ValueError(f"{cls.what} has no key {', '.join(unknown)}; it has {', '.join(cls.model_fields)}")
+        return values
 
 
 def key(default: Any, description: str, **bounds: Any) -> Any:

@@ -182,7 +182,7 @@ def _start(
             ),
             part,
         )
-    except (TypeError, ValueError, NotImplementedError) as error:  # another start would end alike
+    except (ValueError, NotImplementedError) as error:  # another start would end alike
         raise ModelError(
             f"vLLM refuses the model {model_path} or how it is to be loaded: {error}; change rollout.*, lengths "
             "or model.path, or set rollout.engine=hf"

@@ -238,8 +238,8 @@ def plan(
         findings.require()
         return
     print_plan(stages, is_whole)
-    told = {"disk"} if settings.checkpoint_steps else set()
-    print_findings([finding for finding in findings if finding.status == WARN or finding.check in told])
+    shown = {"disk"} if settings.checkpoint_steps else set()
+    print_findings([finding for finding in findings if finding.status == WARN or finding.check in shown])
     findings.require()
     typer.echo(f"preflight: {len(findings)} checks, nothing in the way (dapo doctor {config} shows them)")
 

@@ -36,7 +36,7 @@ def check_baselines(config: ChainConfig, findings: Findings) -> None:
         except (Unreachable, ServerUnreachable) as error:
             findings.add(check, WARN, str(error), ADVICE)
         except (DapoError, EvaluationError, DownloadError) as error:
-            status = WARN if baseline.name == LAST_NIGHT else FAIL  # which nobody chose
+            status = WARN if baseline.name == LAST_NIGHT else FAIL  # added by the nightly flow, not by the recipe
             findings.add(check, status, str(error), f"correct or remove {baseline.name} in evaluate.baselines")
         else:
             findings.add(check, OK, found)

@@ -170,12 +170,12 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
     free = shutil.disk_usage(existing).free
     found = f"{free / GIB:.1f} GiB are free in {config.store.path}"
     of_steps = facts.parameters * (OPTIMIZER_BYTES * num_kept + MERGED_BYTES * len(steps)) / GIB
-    told = f", {of_steps:.1f} of them for checkpoints of {num_kept} steps that are kept" if num_kept else ""
+    kept = f", {of_steps:.1f} of them for checkpoints of {num_kept} steps that are kept" if num_kept else ""
     if needed > free:
         findings.add(
-            "disk", FAIL, f"{found}; {copies} checkpoints and merged models take about {needed / GIB:.1f}{told}",
+            "disk", FAIL, f"{found}; {copies} checkpoints and merged models take about {needed / GIB:.1f}{kept}",
             "another store.path, fewer steps in evaluate.checkpoints, a lower checkpoint.keep_last, or `dapo gc "
             "--keep-runs N`",
         )  # fmt: skip
     else:
-        findings.add("disk", OK, found + (f", about {needed / GIB:.1f} are needed{told}" if needed else ""))
+        findings.add("disk", OK, found + (f", about {needed / GIB:.1f} are needed{kept}" if needed else ""))

@@ -1,4 +1,4 @@
-"""A suite's folder: what every reader finds in it, and what a damaged one is told to be."""
+"""A suite's folder: what every reader finds in it, and what is said of a damaged one."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_the_best_checkpoint_is_chosen_on_one_half_and_measured_on_the_other(tmp
     second = [int(by_problem[item.id][-1], 16) % 2 == 1 for item in items]
 
     def evaluated(name: str, first_half: int, second_half: int) -> Path:
-        """Right on so many of the first and of the second half."""
+        """With this many right in the first half, and in the second."""
         left = {False: first_half, True: second_half}
         letters = ""
         for half in second:

@@ -31,7 +31,7 @@ from tests.configs import make_config
 from tests.recorded_runs import record_run, small_config
 
 
-class Told(Client):
+class Recording(Client):
     """Remembers what it gets; opening or sending may fail or wait."""
 
     calls: list[tuple[Any, ...]]
@@ -61,10 +61,10 @@ class Told(Client):
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Told]]:
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Recording]]:
     waits = threading.Event()
     waits.set()
-    client = type("Told", (Told,), {"calls": [], "fails": "", "waits": waits})
+    client = type("Recording", (Recording,), {"calls": [], "fails": "", "waits": waits})
     monkeypatch.setitem(CLIENTS, "wandb", (client, (), ""))
     yield client
     waits.set()
@@ -75,7 +75,7 @@ def config(**train: Any) -> Config:
 
 
 def test_a_continued_training_goes_on_with_its_run_and_sends_no_step_twice(
-    told: type[Told], tmp_path: Path
+    recording: type[Recording], tmp_path: Path
 ) -> None:
     row = {"prompt": "1 + 1", "response": "2"}
     generations_file(tmp_path, 1).parent.mkdir()
@@ -96,7 +96,7 @@ def test_a_continued_training_goes_on_with_its_run_and_sends_no_step_twice(
         for step in (2, 3):
             tracked.on_step(step, {"critic/score/mean": float(step)})
     send_results(tmp_path, {"eval/math500/after": 61.5, "eval/math500/p": math.nan}, 3)
-    assert told.calls == [
+    assert recording.calls == [
         ("open", "dapo-pipeline", "mine", record["id"], None),
         ("log", 0, {"validation/accuracy": 0.5}),
         ("log", 1, {"validation/accuracy": 0.75}),
@@ -112,13 +112,13 @@ def test_a_continued_training_goes_on_with_its_run_and_sends_no_step_twice(
     ]
     with tracking(config(tracker_run="other"), tmp_path, False) as tracked:
         tracked.on_step(1, {"critic/score/mean": 1.0})
-    assert told.calls[-3][:3] == ("open", "dapo-pipeline", "other")
-    assert told.calls[-3][3] != record["id"], "a training from the beginning is a new run"
+    assert recording.calls[-3][:3] == ("open", "dapo-pipeline", "other")
+    assert recording.calls[-3][3] != record["id"], "a training from the beginning is a new run"
     with tracking(make_config(), tmp_path, False):
         pass
     assert not (tmp_path / TRACKERS_FILE).exists()
     send_results(tmp_path, {"eval/x/after": 1.0}, 1)  # of a training that was not tracked
-    assert told.calls[-1] == ("finish",)
+    assert recording.calls[-1] == ("finish",)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_continued_training_goes_on_with_its_run_and_sends_no_step_twice(
     ],
 )
 def test_failures_are_logged_once_and_counted(
-    told: type[Told],
+    recording: type[Recording],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -138,7 +138,7 @@ def test_failures_are_logged_once_and_counted(
     said: str,
 ) -> None:
     monkeypatch.setenv("TRACKER_API_KEY", "SECRET-TRACKER-KEY")
-    told.fails = fails
+    recording.fails = fails
     with tracking(config(), tmp_path, False) as tracked:
         for step in (1, 2, 3):
             tracked.on_step(step, {"critic/score/mean": 1.0})
@@ -150,21 +150,21 @@ def test_failures_are_logged_once_and_counted(
 
 
 def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
-    told: type[Told], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    recording: type[Recording], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(trackers, "MAX_WAITING", 5)
-    told.waits.clear()
+    recording.waits.clear()
     with tracking(config(), tmp_path, False) as tracked:
         for step in range(20):
             tracked.on_step(step, {"critic/score/mean": 1.0})
     assert "it is 5 calls behind" in caplog.text
     assert json.loads((tmp_path / TRACKERS_FILE).read_text())["trackers"][0]["num_failed"] >= 10
-    assert told.calls == [("open", "dapo-pipeline", "mine", told.calls[0][3], None)]
+    assert recording.calls == [("open", "dapo-pipeline", "mine", recording.calls[0][3], None)]
 
 
 def test_a_full_disk_is_not_the_trackers_to_report(
-    told: type[Told], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    recording: type[Recording], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -172,7 +172,7 @@ def test_a_full_disk_is_not_the_trackers_to_report(
     with tracking(config(), tmp_path, False) as tracked:
         monkeypatch.setattr(trackers, "write_atomically", full)
         tracked.on_step(1, {"critic/score/mean": 1.0})
-    assert ("log", 1, {"critic/score/mean": 1.0}) in told.calls
+    assert ("log", 1, {"critic/score/mean": 1.0}) in recording.calls
     assert "trackers.json cannot be written: [Errno 28] No space left" in caplog.text
 
 
@@ -214,7 +214,7 @@ def test_results_of_one_benchmark_and_of_a_suite() -> None:
     assert {name.split("/")[1] for name in results} == {"gsm8k", "pooled"}
 
 
-def test_a_run_sends_its_results_unless_all_is_cached(told: type[Told], tmp_path: Path) -> None:
+def test_a_run_sends_its_results_unless_all_is_cached(recording: type[Recording], tmp_path: Path) -> None:
     run = record_run(small_config(tmp_path / "store"))
     (tmp_path / TRACKERS_FILE).write_text(
         json.dumps(
@@ -227,8 +227,8 @@ def test_a_run_sends_its_results_unless_all_is_cached(told: type[Told], tmp_path
     figures = {"before": 0.5, "after": 0.75, "difference": 0.25, "p": 0.25}
     sent = {f"eval/arithmetic/{name}": value for name, value in figures.items()}
     step = run.config.train.total_steps
-    assert told.calls == [("open", "p", "r", "7", None), ("results", step, sent), ("finish",)]
+    assert recording.calls == [("open", "p", "r", "7", None), ("results", step, sent), ("finish",)]
     again = record_run(small_config(tmp_path / "store"))
     assert all(stage.cached for stage in again.stages.values())
     send_report(again, report, artifact)
-    assert len(told.calls) == 3
+    assert len(recording.calls) == 3
