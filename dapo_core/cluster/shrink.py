@@ -64,8 +64,9 @@ def shrunk(config: TrainingConfig, device: Device, free: Sequence[Mapping[str, f
         return smaller
     raise ConfigError(
         "train.on_lost_node=shrink finds no smaller train.num_ranks and rollout.num_workers for what is free on "
-        f"the nodes that are left, {[dict(node) for node in free]}: {refused or 'they have no room for one of each'}; add nodes and continue with the "
-        "same command, or change these keys"
+        f"the nodes that are left, {[dict(node) for node in free]}: "
+        f"{refused or 'they have no room for one of each'}; add nodes and give the same command again, or change "
+        "these keys"
     )
 
 
