@@ -68,42 +68,6 @@ def test_defaults_are_the_papers_recipe() -> None:
     assert config.rollout.max_response_tokens - config.reward.overlong.buffer_tokens == 16384
 
 
-@pytest.mark.parametrize(
-    ("sections", "importance"),
-    [
-        ({}, "stale"),
-        ({"rollout": {"top_k": 0}}, "stale"),  # all tokens, too
-        ({"rollout": {"top_p": 0.95}}, "off"),
-        ({"rollout": {"top_k": 20}}, "off"),
-        ({"algorithm": {"old_log_probs": "engine"}}, "off"),
-        ({"algorithm": {"compat": "verl"}}, "off"),
-        ({"algorithm": {"compat": "verl", "rollout_correction": {"importance": "token"}}}, "token"),
-    ],
-)
-def test_stale_tokens_are_weighed_where_their_log_probs_compare(sections: dict[str, Any], importance: str) -> None:
-    config = _resolve(**sections)
-    assert config.rollout_correction.importance == importance
-    untouched = {"importance"}
-    before, after = config.algorithm.rollout_correction, config.rollout_correction
-    assert after.model_dump(exclude=untouched) == before.model_dump(exclude=untouched)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "is_needed"),
-    [
-        ({}, False),
-        ({"kl": {"place": "loss"}}, False),
-        ({"kl": {"place": "reward"}}, True),
-        ({"kl": {"place": "reward"}, "old_log_probs": "engine"}, False),
-        ({"rollout_correction": {"importance": "token"}}, False),
-        ({"rollout_correction": {"importance": "sequence"}}, True),
-        ({"rollout_correction": {"mask": "token"}}, True),
-    ],
-)
-def test_what_reads_old_log_probs_before_an_update(algorithm: dict[str, Any], is_needed: bool) -> None:
-    assert _resolve(algorithm=algorithm).anchors_before_updates == is_needed
-
-
 def test_overrides_are_read_as_yaml(recipe: Path) -> None:
     overrides = ["serve.extra_args=[--enable-prefix-caching]", "data.shuffle=off", "algorithm.kl.place=off"]
     overrides += ["train.learning_rate=2e-6", "train.ray_address=null", "run.name=a=b"]

@@ -18,6 +18,7 @@ from dapo_core.rollout_correction import (
     mismatch_metrics,
 )
 from tests.batches import make_group
+from tests.configs import make_config
 
 NAN, INF = float("nan"), float("inf")
 MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
@@ -186,3 +187,39 @@ def test_a_product_out_of_range_leaves_the_metrics_finite() -> None:
 
 def test_without_a_token_there_are_no_metrics() -> None:
     assert mismatch_metrics(OLD, ROLLOUT, torch.zeros_like(MASK)) == {}
+
+
+@pytest.mark.parametrize(
+    ("sections", "importance"),
+    [
+        ({}, "stale"),
+        ({"rollout": {"top_k": 0}}, "stale"),  # all tokens, too
+        ({"rollout": {"top_p": 0.95}}, "off"),
+        ({"rollout": {"top_k": 20}}, "off"),
+        ({"algorithm": {"old_log_probs": "engine"}}, "off"),
+        ({"algorithm": {"compat": "verl"}}, "off"),
+        ({"algorithm": {"compat": "verl", "rollout_correction": {"importance": "token"}}}, "token"),
+    ],
+)
+def test_stale_tokens_are_weighed_where_their_log_probs_compare(sections: dict[str, Any], importance: str) -> None:
+    config = make_config(**sections)
+    assert config.rollout_correction.importance == importance
+    untouched = {"importance"}
+    before, after = config.algorithm.rollout_correction, config.rollout_correction
+    assert after.model_dump(exclude=untouched) == before.model_dump(exclude=untouched)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_needed"),
+    [
+        ({}, False),
+        ({"kl": {"place": "loss"}}, False),
+        ({"kl": {"place": "reward"}}, True),
+        ({"kl": {"place": "reward"}, "old_log_probs": "engine"}, False),
+        ({"rollout_correction": {"importance": "token"}}, False),
+        ({"rollout_correction": {"importance": "sequence"}}, True),
+        ({"rollout_correction": {"mask": "token"}}, True),
+    ],
+)
+def test_what_reads_old_log_probs_before_an_update(algorithm: dict[str, Any], is_needed: bool) -> None:
+    assert make_config(algorithm=algorithm).anchors_before_updates == is_needed
