@@ -94,9 +94,8 @@ def train(
 
             def attempt(start: Path | None) -> Trainer:
                 with start_cluster(config, model_path, output_dir, restarts.num_restarts > 0) as cluster:
-                    trainer = Trainer(
-                        cluster.config, cluster, stream, model_path, output_dir, identity, validation
-                    )
+                    fit = cluster.config
+                    trainer = Trainer(fit, cluster, stream, model_path, output_dir, identity, validation)
                     trainer.resume(start)
                     trainer.run(report, stop)
                     return trainer
