@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 import ray
 from ray._private.state import available_resources_per_node
+from ray.util.placement_group import remove_placement_group
 
-from dapo_core.cluster.placement import Demand, demands
+from dapo_core.cluster.placement import Demand, Places, demands, place_roles
 from dapo_core.config.loading import resolve
 from dapo_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
     from dapo_core.config.training import TrainingConfig
     from dapo_core.device import Device
 
@@ -22,13 +25,30 @@ logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 20.0  # Ray takes 15 to declare a node dead, and a moment to free what its actors held
 POLL_SECONDS = 0.5
+NUM_TRIES = 3
 
 
-def shrunk_to_free(config: TrainingConfig, device: Device) -> TrainingConfig:
-    """The configuration, with fewer ranks and engines if all of them have no room within SETTLE_SECONDS.
+def place_what_is_left(
+    config: TrainingConfig, device: Device, groups: list[PlacementGroup]
+) -> tuple[TrainingConfig, Places]:
+    """The configuration, with fewer ranks and engines if not all have room, and their places, as `place_roles`.
 
     Raises ConfigError when no smaller number fits the free devices and the other keys.
     """
+    for _ in range(NUM_TRIES - 1):
+        fit = _shrunk_to_free(config, device)
+        try:
+            return fit, place_roles(fit, device, groups, SETTLE_SECONDS)
+        except ConfigError as error:  # such as a dead node that counted as free
+            logger.warning("%s", error)
+            while groups:
+                remove_placement_group(groups.pop())
+    fit = _shrunk_to_free(config, device)
+    return fit, place_roles(fit, device, groups)
+
+
+def _shrunk_to_free(config: TrainingConfig, device: Device) -> TrainingConfig:
+    """The configuration if all of it has room within SETTLE_SECONDS, else a smaller one."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while not has_room(free := _free_by_node(), demands(config, device)):
         if time.monotonic() >= deadline:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray.exceptions import RayActorError
 
-from dapo_core.cluster import actors
-from dapo_core.cluster.placement import Demand, demands
+from dapo_core.cluster import actors, shrink
+from dapo_core.cluster.placement import Demand, Places, demands
 from dapo_core.cluster.shared_files import differences, digests
 from dapo_core.cluster.shrink import has_room, shrunk
 from dapo_core.device import device_for
@@ -101,6 +101,29 @@ def test_what_cannot_shrink_is_refused_with_the_reason() -> None:
         shrunk(config, device, [NPU_NODE] * 2)
     with pytest.raises(ConfigError, match=r"are left, \[\]: they have no room for one of each"):
         shrunk(config, device, [])
+
+
+def test_a_dead_node_that_counts_as_free_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, places, pending = four_nodes(), Places([], []), cast("Any", object())
+    free, removed, tried = [NPU_NODE] * 4, [], []
+
+    def place(fit: Config, _: object, groups: list[Any], max_seconds: float = 300.0) -> Places:
+        tried.append(fit.train.num_ranks)
+        groups.append(pending)
+        if len(tried) == 1:
+            free.pop()  # Ray declares it dead
+            raise ConfigError(f"Ray has no room within {max_seconds:.0f} s")
+        return places
+
+    monkeypatch.setattr(shrink, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(shrink, "_free_by_node", lambda: free)
+    monkeypatch.setattr(shrink, "place_roles", place)
+    monkeypatch.setattr(shrink, "remove_placement_group", removed.append)
+    groups: list[Any] = []
+    fit, found = shrink.place_what_is_left(config, device_for("npu"), groups)
+    assert found is places
+    assert (tried, fit.train.num_ranks, fit.rollout.num_workers) == ([32, 32], 32, 4)
+    assert (removed, groups) == ([pending], [pending])
 
 
 def test_a_node_with_other_files_says_which(tmp_path: Path) -> None:
