@@ -79,7 +79,7 @@ def measure(load: Namespace) -> tuple[list[Pass], list[Pass]]:
     ]
     bare, through = [], []
     with connected_to_ray(config.train, num_cpus=2):
-        worker = ray.remote(_measured_worker()).options(num_cpus=1).remote()
+        worker: Any = ray.remote(_measured_worker()).options(num_cpus=1).remote()
         actors = Actors()
         actors.add("rollout worker", [worker])
         actors.get(worker.start.remote(str(load.model), config, EnginePart(0, ""), []))
@@ -104,7 +104,8 @@ def _measured_worker() -> type:
             self.bare: Engine = self.engine.run(lambda engine: engine)
             self.step, self.take_in = self.bare.step, self.bare.submit
             self.bare.step, self.bare.submit = self._timed_step, self._timed_submit  # type: ignore[method-assign]
-            self.idle_seconds, self.ended = 0.0, None
+            self.idle_seconds = 0.0
+            self.ended: float | None = None
 
         def _timed_step(self) -> list[Response]:
             if self.ended is not None:
