@@ -51,13 +51,14 @@ def main() -> None:
 
 def measure(load: Namespace) -> tuple[list[Pass], list[Pass]]:
     """Passes of the bare loop and of the worker, in turn; the first of each is left out."""
-    import ray
     from engines import _prompts
 
     from dapo_core.cluster.actors import Actors
     from dapo_core.cluster.connection import connected_to_ray
+    from dapo_core.cluster.placement import reserve
     from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.data import Prompt
+    from dapo_core.device import device_for
     from dapo_core.engines.base import EnginePart
     from dapo_core.rollout import GroupRequest
     from flows.config import resolve_config
@@ -79,7 +80,8 @@ def measure(load: Namespace) -> tuple[list[Pass], list[Pass]]:
     ]
     bare, through = [], []
     with connected_to_ray(config.train, num_cpus=2):
-        worker: Any = ray.remote(_measured_worker()).options(num_cpus=1).remote()
+        (place,) = reserve(1, 1, device_for("cpu"), [])
+        worker = place.start(_measured_worker())
         actors = Actors()
         actors.add("rollout worker", [worker])
         actors.get(worker.start.remote(str(load.model), config, EnginePart(0, ""), []))
@@ -88,7 +90,6 @@ def measure(load: Namespace) -> tuple[list[Pass], list[Pass]]:
             bare.append(actors.get(worker.run_bare.remote(requests, load.open_groups)))
             num_tokens, seconds = _run(group, requests, load.open_groups)
             through.append(Pass(num_tokens, seconds, actors.get(worker.take_idle_seconds.remote())))
-        ray.kill(worker)
     return bare[1:], through[1:]
 
 
