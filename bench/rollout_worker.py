@@ -55,10 +55,9 @@ def measure(load: Namespace) -> tuple[list[Pass], list[Pass]]:
 
     from dapo_core.cluster.actors import Actors
     from dapo_core.cluster.connection import connected_to_ray
-    from dapo_core.cluster.placement import reserve
+    from dapo_core.cluster.placement import Demand, reserve
     from dapo_core.cluster.rollout_group import RolloutGroup
     from dapo_core.data import Prompt
-    from dapo_core.device import device_for
     from dapo_core.engines.base import EnginePart
     from dapo_core.rollout import GroupRequest
     from flows.config import resolve_config
@@ -80,7 +79,7 @@ def measure(load: Namespace) -> tuple[list[Pass], list[Pass]]:
     ]
     bare, through = [], []
     with connected_to_ray(config.train, num_cpus=2):
-        (place,) = reserve(1, 1, device_for("cpu"), [])
+        (place,) = reserve(Demand(1, {"CPU": 1}), [])
         worker = place.start(_measured_worker())
         actors = Actors()
         actors.add("rollout worker", [worker])
