@@ -176,8 +176,11 @@ class _RolloutRank(_Process, RolloutWorker):
     def start(self, model_path: str, config: TrainingConfig, part: EnginePart, followers: Sequence[Any]) -> None:
         """Load the model into the engine and start the scoring processes."""
         self._part = part
-        engine = _load_engine(model_path, config, part, _Followers(followers))
-        super().__init__(engine, load_tokenizer(model_path, config.model.trust_remote_code), config)
+        super().__init__(
+            lambda: _load_engine(model_path, config, part, _Followers(followers)),
+            load_tokenizer(model_path, config.model.trust_remote_code),
+            config,
+        )
 
     def unlink_shared_memory(self) -> None:
         """Remove the names of vLLM's shared memory on a CPU, which it may leave behind; all parts have it open."""
