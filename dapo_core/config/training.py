@@ -121,6 +121,9 @@ class TrainConfig(Section):
         3, "Restarts after a dead rank or worker before a new checkpoint is written.", ge=0, le=1000
     )
     restart_delay_seconds: float = volatile(5.0, "Pause before the first restart; it doubles each time.", ge=0)
+    on_lost_node: Literal["wait", "shrink"] = volatile(
+        "wait", "wait: restart when its devices are back; shrink: with fewer ranks and engines on the others."
+    )
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow"], ...] = volatile(
         (), "Trackers that get each step, validations' responses and the results of the evaluations."
     )
