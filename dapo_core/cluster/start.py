@@ -165,7 +165,9 @@ class _PolicyRank(_Process, Policy):
         device.require()
         torch.set_num_threads(config.train.threads_per_rank)
         seed_generators(config.run.seed, rank, num_optimizer_steps=0)
-        torch.distributed.init_process_group(device.backend, init_method=address, rank=rank, world_size=num_ranks)
+        torch.distributed.init_process_group(
+            device.backends(config.train.offload_shards), init_method=address, rank=rank, world_size=num_ranks
+        )
         super().__init__(model_path, config)
 
 
@@ -178,8 +180,11 @@ class _RolloutRank(_Process, RolloutWorker):
     def start(self, model_path: str, config: TrainingConfig, part: EnginePart, followers: Sequence[Any]) -> None:
         """Load the model into the engine and start the scoring processes."""
         self._part = part
-        engine = _load_engine(model_path, config, part, _Followers(followers))
-        super().__init__(engine, load_tokenizer(model_path, config.model.trust_remote_code), config)
+        super().__init__(
+            lambda: _load_engine(model_path, config, part, _Followers(followers)),
+            load_tokenizer(model_path, config.model.trust_remote_code),
+            config,
+        )
 
     def unlink_shared_memory(self) -> None:
         """Remove the names of vLLM's shared memory on a CPU, which it may leave behind; all parts have it open."""
