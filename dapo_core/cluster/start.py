@@ -73,7 +73,7 @@ def start_cluster(
         logger.info("Ray is up after %.0f s", time.monotonic() - started)
         try:
             if is_restart and train.ray_address is not None and train.on_lost_node == "shrink":
-                config, places = place_what_is_left(config, device, groups)
+                config, places = place_what_is_left(config, device, groups, Path(model_path))
             else:
                 seconds = LOST_NODE_SECONDS if is_restart else PLACEMENT_SECONDS
                 places = place_roles(config, device, groups, seconds)
