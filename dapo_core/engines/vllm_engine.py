@@ -186,7 +186,7 @@ def _start(
 
 
 def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> dict[str, Any]:
-    """Arguments of EngineArgs for a kind of device, with those of rollout.engine_args; docs/training.md says why."""
+    """Arguments of EngineArgs for a kind of device, rollout.engine_args included; reasons: docs/training.md."""
     if device == "cpu":
         arguments = {
             "kv_cache_memory_bytes": settings.memory_bytes,
