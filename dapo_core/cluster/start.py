@@ -163,7 +163,9 @@ class _PolicyRank(_Process, Policy):
         device.require()
         torch.set_num_threads(config.train.threads_per_rank)
         seed_generators(config.run.seed, rank, num_optimizer_steps=0)
-        torch.distributed.init_process_group(device.backend, init_method=address, rank=rank, world_size=num_ranks)
+        torch.distributed.init_process_group(
+            device.backends(config.train.offload_shards), init_method=address, rank=rank, world_size=num_ranks
+        )
         super().__init__(model_path, config)
 
 
