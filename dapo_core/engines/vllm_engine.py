@@ -188,7 +188,7 @@ def _start(
 def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> dict[str, Any]:
     """Arguments of EngineArgs for a kind of device, rollout.engine_args included; reasons: docs/training.md."""
     if device == "cpu":
-        arguments = {
+        arguments: dict[str, Any] = {
             "kv_cache_memory_bytes": settings.memory_bytes,
             "block_size": CPU_BLOCK_TOKENS,
             "enforce_eager": True,  # compiling takes 25 s and gains nothing on a small model
