@@ -9,6 +9,7 @@ import pytest
 import ray
 import torch
 
+import dapo_core.cluster.actors
 from dapo_core.cluster.start import start_cluster
 from dapo_core.data import Prompt
 from dapo_core.errors import WorkerDied
@@ -21,7 +22,10 @@ from tests.trainings import World, config_of
 REQUESTS = [GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) for number in range(4)]
 
 
-def test_two_parts_make_one_engine(ray_address: str, world: World, tmp_path: Path) -> None:
+def test_two_parts_make_one_engine(
+    ray_address: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dapo_core.cluster.actors, "PING_SECONDS", 0.5)  # only a ping sees that a follower is dead
     (tmp_path / "scorer.py").write_text(SCORER)
     config = config_of(
         train={"ray_address": ray_address},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -63,7 +64,15 @@ def test_what_a_cluster_has_and_why_it_does_not_answer(
     assert "for the Ray cluster at train.ray_address=auto to answer" in caplog.text
 
 
-def test_auto_without_a_ray_says_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_left", [False, True])
+def test_auto_without_a_ray_says_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_left: bool
+) -> None:
+    if is_left:  # the address of a Ray that has ended
+        (tmp_path / "ray").mkdir()
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{closed.getsockname()[1]}")
     popen = subprocess.Popen
     code = """
 import sys
