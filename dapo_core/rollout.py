@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,10 @@ from dapo_core.reward.pool import RewardPool, ScoreRequest
 from dapo_core.reward.scorers import Score, Verdict, overlong_penalty
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
     from dapo_core.config.training import TrainingConfig
+    from dapo_core.weight_transfer.plan import WeightPlan
 
 
 # (policy version, tokens sampled from its weights) of a response, in the order of its tokens.
@@ -193,10 +193,9 @@ class RolloutWorker:
         self._scoring.clear()
         return requests
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> int:
-        """Replace the engine's weights; returns the version that groups carry from now on."""
-        self.engine.load_weights(weights, policy_version)
-        return self.engine.policy_version
+    def receive_weights(self, plan: WeightPlan, policy_version: int) -> None:
+        """Load the weights that policy ranks send into the engine; groups carry the version from now on."""
+        self.engine.receive_weights(plan, policy_version)
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """The engine's log-probs of given (prompt_ids, response_ids) pairs at temperature 1."""

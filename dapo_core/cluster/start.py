@@ -25,16 +25,21 @@ from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.room import WORD_SECONDS
+from dapo_core.cluster.weight_transfer import WeightTransfer
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
 from dapo_core.errors import ConfigError, DapoError
 from dapo_core.policy.rank import Policy
 from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
+from dapo_core.weight_transfer.inbox import open_inbox
 
 if TYPE_CHECKING:
     from dapo_core.config.rollout import RolloutConfig
     from dapo_core.config.training import TrainingConfig
+    from dapo_core.weight_transfer.links import Link
+    from dapo_core.weight_transfer.plan import WeightPlan
+    from dapo_core.weight_transfer.proof import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +53,7 @@ class Cluster:
 
     policy: PolicyGroup
     rollouts: RolloutGroup
+    weights: WeightTransfer
 
 
 @contextmanager
@@ -93,11 +99,14 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
                 ]
             actors.get(starting)
             actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
+            weights = WeightTransfer(ranks, engines, actors)
+            weights.connect(device, lambda actor: _meeting_point(folder, actor, actors))
             counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
             logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
             model_config = load_model_config(model_path, config.model.trust_remote_code)
             policy = PolicyGroup(ranks, config, actors, model_config.get_text_config().hidden_size)
-            yield Cluster(policy, RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors))
+            rollouts = RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors)
+            yield Cluster(policy, rollouts, weights)
         finally:
             _end(ranks, engines, groups if train.ray_address else [])
 
@@ -185,6 +194,10 @@ class _Process:
         """Where the process runs; also called as a ping."""
         return f"pid {os.getpid()} on {ray.util.get_node_ip_address()}"
 
+    def node(self) -> str:
+        """The id of its node."""
+        return str(ray.get_runtime_context().get_node_id())
+
     def rendezvous(self) -> str:
         """An address on its node at which processes can meet."""
         with socket.socket() as probe:
@@ -208,7 +221,22 @@ class _PolicyRank(_Process, Policy):
         super().__init__(model_path, config)
 
 
-class _RolloutRank(_Process, RolloutWorker):
+class _EngineProcess(_Process):
+    """A process that holds an engine or a part of one."""
+
+    engine: Engine
+    _device: Device
+
+    def connect(self, link: Link, plan: WeightPlan) -> None:
+        """Open the way on which weights come; collective with those that meet at the link's address."""
+        self.engine.inbox = open_inbox(link, plan, self._device)
+
+    def loaded_weights(self) -> Loaded:
+        """What the engine's loader took in the last sync."""
+        return self.engine.loaded
+
+
+class _RolloutRank(_EngineProcess, RolloutWorker):
     """A rollout worker as an actor, constructed by `start`."""
 
     def __init__(self) -> None:
@@ -217,6 +245,7 @@ class _RolloutRank(_Process, RolloutWorker):
     def start(self, model_path: str, config: TrainingConfig, part: EnginePart, followers: Sequence[Any]) -> None:
         """Load the model into the engine and start the scoring processes."""
         self._part = part
+        self._device = device_for(config.train.device)
         engine = _load_engine(model_path, config, part, _Followers(followers))
         super().__init__(engine, load_tokenizer(model_path, config.model.trust_remote_code), config)
 
@@ -226,17 +255,18 @@ class _RolloutRank(_Process, RolloutWorker):
             path.unlink(missing_ok=True)
 
 
-class _EngineRank(_Process):
+class _EngineRank(_EngineProcess):
     """Another part of an engine as an actor, which makes the calls that the rollout worker makes."""
 
     def start(self, model_path: str, config: TrainingConfig, part: EnginePart) -> None:
         """Load this part of the model."""
-        self._engine = _load_engine(model_path, config, part)
+        self._device = device_for(config.train.device)
+        self.engine = _load_engine(model_path, config, part)
 
     def make_call(self, name: str, arguments: Sequence[Any]) -> None:
         """Make a call of the engine. What only this part raises ends the process, for the others wait for it."""
         try:
-            getattr(self._engine, name)(*arguments)
+            getattr(self.engine, name)(*arguments)
         except DapoError:  # in every part
             raise
         except BaseException:
