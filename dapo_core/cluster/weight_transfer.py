@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from dapo_core.cluster.actors import Actors
 from dapo_core.weight_transfer.links import Link
 from dapo_core.weight_transfer.proof import Loaded, merge_checksums, require_arrived
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from dapo_core.device import Device
 
 
 class WeightTransfer:
@@ -34,13 +29,14 @@ class WeightTransfer:
         self.actors = actors
         self.plan = actors.get(ranks[0].weight_plan.remote())
 
-    def connect(self, device: Device, meeting_point: Callable[[Any], str]) -> None:
-        """Open the ways; `meeting_point` gives an address at which processes meet an actor."""
-        home, *nodes = self.actors.get([actor.node.remote() for actor in (self.ranks[0], *self.parts)])
-        is_local = [device.kind == "cpu" and node == home for node in nodes]
+    def connect(self, is_local: Sequence[bool], meeting_point: Callable[[], str]) -> None:
+        """Open the ways. `is_local`: of each process of the engines, whether it can read rank 0's memory.
+
+        `meeting_point` gives an address at which the others meet rank 0.
+        """
         memory = self.actors.get(self.ranks[0].open_outbox.remote(sum(is_local)))
         size = 1 + is_local.count(False)
-        address = meeting_point(self.ranks[0]) if size > 1 else ""
+        address = meeting_point() if size > 1 else ""
         links = [
             Link(True, memory, sum(is_local[:number]), sum(is_local))
             if local

@@ -40,9 +40,7 @@ class WeightSource:
         self, causal_lm: nn.Module, pieces: Mapping[str, Sequence[FilePiece]], dtype: torch.dtype, max_bytes: int
     ) -> None:
         self._causal_lm = causal_lm
-        self._pieces = {
-            piece.file_name: (name, piece) for name, own in pieces.items() for piece in own
-        }
+        self._pieces = {piece.file_name: (name, piece) for name, own in pieces.items() for piece in own}
         self.plan: WeightPlan = plan_buckets(self._tensors(dict(causal_lm.named_parameters())), dtype, max_bytes)
 
     def send(self, outbox: Outbox | None) -> dict[str, dict[int, int]]:

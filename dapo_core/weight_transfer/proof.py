@@ -62,9 +62,7 @@ def merge_checksums(parts: Iterable[Mapping[str, Mapping[int, int]]]) -> Checksu
     return {name: tuple(own[number] for number in sorted(own)) for name, own in merged.items()}
 
 
-def require_arrived(
-    plan: WeightPlan, sent: Checksums, loaded: Mapping[str, Loaded], policy_version: int
-) -> None:
+def require_arrived(plan: WeightPlan, sent: Checksums, loaded: Mapping[str, Loaded], policy_version: int) -> None:
     """Raise RolloutError unless every process of every engine, by name, took all tensors as they were sent."""
     unsent = sorted(plan.tensors.keys() - sent.keys())
     if unsent:
@@ -91,6 +89,4 @@ def require_arrived(
             )
 
 
-_ADVICE = (
-    ": its rollouts would come from wrong weights; start the training again, which continues from the last checkpoint"
-)
+_ADVICE = ": its rollouts would come from wrong weights; start the training again, which continues from the last checkpoint"
