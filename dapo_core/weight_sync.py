@@ -20,8 +20,8 @@ MAX_PROBE_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}  # mea
 def publish_weights(cluster: Cluster, policy_version: int) -> None:
     """Load the policy's weights into every engine, which drop their cached prefixes and take the version.
 
-    Raises RolloutError unless the checksums of all tensors, as each engine's loader took them, are those of what the
-    ranks sent.
+    Raises RolloutError unless the checksums of all tensors, as each engine's loader took them, are those of the
+    ranks' shards.
     """
     cluster.weights.send(policy_version)
 

@@ -191,7 +191,7 @@ class TrainConfig(Section):
     reshard_after_forward: bool = volatile(True, "Free whole weights between forward and backward: less memory.")
     weight_bucket_bytes: int = volatile(
         512 * 1024**2,
-        "Bytes of weights that are gathered at once on their way to the engines; never less than the largest tensor.",
+        "Bytes of weights gathered at once on their way to the engines; at least those of the largest tensor.",
         ge=1,
     )
     offload_parameters: bool = volatile(False, "Keep weights in host memory while the engines generate.")

@@ -44,7 +44,7 @@ class WeightSource:
         self.plan: WeightPlan = plan_buckets(self._tensors(dict(causal_lm.named_parameters())), dtype, max_bytes)
 
     def send(self, outbox: Outbox | None) -> dict[str, dict[int, int]]:
-        """Send all buckets through rank 0's outbox; returns checksums of this rank's rows, by tensor. Collective."""
+        """Send all buckets through rank 0's outbox; returns the checksums of this rank's rows. Collective."""
         parameters: dict[str, Any] = dict(self._causal_lm.named_parameters())
         sent: dict[str, dict[int, int]] = {}
         for bucket in self.plan.buckets:

@@ -32,7 +32,7 @@ def open_inbox(link: Link, plan: WeightPlan, device: Device) -> Inbox:
 
 
 class Delivery:
-    """The tensors of one sync in the plan's order; a checksum is taken of each once the loader asks for the next."""
+    """The tensors of one sync in the plan's order, each with a checksum once the loader asks for the next."""
 
     def __init__(self, plan: WeightPlan, inbox: Inbox, is_kept: bool) -> None:
         """`is_kept`: the loader may keep a tensor after asking for the next, so each has memory of its own."""

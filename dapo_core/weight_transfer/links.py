@@ -30,7 +30,7 @@ class Link:
 
 
 class SharedMemory:
-    """Counters, and slots for buckets, in anonymous memory: no name in /dev/shm, no limit of its size, no leftovers.
+    """Counters, and slots for buckets, in anonymous memory: no name, size limit or leftovers in /dev/shm.
 
     The sender counts the buckets sent, and each reader those it took. A count is written after the bytes it stands
     for: the pause of `wait_until` in between is a system call and orders memory.
@@ -63,13 +63,13 @@ class SharedMemory:
     def open(
         cls, address: str, num_readers: int, slot_numel: int, dtype: torch.dtype, num_slots: int
     ) -> SharedMemory:
-        """The memory of another process of this user on this machine; raises RolloutError if it cannot be opened."""
+        """Another process's memory on this machine; raises RolloutError if it cannot be opened."""
         try:
             file = os.open(address, os.O_RDWR)
         except OSError as error:
             raise RolloutError(
-                f"an engine cannot open the shared memory of a policy rank on its node: {error}; run the training's "
-                "processes as one user, without containers of their own"
+                f"an engine cannot open the shared memory of a policy rank on its node: {error}; run the "
+                "training's processes as one user, without containers of their own"
             ) from error
         return cls(file, num_readers, slot_numel, dtype, num_slots)
 
@@ -119,8 +119,8 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
 def join_group(address: str, rank: int, size: int, backend: str) -> Any:
     """A group of torch.distributed beside the process's default one, if it has one. Collective.
 
-    torch has no public function for a group whose processes have different default groups; OpenRLHF and verl use the
-    same private one. tests/integration/test_weight_transfer.py fails when it moves.
+    torch has no public function for a group whose processes have different default groups; OpenRLHF and verl use
+    the same private one. tests/integration/test_tensor_parallel.py fails when it moves.
     """
     from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
     from torch.distributed.rendezvous import rendezvous

@@ -35,7 +35,7 @@ class Outbox:
         self._group = join_group(address, 0, size, backend)
 
     def slot(self) -> torch.Tensor:
-        """Room for the next bucket: [plan.slot_numel] in the plan's dtype, with the bucket before the last in it."""
+        """Room for the next bucket: [plan.slot_numel] in the plan's dtype, with an older bucket in it."""
         if not self._slots:
             self._slots = self._memory.slots or [
                 torch.empty(self._plan.slot_numel, dtype=self._plan.dtype, device=self._device)

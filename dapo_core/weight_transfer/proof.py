@@ -15,6 +15,8 @@ from dapo_core.weight_transfer.plan import PlannedTensor, WeightPlan
 CHUNK_NUMEL = 2**22  # elements of which a device sums checksums at once
 MULTIPLIER = 0x1E3779B97F4A7C15  # odd, below 2**61: weighs each place differently
 
+_ADVICE = "its rollouts would come from wrong weights; start the training again: it continues from a checkpoint"
+
 Checksums = dict[str, tuple[int, ...]]  # of a tensor's parts in order: the rows of one rank after another's
 
 
@@ -68,25 +70,23 @@ def require_arrived(plan: WeightPlan, sent: Checksums, loaded: Mapping[str, Load
     if unsent:
         raise RolloutError(
             f"the policy ranks did not send {sample_of(unsent)} of {len(plan.tensors)} tensors of policy version "
-            f"{policy_version}{_ADVICE}"
+            f"{policy_version}: {_ADVICE}"
         )
     for process, own in loaded.items():
         missing = [name for name in sent if name not in own.checksums]
         if missing:
             raise RolloutError(
                 f"{process} did not load {sample_of(missing)} of {len(sent)} tensors of policy version "
-                f"{policy_version}{_ADVICE}"
+                f"{policy_version}: {_ADVICE}"
             )
         wrong = [name for name in sent if own.checksums[name] != sent[name]]
         if wrong:
             raise RolloutError(
                 f"{process} loaded other bytes than the policy ranks sent in {sample_of(wrong)} of {len(sent)} "
-                f"tensors of policy version {policy_version}{_ADVICE}"
+                f"tensors of policy version {policy_version}: {_ADVICE}"
             )
         if own.policy_version != policy_version:
             raise RolloutError(
-                f"{process} holds policy version {own.policy_version} after {policy_version} was published{_ADVICE}"
+                f"{process} holds policy version {own.policy_version} after {policy_version} was published: "
+                f"{_ADVICE}"
             )
-
-
-_ADVICE = ": its rollouts would come from wrong weights; start the training again, which continues from the last checkpoint"

@@ -9,7 +9,8 @@ import pytest
 import ray
 import torch
 
-from dapo_core.cluster.start import start_cluster
+from dapo_core.batch import Batch
+from dapo_core.cluster.start import Cluster, start_cluster
 from dapo_core.data import Prompt
 from dapo_core.errors import WorkerDied
 from dapo_core.rollout import GroupRequest
@@ -19,6 +20,15 @@ from tests.integration.test_dead_workers import SCORER, killed_within, take_grou
 from tests.trainings import World, config_of
 
 REQUESTS = [GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) for number in range(4)]
+
+
+def _require_sent_by_broadcasts(cluster: Cluster, batch: Batch, folder: Path) -> None:
+    """Both parts, and then the second alone, as if they were on another node."""
+    for version, is_local in enumerate([[False, False], [True, False]], 2):
+        cluster.weights.connect(is_local, lambda number=version: f"file://{folder}/meet_{number}")
+        update(cluster, batch)
+        publish_weights(cluster, version)
+        assert probe_difference(cluster, batch.select([0]), [torch.float32]) < 1e-5
 
 
 def test_two_parts_make_one_engine(ray_address: str, world: World, tmp_path: Path) -> None:
@@ -38,11 +48,12 @@ def test_two_parts_make_one_engine(ray_address: str, world: World, tmp_path: Pat
         update(cluster, batch)
         publish_weights(cluster, 1)
         assert probe_difference(cluster, batch.select([0]), [torch.float32]) < 1e-5
+        _require_sent_by_broadcasts(cluster, batch, tmp_path)
         cluster.rollouts.submit(REQUESTS)
         groups = []
         while len(groups) < len(REQUESTS):
             groups += cluster.rollouts.finished()
-        assert {group.rollouts[0].versions[0][0] for group in groups} == {1}
+        assert {group.rollouts[0].versions[0][0] for group in groups} == {3}
         cluster.rollouts.submit(REQUESTS)
         follower = cluster.rollouts.actors._actors[-1]
         with killed_within(ray.get(follower.handle.place.remote())):
