@@ -49,7 +49,8 @@ class StreamEngine(WeightTransferEngine[_Connected, _Stream]):
 
     def receive_weights(self, update_info: _Stream, load_weights: Callable[[Any], Any] | None = None) -> None:
         """vLLM up to 0.23 passes `load_weights`, and starts and finishes the reload itself."""
-        (load_weights or self.model.load_weights)(update_info.weights)
+        load: Any = load_weights or self.model.load_weights
+        load(update_info.weights)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

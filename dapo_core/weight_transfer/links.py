@@ -129,6 +129,12 @@ def join_group(address: str, rank: int, size: int, backend: str) -> Any:
     store, rank, size = next(iter(rendezvous(address, rank, size, timeout=timeout)))
     store.set_timeout(timeout)
     group, _ = _new_process_group_helper(
-        size, rank, [], Backend(backend), store, group_name=f"weights {address}", timeout=timeout
+        size,
+        rank,
+        [],
+        Backend(backend),
+        store,
+        group_name=f"weights {address}",  # type: ignore[arg-type]
+        timeout=timeout,
     )
     return group

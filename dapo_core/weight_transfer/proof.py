@@ -40,7 +40,7 @@ def checksum(tensor: torch.Tensor) -> int:
     """
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
-        return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy())
+        return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data)
     return weighted_sum(flat)
 
 
