@@ -74,6 +74,13 @@ def train(
     with StopRequest() as stop, raising_stopped(stop, config, folder):
         require_model_folder(model_path)
         config = with_model_sampling(config, model_path)
+        if config.algorithm.rollout_correction.importance == "stale" and not config.rollout.samples_among_all:
+            logger.warning(
+                "rollout.top_p=%g and rollout.top_k=%d: the engine's log-probs are not the policy's, so "
+                "tokens of older weights train without importance weights",
+                config.rollout.top_p,
+                config.rollout.top_k,
+            )
         stream, validation = _read_prompts(config, train_path, model_path, output_dir, held_out_path)
         identity = training_identity(config, stream, model_path)  # now: a scorer may be edited while training runs
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,8 +93,9 @@ def train(
                     return TrainResult(start, end.step, end.policy_version)
 
             def attempt(start: Path | None) -> Trainer:
-                with start_cluster(config, model_path) as cluster:
-                    trainer = Trainer(config, cluster, stream, model_path, output_dir, identity, validation)
+                with start_cluster(config, model_path, output_dir, restarts.num_restarts > 0) as cluster:
+                    fit = cluster.config
+                    trainer = Trainer(fit, cluster, stream, model_path, output_dir, identity, validation)
                     trainer.resume(start)
                     trainer.run(report, stop)
                     return trainer
@@ -167,6 +175,7 @@ class Restarts:
         self.max_restarts = max_restarts
         self.delay_seconds = delay_seconds
         self.sleep = sleep
+        self.num_restarts = 0  # in all
         self._num_in_a_row = 0
         self._latest: Path | None = None  # checkpoint at the last restart
 
@@ -207,6 +216,7 @@ class Restarts:
         longest = max(MAX_DELAY_SECONDS, self.delay_seconds)
         seconds = min(self.delay_seconds * 2**self._num_in_a_row, longest)
         self._num_in_a_row += 1
+        self.num_restarts += 1
         logger.warning(
             "%s; training restarts in %g s from %s (restart %d of at most %d without a new checkpoint)",
             error,

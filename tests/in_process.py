@@ -85,7 +85,7 @@ def _wait(references: Sequence[_Reference], num_returns: int, timeout: float) ->
 
 
 @contextmanager
-def _start_cluster(config: TrainingConfig, model_path: Path) -> Iterator[Cluster]:
+def _start_cluster(config: TrainingConfig, model_path: Path, *_: object) -> Iterator[Cluster]:
     """As dapo_core.cluster.start.start_cluster, with one rank and one worker."""
     assert config.train.num_ranks == config.rollout.num_workers == 1
     device = device_for("cpu")
@@ -117,6 +117,7 @@ def _start_cluster(config: TrainingConfig, model_path: Path) -> Iterator[Cluster
                 PolicyGroup([policy], config, watched, hidden_size),
                 RolloutGroup([worker], config.sampler.max_seconds_without_kept, watched),
                 weights,
+                config,
             )
         finally:
             if len(started) == 2:
