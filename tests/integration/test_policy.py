@@ -171,7 +171,7 @@ def _anchored_or_not(rank: int, config: Config, batch: Batch, max_tokens: int) -
             anchored = replace(share.batch, old_log_probs=measured.log_probs, importance_weights=weights)
             share = replace(share, batch=anchored)
         update = policy.update(share, LossTotals.of(batch, config.train.num_data_ranks), measures=not is_anchored)
-        weights = policy.gather_weights(list(policy.weight_sizes()))
+        weights = sent_weights(policy)
         found.append([measured or update.measured, replace(update, measured=None), weights])
     return found
 
