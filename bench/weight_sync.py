@@ -138,7 +138,7 @@ def _source(megabytes: int, bucket_bytes: int) -> WeightSource:
         module.register_parameter(f"weight_{number}", nn.Parameter(torch.randn(shape)))
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
     pieces = {name: [FilePiece(name)] for name, _ in module.named_parameters()}
-    return WeightSource(module, pieces, torch.float32, bucket_bytes)
+    return WeightSource(module, pieces, torch.float32, bucket_bytes, torch.device("cpu"))
 
 
 def _engine(pipe: Connection, plan: WeightPlan, links: dict[str, Link]) -> None:

@@ -96,8 +96,11 @@ def _start_cluster(config: TrainingConfig, model_path: Path, *_: object) -> Iter
 
     def build_worker() -> RolloutWorker:
         settings = engine_settings(config, device)
-        engine = build_engine(config.rollout.engine, model_path, settings, seed=config.run.seed, device="cpu")
-        return RolloutWorker(engine, load_tokenizer(model_path), config)
+        return RolloutWorker(
+            lambda: build_engine(config.rollout.engine, model_path, settings, config.run.seed),
+            load_tokenizer(model_path),
+            config,
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)

@@ -173,26 +173,13 @@ class _PolicyRank(_Process, Policy):
         device.require()
         torch.set_num_threads(config.train.threads_per_rank)
         seed_generators(config.run.seed, rank, num_optimizer_steps=0)
-        torch.distributed.init_process_group(device.backend, init_method=address, rank=rank, world_size=num_ranks)
+        torch.distributed.init_process_group(
+            device.backends(config.train.offload_shards), init_method=address, rank=rank, world_size=num_ranks
+        )
         super().__init__(model_path, config)
 
 
-class _EngineProcess(_Process):
-    """A process that holds an engine or a part of one."""
-
-    engine: Engine
-    _device: Device
-
-    def connect(self, link: Link, plan: WeightPlan) -> None:
-        """Open the way on which weights come; collective with those that meet at the link's address."""
-        self.engine.inbox = open_inbox(link, plan, self._device)
-
-    def loaded_weights(self) -> Loaded:
-        """What the engine's loader took in the last sync."""
-        return self.engine.loaded
-
-
-class _RolloutRank(_EngineProcess, RolloutWorker):
+class _RolloutRank(_Process, RolloutWorker):
     """A rollout worker as an actor, constructed by `start`."""
 
     def __init__(self) -> None:
@@ -201,9 +188,11 @@ class _RolloutRank(_EngineProcess, RolloutWorker):
     def start(self, model_path: str, config: TrainingConfig, part: EnginePart, followers: Sequence[Any]) -> None:
         """Load the model into the engine and start the scoring processes."""
         self._part = part
-        self._device = device_for(config.train.device)
-        engine = _load_engine(model_path, config, part, _Followers(followers))
-        super().__init__(engine, load_tokenizer(model_path, config.model.trust_remote_code), config)
+        super().__init__(
+            lambda: _load_engine(model_path, config, part, _Followers(followers)),
+            load_tokenizer(model_path, config.model.trust_remote_code),
+            config,
+        )
 
     def unlink_shared_memory(self) -> None:
         """Remove the names of vLLM's shared memory on a CPU, which it may leave behind; all parts have it open."""
@@ -211,18 +200,26 @@ class _RolloutRank(_EngineProcess, RolloutWorker):
             path.unlink(missing_ok=True)
 
 
-class _EngineRank(_EngineProcess):
+class _EngineRank(_Process):
     """Another part of an engine as an actor, which makes the calls that the rollout worker makes."""
 
     def start(self, model_path: str, config: TrainingConfig, part: EnginePart) -> None:
         """Load this part of the model."""
         self._device = device_for(config.train.device)
-        self.engine = _load_engine(model_path, config, part)
+        self._engine = _load_engine(model_path, config, part)
+
+    def connect(self, link: Link, plan: WeightPlan) -> None:
+        """Open the way on which weights come; collective with those that meet at the link's address."""
+        self._engine.inbox = open_inbox(link, plan, self._device)
+
+    def loaded_weights(self) -> Loaded:
+        """What this part's loader took in the last sync."""
+        return self._engine.loaded
 
     def make_call(self, name: str, arguments: Sequence[Any]) -> None:
         """Make a call of the engine. What only this part raises ends the process, for the others wait for it."""
         try:
-            getattr(self.engine, name)(*arguments)
+            getattr(self._engine, name)(*arguments)
         except DapoError:  # in every part
             raise
         except BaseException:

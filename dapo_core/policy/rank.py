@@ -79,7 +79,9 @@ class Policy:
             for name, parameter in self._causal_lm().named_parameters()
         }
         dtype = self.device.resolve_dtype(config.rollout.dtype)
-        self.weights = WeightSource(self._causal_lm(), pieces, dtype, self.train.weight_bucket_bytes)
+        self.weights = WeightSource(
+            self._causal_lm(), pieces, dtype, self.train.weight_bucket_bytes, self.device.torch_device()
+        )
         self.outbox: Outbox | None = None  # of rank 0
         self.reference = None if self.algorithm.kl.place == "off" else self._load(model_path, is_trainable=False)
         self.optimizer = torch.optim.AdamW(
@@ -88,9 +90,8 @@ class Policy:
             weight_decay=self.train.weight_decay,
             foreach=True,
         )
-        self.shards = Shards(
-            self._causal_lm(), self.optimizer, self.device, self.train.offload_optimizer, config.run.seed
-        )
+        is_offloaded = self.train.offload_optimizer or self.train.offload_shards
+        self.shards = Shards(self._causal_lm(), self.optimizer, self.device, is_offloaded, config.run.seed)
 
     def log_probs(self, share: RankShare, temperature: float | None = None) -> Measured:
         """Log-probs of the share's response tokens and the policy's entropy there: [b, R] float32 each.

@@ -37,8 +37,15 @@ class WeightSource:
     """
 
     def __init__(
-        self, causal_lm: nn.Module, pieces: Mapping[str, Sequence[FilePiece]], dtype: torch.dtype, max_bytes: int
+        self,
+        causal_lm: nn.Module,
+        pieces: Mapping[str, Sequence[FilePiece]],
+        dtype: torch.dtype,
+        max_bytes: int,
+        device: torch.device,
     ) -> None:
+        """`device`: of the slots, where the shards are, too, unless they wait in host memory."""
+        self._device = device
         self._causal_lm = causal_lm
         self._pieces = {piece.file_name: (name, piece) for name, own in pieces.items() for piece in own}
         self.plan: WeightPlan = plan_buckets(self._tensors(dict(causal_lm.named_parameters())), dtype, max_bytes)
@@ -71,7 +78,7 @@ class WeightSource:
                 start = planned.offset + part.first_row * row_numel
                 stop = start + part.num_rows * row_numel
                 if part.rank == rank:
-                    rows = _own_rows(parameters[name], piece).to(self.plan.dtype).reshape(-1)
+                    rows = _own_rows(parameters[name], piece).to(self._device, self.plan.dtype).reshape(-1)
                     sent.setdefault(planned.name, {})[part.number] = checksum(rows)
                     if slot is None:
                         transfers.append(torch.distributed.P2POp(torch.distributed.isend, rows, 0))

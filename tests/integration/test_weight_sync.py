@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from dapo_core.batch import split_batch
-from dapo_core.device import device_for
 from dapo_core.engines.base import build_engine
 from dapo_core.errors import RolloutError
 from dapo_core.policy.model import reshard
@@ -20,7 +19,7 @@ from dapo_core.policy.rank import Policy
 from dapo_core.pretrained import load_tokenizer
 from dapo_core.rollout import RolloutWorker
 from dapo_core.weight_sync import probe_difference, publish_weights
-from dapo_core.weight_transfer.inbox import Delivery, open_inbox
+from dapo_core.weight_transfer.inbox import Delivery
 from dapo_core.weight_transfer.links import Link
 from dapo_core.weight_transfer.plan import plan_buckets
 from dapo_core.weight_transfer.proof import merge_checksums, require_arrived
@@ -45,7 +44,7 @@ class InProcess:
         """Link the worker to the rank, by the rank's plan."""
         plan = self.rank.weight_plan()
         link = Link(True, self.rank.open_outbox(1), 0, 1)
-        self.worker.engine.inbox = open_inbox(link, plan, device_for("cpu"))
+        self.worker.connect(link, plan)
 
     def send(self, policy_version: int) -> None:
         """All buckets into the engine, with the proof."""
@@ -54,7 +53,7 @@ class InProcess:
             sending = executor.submit(self.rank.send_weights)
             self.worker.receive_weights(plan, policy_version)
             sent = merge_checksums([sending.result()])
-        require_arrived(plan, sent, {"rollout worker 0 of 1": self.worker.engine.loaded}, policy_version)
+        require_arrived(plan, sent, {"rollout worker 0 of 1": self.worker.loaded_weights()}, policy_version)
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         """The engine's log-probs, for one engine."""
@@ -76,8 +75,11 @@ def _start(path: Path, engine_name: str, architecture: Architecture, is_tied: bo
     """A policy rank and an engine in this process, with the attributes of cluster.Cluster."""
     model_path = build_tiny(path, architecture, seed=5, tie_word_embeddings=is_tied)
     rank = Policy(model_path, make_config(model_path))
-    engine = build_engine(engine_name, model_path, tiny_engine_settings(), seed=0)
-    worker = RolloutWorker(engine, load_tokenizer(model_path), make_config(model_path))
+    worker = RolloutWorker(
+        lambda: build_engine(engine_name, model_path, tiny_engine_settings(), seed=0),
+        load_tokenizer(model_path),
+        make_config(model_path),
+    )
     policy = SimpleNamespace(
         rank=rank,
         log_probs=lambda batch, temperature: rank.log_probs(split_batch(batch, 1, 4096)[0][0], temperature),
@@ -148,7 +150,7 @@ def _require_every_weight_arrives(cluster: Any, is_tied: bool) -> None:
     assert (after - before).abs().max() > 1e-2
     assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
     names = list(cluster.policy.rank.weight_plan().tensors)
-    assert list(cluster.rollouts.worker.engine.loaded.checksums) == names
+    assert list(cluster.rollouts.worker.loaded_weights().checksums) == names
     assert ("lm_head.weight" in names) == (not is_tied)
 
 
@@ -220,7 +222,7 @@ def test_a_bucket_that_is_sent_twice_is_detected(small_buckets: Any, monkeypatch
 
 
 def test_an_engine_that_loads_nothing_is_detected(small_buckets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = small_buckets.rollouts.worker.engine
+    engine = small_buckets.rollouts.worker.engine._engine
     monkeypatch.setattr(engine, "_replace_weights", lambda weights: None)
     num_tensors = len(small_buckets.policy.rank.weight_plan().tensors)
     message = (
@@ -232,7 +234,7 @@ def test_an_engine_that_loads_nothing_is_detected(small_buckets: Any, monkeypatc
 
 def test_a_tensor_that_is_skipped_is_detected(small_buckets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the engine where it does not come, by the checksums where the loader leaves it out."""
-    engine = small_buckets.rollouts.worker.engine
+    loaded = small_buckets.rollouts.worker.loaded_weights
     norm = "model.norm.weight"
 
     def skip(delivery: Delivery) -> Any:
@@ -247,11 +249,11 @@ def test_a_tensor_that_is_skipped_is_detected(small_buckets: Any, monkeypatch: p
         with pytest.raises(RolloutError, match=r"1 of \d+ tensors are missing: model\.norm\.weight"):
             publish_weights(small_buckets, 4)
     publish_weights(small_buckets, 5)
-    del engine.loaded.checksums[norm]
-    plan, rank = small_buckets.policy.rank.weight_plan(), small_buckets.policy.rank
+    del loaded().checksums[norm]
+    plan = small_buckets.policy.rank.weight_plan()
     sent = {name: (0,) for name in plan.tensors}
     with pytest.raises(RolloutError, match=r"did not load 1 \(model\.norm\.weight\) of"):
-        require_arrived(plan, sent, {"rollout worker 0 of 1": engine.loaded}, 5)
-    del sent[norm], rank
+        require_arrived(plan, sent, {"rollout worker 0 of 1": loaded()}, 5)
+    del sent[norm]
     with pytest.raises(RolloutError, match=r"the policy ranks did not send 1 \(model\.norm\.weight\) of"):
         require_arrived(plan, sent, {}, 5)
