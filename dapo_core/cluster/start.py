@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
-from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, place_roles
+from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, Places, place_roles
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.shared_files import require_shared
@@ -108,9 +109,7 @@ def start_cluster(
             actors.get(starting)
             actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
             weights = WeightTransfer(ranks, engines, actors)
-            nodes = [place.node for parts in places.engines for place in parts]
-            is_local = [device.kind == "cpu" and node == places.ranks[0].node for node in nodes]
-            weights.connect(is_local, lambda: _meeting_point(folder, ranks[0], actors))
+            weights.connect(_reads_memory(places, device), partial(_meeting_point, folder, ranks[0], actors))
             counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
             logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
             model_config = load_model_config(model_path, config.model.trust_remote_code)
@@ -119,6 +118,12 @@ def start_cluster(
             yield Cluster(policy, rollouts, weights, config)
         finally:
             _end(ranks, engines, groups if train.ray_address else [])
+
+
+def _reads_memory(places: Places, device: Device) -> list[bool]:
+    """Whether each part of each engine can read the memory of rank 0: on a CPU of the same node."""
+    home = places.ranks[0].node
+    return [device.kind == "cpu" and place.node == home for parts in places.engines for place in parts]
 
 
 def _watched(ranks: Sequence[Any], engines: Sequence[list[Any]]) -> Actors:
