@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
@@ -15,6 +15,7 @@ from dapo_core.cluster.room import WORD_SECONDS
 from dapo_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from dapo_core.config.rollout import RolloutConfig
     from dapo_core.config.training import TrainingConfig
     from dapo_core.device import Device
 
@@ -25,7 +26,7 @@ PLACEMENT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Place:
-    """CPUs and, unless the device is a CPU, a device of one node: a bundle of a placement group."""
+    """CPUs and, unless the device is a CPU, a device of one node: a bundle of a placement group, or half."""
 
     group: PlacementGroup
     bundle: int
@@ -52,18 +53,37 @@ def place_roles(config: TrainingConfig, device: Device, groups: list[PlacementGr
     """Reserve a place for each rank and each part of an engine, in placement groups appended to `groups`.
 
     Ranks fill node by node, so that neighbours in number are on one node where it has room; the parts of an engine
-    are on one node. Raises ConfigError if Ray has no room within PLACEMENT_SECONDS.
+    are on one node. Colocated, rank i and the engines' part i share a place. Raises
+    ConfigError if Ray has no room within PLACEMENT_SECONDS.
     """
     train, rollout = config.train, config.rollout
+    if train.is_colocated:
+        threads = max(train.threads_per_rank, rollout.threads_per_worker)
+        engines = [
+            [half(place) for place in parts] for parts in _reserve_engines(rollout, threads, device, groups)
+        ]
+        return Places([place for parts in engines for place in parts], engines)
     ranks = reserve(train.num_ranks, train.threads_per_rank, device, groups)
+    return Places(ranks, _reserve_engines(rollout, rollout.threads_per_worker, device, groups))
+
+
+def half(place: Place) -> Place:
+    """Half of the place's resources, for each of two processes that share them."""
+    return replace(place, resources={name: count / 2 for name, count in place.resources.items()})
+
+
+def _reserve_engines(
+    rollout: RolloutConfig, threads: int, device: Device, groups: list[PlacementGroup]
+) -> list[list[Place]]:
+    """A place for each part of each engine, sorted by node."""
     if rollout.tensor_parallel == 1:
-        workers = reserve(rollout.num_workers, rollout.threads_per_worker, device, groups)
-        return Places(ranks, [[worker] for worker in workers])
+        return [[place] for place in reserve(rollout.num_workers, threads, device, groups)]
     engines = [
-        reserve(rollout.tensor_parallel, rollout.threads_per_worker, device, groups, "STRICT_PACK")
+        reserve(rollout.tensor_parallel, threads, device, groups, "STRICT_PACK")
         for _ in range(rollout.num_workers)
     ]
-    return Places(ranks, engines)
+    nodes = list(dict.fromkeys(parts[0].node for parts in engines))
+    return sorted(engines, key=lambda parts: nodes.index(parts[0].node))
 
 
 def reserve(
