@@ -152,7 +152,13 @@ def _memory() -> float:
 
 def _take_turns(rank: int, path: Path, folder: Path) -> dict[str, float]:
     """Megabytes of this process as its turn begins and ends, and whether what it held is what comes back."""
-    train = {"placement": "colocated", "train_prompts": 4, "mini_prompts": 4}
+    train: dict[str, Any] = {
+        "warmup_steps": 0,
+        "placement": "colocated",
+        "train_prompts": 4,
+        "mini_prompts": 4,
+        "learning_rate": 1e-2,
+    }
     policy = Policy(path, make_config(path, train=train, rollout={"group_size": 2}))
     batch = random_batch(num_groups=4, group_size=2)
     share, totals = split_batch(batch, 1, 64, policy.model_config.hidden_size)[0][0], LossTotals.of(batch)
@@ -167,7 +173,7 @@ def _take_turns(rank: int, path: Path, folder: Path) -> dict[str, float]:
     policy.save(str(folder), asynchronous=False)
     facts["after a checkpoint"] = _memory()
     for attempt in (lambda: policy.update(share, totals), lambda: policy.log_probs(share)):
-        with pytest.raises(AssertionError, match="weights are in a file"):
+        with pytest.raises(AssertionError, match="weights.* are in a file"):
             attempt()
     policy.onload({"weights"})
     log_probs, _ = policy.log_probs(share)
@@ -185,7 +191,7 @@ def _take_turns(rank: int, path: Path, folder: Path) -> dict[str, float]:
 
 
 def test_a_rank_on_a_cpu_gives_its_memory_back_to_the_system(tmp_path: Path) -> None:
-    """40 million parameters: 160 MB of weights, 320 MB of AdamW's moments and 160 MB of gradients."""
+    """26 million parameters: 105 MB of weights, 210 MB of moments and 105 MB of gradients."""
     build_tiny(tmp_path / "model", "qwen3", hidden_size=1024, intermediate_size=4096)
     (facts,) = run_ranks(1, _take_turns, tmp_path / "model", tmp_path / "checkpoint")
     gradients = facts["state"] / 3
