@@ -152,14 +152,9 @@ def _memory() -> float:
 
 def _take_turns(rank: int, path: Path, folder: Path) -> dict[str, float]:
     """Megabytes of this process as its turn begins and ends, and whether what it held is what comes back."""
-    train: dict[str, Any] = {
-        "warmup_steps": 0,
-        "placement": "colocated",
-        "train_prompts": 4,
-        "mini_prompts": 4,
-        "learning_rate": 1e-2,
-    }
-    policy = Policy(path, make_config(path, train=train, rollout={"group_size": 2}))
+    steps = {"train_prompts": 4, "mini_prompts": 4, "learning_rate": 1e-2, "warmup_steps": 0}
+    config = make_config(path, train={"placement": "colocated", **steps}, rollout={"group_size": 2})
+    policy = Policy(path, config)
     batch = random_batch(num_groups=4, group_size=2)
     share, totals = split_batch(batch, 1, 64, policy.model_config.hidden_size)[0][0], LossTotals.of(batch)
     policy.update(share, totals)
@@ -173,7 +168,7 @@ def _take_turns(rank: int, path: Path, folder: Path) -> dict[str, float]:
     policy.save(str(folder), asynchronous=False)
     facts["after a checkpoint"] = _memory()
     for attempt in (lambda: policy.update(share, totals), lambda: policy.log_probs(share)):
-        with pytest.raises(AssertionError, match="weights.* are in a file"):
+        with pytest.raises(AssertionError, match=r"weights.* are in a file"):
             attempt()
     policy.onload({"weights"})
     log_probs, _ = policy.log_probs(share)
