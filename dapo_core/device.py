@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +50,12 @@ class Device:
                 "set train.device=cpu or run on a node that has one"
             )
 
+    def saving_on_host(self) -> AbstractContextManager[object]:
+        """A context in which autograd keeps what it saves in pinned host memory; on a CPU, where it is."""
+        import torch
+
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.kind != "cpu", device_type=self.kind)
+
     def name(self) -> str:
         """What the vendor calls the process's device, such as `NVIDIA H100 80GB HBM3` or `Ascend910B3`."""
         if self.kind == "cpu":
@@ -70,6 +77,23 @@ class Device:
         if self.kind == "npu":
             _import_torch_npu()
         return [str(number) for number in range(getattr(torch, self.kind).device_count())]
+
+    def memory_bytes(self) -> int | None:
+        """Memory of this machine's first device, of a CPU all that processes may use; None where there is none."""
+        if self.kind == "cpu":
+            import psutil
+
+            total = int(psutil.virtual_memory().total)
+            limit = Path("/sys/fs/cgroup/memory.max")  # of a container
+            allowed = limit.read_text().strip() if limit.exists() else "max"
+            return min(total, int(allowed)) if allowed.isdigit() else total
+        try:
+            self.require()
+        except ConfigError:
+            return None
+        import torch
+
+        return int(getattr(torch, self.kind).mem_get_info(0)[1])
 
     def prepare_sharing(self, environment: MutableMapping[str, str]) -> None:
         """Set what two processes on one device need, before torch or vLLM read it.

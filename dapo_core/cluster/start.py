@@ -21,9 +21,11 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
-from dapo_core.cluster.placement import place_roles
+from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, place_roles
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
+from dapo_core.cluster.shared_files import require_shared
+from dapo_core.cluster.shrink import shrunk_to_free
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
 from dapo_core.errors import DapoError
@@ -46,15 +48,18 @@ class Cluster:
 
     policy: PolicyGroup
     rollouts: RolloutGroup
+    config: TrainingConfig  # with the ranks and engines that there are
 
 
 @contextmanager
-def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cluster]:
+def start_cluster(
+    config: TrainingConfig, model_path: str | Path, output_dir: Path | None = None, is_restart: bool = False
+) -> Iterator[Cluster]:
     """Policy ranks and rollout workers with the model loaded; all of them end on exit.
 
-    Starts a private Ray on this machine unless train.ray_address names a running one. Raises ConfigError if the
-    cluster lacks the devices, and WorkerDied if a process dies while it starts. After WorkerDied the same process
-    can start another cluster.
+    Starts a private Ray on this machine unless train.ray_address names a running one. Its nodes must see the model
+    and `output_dir`. A restart, after a death, obeys train.on_lost_node. Raises ConfigError if the cluster lacks
+    the devices, and WorkerDied if a process dies while it starts; then the same process can start another cluster.
     """
     started = time.monotonic()
     train = config.train
@@ -67,18 +72,18 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
     with connected_to_ray(train, config.num_cpus) as folder:
         logger.info("Ray is up after %.0f s", time.monotonic() - started)
         try:
-            places = place_roles(config, device, groups)
+            if is_restart and train.ray_address is not None and train.on_lost_node == "shrink":
+                config = shrunk_to_free(config, device)
+            places = place_roles(config, device, groups, LOST_NODE_SECONDS if is_restart else PLACEMENT_SECONDS)
+            if output_dir is not None:
+                require_shared(places.nodes, config, Path(model_path), output_dir)
             ranks += [place.start(_PolicyRank) for place in places.ranks]
             engines += [
                 [place.start(_EngineRank if number else _RolloutRank) for number, place in enumerate(parts)]
                 for parts in places.engines
             ]
             workers = [parts[0] for parts in engines]
-            followers = [part for parts in engines for part in parts[1:]]
-            actors = Actors()
-            actors.add("policy rank", ranks)
-            actors.add("rollout worker", workers)
-            actors.add("engine part", followers)
+            actors = _watched(ranks, engines)
             # In a private folder, ranks meet without a port that others could reach.
             address = _meeting_point(folder, ranks[0], actors)
             starting = [
@@ -101,9 +106,18 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
             actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
             counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
             logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
-            yield Cluster(policy, RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors))
+            rollouts = RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors)
+            yield Cluster(policy, rollouts, config)
         finally:
             _end(ranks, engines, groups if train.ray_address else [])
+
+
+def _watched(ranks: Sequence[Any], engines: Sequence[list[Any]]) -> Actors:
+    actors = Actors()
+    actors.add("policy rank", ranks)
+    actors.add("rollout worker", [parts[0] for parts in engines])
+    actors.add("engine part", [part for parts in engines for part in parts[1:]])
+    return actors
 
 
 def _end(ranks: Sequence[Any], engines: Sequence[list[Any]], groups: Sequence[PlacementGroup]) -> None:
@@ -164,8 +178,11 @@ class _RolloutRank(_Process, RolloutWorker):
         """Load the model into the engine and start the scoring processes."""
         self._part = part
         self._followers = _Followers(followers)
-        engine = _load_engine(model_path, config, part, self._followers)
-        super().__init__(engine, load_tokenizer(model_path, config.model.trust_remote_code), config)
+        super().__init__(
+            lambda: _load_engine(model_path, config, part, self._followers),
+            load_tokenizer(model_path, config.model.trust_remote_code),
+            config,
+        )
 
     def sleep(self) -> None:
         """Return when all parts of the engine have given their devices' memory back."""

@@ -87,6 +87,13 @@ class TrainConfig(Section):
     placement: Literal["separate", "colocated"] = volatile(
         "separate", "Ranks and engines on devices of their own, or taking turns on the same ones."
     )
+    device_model: str | None = volatile(
+        None,
+        "Model of the devices, such as H100 or Atlas 800T A3, whose memory the plan counts; unset: this one's.",
+    )
+    allow_oversubscription: bool = volatile(
+        False, "Train although the memory plan says that it does not fit the devices."
+    )
     num_ranks: int = volatile(1, "FSDP2 ranks, one device each.", ge=1, le=65_536)
     sequence_parallel: int = volatile(1, "Ranks that share each sequence (Ulysses).", ge=1, le=64)
     fsdp_size: int | None = volatile(
@@ -106,6 +113,9 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = volatile(
         True, "Recompute activations in the backward pass: less memory, more time."
     )
+    offload_activations: bool = volatile(
+        False, "Keep what gradient checkpointing saves, each layer's input, in host memory until it is needed."
+    )
     compile: bool = key(False, "torch.compile each decoder layer; needs a C++ compiler on a CPU.")
     reshard_after_forward: bool = volatile(True, "Free whole weights between forward and backward: less memory.")
     offload_parameters: bool = volatile(False, "Keep weights in host memory while the engines generate.")
@@ -114,6 +124,9 @@ class TrainConfig(Section):
         3, "Restarts after a dead rank or worker before a new checkpoint is written.", ge=0, le=1000
     )
     restart_delay_seconds: float = volatile(5.0, "Pause before the first restart; it doubles each time.", ge=0)
+    on_lost_node: Literal["wait", "shrink"] = volatile(
+        "wait", "wait: restart when its devices are back; shrink: with fewer ranks and engines on the others."
+    )
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow"], ...] = volatile(
         (), "Trackers that get each step, validations' responses and the results of the evaluations."
     )
@@ -141,6 +154,16 @@ class TrainConfig(Section):
                 f"train.train_prompts={self.train_prompts} is not a multiple of train.mini_prompts="
                 f"{self.mini_prompts}; an optimizer step would get {self.train_prompts % self.mini_prompts} "
                 "prompts instead; change one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _few_activations_to_offload(self) -> TrainConfig:
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError(
+                "train.offload_activations=true with train.gradient_checkpointing=false would copy every "
+                "activation and every gathered weight of a pass to the host and back; set "
+                "train.gradient_checkpointing=true, or train.offload_activations=false"
             )
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from dapo_core.arithmetic import is_generated
 from dapo_core.checkpoint.resume import require_resume
@@ -18,13 +19,12 @@ from tasks.preflight.baselines import check_baselines
 from tasks.preflight.finding import FAIL, OK, WARN, Findings, describe
 from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here, inputs_later
 from tasks.preflight.machine import check_machine
+from tasks.preflight.memory import check_memory
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import check_answers, check_forms, check_grader, check_lengths
 from tasks.preflight.smoke import check_engines
 
-SMOKE_NEEDS = (
-    "it needs a model folder that is here (model.path) with its own chat template, and nothing in the way"
-)
+SMOKE_NEEDS = "it needs a model folder that is here (model.path), and nothing in the way"
 logger = logging.getLogger(__name__)
 
 
@@ -55,7 +55,8 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
     facts = _examine_inputs(config, inputs, findings)
     check_baselines(config, findings)
     check_machine(config, facts, findings)
-    if is_smoke and inputs.model is not None and config.model.chat_template is None and not findings.failed:
+    check_memory(config, inputs.model, findings)
+    if is_smoke and inputs.model is not None and not findings.failed:
         check_engines(inputs.model, config, inputs.evaluation, findings)
     elif is_smoke:
         findings.add("smoke", WARN, "no engine was started", SMOKE_NEEDS)
@@ -69,6 +70,7 @@ def examine_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Fin
     findings = Findings()
     with findings.catching("data"):
         _examine_inputs(config, inputs_fetched(config, data, model), findings)
+    check_memory(config, Path(model.path), findings)
     return findings
 
 
