@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
@@ -121,3 +122,31 @@ def test_ranks_are_packed_by_node_and_an_engine_is_on_one(recipe: Path, groups: 
         assert len(per_node) == full + bool(rest)
         assert not [count for count in per_node[:-1] if count % config.train.sequence_parallel]
     assert len(places.nodes) <= NUM_NODES
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [("npu", 2), ("cuda", 1)])
+def test_colocated_ranks_and_parts_of_engines_share_devices(
+    kind: str, num_workers: int, groups: list[PlacementGroup]
+) -> None:
+    class Process:
+        def device(self) -> tuple[str, str | None]:
+            node = ray.get_runtime_context().get_node_id()
+            return node, os.environ.get(variable)
+
+    device, size = device_for(kind), 2 * num_workers
+    variable = device.visible_variable
+    config = config_of(
+        train={"device": kind, "num_ranks": size, "placement": "colocated", "threads_per_rank": 3},
+        rollout={"engine": "vllm", "num_workers": num_workers, "tensor_parallel": 2},
+    )
+    places = place_roles(config, device, groups, max_seconds=30)
+    parts = [part for engine in places.engines for part in engine]
+    actors = [place.start(Process) for place in [*places.ranks, *parts]]
+    seen = ray.get([actor.device.remote() for actor in actors], timeout=60)
+    for actor in actors:
+        ray.kill(actor)
+    assert seen[:size] == seen[size:]  # rank i and part i
+    assert len(set(seen[:size])) == size  # each device once
+    assert {len((device or "").split(",")) for _, device in seen} == {1}
+    for rank in range(0, size, 2):
+        assert seen[rank][0] == seen[rank + 1][0]  # an engine's devices are on one node
