@@ -164,7 +164,9 @@ class _PolicyRank(_Process, Policy):
         """Join the other ranks and load this rank's part of the model."""
         device = _own_device(config, config.train.threads_per_rank)
         seed_generators(config.run.seed, rank, num_optimizer_steps=0)
-        torch.distributed.init_process_group(device.backend, init_method=address, rank=rank, world_size=num_ranks)
+        torch.distributed.init_process_group(
+            device.backends(config.train.offload_shards), init_method=address, rank=rank, world_size=num_ranks
+        )
         super().__init__(model_path, config)
 
 

@@ -87,7 +87,7 @@ class Policy:
             weight_decay=self.train.weight_decay,
             foreach=True,
         )
-        is_offloaded = self.train.offload_optimizer or self.train.is_colocated
+        is_offloaded = self.train.offload_optimizer or self.train.offload_shards or self.train.is_colocated
         self.shards = Shards(self._causal_lm(), self.optimizer, self.device, is_offloaded, config.run.seed)
         self._spills: dict[str, Spill] = {}  # of what is offloaded, where the device is the host
 
@@ -226,6 +226,8 @@ class Policy:
         return self.device.take_memory()
 
     def _move(self, what: Collection[str], device: torch.device) -> None:
+        if self.train.offload_shards:  # they are in host memory all the time
+            return
         if OPTIMIZER in what:
             move_optimizer(self.optimizer, device)
         if WEIGHTS in what:
