@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from dapo_core.cluster import shrink
 from dapo_core.cluster.connection import AUTH_TOKEN, connected_to_ray, private_token
-from dapo_core.cluster.placement import place_roles
+from dapo_core.cluster.placement import Demand, place_roles, reserve
+from dapo_core.cluster.shared_files import require_shared
 from dapo_core.config.training import TrainConfig
 from dapo_core.device import device_for
+from dapo_core.errors import ConfigError
 from dapo_core.training import train
 from flows.config import load_config
 from tests.trainings import World, config_of
@@ -150,3 +153,27 @@ def test_colocated_ranks_and_parts_of_engines_share_devices(
     assert {len((device or "").split(",")) for _, device in seen} == {1}
     for rank in range(0, size, 2):
         assert seen[rank][0] == seen[rank + 1][0]  # an engine's devices are on one node
+
+
+def test_devices_that_are_missing_are_waited_for(nodes: Cluster, groups: list[PlacementGroup]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reserve, Demand(1, {"CPU": 1, "late": 1}), groups, 60)
+        nodes.add_node(num_cpus=1, resources={"late": 1})
+        place = waiting.result()[0]
+    late = [node["NodeID"] for node in ray.nodes() if "late" in node["Resources"]]
+    assert late == [place.node]
+
+
+def test_a_node_without_the_files_is_named(nodes: Cluster, shared: Path, world: World) -> None:
+    (shared / "model").symlink_to(world.model)
+    (shared / "output").mkdir()
+    ids = {name: node["NodeID"] for node in ray.nodes() for name in node["Resources"] if name.startswith("node")}
+    config = config_of()
+    require_shared([ids["node0"], ids["node2"]], config, HERE / "model", HERE / "output")
+    message = (
+        r"^node \S+ \(\S+\) does not see model folder /proc/self/cwd/model \(No such file or directory\), "
+        r"output /proc/self/cwd/output \(another folder\): put the store \(store\.path\)"
+    )
+    with pytest.raises(ConfigError, match=message):
+        require_shared([ids["node0"], ids["node1"]], config, HERE / "model", HERE / "output")
+    assert not list((shared / "output").iterdir())
