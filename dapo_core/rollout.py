@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -205,6 +205,14 @@ class RolloutWorker:
         self._open.clear()
         self._scoring.clear()
         return requests
+
+    def sleep(self) -> None:
+        """Give the memory of the engine's device back."""
+        self.engine.run(lambda engine: engine.sleep())
+
+    def wake(self, what: Collection[str]) -> None:
+        """Take memory for the engine's weights or its keys and values again."""
+        self.engine.run(lambda engine: engine.wake(what))
 
     def connect(self, link: Link, plan: WeightPlan) -> None:
         """Open the way on which weights come; collective with those that meet at the link's address."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,14 @@ class TensorParallelEngine(VllmEngine):
     def receive_weights(self, plan: WeightPlan, policy_version: int) -> None:
         self._tell("receive_weights", [plan, policy_version])
         super().receive_weights(plan, policy_version)
+
+    def sleep(self) -> None:
+        self._tell("sleep", [])
+        super().sleep()
+
+    def wake(self, what: Collection[str]) -> None:
+        self._tell("wake", [what])
+        super().wake(what)
 
     def close(self) -> None:
         self._tell("close", [])

@@ -18,7 +18,7 @@ from dapo_core.policy.model import reshard
 from dapo_core.policy.rank import Policy
 from dapo_core.pretrained import load_tokenizer
 from dapo_core.rollout import RolloutWorker
-from dapo_core.weight_sync import probe_difference, publish_weights
+from dapo_core.weight_sync import probe_difference, probe_log_probs, publish_weights
 from dapo_core.weight_transfer.inbox import Delivery
 from dapo_core.weight_transfer.links import Link
 from dapo_core.weight_transfer.plan import plan_buckets
@@ -148,7 +148,7 @@ def _require_every_weight_arrives(cluster: Any, is_tied: bool) -> None:
     expected = cluster.policy.log_probs(PROBE, 1.0)[0][0, : len(after)]
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-4)
     assert (after - before).abs().max() > 1e-2
-    assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
+    assert probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"]) < 1e-4
     names = list(cluster.policy.rank.weight_plan().tensors)
     assert list(cluster.rollouts.worker.loaded_weights().checksums) == names
     assert ("lm_head.weight" in names) == (not is_tied)
@@ -173,16 +173,16 @@ def test_every_architecture_arrives_in_the_transformers_engine(
 
 
 def test_an_engine_with_old_weights_is_detected(cluster: Any) -> None:
-    assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
+    assert probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"]) < 1e-4
     _multiply(cluster, "model.layers.0.mlp.down_proj.weight", 1.5)
     with pytest.raises(RolloutError) as caught:
-        probe_difference(cluster, PROBE, ["float32"])
+        probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"])
     message = str(caught.value)
     assert "the engine does not hold the policy's weights" in message
     assert "more than the 0.001 that float32 explains" in message
     assert "rollout.dtype=float32" in message
     publish_weights(cluster, 1)
-    assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
+    assert probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"]) < 1e-4
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def _trainer(
     """Of ranks that have nothing to load and no weights to hand out."""
     config = make_config(model_path, **sections)
     policy: Any = shards or FileShards()
-    policy.device_name, policy.load, policy.memory_metrics = lambda: "cpu", lambda folder: None, dict
+    policy.device_name, policy.load, policy.take_memory = lambda: "cpu", lambda folder: None, dict
     weights = SimpleNamespace(send=lambda version: None)
     cluster: Any = SimpleNamespace(policy=policy, rollouts=SimpleNamespace(), weights=weights)
     stream = PromptStream(PROMPTS, config.run.seed, config.data.shuffle)
