@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -40,7 +41,8 @@ def checksum(tensor: torch.Tensor) -> int:
     """
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
-        return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data)
+        # A numpy array of it would make the shard's memory one that cannot be given back (policy.spill).
+        return xxhash.xxh3_64_intdigest((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
     return weighted_sum(flat)
 
 
