@@ -85,6 +85,14 @@ class VllmEngine(Engine):
         if not self._engine.reset_prefix_cache():
             raise RolloutError("vLLM did not clear its prefix cache after new weights; restart the training")
 
+    def _sleep(self) -> None:
+        if self.settings.sleep_level is not None:
+            self._engine.sleep(self.settings.sleep_level)
+
+    def _wake(self, what: Sequence[str]) -> None:
+        if self.settings.sleep_level is not None:
+            self._engine.wake_up(list(what))
+
     def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         for number, (prompt_ids, response_ids) in enumerate(sequences):
             num_tokens = len(prompt_ids) + len(response_ids)
@@ -177,6 +185,7 @@ def _start(
                 disable_log_stats=True,
                 trust_remote_code=settings.trust_remote_code,
                 tensor_parallel_size=settings.tensor_parallel,
+                enable_sleep_mode=settings.sleep_level is not None,
                 **parts,
                 **{**platform_options, **settings.engine_args},
             ),

@@ -339,6 +339,37 @@ def test_weights_and_log_probs_are_refused_while_requests_are_unfinished(engine)
         engine.log_probs([([5], [6])])
 
 
+def test_a_sleeping_engine_refuses_work_and_wakes_with_the_weights_it_is_given(engine, model_path):
+    """vLLM's own sleep: its scheduler pauses, though on a CPU no memory is freed."""
+    requests = make_requests(4)
+    before = run(engine, requests)
+    engine.settings = replace(engine.settings, sleep_level=2)
+    engine.submit(requests[:1])
+    with pytest.raises(RolloutError, match="cannot sleep while 1 requests are unfinished"):
+        engine.sleep()
+    finish(engine)
+    engine.sleep()
+    refused = "while the engine sleeps: kv_cache, weights are not there"
+    with pytest.raises(RolloutError, match=f"cannot take requests {refused}"):
+        engine.submit(requests)
+    with pytest.raises(RolloutError, match="cannot load weights while the engine sleeps: weights are not there"):
+        engine.load_weights([], 1)
+    engine.wake({"weights"})
+    model = load_model(model_path)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.1)
+    engine.load_weights(model.named_parameters(), 1)
+    with pytest.raises(RolloutError, match="cannot compute log-probs while the engine sleeps: kv_cache are not"):
+        engine.log_probs([([5], [6])])
+    engine.wake({"kv_cache"})
+    after = run(engine, requests)
+    for request in requests:
+        response = after[request.request_id]
+        expected = reference_log_probs(model, request.prompt_ids, response.response_ids)
+        assert largest_difference(response.rollout_log_probs, expected) < 1e-4
+    assert [after[name].response_ids for name in after] != [before[name].response_ids for name in after]
+
+
 def test_hf_continues_with_the_randomness_of_the_uninterrupted_response(model_path):
     engine = build_engine("hf", model_path, replace(SETTINGS, max_num_seqs=3), seed=0)
     requests = make_requests(6)
