@@ -25,7 +25,7 @@ from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, pl
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.shared_files import require_shared
-from dapo_core.cluster.shrink import shrunk_to_free
+from dapo_core.cluster.shrink import place_what_is_left
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
 from dapo_core.errors import DapoError
@@ -73,8 +73,10 @@ def start_cluster(
         logger.info("Ray is up after %.0f s", time.monotonic() - started)
         try:
             if is_restart and train.ray_address is not None and train.on_lost_node == "shrink":
-                config = shrunk_to_free(config, device)
-            places = place_roles(config, device, groups, LOST_NODE_SECONDS if is_restart else PLACEMENT_SECONDS)
+                config, places = place_what_is_left(config, device, groups, Path(model_path))
+            else:
+                seconds = LOST_NODE_SECONDS if is_restart else PLACEMENT_SECONDS
+                places = place_roles(config, device, groups, seconds)
             if output_dir is not None:
                 require_shared(places.nodes, config, Path(model_path), output_dir)
             ranks += [place.start(_PolicyRank) for place in places.ranks]

@@ -257,6 +257,24 @@ def test_new_weights_change_log_probs_and_clear_the_prefix_cache(engine, model_p
         require_equal(given, reference_log_probs(model, prompt_ids, response_ids))
 
 
+@pytest.mark.parametrize("shared_engine", ["vllm"], indirect=True)
+def test_siblings_share_the_blocks_of_their_prompt(engine, monkeypatch):
+    cached: dict[str, int] = {}
+    step = engine._engine.step
+
+    def watched():
+        outputs = step()
+        cached.update({output.request_id: output.num_cached_tokens for output in outputs})
+        return outputs
+
+    monkeypatch.setattr(engine._engine, "step", watched)
+    prompt_ids = [5 + index % 50 for index in range(70)]  # two blocks of 32 and a rest
+    engine.submit([GenerationRequest(str(seed), prompt_ids, seed) for seed in range(4)])
+    while engine.num_unfinished():
+        engine.step()
+    assert cached == {"0": 0, "1": 64, "2": 64, "3": 64}
+
+
 def test_abort_returns_partial_responses_and_does_not_disturb_the_others(engine):
     requests = make_requests(4)
     undisturbed = run(engine, requests)
