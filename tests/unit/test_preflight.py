@@ -230,7 +230,7 @@ def test_shared_devices_count_once(tmp_path: Path, model: Path, monkeypatch: pyt
     monkeypatch.setattr(Device, "visible", lambda self, environment: ["0", "1"])
 
     def said(status: str, placement: str) -> str:
-        train = {"device": "cuda", "num_ranks": 2, "placement": placement}
+        train = {"device": "cuda", "device_model": "H100", "num_ranks": 2, "placement": placement}
         config = recipe(tmp_path, model, train=train, rollout={"num_workers": 2})
         return "; ".join(finding.found for finding in found(config, status) if finding.check == "devices")
 
