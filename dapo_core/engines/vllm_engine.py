@@ -38,6 +38,8 @@ GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagra
 class VllmEngine(Engine):
     """The vLLM engine of this process, which can hold one at a time."""
 
+    keeps_weights = True  # until a layer is complete
+
     def __init__(
         self, model_path: str | Path, settings: EngineSettings, seed: int, part: EnginePart | None = None
     ) -> None:
@@ -81,11 +83,20 @@ class VllmEngine(Engine):
         self._engine.abort_request(list(request_ids))
 
     def _replace_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        # Plain model.load_weights fails on CPU, where weights are packed for the kernels.
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        from dapo_core.engines import vllm_transfer
+
+        vllm_transfer.replace_weights(self._engine, weights)
         self._engine.apply_model(functools.partial(_pack_again, is_head_tied=self._is_head_tied))
         if not self._engine.reset_prefix_cache():
             raise RolloutError("vLLM did not clear its prefix cache after new weights; restart the training")
+
+    def _sleep(self) -> None:
+        if self.settings.sleep_level is not None:
+            self._engine.sleep(self.settings.sleep_level)
+
+    def _wake(self, what: Sequence[str]) -> None:
+        if self.settings.sleep_level is not None:
+            self._engine.wake_up(list(what))
 
     def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         for number, (prompt_ids, response_ids) in enumerate(sequences):
@@ -157,6 +168,8 @@ def _start(
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     from vllm import EngineArgs
 
+    from dapo_core.engines import vllm_transfer
+
     parts: dict[str, Any] = {} if part is None else {"distributed_executor_backend": "external_launcher"}
     try:
         engine = _build(
@@ -170,6 +183,8 @@ def _start(
                 disable_log_stats=True,
                 trust_remote_code=settings.trust_remote_code,
                 tensor_parallel_size=settings.tensor_parallel,
+                enable_sleep_mode=settings.sleep_level is not None,
+                **vllm_transfer.settings(),
                 **parts,
                 **device_arguments(current_platform.device_type, settings, max_tokens),
             ),

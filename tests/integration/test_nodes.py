@@ -127,6 +127,34 @@ def test_ranks_are_packed_by_node_and_an_engine_is_on_one(recipe: Path, groups: 
     assert len(places.nodes) <= NUM_NODES
 
 
+@pytest.mark.parametrize(("kind", "num_workers"), [("npu", 2), ("cuda", 1)])
+def test_colocated_ranks_and_parts_of_engines_share_devices(
+    kind: str, num_workers: int, groups: list[PlacementGroup]
+) -> None:
+    class Process:
+        def device(self) -> tuple[str, str | None]:
+            node = ray.get_runtime_context().get_node_id()
+            return node, os.environ.get(variable)
+
+    device, size = device_for(kind), 2 * num_workers
+    variable = device.visible_variable
+    config = config_of(
+        train={"device": kind, "num_ranks": size, "placement": "colocated", "threads_per_rank": 3},
+        rollout={"engine": "vllm", "num_workers": num_workers, "tensor_parallel": 2},
+    )
+    places = place_roles(config, device, groups, max_seconds=30)
+    parts = [part for engine in places.engines for part in engine]
+    actors = [place.start(Process) for place in [*places.ranks, *parts]]
+    seen = ray.get([actor.device.remote() for actor in actors], timeout=60)
+    for actor in actors:
+        ray.kill(actor)
+    assert seen[:size] == seen[size:]  # rank i and part i
+    assert len(set(seen[:size])) == size  # each device once
+    assert {len((device or "").split(",")) for _, device in seen} == {1}
+    for rank in range(0, size, 2):
+        assert seen[rank][0] == seen[rank + 1][0]  # an engine's devices are on one node
+
+
 def test_devices_that_are_missing_are_waited_for(nodes: Cluster, groups: list[PlacementGroup]) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(reserve, Demand(1, {"CPU": 1, "late": 1}), groups, 60)
