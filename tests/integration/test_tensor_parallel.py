@@ -1,4 +1,4 @@
-"""Engines over two processes in a cluster: they hold the policy's weights and give groups; a death is named."""
+"""Engines over two processes, which share their devices with the ranks: weights, groups, and a death."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 from dapo_core.cluster.start import start_cluster
 from dapo_core.data import Prompt
 from dapo_core.errors import WorkerDied
+from dapo_core.metrics import PhaseTimer
 from dapo_core.rollout import GroupRequest
-from dapo_core.weight_sync import probe_difference, publish_weights
+from dapo_core.turns import Turns
+from dapo_core.weight_sync import probe_difference, probe_log_probs, publish_weights
 from tests.batches import random_batch
 from tests.integration.test_dead_workers import SCORER, killed_within, take_groups, update
 from tests.trainings import World, config_of
@@ -24,20 +26,26 @@ REQUESTS = [GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) f
 def test_two_parts_make_one_engine(ray_address: str, world: World, tmp_path: Path) -> None:
     (tmp_path / "scorer.py").write_text(SCORER)
     config = config_of(
-        train={"ray_address": ray_address},
+        train={"ray_address": ray_address, "placement": "colocated"},
         rollout={"engine": "vllm", "tensor_parallel": 2, "memory_gigabytes": 0.1},
         custom_reward={"path": str(tmp_path / "scorer.py")},
     )
-    assert config.num_devices == config.train.num_ranks + 2
+    assert config.num_devices == config.train.num_ranks
     batch = random_batch(num_groups=4, group_size=4)
+    probe = batch.select([0])
     shared_memory = {*Path("/dev/shm").iterdir()}
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(WorkerDied, match=r"^engine part 0 of 1 \(pid .*\) died"))
         cluster = stack.enter_context(start_cluster(config, world.model))
         assert not [path for path in {*Path("/dev/shm").iterdir()} - shared_memory if "cpushm" in path.name]
+        turns, timer = Turns(cluster.policy, cluster.rollouts, config.train), PhaseTimer()
+        turns.enter("update", timer)
         update(cluster, batch)
+        turns.enter("publish", timer)
         publish_weights(cluster, 1)
-        assert probe_difference(cluster, batch.select([0]), [torch.float32]) < 1e-5
+        log_probs = probe_log_probs(cluster, probe)
+        turns.enter("generate", timer)
+        assert probe_difference(cluster, probe, log_probs, [torch.float32]) < 1e-5
         cluster.rollouts.submit(REQUESTS)
         groups = []
         while len(groups) < len(REQUESTS):

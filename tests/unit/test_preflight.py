@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dapo_core.device import Device
 from eval.gates import LAST_NIGHT
 from flows.config import Config, resolve_config
 from tasks.preflight import inputs
@@ -221,6 +222,23 @@ def test_caches_devices_and_ports_are_checked_against_the_recipe(tmp_path: Path,
     assert "holds no sequence of 256 tokens" in said["cache"]
     assert "--set serve.memory_gigabytes=0.1" in said["cache"]
     assert "torch" in said["devices"]
+
+
+def test_shared_devices_count_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "require", lambda self: None)
+    monkeypatch.setattr(Device, "visible", lambda self, environment: ["0", "1"])
+
+    def said(status: str, placement: str) -> str:
+        train = {"device": "cuda", "device_model": "H100", "num_ranks": 2, "placement": placement}
+        config = recipe(tmp_path, model, train=train, rollout={"num_workers": 2})
+        return "; ".join(finding.found for finding in found(config, status) if finding.check == "devices")
+
+    refused = said(FAIL, "separate")
+    assert "train.num_ranks=2 + 2 of rollout.num_workers = 4 devices, and this machine shows 2 of cuda" in refused
+    assert "let ranks and engines share: train.placement=colocated" in refused
+    assert said(OK, "colocated") == "2 of 2 cuda devices"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True contradicts" in said(FAIL, "colocated")
 
 
 def test_a_tracker_without_its_client_is_said(
