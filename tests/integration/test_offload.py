@@ -219,7 +219,9 @@ def _step_with_offloading(rank: int, config: Config, is_offloaded: bool) -> dict
     for number, one in enumerate((policy, second)):
         for name, parameter in one.model.named_parameters():
             shards: dict[str, Any] = {"weight": parameter, **one.optimizer.state[parameter]}
-            found |= {f"{number} {name} {kind}": getattr(shard, "_local_tensor", shard) for kind, shard in shards.items()}
+            found |= {
+                f"{number} {name} {kind}": getattr(shard, "_local_tensor", shard) for kind, shard in shards.items()
+            }
     return {**found, "updates": updates}
 
 
