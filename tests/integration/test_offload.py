@@ -200,10 +200,10 @@ def _step_with_offloading(rank: int, config: Config, is_offloaded: bool) -> dict
     if is_offloaded:
         policy.offload([GRADIENTS, OPTIMIZER])
         assert transfers.pending  # moments travel while weights are published
-        policy.offload([WEIGHTS])
     folder = f"{config.store.path}_{is_offloaded}"
     policy.save(folder, asynchronous=False)
     if is_offloaded:
+        policy.offload([WEIGHTS])
         transfers.is_late, joined = False, transfers.num_joined  # what follows on the stream is in order
         policy.onload([WEIGHTS])
         assert transfers.num_joined > joined
