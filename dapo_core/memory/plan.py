@@ -208,6 +208,7 @@ def _engine_uses(config: TrainingConfig, engine: EngineMemory) -> list[Use]:
             ("weights", engine.weights, 0) if WEIGHTS in held else ("weights", 0, engine.weights * keeps_weights),
             ("keys and values", max(engine.cache or 0, 0) * is_awake, 0),
             ("activations", engine.activations * is_awake, 0),
+            ("probe's logits", engine.probe * (phase == "generate"), 0),
             ("graphs", engine.graphs, 0),
             ("process", process, 0),
         ]

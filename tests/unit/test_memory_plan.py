@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dapo_core.engines import vllm_engine
 from dapo_core.errors import ConfigError, ModelError
 from dapo_core.memory.devices import DEVICES, GIB, Limit, find_device
-from dapo_core.memory.engine import engine_memory
+from dapo_core.memory.engine import STEP_TOKENS, engine_memory
 from dapo_core.memory.fitting import changed, smallest_change
 from dapo_core.memory.plan import PHASES, MemoryPlan, plan_memory
 from dapo_core.memory.published import PUBLISHED, published_config, recipe_config
@@ -146,6 +147,8 @@ def test_keys_and_values_of_an_engine_over_four_dies() -> None:
     assert abs(engine.weights - 2 * 32_762_123_264 / 4) < 0.002 * engine.weights  # norms are on each
     assert engine.cache == int(0.8 * 64 * GIB) - engine.fixed
     assert engine.num_sequences == engine.cache // engine.sequence_bytes == 24
+    assert engine.probe == 2_048 * 151_936 * 8  # of a prompt's part in a step, float32 twice
+    assert STEP_TOKENS == vllm_engine.PREFILL_TOKENS
     two_key_heads = shape_of({**PUBLISHED["Qwen2.5-0.5B"], "num_attention_heads": 16})
     assert two_key_heads.token_elements(4) == two_key_heads.token_elements(2)  # copied where heads are fewer
     fp8 = recipe("dapo_qwen3_32b_math", "rollout.engine_args={kv_cache_dtype: fp8}")
