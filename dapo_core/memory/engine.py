@@ -23,6 +23,7 @@ GRAPH_BYTES = GIB  # assumed for captured graphs
 class EngineMemory:
     """The memory of one engine on one of its devices."""
 
+    item_bytes: int  # of a number in its precision
     weights: int
     activations: int  # of one step
     graphs: int
@@ -73,5 +74,5 @@ def engine_memory(config: TrainingConfig, shape: ModelShape, device_bytes: int |
     else:
         cache = int(rollout.memory_utilization * device_bytes) - weights - activations - graphs
     return EngineMemory(
-        weights, activations, graphs, probe, token_bytes, longest * token_bytes, cache, rollout.max_num_seqs
+        item, weights, activations, graphs, probe, token_bytes, longest * token_bytes, cache, rollout.max_num_seqs
     )

@@ -16,7 +16,7 @@ from dapo_core.errors import ConfigError, ModelError
 from dapo_core.memory.devices import DEVICES, GIB, Limit, find_device
 from dapo_core.memory.engine import STEP_TOKENS, engine_memory
 from dapo_core.memory.fitting import changed, smallest_change
-from dapo_core.memory.plan import PHASES, MemoryPlan, plan_memory
+from dapo_core.memory.plan import OTHERS, PHASES, MemoryPlan, plan_memory
 from dapo_core.memory.published import PUBLISHED, published_config, recipe_config
 from dapo_core.memory.rank import rank_memory
 from dapo_core.memory.shape import MODEL_TYPES, shape_of
@@ -200,6 +200,20 @@ def test_on_shared_devices_what_one_side_gives_back_is_the_others() -> None:
     assert (load.num_devices, load.peak_bytes) == (64, sum(both))
     on_cuda = planned(recipe("dapo_qwen3_8b_one_gpu"), "Qwen3-8B", 79)
     assert not [one for one in on_cuda.uses if one.role == "engine" and one.host_bytes]
+
+
+def test_weights_travel_in_two_buckets_of_at_least_the_largest_tensor() -> None:
+    def sent(*overrides: str) -> set[int]:
+        plan = planned(recipe("dapo_qwen3_8b_math", *overrides), "Qwen3-8B")
+        return {
+            one.device_bytes for one in plan.uses if one.what in ("weights being sent", "weights being received")
+        }
+
+    assert sent() == {2 * 151_936 * 4_096 * 2}  # the embedding in bfloat16, 1.16 GiB, is more than 512 MiB
+    assert sent("train.weight_bucket_bytes=2147483648") == {2 * 2**31}
+    assert sent("train.weight_bucket_bytes=1099511627776") == {2 * 2 * 8_190_735_360}  # no more than there is
+    machine = planned(recipe("arith_cpu"), "Qwen3-0.6B")  # where ranks and engines read the same memory
+    assert [one.role for one in machine.uses if one.what.startswith("weights being")] == [OTHERS]
 
 
 def test_an_unknown_size_is_said_and_not_guessed() -> None:
