@@ -49,8 +49,7 @@ def count(model_config: PretrainedConfig, config: TrainingConfig, folder: Path) 
         warm, share = _share(2, 4 * config.train.sequence_parallel, 1), _share(*longest, 2)
         # DTensor computes once how it shards, with tensors that the tracker would count.
         policy.log_probs(warm)
-        policy.update(warm, LossTotals(1, 1))
-        policy.optimizer.zero_grad(set_to_none=True)
+        policy.update(warm, LossTotals(1, 1))  # which leaves its gradients
         peaks = {"old_log_probs": _peaks(policy, lambda: policy.log_probs(share))[-1]}
         policy.model.train()
         update, optimizer = _peaks(policy, lambda: policy.update(share, LossTotals(1, 1)))
@@ -116,7 +115,9 @@ def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.P
     """A rank's policy on fake tensors among train.num_ranks ranks whose collectives return at once."""
     train = config.train
     # A rank whose slice of a row is all response tokens; rank 0's begins with the prompt.
-    dist.init_process_group("fake", rank=train.sequence_parallel - 1, world_size=train.num_ranks, store=FakeStore())
+    dist.init_process_group(
+        "fake", rank=train.sequence_parallel - 1, world_size=train.num_ranks, store=FakeStore()
+    )
     try:
         mesh, group = sharding._mesh(device_for("cpu"), train), sequence_group(train.sequence_parallel)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
