@@ -25,9 +25,13 @@ def measure(model_path: Path, config: dict[str, Any]) -> dict[str, int]:
     update; that much is `process`. Phases: old_log_probs, update (forward, backward and optimizer step, with
     Adam's moments of an earlier one).
     """
+    from transformers import Qwen3Config
+
     num_ranks = config["train"]["num_ranks"]
     program = [sys.executable, "-m", "bench.real_policy"]
+    tiny = Qwen3Config(**SIZES, hidden_size=64, num_hidden_layers=1, intermediate_size=64)
     with tempfile.TemporaryDirectory() as folder:
+        write_model(tiny, Path(folder) / "tiny")
         ranks = [
             subprocess.Popen(
                 [*program, str(rank), folder, str(model_path), json.dumps(config)],
@@ -58,7 +62,7 @@ def _run_rank(rank: int, folder: str, model_path: Path, settings: dict[str, Any]
     )
     share = rows(config.data.max_prompt_tokens, config.rollout.max_response_tokens, 2)
     totals = LossTotals(1, 1)
-    _warm_up(Path(folder) / f"tiny{rank}", config)
+    _warm_up(Path(folder) / "tiny", config)
     gc.collect()
     before = _resident("VmRSS")
     policy = Policy(model_path, config)
@@ -78,13 +82,10 @@ def _run_rank(rank: int, folder: str, model_path: Path, settings: dict[str, Any]
 
 def _warm_up(model_path: Path, config: Any) -> None:
     """An update of a tiny policy, which loads libraries and starts threads; its memory is freed again."""
-    from transformers import Qwen3Config
-
     from bench.fake_policy import rows
     from dapo_core.loss import LossTotals
     from dapo_core.policy.rank import Policy
 
-    write_model(Qwen3Config(**SIZES, hidden_size=64, num_hidden_layers=1, intermediate_size=64), model_path)
     policy, share = Policy(model_path, config), rows(8, 8, 2)
     policy.log_probs(share)
     policy.update(share, LossTotals(1, 1))

@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, median
 from typing import TYPE_CHECKING
 
-from dapo_core.device import device_for
 from dapo_core.memory.engine import engine_memory
+
+from dapo_core.device import device_for
 from dapo_core.memory.rates import DECODING_SHARE, NETWORK_SHARE, SYNC_BYTES, TRAINING_SHARE, Rates
 
 if TYPE_CHECKING:
-    from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.shape import ModelShape
+
+    from dapo_core.config.training import TrainingConfig
 
 GENERATE, ANCHOR, REFERENCE, UPDATE, SYNC = "generate", "old log-probs", "reference", "update", "weight sync"
 # Of the seed log of Qwen3-32B: mean response / limit, and the standard deviation of a log-normal with 3.9 % cut.
@@ -77,6 +79,15 @@ class StepTime:
         return sum(self.seconds.values())
 
 
+@dataclass(frozen=True)
+class Machine:
+    """The devices of ranks and engines; they differ on a CPU, by their threads."""
+
+    ranks: Rates
+    engines: Rates
+    device_bytes: int | None  # of an accelerator
+
+
 def assumed_lengths(config: TrainingConfig) -> Lengths:
     """Lengths before anything is known."""
     limit = config.rollout.max_response_tokens
@@ -87,9 +98,8 @@ def assumed_lengths(config: TrainingConfig) -> Lengths:
 def step_time(
     config: TrainingConfig,
     shape: ModelShape,
-    rates: Rates,
+    machine: Machine,
     lengths: Lengths,
-    device_bytes: int | None = None,
     factors: Mapping[str, float] | None = None,
 ) -> StepTime:
     """The estimate; `factors` multiply phases, as `calibrate` gives them."""
@@ -100,9 +110,9 @@ def step_time(
     forward = forward_flops(shape, trained, squares, num_responses * lengths.response)
     update = forward * (4 if config.train.gradient_checkpointing else 3)
     seconds = {
-        GENERATE: _generate_seconds(config, shape, rates, lengths, device_bytes),
-        ANCHOR: _pass_seconds(config, shape, rates, forward, trained, passes=1),
-        UPDATE: _pass_seconds(config, shape, rates, update, trained, passes=4),
+        GENERATE: _generate_seconds(config, shape, machine, lengths),
+        ANCHOR: _pass_seconds(config, shape, machine.ranks, forward, trained, passes=1),
+        UPDATE: _pass_seconds(config, shape, machine.ranks, update, trained, passes=4),
         SYNC: shape.num_parameters * item_bytes(config.train.device, config.rollout.dtype) / SYNC_BYTES,
     }
     if config.algorithm.kl.place != "off":
@@ -113,16 +123,12 @@ def step_time(
         num_responses * lengths.response / lengths.kept,
         forward,
         update,
-        _assumptions(rates, lengths, factors),
+        _assumptions(machine, lengths, factors),
     )
 
 
 def calibrate(
-    config: TrainingConfig,
-    shape: ModelShape,
-    rates: Rates,
-    steps: Sequence[Mapping[str, float]],
-    device_bytes: int | None = None,
+    config: TrainingConfig, shape: ModelShape, machine: Machine, steps: Sequence[Mapping[str, float]]
 ) -> tuple[Lengths, dict[str, float]] | None:
     """Lengths and factors of a run from lines of its metrics.jsonl, with the configuration that it ran with.
 
@@ -132,7 +138,7 @@ def calibrate(
     if not used:
         return None
     lengths = [_lengths_of(config, step) for step in used]
-    estimates = [step_time(config, shape, rates, each, device_bytes).seconds for each in lengths]
+    estimates = [step_time(config, shape, machine, each).seconds for each in lengths]
     factors = {
         phase: median(step[name] / estimate[phase] for step, estimate in zip(used, estimates, strict=True))
         for phase, name in METRICS.items()
@@ -184,16 +190,14 @@ def _pass_seconds(
     return max(computing, sent / (speed * NETWORK_SHARE))
 
 
-def _generate_seconds(
-    config: TrainingConfig, shape: ModelShape, rates: Rates, lengths: Lengths, device_bytes: int | None
-) -> float:
+def _generate_seconds(config: TrainingConfig, shape: ModelShape, machine: Machine, lengths: Lengths) -> float:
     """Seconds in which the engines decode a step's responses, those without signal included.
 
     A decoding step reads the weights once and the keys and values of its sequences, and costs `layer_seconds` in
     each layer. Prompts are read at the pace of training.
     """
-    rollout = config.rollout
-    engine = engine_memory(config, shape, device_bytes)
+    rollout, rates = config.rollout, machine.engines
+    engine = engine_memory(config, shape, machine.device_bytes)
     drawn = config.train.train_prompts * rollout.group_size / lengths.kept / rollout.num_workers  # of an engine
     responses = lengths.responses()
     context = lengths.prompt + fmean(each**2 for each in responses) / (2 * lengths.response)  # of a decoded token
@@ -240,13 +244,14 @@ def _lengths_of(config: TrainingConfig, step: Mapping[str, float]) -> Lengths:
     return Lengths(prompt, response, config.rollout.max_response_tokens, kept, "measured")
 
 
-def _assumptions(rates: Rates, lengths: Lengths, factors: Mapping[str, float] | None) -> tuple[str, ...]:
+def _assumptions(machine: Machine, lengths: Lengths, factors: Mapping[str, float] | None) -> tuple[str, ...]:
+    rates, engines = machine.ranks, machine.engines
     lines = (
         f"lengths ({lengths.source}): prompts {lengths.prompt:,.0f} tokens, responses {lengths.response:,.0f} of at "
         f"most {lengths.limit:,}, {lengths.kept:.0%} of what is generated is trained on",
-        f"a device: {rates.flops / 1e12:,.0f} TFLOP/s, of which policy and prompts reach {TRAINING_SHARE:.0%}; "
-        f"{rates.memory / 1e12:.2f} TB/s of memory, of which decoding reaches {DECODING_SHARE:.0%}",
-        f"a layer of a decoding step costs {rates.layer_seconds * 1000:.2f} ms beside what it reads",
+        f"a device: {rates.flops / 1e12:,.3g} TFLOP/s, of which policy and prompts reach {TRAINING_SHARE:.0%}; "
+        f"{engines.memory / 1e12:.3g} TB/s of memory, of which decoding reaches {DECODING_SHARE:.0%}",
+        f"a layer of a decoding step costs {engines.layer_seconds * 1000:.2f} ms beside what it reads",
         f"messages between ranks: {rates.inside / 1e9:.0f} GB/s a device within a node, {rates.network / 1e9:.0f} "
         f"between nodes, of which {NETWORK_SHARE:.0%} are reached while it computes; weights into engines "
         f"{SYNC_BYTES / 1e9:.0f} GB/s",
