@@ -1,4 +1,4 @@
-"""How fast devices are, by the names of the device table: peaks of data sheets, and what is assumed to be reached."""
+"""How fast devices are, by the names of the device table: data sheets' peaks, and the shares assumed of them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TRAINING_SHARE = 0.28  # of the peak, with what checkpointing computes again; th
 DECODING_SHARE = 0.6  # of the memory's bytes a second
 NETWORK_SHARE = 0.7  # of the network's
 SYNC_BYTES = 7e9  # a second, of weights into engines: verl reports 5.3e9 over HCCL, the published log has 7.6e9
-# Seconds of a decoding step in a layer. NPU: the published log's slowest sequence takes 64 ms a token, of which the
-# memory explains 25; CUDA: graphs, without gaps between kernels.
+# Seconds of a decoding step in a layer. NPU: the published log's longest sequences take 64 ms a token, of which
+# the memory explains 25; CUDA: graphs, without gaps between kernels.
 NPU_LAYER, CUDA_LAYER, CPU_LAYER = 0.5e-3, 0.05e-3, 0.3e-3
 
 

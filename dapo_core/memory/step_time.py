@@ -111,8 +111,8 @@ def step_time(
     update = forward * (4 if config.train.gradient_checkpointing else 3)
     seconds = {
         GENERATE: _generate_seconds(config, shape, machine, lengths),
-        ANCHOR: _pass_seconds(config, shape, machine.ranks, forward, trained, passes=1),
-        UPDATE: _pass_seconds(config, shape, machine.ranks, update, trained, passes=4),
+        ANCHOR: _pass_seconds(config, shape, machine.ranks, forward, trained, has_backward=False),
+        UPDATE: _pass_seconds(config, shape, machine.ranks, update, trained, has_backward=True),
         SYNC: shape.num_parameters * item_bytes(config.train.device, config.rollout.dtype) / SYNC_BYTES,
     }
     if config.algorithm.kl.place != "off":
@@ -170,12 +170,12 @@ def _visited(shape: ModelShape) -> float:
 
 
 def _pass_seconds(
-    config: TrainingConfig, shape: ModelShape, rates: Rates, flops: float, trained: float, passes: int
+    config: TrainingConfig, shape: ModelShape, rates: Rates, flops: float, trained: float, has_backward: bool
 ) -> float:
     """Seconds of a pass over the step's tokens: its operations, or its messages where these take longer.
 
-    A forward pass gathers the weights once in each micro-batch; with a backward pass (passes = 4) they are gathered
-    twice, and gradients are reduced in float32.
+    A forward pass gathers the weights once in each micro-batch; with a backward pass they are gathered twice, and
+    gradients are reduced in float32.
     """
     train = config.train
     computing = flops / (train.num_ranks * rates.flops * TRAINING_SHARE)
@@ -185,7 +185,7 @@ def _pass_seconds(
     row = train.micro_batch_tokens * train.sequence_parallel
     num_micro = math.ceil(trained / train.num_data_ranks / row)
     item = item_bytes(train.device, train.dtype)
-    sent = num_micro * shape.num_parameters * (item if passes == 1 else 2 * item + 4)
+    sent = num_micro * shape.num_parameters * (2 * item + 4 if has_backward else item)
     speed = rates.inside if num_shards <= rates.node_devices else rates.network
     return max(computing, sent / (speed * NETWORK_SHARE))
 
@@ -247,8 +247,8 @@ def _lengths_of(config: TrainingConfig, step: Mapping[str, float]) -> Lengths:
 def _assumptions(machine: Machine, lengths: Lengths, factors: Mapping[str, float] | None) -> tuple[str, ...]:
     rates, engines = machine.ranks, machine.engines
     lines = (
-        f"lengths ({lengths.source}): prompts {lengths.prompt:,.0f} tokens, responses {lengths.response:,.0f} of at "
-        f"most {lengths.limit:,}, {lengths.kept:.0%} of what is generated is trained on",
+        f"lengths ({lengths.source}): prompts {lengths.prompt:,.0f} tokens, responses {lengths.response:,.0f} "
+        f"of at most {lengths.limit:,}, {lengths.kept:.0%} of what is generated is trained on",
         f"a device: {rates.flops / 1e12:,.3g} TFLOP/s, of which policy and prompts reach {TRAINING_SHARE:.0%}; "
         f"{engines.memory / 1e12:.3g} TB/s of memory, of which decoding reaches {DECODING_SHARE:.0%}",
         f"a layer of a decoding step costs {engines.layer_seconds * 1000:.2f} ms beside what it reads",
