@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +33,10 @@ class Batch:
     rewards: torch.Tensor  # [B] float64, what advantages are made of
     is_scored: torch.Tensor  # [B] bool: the scorer did not fail
     rollout_log_probs: torch.Tensor  # [B, R] float32, 0 beyond the response
-    old_log_probs: torch.Tensor  # [B, R] float32; NaN until PolicyGroup.anchor
+    is_stale: torch.Tensor  # [B, R] bool: sampled by an older policy than the step's
     advantages: torch.Tensor  # [B] float32; NaN until advantage.weigh
+    # [B, R] float32; None before PolicyGroup.anchor, and where they are the update's own log-probs
+    old_log_probs: torch.Tensor | None = None
     ref_log_probs: torch.Tensor | None = None  # [B, R] float32, of the reference model; None without KL
     importance_weights: torch.Tensor | None = None  # [B, R] float32, truncated policy/engine ratios; None when off
 
@@ -56,6 +58,10 @@ class Batch:
     def num_loss_responses(self) -> int:
         """Responses with at least one token under the mask."""
         return int(self.response_mask.any(dim=-1).sum())
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.group_ids[-1]) + 1
 
     @property
     def is_response(self) -> torch.Tensor:
@@ -84,6 +90,7 @@ class Batch:
 _PER_RESPONSE_TOKEN = (
     "response_mask",
     "rollout_log_probs",
+    "is_stale",
     "old_log_probs",
     "ref_log_probs",
     "importance_weights",
@@ -103,15 +110,16 @@ def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
 def mini_batches(batch: Batch, num_prompts: int) -> Iterator[Batch]:
     """Consecutive parts of `num_prompts` whole groups each; the last may be smaller."""
     group_ids = batch.group_ids.numpy()
-    for first in range(0, int(group_ids[-1]) + 1, num_prompts):
+    for first in range(0, batch.num_groups, num_prompts):
         yield batch.select(np.flatnonzero((group_ids >= first) & (group_ids < first + num_prompts)))
 
 
-def build_batch(groups: Sequence[Group], mask_truncated: bool) -> Batch:
+def build_batch(groups: Sequence[Group], mask_truncated: bool, policy_version: int = 0) -> Batch:
     """The groups' responses as one batch, in the order of groups and of siblings.
 
     Responses without a score train no token, and with `mask_truncated` neither do those cut by the length limit.
-    Old log-probs and advantages are NaN.
+    Tokens that weights before `policy_version`, those that learn from the batch, sampled are stale. There are no
+    old log-probs yet, and advantages are NaN.
     """
     pairs = [(group.prompt.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
     group_ids = [number for number, group in enumerate(groups) for _ in group.rollouts]
@@ -122,11 +130,16 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool) -> Batch:
     token_ids = torch.zeros(len(pairs), width, dtype=torch.int64)
     mask = torch.zeros(len(pairs), num_response_tokens, dtype=torch.bool)
     rollout_log_probs = torch.zeros(len(pairs), num_response_tokens)
+    is_stale = torch.zeros_like(mask)
     for row, (prompt_ids, rollout) in enumerate(pairs):
         sequence = [*prompt_ids, *rollout.response_ids]
         token_ids[row, : len(sequence)] = torch.tensor(sequence)
         rollout_log_probs[row, : response_lengths[row]] = torch.tensor(rollout.rollout_log_probs)
         mask[row, : response_lengths[row]] = rollout.is_scored and not (mask_truncated and rollout.is_truncated)
+        first = 0
+        for version, num_tokens in rollout.versions:
+            is_stale[row, first : first + num_tokens] = version < policy_version
+            first += num_tokens
     return Batch(
         token_ids=token_ids,
         prompt_lengths=torch.tensor(prompt_lengths),
@@ -136,7 +149,7 @@ def build_batch(groups: Sequence[Group], mask_truncated: bool) -> Batch:
         rewards=torch.tensor([rollout.reward for _, rollout in pairs], dtype=torch.float64),
         is_scored=torch.tensor([rollout.is_scored for _, rollout in pairs]),
         rollout_log_probs=rollout_log_probs,
-        old_log_probs=torch.full((len(pairs), num_response_tokens), float("nan")),
+        is_stale=is_stale,
         advantages=torch.full((len(pairs),), float("nan")),
     )
 
@@ -193,6 +206,13 @@ def _fill(
         tokens[number] += lengths[index]
         loads[number] += costs[index]
     return numbers
+
+
+class Measured(NamedTuple):
+    """What the policy gives the response tokens of a batch; 0 beyond each response."""
+
+    log_probs: torch.Tensor  # [B, R] float32, at the sampling temperature
+    entropy: torch.Tensor  # [B, R] float32
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dapo_core.config.training import AlgorithmConfig
+    from dapo_core.config.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Compat:
     advantages_in_float32: bool = False  # equal rewards keep their rounding noise, a group of one its reward
     token_mean_per_micro_batch: bool = False  # older verl: the mean of micro-batch means
     overlong_beyond_limit: bool = False  # the overlong penalty grows on beyond the response limit
+    stale_is_fresh: bool = False  # tokens of an older policy count as the current one's
     math_dapo_to_the_letter: bool = False  # `Answer:` alone, never a box, and verl's normalisation
 
     @classmethod
@@ -31,5 +32,6 @@ VERL = Compat(
     advantages_in_float32=True,
     token_mean_per_micro_batch=True,
     overlong_beyond_limit=True,
+    stale_is_fresh=True,
     math_dapo_to_the_letter=True,
 )

@@ -9,7 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from dapo_core.batch import Batch
-    from dapo_core.config.training import KLConfig
+    from dapo_core.config.algorithm import KLConfig
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
@@ -81,6 +81,7 @@ class KLController:
         if self.kl.place != "reward":
             return batch, {}
         assert batch.ref_log_probs is not None, "the policy loads a reference model for KL in the reward"
+        assert batch.old_log_probs is not None, "PolicyGroup.anchor measures them for KL in the reward"
         penalties, mean = reward_penalties(batch.old_log_probs, batch.ref_log_probs, batch.is_response, self.kl)
         metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": self.coefficient}
         batch = replace(batch, rewards=batch.rewards - self.coefficient * penalties)

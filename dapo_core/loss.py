@@ -17,7 +17,7 @@ from dapo_core.kl import MAX_LOG_RATIO, kl_estimate
 
 if TYPE_CHECKING:
     from dapo_core.batch import Batch
-    from dapo_core.config.training import AlgorithmConfig
+    from dapo_core.config.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from dapo_core.batch import Batch
-    from dapo_core.config.training import KLConfig
+    from dapo_core.config.algorithm import KLConfig
     from dapo_core.policy.rank import Update
     from dapo_core.rollout import Group
 
@@ -64,7 +64,7 @@ def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str,
 
     Lengths are of the responses of all groups that finished in the step, and of those kept, left for later and
     aborted. Staleness is the optimizer steps between the weights that sampled a token to be trained on and those
-    that are about to learn from it, `policy_version`.
+    that are about to learn from it, `policy_version`; token_ratio the share of these tokens where it is not 0.
     """
     account = draw.account
     counts = {f"sampler/{fate}_groups": float(account.groups[fate]) for fate in FATES}
@@ -82,6 +82,9 @@ def draw_metrics(draw: Draw, gen_prompts: int, policy_version: int) -> dict[str,
         versions, num_tokens = np.array(spans).T
         counts["sampler/staleness/mean"] = float(policy_version - np.average(versions, weights=num_tokens))
         counts["sampler/staleness/max"] = float(policy_version - versions.min())
+        counts["sampler/staleness/token_ratio"] = float(
+            num_tokens[versions < policy_version].sum() / num_tokens.sum()
+        )
     return {
         **counts,
         "sampler/carried_out_groups": float(account.carried_out_groups),

@@ -12,36 +12,77 @@ import torch
 from dapo_core.kl import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
-    from dapo_core.config.training import RolloutCorrectionConfig
+    from dapo_core.batch import Batch
+    from dapo_core.config.algorithm import RolloutCorrectionConfig
 
 
-def correct_rollouts(
+def importance_weights(
+    old_log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    response_mask: torch.Tensor,
+    is_stale: torch.Tensor,
+    settings: RolloutCorrectionConfig,
+) -> torch.Tensor | None:
+    """Weights of token losses, detached and never above importance_max; None when off.
+
+    Truncated importance sampling (Yao et al., https://fengyao.notion.site/off-policy-rl). token: r. stale: r of
+    tokens that an older policy sampled, 1 elsewhere. sequence: the product of r over the response's tokens, the
+    same for each of them.
+
+    Tensors of one shape: [B, R], or packed [M] but for sequence. Values outside the mask, NaN too, do not matter;
+    the weight there is 1.
+    """
+    if settings.importance == "off":
+        return None
+    log_ratio = torch.where(response_mask, old_log_probs - rollout_log_probs, 0.0).detach()
+    exponent = _sums(log_ratio).to(log_ratio.dtype) if settings.importance == "sequence" else log_ratio
+    is_weighed = response_mask & is_stale if settings.importance == "stale" else response_mask
+    return torch.where(is_weighed, _ratio(exponent).clamp(max=settings.importance_max), 1.0)
+
+
+def mask_rollouts(
     old_log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
     response_mask: torch.Tensor,
     settings: RolloutCorrectionConfig,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Importance weights of token losses, None when off, and the mask of the tokens that still train.
+) -> torch.Tensor:
+    """The mask of the tokens that still train: what lies inside [mask_low, mask_high] stays.
 
-    Weights, detached, never above importance_max (truncated importance sampling, Yao et al.,
-    https://fengyao.notion.site/off-policy-rl). token: r. sequence: the product of r over the response's tokens,
-    the same for each of them.
-    Mask: what lies inside [mask_low, mask_high] stays. token: tokens by r. sequence: responses by the geometric
-    mean of r, because a product over 20,000 tokens that differ by noise alone is never inside any useful interval.
+    token: tokens by r. sequence: responses by the geometric mean of r, because a product over 20,000 tokens that
+    differ by noise alone is never inside any useful interval.
 
-    All tensors [B, R]. Values outside the mask, NaN too, do not matter; the weight there is 1.
+    All tensors [B, R]. Values outside the mask, NaN too, do not matter.
     """
-    log_ratio = torch.where(response_mask, old_log_probs - rollout_log_probs, 0.0).detach()  # [B, R]
-    weights = None
-    if settings.importance != "off":
-        exponent = log_ratio if settings.importance == "token" else _sums(log_ratio).to(log_ratio.dtype)
-        ratio = _ratio(exponent).clamp(max=settings.importance_max)
-        weights = torch.where(response_mask, ratio, 1.0)
-    if settings.mask != "off":
-        num_tokens = response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
-        ratio = _ratio(log_ratio if settings.mask == "token" else _sums(log_ratio) / num_tokens)
-        response_mask = response_mask & (ratio >= settings.mask_low) & (ratio <= settings.mask_high)
-    return weights, response_mask
+    if settings.mask == "off":
+        return response_mask
+    log_ratio = torch.where(response_mask, old_log_probs - rollout_log_probs, 0.0)
+    num_tokens = response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    ratio = _ratio(log_ratio if settings.mask == "token" else _sums(log_ratio) / num_tokens)
+    return response_mask & (ratio >= settings.mask_low) & (ratio <= settings.mask_high)
+
+
+def correction_metrics(
+    log_probs: torch.Tensor, batch: Batch, settings: RolloutCorrectionConfig
+) -> dict[str, float]:
+    """mismatch_metrics of the batch, and what its importance weights are like.
+
+    rollout/importance_mean: of the weighed tokens' weights. rollout/importance_truncated_ratio: share of these at
+    importance_max. Both are left out without a weighed token.
+
+    log_probs: [B, R], of the policy.
+    """
+    mask = batch.response_mask
+    metrics = mismatch_metrics(log_probs, batch.rollout_log_probs, mask)
+    weights = importance_weights(log_probs, batch.rollout_log_probs, mask, batch.is_stale, settings)
+    is_weighed = mask & batch.is_stale if settings.importance == "stale" else mask
+    if weights is None or not is_weighed.any():
+        return metrics
+    weighed = weights[is_weighed].double()
+    return {
+        **metrics,
+        "rollout/importance_mean": float(weighed.mean()),
+        "rollout/importance_truncated_ratio": float((weighed >= settings.importance_max).double().mean()),
+    }
 
 
 def mismatch_metrics(

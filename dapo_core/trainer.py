@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_core import metrics as measure
 from dapo_core.advantage import weigh
-from dapo_core.batch import build_batch, mini_batches, shuffled
+from dapo_core.batch import build_batch, shuffled
 from dapo_core.checkpoint.folder import CHECKPOINTS
 from dapo_core.checkpoint.resume import resume_metrics
 from dapo_core.checkpoint.state import TrainerState, read_state
@@ -36,7 +36,7 @@ from dapo_core.flops import ActorUtilization
 from dapo_core.kl import KLController
 from dapo_core.loss import LossTotals
 from dapo_core.pretrained import load_model_config
-from dapo_core.rollout_correction import mismatch_metrics
+from dapo_core.rollout_correction import correction_metrics
 from dapo_core.sampler import Sampler
 from dapo_core.stopping import StopRequest
 from dapo_core.weight_sync import probe_difference, publish_weights
@@ -154,15 +154,13 @@ class Trainer:
 
         if draw.groups:  # none where on_exhausted=skip_step skips the step
             groups = shuffled(draw.groups, config.run.seed, number)
-            batch = build_batch(groups, config.reward.mask_truncated)
-            batch, entropy = policy.anchor(batch, timer)
+            drawn = build_batch(groups, config.reward.mask_truncated, self.policy_version)
+            batch, measured = policy.anchor(drawn, timer)
             with timer.phase("adv"):
-                metrics |= mismatch_metrics(batch.old_log_probs, batch.rollout_log_probs, batch.response_mask)
                 batch, kl_metrics = self.kl.penalise(batch)
-                batch = weigh(batch, config.algorithm)
+                batch = weigh(batch, config)
             with timer.phase("update_actor"):
-                mini = mini_batches(batch, config.train.mini_prompts)
-                updates = [policy.update(mini_batch) for mini_batch in mini]
+                updates, measured = policy.learn(batch, measured)
             with timer.phase("weight_sync"):
                 self.policy_version = updates[-1].policy_version
                 publish_weights(self.cluster, self.policy_version)
@@ -170,9 +168,10 @@ class Trainer:
                 metrics["weight_sync/probe_difference"] = probe
                 policy.offload()
             metrics |= kl_metrics
+            metrics |= correction_metrics(measured.log_probs, drawn, config.rollout_correction)
             metrics |= measure.response_metrics(groups, batch.rewards, config.data.max_prompt_tokens)
             token_weights = LossTotals.of(batch).token_weights(batch.response_mask, config.algorithm)
-            metrics |= measure.batch_metrics(batch, entropy, token_weights)
+            metrics |= measure.batch_metrics(batch, measured.entropy, token_weights)
             metrics |= measure.update_metrics(updates, config.algorithm.kl)
             metrics |= measure.seqlen_metrics(batch.lengths, updates)
             metrics |= self.utilization.metrics(batch, timer.seconds["update_actor"])

@@ -74,6 +74,13 @@ def train(
     with StopRequest() as stop, raising_stopped(stop, config, folder):
         require_model_folder(model_path)
         config = with_model_sampling(config, model_path)
+        if config.algorithm.rollout_correction.importance == "stale" and not config.rollout.samples_among_all:
+            logger.warning(
+                "rollout.top_p=%g and rollout.top_k=%d: the engine's log-probs are not the policy's, so "
+                "tokens of older weights train without importance weights",
+                config.rollout.top_p,
+                config.rollout.top_k,
+            )
         stream, validation = _read_prompts(config, train_path, model_path, output_dir, held_out_path)
         identity = training_identity(config, stream, model_path)  # now: a scorer may be edited while training runs
         folder.mkdir(parents=True, exist_ok=True)

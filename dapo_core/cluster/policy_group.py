@@ -8,18 +8,17 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 import torch
 
-from dapo_core.batch import Batch, RankShare, split_batch
+from dapo_core.batch import Batch, Measured, RankShare, mini_batches, split_batch
 from dapo_core.cluster.actors import Actors
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
 from dapo_core.policy.rank import Update
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from dapo_core.config.training import TrainingConfig
     from dapo_core.metrics import PhaseTimer
 
@@ -40,34 +39,39 @@ class PolicyGroup:
 
     def __init__(self, ranks: Sequence[Any], config: TrainingConfig, actors: Actors, hidden_size: int) -> None:
         train = config.train
+        self.config = config
         self.ranks = ranks
         self.actors = actors
         self.num_data_ranks = train.num_data_ranks
         self.sequence_parallel = train.sequence_parallel
         self.max_tokens = train.micro_batch_tokens * train.sequence_parallel  # of a micro-batch
-        self.has_reference = config.algorithm.kl.place != "off"
         self.hidden_size = hidden_size  # which a sequence's cost depends on
 
-    def anchor(self, batch: Batch, timer: PhaseTimer) -> tuple[Batch, torch.Tensor]:
-        """The batch with log-probs of the policy before any update, and of the reference if KL needs them.
+    def anchor(self, batch: Batch, timer: PhaseTimer) -> tuple[Batch, Measured | None]:
+        """The batch with old log-probs, and with log-probs of the reference if KL needs them.
 
-        Also returns the policy's entropy at the response tokens: [B, R] float32.
+        Also what the policy gives the batch before any update. None where the updates measure it: their anchor is
+        the engine's log-probs, or their own, which are the old ones when nothing but a single update reads these.
         """
-        with timer.phase("old_log_prob"):
+        measured = None
+        with timer.phase("onload"):
             self.onload()
-            old_log_probs, entropy = self.log_probs(batch)
-            batch = replace(batch, old_log_probs=old_log_probs)
-        if self.has_reference:
+        if self.config.algorithm.old_log_probs == "engine":
+            batch = replace(batch, old_log_probs=batch.rollout_log_probs)
+        elif self.config.anchors_before_updates or batch.num_groups > self.config.train.mini_prompts:
+            with timer.phase("old_log_prob"):
+                measured = self.log_probs(batch)
+                batch = replace(batch, old_log_probs=measured.log_probs)
+        if self.config.algorithm.kl.place != "off":
             with timer.phase("ref"):
                 batch = replace(batch, ref_log_probs=self.ref_log_probs(batch))
-        return batch, entropy
+        return batch, measured
 
-    def log_probs(self, batch: Batch, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropy at the response tokens: two [B, R] float32, in the batch's order."""
+    def log_probs(self, batch: Batch, temperature: float | None = None) -> Measured:
+        """Log-probs and entropy at the response tokens, in the batch's order."""
         shares, indices = self._split(batch)
         calls = [rank.log_probs.remote(share, temperature) for rank, share in self._deal(shares)]
-        log_probs, entropy = zip(*self.actors.get(calls)[:: self.sequence_parallel], strict=True)
-        return _rows(batch, indices, log_probs), _rows(batch, indices, entropy)
+        return _joined(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
 
     def ref_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probs of the response tokens under the reference model: [B, R] float32, in the batch's order."""
@@ -75,15 +79,26 @@ class PolicyGroup:
         calls = [rank.ref_log_probs.remote(share) for rank, share in self._deal(shares)]
         return _rows(batch, indices, self.actors.get(calls)[:: self.sequence_parallel])
 
-    def update(self, mini_batch: Batch) -> Update:
-        """One optimizer step on the mini-batch, with the sums of all ranks."""
+    def learn(self, batch: Batch, measured: Measured | None) -> tuple[list[Update], Measured]:
+        """One optimizer step for each mini-batch, and `measured`; if None, as each update measures it."""
+        minis = list(mini_batches(batch, self.config.train.mini_prompts))
+        updates = [self.update(mini, measures=measured is None) for mini in minis]
+        ends = np.cumsum([mini.num_responses for mini in minis])
+        rows = [np.arange(end - mini.num_responses, end) for end, mini in zip(ends, minis, strict=True)]
+        parts = [update.measured for update in updates if update.measured is not None]
+        return updates, measured or _joined(batch, rows, parts)
+
+    def update(self, mini_batch: Batch, measures: bool = False) -> Update:
+        """One optimizer step on the mini-batch, with the sums of all ranks and, if requested, its measurement."""
         totals = LossTotals.of(mini_batch, self.num_data_ranks)
         shares, indices = self._split(mini_batch)
-        calls = [rank.update.remote(share, totals) for rank, share in self._deal(shares)]
+        calls = [rank.update.remote(share, totals, measures) for rank, share in self._deal(shares)]
         updates: list[Update] = self.actors.get(calls)
         sums = reduce(add, (update.sums for update in updates))
         rank_tokens = tuple(int(mini_batch.lengths[rows].sum()) for rows in indices)
-        return replace(updates[0], sums=sums, rank_tokens=rank_tokens)
+        parts = [update.measured for update in updates[:: self.sequence_parallel] if update.measured is not None]
+        measured = _joined(mini_batch, indices, parts) if measures else None
+        return replace(updates[0], sums=sums, rank_tokens=rank_tokens, measured=measured)
 
     def onload(self) -> None:
         """Move weights to the devices if train.offload_parameters keeps them on the hosts between phases."""
@@ -147,6 +162,14 @@ class PolicyGroup:
         references = [ray.put(share) for share in shares]
         for number, rank in enumerate(self.ranks):
             yield rank, references[number // self.sequence_parallel]
+
+
+def _joined(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[Measured]) -> Measured:
+    """What the parts measured at their rows of the batch."""
+    return Measured(
+        _rows(batch, indices, [part.log_probs for part in parts]),
+        _rows(batch, indices, [part.entropy for part in parts]),
+    )
 
 
 def _rows(batch: Batch, indices: Sequence[np.ndarray], parts: Sequence[torch.Tensor]) -> torch.Tensor:

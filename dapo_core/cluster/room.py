@@ -41,7 +41,7 @@ def ask_cluster(address: str, max_seconds: float = ANSWER_SECONDS) -> Room:
             while asking.poll() is None:
                 seconds = time.monotonic() - began
                 if seconds >= max_seconds:
-                    raise WorkerDied(f"{_name(address)} does not answer: nothing came within {seconds:.0f} s")
+                    raise WorkerDied(f"{_name(address)} does not answer: nothing came within {max_seconds:.0f} s")
                 if time.monotonic() >= next_word + WORD_SECONDS:
                     next_word = time.monotonic()
                     logger.info("waiting since %.0f s for %s to answer", seconds, _name(address))

@@ -16,29 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
+from dapo_core.cluster.placement import place_roles
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
-from dapo_core.cluster.room import WORD_SECONDS
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
-from dapo_core.errors import ConfigError, DapoError
+from dapo_core.errors import DapoError
 from dapo_core.policy.rank import Policy
 from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
 
 if TYPE_CHECKING:
-    from dapo_core.config.rollout import RolloutConfig
     from dapo_core.config.training import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
-PLACEMENT_SECONDS = 300.0
 CLOSE_SECONDS = 5.0
 
 
@@ -70,8 +67,12 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
     with connected_to_ray(train, num_cpus) as folder:
         logger.info("Ray is up after %.0f s", time.monotonic() - started)
         try:
-            ranks += _place([_PolicyRank] * train.num_ranks, train.threads_per_rank, device, groups)
-            engines += _place_engines(rollout, device, groups)
+            places = place_roles(config, device, groups)
+            ranks += [place.start(_PolicyRank) for place in places.ranks]
+            engines += [
+                [place.start(_EngineRank if number else _RolloutRank) for number, place in enumerate(parts)]
+                for parts in places.engines
+            ]
             workers = [parts[0] for parts in engines]
             followers = [part for parts in engines for part in parts[1:]]
             actors = Actors()
@@ -115,67 +116,11 @@ def _end(ranks: Sequence[Any], engines: Sequence[list[Any]], groups: Sequence[Pl
         remove_placement_group(group)
 
 
-def _place_engines(rollout: RolloutConfig, device: Device, groups: list[PlacementGroup]) -> list[list[Any]]:
-    """Starts the parts of each engine; those of one engine are on one node."""
-    threads = rollout.threads_per_worker
-    if rollout.tensor_parallel == 1:
-        return [[worker] for worker in _place([_RolloutRank] * rollout.num_workers, threads, device, groups)]
-    classes = [_RolloutRank, *[_EngineRank] * (rollout.tensor_parallel - 1)]
-    return [_place(classes, threads, device, groups, "STRICT_PACK") for _ in range(rollout.num_workers)]
-
-
 def _meeting_point(folder: Path | None, actor: Any, actors: Actors) -> str:
     """Where processes meet: in a private folder, without a port open to others, or on the actor's node."""
     if folder is None:
         return str(actors.get(actor.rendezvous.remote()))
     return f"file://{folder}/{secrets.token_hex(8)}"  # its end names shared memory
-
-
-def _place(
-    classes: Sequence[type], threads: int, device: Device, groups: list[PlacementGroup], strategy: str = "PACK"
-) -> list[Any]:
-    """Starts an actor of each class in a new placement group, which is appended to `groups`."""
-    count = len(classes)
-    bundle: dict[str, float] = {"CPU": threads}
-    if device.kind != "cpu":
-        bundle[device.ray_resource] = 1
-    group = placement_group([bundle] * count, strategy=strategy)
-    groups.append(group)
-    _wait_for_room(group, f"{count} workers of {bundle}{' on one node' if strategy == 'STRICT_PACK' else ''}")
-    options: dict[str, Any] = {"num_cpus": threads}
-    if device.ray_resource == "GPU":
-        options["num_gpus"] = 1
-    elif device.ray_resource != "CPU":
-        options["resources"] = {device.ray_resource: 1}
-    return [
-        ray.remote(actor_class)
-        .options(
-            **options,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-        )
-        .remote()
-        for number, actor_class in enumerate(classes)
-    ]
-
-
-def _wait_for_room(group: PlacementGroup, wanted: str) -> None:
-    """Return once the group has its place; a signal ends the wait, and the log says every 10 s what for.
-
-    Raises ConfigError after PLACEMENT_SECONDS.
-    """
-    began = next_word = time.monotonic()
-    while not group.wait(1):
-        seconds = time.monotonic() - began
-        if seconds < PLACEMENT_SECONDS and time.monotonic() < next_word + WORD_SECONDS:
-            continue
-        next_word = time.monotonic()
-        room = f"it has {ray.cluster_resources()}, of which {ray.available_resources()} are free"
-        if seconds >= PLACEMENT_SECONDS:
-            raise ConfigError(
-                f"Ray has no room for {wanted} within {PLACEMENT_SECONDS:.0f} s; {room}: lower train.num_ranks, "
-                "rollout.num_workers or the threads, or add nodes"
-            )
-        logger.info("waiting since %.0f s for room in Ray for %s: %s", seconds, wanted, room)
 
 
 class _Process:

@@ -46,6 +46,11 @@ class RolloutConfig(Section):
         """Devices of all engines."""
         return self.num_workers * self.tensor_parallel
 
+    @property
+    def samples_among_all(self) -> bool:
+        """Whether any token can be sampled, so that the engine's log-probs are over the whole vocabulary."""
+        return self.top_p >= 1 and self.top_k <= 0
+
     @model_validator(mode="after")
     def _engine_takes_them(self) -> RolloutConfig:
         require_no_own_key(self.engine_args)

@@ -18,14 +18,15 @@ class TokenLogProbs(nn.Module):
     """A causal language model whose forward pass returns log-probs; FSDP2's root module.
 
     Logits exist for `chunk_tokens` tokens at a time and are recomputed in the backward pass, so memory does not
-    grow with tokens times vocabulary.
+    grow with tokens times vocabulary. Without `entropy_gradient` the backward pass leaves the entropy out.
     """
 
-    def __init__(self, causal_lm: Any, chunk_tokens: int) -> None:
+    def __init__(self, causal_lm: Any, chunk_tokens: int, entropy_gradient: bool = True) -> None:
         super().__init__()
         causal_lm.set_attn_implementation(PACKED_ATTENTION)
         self.causal_lm = causal_lm
         self.chunk_tokens = chunk_tokens
+        self.entropy_gradient = entropy_gradient
 
     def forward(self, row: PackedRow, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the row's targets and, if requested, the entropy there (else empty): [M] float32 each."""
@@ -51,4 +52,5 @@ class TokenLogProbs(nn.Module):
         log_probs = logits.gather(1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
         if not with_entropy:
             return log_probs, log_probs.new_empty(0)
-        return log_probs, normalizer - (logits.softmax(dim=-1) * logits).sum(dim=-1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_gradient):
+            return log_probs, normalizer - (logits.softmax(dim=-1) * logits).sum(dim=-1)

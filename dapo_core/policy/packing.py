@@ -77,7 +77,7 @@ def probe_row(device: torch.device, group: ProcessGroup | None = None) -> Packed
         rewards=values[:, 0],
         is_scored=values[:, 0].bool(),
         rollout_log_probs=values,
-        old_log_probs=values,
+        is_stale=values.bool(),
         advantages=values[:, 0],
     )
     return pack(batch, device, group)

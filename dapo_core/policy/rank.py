@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dapo_core.batch import Batch, RankShare
+from dapo_core.batch import Batch, Measured, RankShare
 from dapo_core.checkpoint.shards import Shards
 from dapo_core.device import Device, device_for
 from dapo_core.errors import ModelError
@@ -21,11 +21,13 @@ from dapo_core.loss import LossSums, LossTokens, LossTotals, PolicyLoss, policy_
 from dapo_core.model_folder import require_model_folder, weight_names
 from dapo_core.parameter_names import file_pieces
 from dapo_core.policy.log_probs import TokenLogProbs
+from dapo_core.policy.measuring import Measuring
 from dapo_core.policy.model import HOST, load_sharded, move_model, move_optimizer, reshard
-from dapo_core.policy.packing import pack, probe_row
+from dapo_core.policy.packing import PackedRow, pack, probe_row
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.policy.sequence_parallel import sequence_group
 from dapo_core.pretrained import load_model_config
+from dapo_core.rollout_correction import importance_weights
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -41,6 +43,7 @@ class Update:
     learning_rate: float
     policy_version: int  # optimizer steps done, including this one
     rank_tokens: tuple[int, ...] = ()  # prompt and response tokens of each data-parallel rank
+    measured: Measured | None = None  # before the step, from its own pass, if requested
 
 
 class Policy:
@@ -54,6 +57,7 @@ class Policy:
         require_model_folder(model_path)
         self.train = config.train
         self.algorithm = config.algorithm
+        self.rollout_correction = config.rollout_correction
         self.temperature = config.rollout.temperature
         self.device: Device = device_for(self.train.device)
         self.num_optimizer_steps = 0
@@ -82,8 +86,8 @@ class Policy:
             self._causal_lm(), self.optimizer, self.device, self.train.offload_optimizer, config.run.seed
         )
 
-    def log_probs(self, share: RankShare, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of the share's response tokens and the policy's entropy there: two [b, R] float32.
+    def log_probs(self, share: RankShare, temperature: float | None = None) -> Measured:
+        """Log-probs of the share's response tokens and the policy's entropy there: [b, R] float32 each.
 
         At the sampling temperature by default; 0 beyond each response.
         """
@@ -92,10 +96,13 @@ class Policy:
     def ref_log_probs(self, share: RankShare) -> torch.Tensor:
         """Log-probs of the share's response tokens under the reference model: [b, R] float32."""
         assert self.reference is not None, "algorithm.kl.place is off, so no reference model was loaded"
-        return self._score(self.reference, share, self.temperature, with_entropy=False)[0]
+        return self._score(self.reference, share, self.temperature, with_entropy=False).log_probs
 
-    def update(self, share: RankShare, totals: LossTotals) -> Update:
+    def update(self, share: RankShare, totals: LossTotals, measures: bool = False) -> Update:
         """One optimizer step on a mini-batch of which `share` is this rank's part.
+
+        Without old log-probs the pass's own are the anchor: before a batch's only step they are the same. With
+        `measures` the update has the share's log-probs and entropy of that pass.
 
         Gradients are summed, not averaged, over ranks and micro-batches: `totals` already holds the denominator.
         A gradient norm that is not finite leaves weights and optimizer state unchanged.
@@ -106,12 +113,13 @@ class Policy:
         self.optimizer.zero_grad(set_to_none=True)
         self.model.train()
         parts = []
+        measuring = Measuring(share) if measures else None
         for number in range(len(share.micro_batches)):
             is_last = number == len(share.micro_batches) - 1
             # Each backward pass reduces gradients to shards: whole ones are as large as the float32 model. Copies
             # of the weights (HSDP) sum theirs once, after the last.
             self.model.set_requires_all_reduce(is_last)  # type: ignore[operator]
-            loss, sums = self._micro_loss(share.micro_batch(number), totals, share.batch.num_responses)
+            loss, sums = self._micro_loss(share, number, totals, measuring)
             (loss * torch.distributed.get_world_size()).backward()  # FSDP2 averages over ranks
             parts.append(sums)
         grad_norm = _full(nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)).item()
@@ -119,7 +127,15 @@ class Policy:
         if not is_skipped:
             self.optimizer.step()
         self.num_optimizer_steps += 1
-        return Update(reduce(add, parts), grad_norm, is_skipped, learning_rate, self.num_optimizer_steps)
+        measured = measuring.read(self.group, self.device.torch_device()) if measuring else None
+        return Update(
+            reduce(add, parts),
+            grad_norm,
+            is_skipped,
+            learning_rate,
+            self.num_optimizer_steps,
+            measured=measured,
+        )
 
     def save(self, folder: str, asynchronous: bool) -> None:
         """Write this rank's part of parameters, optimizer and random generators into the folder. Collective.
@@ -201,7 +217,9 @@ class Policy:
             model_path,
             self.train,
             self.device,
-            lambda causal_lm: TokenLogProbs(causal_lm, self.train.logits_chunk_tokens),
+            lambda causal_lm: TokenLogProbs(
+                causal_lm, self.train.logits_chunk_tokens, self.algorithm.entropy_coefficient > 0
+            ),
             is_trainable,
             self.trust_remote_code,
         )
@@ -225,51 +243,57 @@ class Policy:
         """The model inside the FSDP2 root; its parameters have the names that checkpoints use."""
         return self.model.causal_lm  # type: ignore[return-value]
 
-    def _score(
-        self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool) -> Measured:
         """Log-probs of the whole share and, if requested, entropy (else 0), without gradient: [b, R] float32."""
         device = self.device.torch_device()
-        scores = torch.zeros(2, *share.batch.response_mask.shape)
+        measuring = Measuring(share)
         model.eval()
         with torch.no_grad():
-            for number, indices in enumerate(share.micro_batches):
-                micro = share.micro_batch(number)
-                row = pack(micro, device, self.group)
-                part = torch.zeros(2, micro.response_mask.numel())
-                for field, values in zip(part, model(row, temperature, with_entropy), strict=True):
-                    field[row.cells[: len(values)]] = values.cpu()  # entropy is empty unless requested
-                part = part.unflatten(1, micro.response_mask.shape)[:, : len(indices)]
-                scores[:, torch.tensor(indices), : part.shape[2]] = part
+            for number in range(len(share.micro_batches)):
+                row = pack(share.micro_batch(number), device, self.group)
+                measuring.add(number, row, model(row, temperature, with_entropy))
         reshard(model)  # without a backward pass the root stays gathered
-        if self.group is not None:  # each rank of the group has its slice of the rows, and 0 elsewhere
-            scores = scores.to(device)
-            torch.distributed.all_reduce(scores, group=self.group)
-        log_probs, entropy = scores.cpu()
-        return log_probs, entropy
+        return measuring.read(self.group, device)
 
-    def _micro_loss(self, micro: Batch, totals: LossTotals, num_share_responses: int) -> PolicyLoss:
+    def _micro_loss(
+        self, share: RankShare, number: int, totals: LossTotals, measuring: Measuring | None
+    ) -> PolicyLoss:
         """The loss of this rank's slice of a micro-batch."""
-        device = self.device.torch_device()
+        device, micro = self.device.torch_device(), share.micro_batch(number)
         row = pack(micro, device, self.group)
+        has_bonus = self.algorithm.entropy_coefficient > 0
+        log_probs, entropy = self.model(row, self.temperature, has_bonus or measuring is not None)
+        if measuring is not None:
+            measuring.add(number, row, (log_probs, entropy))
+        tokens = self._loss_tokens(micro, row, log_probs.detach(), totals, share.batch.num_responses)
+        return policy_loss(log_probs, entropy if has_bonus else None, tokens, self.algorithm)
+
+    def _loss_tokens(
+        self, micro: Batch, row: PackedRow, log_probs: torch.Tensor, totals: LossTotals, num_share_responses: int
+    ) -> LossTokens:
+        """The loss's inputs at the row's targets, [M] each; `log_probs` stand in for old ones that are missing."""
 
         def at_tokens(values: torch.Tensor) -> torch.Tensor:
             """Values [b, R] at the row's targets: [M]."""
-            return values.flatten()[row.cells].to(device)
+            return values.flatten()[row.cells].to(self.device.torch_device())
 
-        mask, optional = micro.response_mask, (micro.importance_weights, micro.ref_log_probs)
-        importance_weights, ref_log_probs = (None if values is None else at_tokens(values) for values in optional)
-        tokens = LossTokens(
-            old_log_probs=at_tokens(micro.old_log_probs),
+        mask = micro.response_mask
+        optional = (micro.old_log_probs, micro.importance_weights, micro.ref_log_probs)
+        old_log_probs, weights, ref_log_probs = (
+            None if values is None else at_tokens(values) for values in optional
+        )
+        if old_log_probs is None:
+            old_log_probs = log_probs
+            sampled = (at_tokens(micro.rollout_log_probs), at_tokens(mask), at_tokens(micro.is_stale))
+            weights = importance_weights(log_probs, *sampled, self.rollout_correction)
+        return LossTokens(
+            old_log_probs=old_log_probs,
             advantages=at_tokens(micro.advantages.unsqueeze(-1).expand(mask.shape)),
             response_mask=at_tokens(mask),
             weights=at_tokens(totals.token_weights(mask, self.algorithm, num_share_responses)),
-            importance_weights=importance_weights,
+            importance_weights=weights,
             ref_log_probs=ref_log_probs,
         )
-        has_bonus = self.algorithm.entropy_coefficient > 0
-        log_probs, entropy = self.model(row, self.temperature, has_bonus)
-        return policy_loss(log_probs, entropy if has_bonus else None, tokens, self.algorithm)
 
     def _set_learning_rate(self) -> float:
         """Linear warm-up over `warmup_steps` optimizer steps, then constant."""

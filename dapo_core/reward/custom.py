@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib.machinery
 import importlib.util
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,12 +101,16 @@ def load_scorer(path: str | None = None, name: str = "") -> Callable[..., tuple[
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
-    """The function of the file, which is imported as a separate module; passes its exceptions on."""
+    """The function of the file, which is imported as a separate module; passes its exceptions on.
+
+    It is compiled each time: to Python's cache, a file of the same size changed within a second is the old one.
+    """
     spec = importlib.util.spec_from_file_location("custom_reward", path)
-    if spec is None or spec.loader is None:
+    if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
         raise ConfigError(f"custom_reward.path={path} is not a Python file (*.py)")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[module.__name__] = module  # where dataclasses of the file look up their annotations
+    exec(spec.loader.source_to_code(Path(path).read_bytes(), path), module.__dict__)
     function: Callable[..., Any] = getattr(module, name)
     return function
 

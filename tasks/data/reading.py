@@ -90,11 +90,16 @@ def iterate_source(config: ChainConfig, source: Source, count: SetCount) -> Iter
             yield problem, row
 
 
-def read_source(config: ChainConfig, source: Source) -> list[Problem]:
-    """The usable problems of a set as they are asked. Raises DataError or ProblemsError as preparation does."""
+def read_source(config: ChainConfig, source: Source, most: int | None = None) -> list[Problem]:
+    """The usable problems of a set as they are asked; with `most`, those that come first.
+
+    Raises DataError or ProblemsError as preparation does; of the first ones, only if nothing is usable.
+    """
     count = SetCount(source.name)
-    problems = [read_chat(to_row(source, *found)) for found in iterate_source(config, source, count)]
-    count.require_usable(config.data.max_refused_ratio, advice_for(config))
+    found = itertools.islice(iterate_source(config, source, count), most)
+    problems = [read_chat(to_row(source, *one)) for one in found]
+    if most is None or not problems:
+        count.require_usable(config.data.max_refused_ratio, advice_for(config))
     return problems
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from eval.problems.items import EvaluationSet, Problem
     from tasks.artifacts.artifact import Artifact
 
-MAX_FILE_BYTES = 64 * 1024**2  # reading more takes longer than a second; prepare-data reads it
+MAX_BYTES = 64 * 1024**2  # reading more takes longer than a second; prepare-data reads it
+NUM_FIRST = 1000  # problems of a larger set that are looked at
 
 
 @dataclass
@@ -54,9 +55,10 @@ def inputs_here(config: ChainConfig, findings: Findings) -> Inputs:
     if findings or all(source.is_generated for source in sources):  # as is the model of a recipe: made to fit
         return inputs
     for source in sources:
-        if not source.is_generated and not _is_read_later(source):
+        if not source.is_generated and source.path is not None:
+            most = NUM_FIRST if _is_read_later(source) else None
             with findings.catching("training set"):
-                inputs.problems = [*inputs.problems, *read_source(config, source)]
+                inputs.problems = [*inputs.problems, *read_source(config, source, most)]
     with findings.catching("evaluation set"), tempfile.TemporaryDirectory() as folder:
         for name, held_out in held_out_files(config).items():
             if all(source.path or source.is_generated for source in held_out):
@@ -69,7 +71,11 @@ def inputs_later(config: ChainConfig) -> tuple[str, ...]:
     """The model and the sets that only the first two stages make readable, in words."""
     is_fetched = config.model.source not in ("path", "recipe")
     later = [f"the model {model_name(config.model)}"] if is_fetched else []
-    later += [f"the rows of {source.name}" for source in train_sources(config) if _is_read_later(source)]
+    later += [
+        f"the rows of {source.name}" + (f" after the first {NUM_FIRST:,}" if source.path else "")
+        for source in train_sources(config)
+        if _is_read_later(source)
+    ]
     evaluated = [*eval_sources(config), *benchmark_sources(config).values()]
     held_out = dict.fromkeys(source.name for source in evaluated if not (source.path or source.is_generated))
     return (*later, f"the rows of {', '.join(held_out)}") if held_out else tuple(later)
@@ -99,6 +105,8 @@ def _read_evaluated(inputs: Inputs, config: ChainConfig, folder: Path) -> None:
 
 
 def _is_read_later(source: Source) -> bool:
+    """Whether the first two stages read it; of what is a large file here, its first rows are looked at before."""
     if source.is_generated or source.path is None:
         return not source.is_generated
-    return source.path.is_file() and source.path.stat().st_size > MAX_FILE_BYTES
+    files = source.path.rglob("*") if source.path.is_dir() else [source.path]
+    return sum(file.stat().st_size for file in files if file.is_file()) > MAX_BYTES

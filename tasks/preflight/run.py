@@ -60,7 +60,7 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
     elif is_smoke:
         findings.add("smoke", WARN, "no engine was started", SMOKE_NEEDS)
     for what in inputs.later:
-        findings.add("later", OK, f"{what} is checked once it was fetched")
+        findings.add("later", OK, f"checked after the first two stages: {what}")
     return findings
 
 

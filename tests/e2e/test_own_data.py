@@ -9,11 +9,15 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from tests.tiny_models import build_tiny
+from tests.tiny_models import Architecture, build_tiny
 
 ROOT = Path(__file__).parents[2]
 SECTION, END = "## Your data and your model", "`dapo init` writes"
@@ -33,15 +37,53 @@ def readme_commands() -> list[str]:
     return [line.partition(" #")[0].strip() for line in re.findall(r"^    (dapo .+)$", text, re.M)]
 
 
-def write_questions(path: Path) -> None:
-    """Rows of GSM8K where they are, else made ones, as a spreadsheet exports them."""
-    file = Path(os.environ.get("DAPO_TEST_DATA", "")) / "gsm8k/train.jsonl"
+def rows_of(path: str) -> Any:
+    """The first rows of a benchmark's file; None where it is not."""
+    file = Path(os.environ.get("DAPO_TEST_DATA", "missing")) / path
+    if not file.is_file():
+        return None
+    if file.suffix == ".parquet":
+        return pq.read_table(file).slice(0, NUM_ROWS).to_pylist()
+    text = file.read_text(encoding="utf-8")
+    rows = json.loads(text) if file.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+    return rows[:NUM_ROWS]
+
+
+def write_gsm8k(path: Path) -> None:
+    """Questions and answers as a spreadsheet exports them."""
+    found = rows_of("gsm8k/train.jsonl")
     rows = [(f"Tom has {n} apples and buys {n + 1}. How many has he?", str(2 * n + 1)) for n in range(NUM_ROWS)]
-    if file.is_file():
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:NUM_ROWS]]
-        rows = [(line["question"], line["answer"].rpartition("#### ")[2]) for line in lines]
+    if found is not None:
+        rows = [(row["question"], row["answer"].rpartition("#### ")[2]) for row in found]
     with path.open("w", encoding="utf-8", newline="") as output:
         csv.writer(output).writerows([("Question", "Answer"), *rows])
+
+
+def write_dapo_math(path: Path) -> None:
+    """Rows in verl's schema."""
+    made = [
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"role": "user", "content": f"What is {n} + {n}? Answer: $Answer"}],
+            "reward_model": {"ground_truth": str(2 * n), "style": "rule"},
+            "extra_info": {"index": str(n)},
+        }
+        for n in range(NUM_ROWS)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows_of("dapo_math_17k/sample_original_schema.parquet") or made), path)
+
+
+def write_choices(path: Path) -> None:
+    """Multiple-choice questions as instruction and output, the gold one in boxes, as CFLUE is published."""
+    made = [
+        {
+            "instruction": f"单选题。\n{n} + 1 = （）。\nA. {n}\nB. {n + 1}\n请把答案放到\\boxed{{}}中。",
+            "output": "<think>\n\n</think>\n<answer>\n答案选项为\\boxed{B}。\n</answer>",
+        }
+        for n in range(NUM_ROWS)
+    ]
+    rows = rows_of("cflue/cflue_mcq_dianjin_shape.json") or made
+    path.write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
 
 
 def typed(line: str, folder: Path, *more: str) -> str:
@@ -53,13 +95,23 @@ def typed(line: str, folder: Path, *more: str) -> str:
     return done.stdout
 
 
-def test_three_commands_lead_from_files_to_the_report(tmp_path: Path) -> None:
-    build_tiny(tmp_path / "models/Qwen3-0.6B", "qwen3", positions=2048)
-    write_questions(tmp_path / "questions.csv")
+@pytest.mark.parametrize(
+    ("architecture", "data", "write"),
+    [
+        ("qwen3", "questions.csv", write_gsm8k),
+        ("qwen2", "math.parquet", write_dapo_math),
+        ("llama", "choices.json", write_choices),
+    ],
+)
+def test_three_commands_lead_from_files_to_the_report(
+    tmp_path: Path, architecture: Architecture, data: str, write: Callable[[Path], None]
+) -> None:
+    build_tiny(tmp_path / "models/Qwen3-0.6B", architecture, positions=4096)
+    write(tmp_path / data)
     (tmp_path / "reward.py").write_text(REWARD)
     init, plan, run = readme_commands()
     assert [line.split()[1] for line in (init, plan, run)] == ["init", "plan", "run"]
-    assert "next: dapo plan my.yaml" in typed(init, tmp_path)
+    assert "next: dapo plan my.yaml" in typed(init.replace("questions.csv", data), tmp_path)
     assert re.search(r"preflight: \d+ checks, nothing in the way", typed(plan, tmp_path))
     changes = [word for change in SHORT for word in ("--set", change)]
     typed(run, tmp_path, *changes)

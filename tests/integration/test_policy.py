@@ -17,6 +17,7 @@ from dapo_core.batch import Batch, split_batch
 from dapo_core.errors import ModelError
 from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 from dapo_core.policy.rank import Policy
+from dapo_core.rollout_correction import importance_weights
 from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config
@@ -155,6 +156,25 @@ def test_no_rank_keeps_whole_gradients_between_micro_batches(models: dict[str, P
         assert found == [{DTensor}] * len(found) != []
 
 
+def _anchored_or_not(rank: int, config: Config, batch: Batch, max_tokens: int) -> list[Any]:
+    """[measured, update, weights] of a step that is anchored by a pass of its own, and of one that is not."""
+    found = []
+    for is_anchored in (True, False):
+        policy = Policy(config.model.path or "", config)
+        shares, _ = split_batch(batch, config.train.num_data_ranks, max_tokens)
+        share = shares[rank // config.train.sequence_parallel]
+        measured = policy.log_probs(share) if is_anchored else None
+        if measured is not None:
+            known = (measured.log_probs, share.batch.rollout_log_probs, share.batch.response_mask)
+            weights = importance_weights(*known, share.batch.is_stale, config.rollout_correction)
+            anchored = replace(share.batch, old_log_probs=measured.log_probs, importance_weights=weights)
+            share = replace(share, batch=anchored)
+        update = policy.update(share, LossTotals.of(batch, config.train.num_data_ranks), measures=not is_anchored)
+        weights = policy.gather_weights(list(policy.weight_sizes()))
+        found.append([measured or update.measured, replace(update, measured=None), weights])
+    return found
+
+
 KL_AND_ENTROPY = {"kl": {"place": "loss", "coefficient": 0.5}, "entropy_coefficient": 0.2}
 
 
@@ -180,6 +200,40 @@ def test_update_equals_the_plain_single_process_update(
     expected = _expected(config, batch)
     assert (expected["kl_loss"] > 0.01) == bool(algorithm)
     _require_equal(run_ranks(config.train.num_ranks, _update, config, batch, max_tokens), expected, batch)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "train", "max_tokens", "algorithm"),
+    [
+        ("qwen3", {"num_ranks": 2}, 30, {}),  # weights of stale tokens
+        ("qwen3", {"num_ranks": 4, "sequence_parallel": 2}, 45, {"rollout_correction": {"importance": "token"}}),
+        ("qwen3", {"num_ranks": 1, "gradient_checkpointing": False}, 64, {"compat": "verl"}),
+        ("qwen3_moe", {"num_ranks": 2}, 64, KL_AND_ENTROPY),
+    ],
+)
+def test_the_only_update_of_a_step_needs_no_pass_before_it(
+    models: dict[str, Path], architecture: str, train: dict[str, Any], max_tokens: int, algorithm: dict[str, Any]
+) -> None:
+    """Weights, sums, norm, log-probs and entropy are the same bits as after an anchoring pass."""
+    config, batch = _config(models[architecture], train, algorithm=algorithm), _batch()
+    draw = torch.Generator().manual_seed(1)
+    sampled = torch.rand(batch.response_mask.shape, generator=draw) * 2 - 6.5
+    stale = torch.rand(batch.response_mask.shape, generator=draw) < 0.5
+    batch = replace(batch, old_log_probs=None, rollout_log_probs=sampled, is_stale=stale)
+    losses = set()
+    for anchored, plain in run_ranks(config.train.num_ranks, _anchored_or_not, config, batch, max_tokens):
+        for before, own in zip(anchored[0], plain[0], strict=True):
+            assert torch.equal(before, own)
+            assert before.abs().max() > 1
+        assert anchored[1] == plain[1]
+        assert (plain[1].sums.clipped, plain[1].sums.neg_log_ratio) == (0, 0)
+        losses.add(plain[1].sums.pg_loss)
+        for name, weight in (anchored[2] or {}).items():
+            assert torch.equal(weight, plain[2][name]), name
+    if config.rollout_correction.importance == "stale":
+        batch = replace(batch, is_stale=torch.zeros_like(stale))
+        fresh = run_ranks(config.train.num_ranks, _anchored_or_not, config, batch, max_tokens)
+        assert losses.isdisjoint(rank[1][1].sums.pg_loss for rank in fresh)
 
 
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(4, 4096), (2, 21)])

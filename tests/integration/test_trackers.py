@@ -68,13 +68,13 @@ def test_tensorboard(tracked: Path) -> None:
 
 
 def test_wandb(tracked: Path) -> None:
-    """Each attempt has a folder of the same run, which `wandb sync` sends to it."""
+    """Each attempt has a folder of the same run, which `wandb sync` sends to it; within one second, NAME-1."""
     from swanlab.converter.wb.wbdatastore import WBDataStoreReader  # wandb has none in Python
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = record(tracked, "wandb")
     history, summary, names = [], {}, set()
-    for path in sorted(Path(found["path"]).parent.glob(f"offline-run-*-{found['id']}/*.wandb")):
+    for path in sorted(Path(found["path"]).parent.glob(f"offline-run-*-{found['id']}*/*.wandb")):
         with WBDataStoreReader() as reader:
             reader.open(path)
             while (content := reader.scan()) is not None:

@@ -41,11 +41,12 @@ response_length_non_aborted/{mean,max,min} global_seqlen/{min,max,minmax_diff,ba
 rollout/{probs_diff_mean,probs_diff_max,kl,k3_kl,ppl_ratio,ess,chi2_token,chi2_seq}
 sampler/{kept,all_right,all_wrong,surplus,stale,aborted,carried_out}_{groups,tokens}
 sampler/{waste_ratio,accuracy} sampler/{finished,kept,surplus}_{response_length,clip_ratio}
-sampler/staleness/{mean,max} reward/{right,wrong,no_answer,error,timeout,overlong}_ratio
-timing_s/{gen,reward,old_log_prob,adv,update_actor,weight_sync,save_checkpoint,step}
+sampler/staleness/{mean,max,token_ratio} reward/{right,wrong,no_answer,error,timeout,overlong}_ratio
+timing_s/{gen,reward,onload,old_log_prob,adv,update_actor,weight_sync,save_checkpoint,step}
 timing_per_token_ms/{gen,old_log_prob,adv,update_actor} perf/{total_num_tokens,generated_tokens}
 perf/{trained_response_tokens,time_per_step,throughput,max_rss_gb,cpu_memory_used_gb} weight_sync/probe_difference
 """)
+OF_STALE_TOKENS = expand("rollout/importance_{mean,truncated_ratio}")
 NOT_OF_THE_RESULT = (
     "wall_time",
     "timing_s/",
@@ -103,7 +104,9 @@ def run(world: World, ray_address: str, tmp_path_factory: pytest.TempPathFactory
 
 def test_every_metric_is_written_and_no_unknown_one(run: Run) -> None:
     for line in run.first_metrics:
-        assert set(line) == METRIC_NAMES
+        has_stale = line["sampler/staleness/token_ratio"] > 0
+        assert has_stale == (line["step"] > 1)
+        assert set(line) == (METRIC_NAMES | OF_STALE_TOKENS if has_stale else METRIC_NAMES)
         assert None not in line.values()
 
 

@@ -38,10 +38,10 @@ Start = Callable[..., list[dict[str, float]]]
 def start(world: World, request: pytest.FixtureRequest, tmp_path: Path) -> Start:
     """Train with the given keys, by section; returns the lines of metrics.jsonl. Only several ranks use Ray.
 
-    `scorer` is the source of a file for custom_reward.path.
+    `scorer` is the source of a file for custom_reward.path, `name` the output's.
     """
 
-    def run(scorer: str | None = None, **changes: dict[str, Any]) -> list[dict[str, float]]:
+    def run(scorer: str | None = None, name: str = "run", **changes: dict[str, Any]) -> list[dict[str, float]]:
         changes["train"] = {"num_ranks": 1, "total_steps": 1, **changes.get("train", {})}
         is_single = changes["train"]["num_ranks"] == 1
         if not is_single:
@@ -50,8 +50,8 @@ def start(world: World, request: pytest.FixtureRequest, tmp_path: Path) -> Start
             (tmp_path / "scorer.py").write_text(scorer)
             changes["custom_reward"] = {"path": str(tmp_path / "scorer.py")}
         with without_ray() if is_single else nullcontext():
-            train(config_of(**changes), world.data, world.model, tmp_path / "run")
-        return read_json_lines(tmp_path / "run" / METRICS_FILE)
+            train(config_of(**changes), world.data, world.model, tmp_path / name)
+        return read_json_lines(tmp_path / name / METRICS_FILE)
 
     return run
 
@@ -67,6 +67,7 @@ def test_kl_in_the_loss(start: Start, caplog: pytest.LogCaptureFixture) -> None:
             "loss_aggregation": "seq-mean-token-sum-norm",
             "loss_norm_tokens": LIMIT,
             "kl": {"place": "loss", "coefficient": 0.5, "estimator": "low_var_kl+"},
+            "rollout_correction": {"importance": "off"},
         },
         reward={**NO_OVERLONG, "mask_truncated": True},
         train={**ONE_UPDATE, "total_steps": 2},
@@ -149,6 +150,55 @@ def test_rollout_correction_on_a_partial_step(start: Start) -> None:
     # every ratio is near 1, so every importance weight is its limit; tokens of masked responses are not divided by
     assert line["critic/advantages/mean"] != pytest.approx(0, abs=1e-3)
     assert line["actor/pg_loss"] == pytest.approx(-0.5 * line["critic/advantages/mean"], rel=1e-5)
+
+
+def test_a_step_of_one_update_loses_no_metric_without_a_pass_before_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps, the later ones with tokens of older weights; then once more with the pass."""
+    settings: dict[str, Any] = {
+        "run": {"deterministic": True},
+        "reward": NO_OVERLONG,
+        "sampler": {"gen_prompts": 12, "metric": "score"},
+        "rollout": {"dtype": "bfloat16"},
+        "train": {**ONE_UPDATE, "total_steps": 3},
+    }
+    lines = start(LENGTH_SCORER, **settings)
+    monkeypatch.setattr(type(config_of()), "anchors_before_updates", True)
+    anchored = start(LENGTH_SCORER, "anchored", **settings)
+    for line, with_pass in zip(lines, anchored, strict=True):
+        assert "timing_s/old_log_prob" not in line
+        assert with_pass["timing_s/old_log_prob"] > 0
+        for name in with_pass:
+            if not name.startswith(("timing", "perf/", "wall_time")):
+                assert line[name] == with_pass[name], name
+        assert line["rollout/k3_kl"] > 1e-6
+        assert line["actor/entropy"] > 0
+    first, *later = lines
+    assert first["sampler/staleness/token_ratio"] == 0
+    assert "rollout/importance_mean" not in first
+    for line in later:
+        assert 0 < line["sampler/staleness/token_ratio"] <= 1
+        assert 0 < line["rollout/importance_mean"] <= 2
+        assert 0 <= line["rollout/importance_truncated_ratio"] < 1
+
+
+def test_the_engines_log_probs_as_the_anchor(start: Start) -> None:
+    """Two updates without a pass before them; the engine computes in bfloat16."""
+    (line,) = start(
+        LENGTH_SCORER,
+        algorithm={"old_log_probs": "engine"},
+        reward=NO_OVERLONG,
+        sampler={"metric": "score"},
+        rollout={"dtype": "bfloat16"},
+        train={"learning_rate": 1e-2, "warmup_steps": 0},
+    )
+    assert line["policy_version"] == 2
+    assert "timing_s/old_log_prob" not in line
+    assert line["actor/entropy"] > 0
+    assert line["rollout/k3_kl"] > 1e-6
+    # The anchor is the engine's, so that the loss's mean log-ratio is the mismatch of the passes themselves
+    assert line["actor/ppo_kl"] == pytest.approx(line["rollout/kl"], rel=1e-4)
 
 
 def test_grpo(start: Start) -> None:

@@ -14,16 +14,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = """
 import logging, sys
-from dapo_core.cluster import start
+from dapo_core.cluster import placement
 from dapo_core.cluster.connection import connected_to_ray
 from dapo_core.device import device_for
 from dapo_core.config.training import TrainConfig
 from dapo_core.stopping import StopRequest
 
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-start.WORD_SECONDS = 0.5
+placement.WORD_SECONDS = 0.5
 with StopRequest(), connected_to_ray(TrainConfig(ray_address=sys.argv[1]), num_cpus=0):
-    start._place([start._PolicyRank] * 2, 1000, device_for("cpu"), [])
+    placement.reserve(2, 1000, device_for("cpu"), [])
 """
 
 

@@ -11,8 +11,9 @@ import torch
 
 from dapo_core.advantage import group_advantages, weigh
 from dapo_core.batch import build_batch
-from dapo_core.config.training import AlgorithmConfig
+from dapo_core.config.algorithm import AlgorithmConfig
 from tests.batches import UNSCORED, make_group
+from tests.configs import make_config
 
 DAPO = AlgorithmConfig()
 
@@ -125,4 +126,5 @@ def test_a_response_that_does_not_count_moves_no_sibling(
 def test_a_response_without_a_score_is_no_sibling() -> None:
     batch = build_batch([make_group([1.0, UNSCORED, -1.0])], mask_truncated=False)
     batch = replace(batch, rewards=torch.tensor([1.0, 0.6, -1.0], dtype=torch.float64))
-    assert weigh(batch, _algorithm(normalize_by_std=False)).advantages.tolist() == [1.0, 0.0, -1.0]
+    config = make_config(algorithm={"normalize_by_std": False})
+    assert weigh(batch, config).advantages.tolist() == [1.0, 0.0, -1.0]

@@ -57,7 +57,8 @@ def test_layout() -> None:
         [-0.5, 0.0, 0.0, 0.0],
         [0.0, 0.0, 0.0, 0.0],
     ]
-    assert batch.old_log_probs.isnan().all()
+    assert batch.old_log_probs is None
+    assert not batch.is_stale.any()
     assert batch.advantages.tolist() == [1.0, -1.0, 0.5, -0.5]
     assert (batch.num_responses, batch.num_loss_tokens, batch.num_loss_responses) == (4, 8, 3)
     assert batch.lengths.tolist() == [5, 6, 4, 3]

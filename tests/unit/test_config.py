@@ -204,7 +204,19 @@ def test_references_of_a_model_are_checked_as_they_are_read() -> None:
         ),
         (
             ["algorithm.rollout_correction.mask=sequence", "rollout.top_k=20"],
-            r"importance=off, mask=sequence\) with rollout\.top_p=1\.0, rollout\.top_k=20 .*rollout\.top_k=-1",
+            r"importance=stale, mask=sequence\) with rollout\.top_p=1\.0, rollout\.top_k=20 .*rollout\.top_k=-1",
+        ),
+        (
+            ["algorithm.old_log_probs=engine", "rollout.top_p=0.9"],
+            r"old_log_probs=engine with rollout\.top_p=0\.9, .* rollout\.top_k=-1, or old_log_probs=policy",
+        ),
+        (
+            ["algorithm.old_log_probs=engine", "algorithm.rollout_correction.importance=token"],
+            r"importance=token, mask=off\) with algorithm\.old_log_probs=engine would correct twice",
+        ),
+        (
+            ["algorithm.old_log_probs=engine", "algorithm.rollout_correction.mask=token"],
+            r"importance=stale, mask=token\) with algorithm\.old_log_probs=engine .* mask=off, or old_log_probs=p",
         ),
         (
             ["custom_reward.path=score.py", "reward.scorers=[mine=choice]"],

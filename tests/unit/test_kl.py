@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dapo_core.batch import build_batch
-from dapo_core.config.training import KLConfig
+from dapo_core.config.algorithm import KLConfig
 from dapo_core.kl import KLController, kl_estimate, reward_penalties
 from tests.batches import make_group
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_core.config.training import AlgorithmConfig
+from dapo_core.config.algorithm import AlgorithmConfig
 from dapo_core.loss import LossTokens, LossTotals, PolicyLoss, policy_loss
 
 DAPO = AlgorithmConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_dual=10.0)

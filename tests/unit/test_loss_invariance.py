@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo_core.config.training import AlgorithmConfig
+from dapo_core.config.algorithm import AlgorithmConfig
 from dapo_core.loss import LossTokens, LossTotals, policy_loss
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dapo_core.batch import Batch, build_batch
-from dapo_core.config.training import KLConfig
+from dapo_core.config.algorithm import KLConfig
 from dapo_core.data import Prompt
 from dapo_core.engines.base import FinishReason, Response
 from dapo_core.loss import LossSums

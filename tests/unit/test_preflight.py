@@ -15,6 +15,7 @@ import pytest
 
 from eval.gates import LAST_NIGHT
 from flows.config import Config, resolve_config
+from tasks.preflight import inputs
 from tasks.preflight.finding import FAIL, OK, WARN, Finding, PreflightError
 from tasks.preflight.prompts import asked_forms
 from tasks.preflight.run import examine, require_ready
@@ -91,6 +92,21 @@ def test_everything_is_said_at_once_with_keys_that_fit(tmp_path: Path, model: Pa
         require_ready(config)
     for words in ("has no chat template", "--set serve.max_model_len=512", "data_source 'exam' has no scorer"):
         assert words in str(caught.value)
+
+
+def test_of_a_large_set_the_first_problems_are_looked_at(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "MAX_BYTES", 1000)
+    monkeypatch.setattr(inputs, "NUM_FIRST", 3)
+    (tmp_path / "rows").mkdir()
+    write_training(tmp_path / "rows/a.parquet", source="exam")
+    config = recipe(tmp_path, model, tmp_path / "rows")
+    assert [finding.found for finding in found(config, OK) if finding.check == "later"] == [
+        "checked after the first two stages: the rows of rows after the first 3"
+    ]
+    (finding,) = found(config, FAIL)
+    assert "data_source 'exam' has no scorer" in finding.found
 
 
 def test_a_base_model_passes_with_a_chat_template_of_its_own(tmp_path: Path, model: Path) -> None:

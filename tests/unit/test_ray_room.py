@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dapo_core.cluster import room, start
+from dapo_core.cluster import placement, room
 from dapo_core.errors import ConfigError, WorkerDied
 from tests.sources import Clock
 
@@ -79,12 +79,12 @@ def test_waiting_for_room_says_every_ten_seconds_what_for_and_gives_up(
 ) -> None:
     clock = Clock()
     resources: dict[str, Any] = {"CPU": 2.0}
-    monkeypatch.setattr(start.time, "monotonic", clock)
-    monkeypatch.setattr(start.ray, "cluster_resources", lambda: resources)
-    monkeypatch.setattr(start.ray, "available_resources", dict)
+    monkeypatch.setattr(placement.time, "monotonic", clock)
+    monkeypatch.setattr(placement.ray, "cluster_resources", lambda: resources)
+    monkeypatch.setattr(placement.ray, "available_resources", dict)
     caplog.set_level("INFO")
     with pytest.raises(ConfigError, match="Ray has no room for 4 workers of 1 CPU within 300 s"):
-        start._wait_for_room(Group(clock), "4 workers of 1 CPU")  # type: ignore[arg-type]
+        placement._wait_for_room(Group(clock), "4 workers of 1 CPU")  # type: ignore[arg-type]
     assert len(caplog.messages) == 29
     assert caplog.messages[0].startswith(
         "waiting since 10 s for room in Ray for 4 workers of 1 CPU: it has {'CPU'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,17 @@ def test_sync_and_async_functions_get_the_arguments_by_name(tmp_path: Path, pref
         arguments = ("math_dapo", "Answer: 3", "3", {"index": 7})
         score = call_function(load_function(str(path), "judge"), runner, arguments)
     assert score == Score(7.0, "right", "math_dapo|Answer: 3|3", 7.0)
+
+
+def test_a_changed_file_is_read_again_within_the_second(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    for value in (1, 2):
+        path.write_text(
+            "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+            f"@dataclass\nclass Mark:\n    value: float = {value}\ndef judge(**_):\n    return Mark().value\n"
+        )
+        os.utime(path, (1e9, 1e9))
+        assert load_function(str(path), "judge")() == value
 
 
 def required(path: Path, source: str) -> None:
