@@ -49,11 +49,17 @@ def count(model_config: PretrainedConfig, config: TrainingConfig, folder: Path) 
         warm, share = _share(2, 4 * config.train.sequence_parallel, 1), _share(*longest, 2)
         # DTensor computes once how it shards, with tensors that the tracker would count.
         policy.log_probs(warm)
-        policy.update(warm, LossTotals(1, 1))  # which leaves its gradients
-        peaks = {"old_log_probs": _peaks(policy, lambda: policy.log_probs(share))[-1]}
-        policy.model.train()
-        update, optimizer = _peaks(policy, lambda: policy.update(share, LossTotals(1, 1)))
-    return {**peaks, "update": update, "optimizer": optimizer}
+        policy.update(warm, LossTotals(1, 1), True)  # which leaves its gradients
+        scoring = _peaks(policy, lambda: policy.log_probs(share))[-1] if has_scoring(config) else None
+        measures = scoring is None
+        update, optimizer = _peaks(policy, lambda: policy.update(share, LossTotals(1, 1), measures))
+    return {**({"old_log_probs": scoring} if scoring else {}), "update": update, "optimizer": optimizer}
+
+
+def has_scoring(config: TrainingConfig) -> bool:
+    """Whether a step has a pass for old log-probs; without it its updates measure log-probs and entropy."""
+    is_one_update = config.train.train_prompts == config.train.mini_prompts
+    return config.algorithm.old_log_probs == "policy" and (config.anchors_before_updates or not is_one_update)
 
 
 def write_model_folder(model_config: PretrainedConfig, folder: Path) -> None:
@@ -81,8 +87,9 @@ def rows(num_prompt_tokens: int, num_response_tokens: int, num_rows: int) -> Ran
         rewards=per_row.double(),
         is_scored=per_row.bool(),
         rollout_log_probs=values,
-        old_log_probs=values,
+        is_stale=torch.zeros_like(values, dtype=torch.bool),
         advantages=per_row,
+        old_log_probs=values,
     )
     return RankShare(batch, [np.array([number]) for number in range(num_rows)])
 
