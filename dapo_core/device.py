@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dapo_core.errors import ConfigError
@@ -68,6 +69,23 @@ class Device:
         if self.kind == "npu":
             _import_torch_npu()
         return [str(number) for number in range(getattr(torch, self.kind).device_count())]
+
+    def memory_bytes(self) -> int | None:
+        """Memory of this machine's first device, of a CPU all that processes may use; None where there is none."""
+        if self.kind == "cpu":
+            import psutil
+
+            total = int(psutil.virtual_memory().total)
+            limit = Path("/sys/fs/cgroup/memory.max")  # of a container
+            allowed = limit.read_text().strip() if limit.exists() else "max"
+            return min(total, int(allowed)) if allowed.isdigit() else total
+        try:
+            self.require()
+        except ConfigError:
+            return None
+        import torch
+
+        return int(getattr(torch, self.kind).mem_get_info(0)[1])
 
     def memory_metrics(self) -> dict[str, float]:
         """Memory in use on the node and peak memory of this process, in GiB, under the field's metric names."""

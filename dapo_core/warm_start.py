@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from dapo_core.arithmetic import Row, is_generated, quick_solution, worked_solution
 from dapo_core.config.warm_start import WarmStartConfig
 from dapo_core.errors import ModelError
+from dapo_core.memory.published import VOCAB_SIZE, recipe_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -34,8 +35,6 @@ CHAT_TEMPLATE = (
 IGNORED_LABEL = -100
 NUM_PROGRESS_LINES = 10
 WARM_UP_SHARE = 0.05  # of the steps
-VOCAB_SIZE = 512
-HEAD_DIM = 32
 MAX_POSITIONS = 1024
 INITIALIZER_RANGE = 0.06
 ROPE_THETA = 300.0
@@ -120,17 +119,10 @@ def create_model(tokenizer: PreTrainedTokenizerFast, recipe: WarmStartConfig) ->
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=recipe.hidden_size,
-        intermediate_size=3 * recipe.hidden_size,
-        num_hidden_layers=recipe.num_layers,
-        num_attention_heads=recipe.num_heads,
-        num_key_value_heads=recipe.num_heads // (1 if recipe.num_heads % 2 else 2),
-        head_dim=HEAD_DIM,
+        **recipe_config(recipe),
         max_position_embeddings=MAX_POSITIONS,
         initializer_range=INITIALIZER_RANGE,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

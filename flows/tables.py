@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from dapo_core.memory.plan import GIB, PHASES
 from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 
 if TYPE_CHECKING:
     from dapo_core.config.derived import Quantity
+    from dapo_core.memory.plan import Load, MemoryPlan
     from eval.problems.problem_set import ProblemSet
     from tasks.data.reading import SetCount
     from tasks.data.showing import Shown
@@ -42,6 +44,59 @@ def print_plan(stages: Sequence[PlannedStage], is_whole: bool) -> None:
             f"{stage.seconds:.1f}" if stage.seconds is not None else "",
         )
     print_table(table)
+
+
+def print_memory(plan: MemoryPlan, change: str | None) -> None:
+    """What each kind of device holds in each phase, then caches, hosts and disk, and what to change."""
+    for load in plan.loads:
+        print_table(_load_table(plan, load))
+    engine, disk = plan.engine, plan.disk
+    room = "as many as their memory allows" if engine.cache is None else f"{engine.num_sequences:,} sequences"
+    lines = [
+        f"model: {plan.num_parameters:,} parameters",
+        f"keys and values: {engine.token_bytes:,} bytes a token on a device of an engine, "
+        f"{engine.sequence_bytes / GIB:.2f} GiB for {plan.longest:,} tokens; an engine has room for {room} of "
+        f"that length, and rollout.max_num_seqs={engine.most_sequences}",
+        f"host memory for what is not on the devices: {plan.host_bytes / GIB:.1f} GiB at most",
+        f"disk at most: {disk.num_bytes / GIB:.1f} GiB, {disk.num_checkpoints} checkpoints of "
+        f"{disk.checkpoint / GIB:.1f} and {disk.num_merged} x {disk.merged / GIB:.1f} for merged models",
+    ]
+    typer.echo("\n".join(lines))
+    for shortage in plan.shortages:
+        typer.secho(f"does not fit: {shortage}", fg="red")
+    if change is not None:
+        typer.secho(f"what fits: {change}", fg="yellow")
+    elif plan.limit.num_bytes is None:
+        typer.secho(
+            "whether it fits is not known: set train.device_model, or give --device-gigabytes", fg="yellow"
+        )
+    else:
+        typer.secho("it fits", fg="green")
+
+
+def _load_table(plan: MemoryPlan, load: Load) -> Table:
+    """A row for each thing that the device holds, a column for each phase, in GiB."""
+    number = f", {load.num_devices} of them" if load.num_devices > 1 else ""
+    table = Table(f"GiB on {load.name}{number}", *map(_right, PHASES), title_justify="left")
+    rows: dict[str, dict[str, int]] = {}
+    for use in plan.uses:
+        if use.device_bytes and (processes := load.processes.get(use.role, 0)):
+            name = use.what if len(load.processes) == 1 else f"{_several(processes, use.role)}: {use.what}"
+            cells = rows.setdefault(name, {})
+            cells[use.phase] = cells.get(use.phase, 0) + processes * use.device_bytes
+    for name, cells in rows.items():
+        table.add_row(name, *(f"{cells[phase] / GIB:.2f}" if phase in cells else "" for phase in PHASES))
+    table.add_section()
+    sums = (sum(cells.get(phase, 0) for cells in rows.values()) / GIB for phase in PHASES)
+    table.add_row("together", *(f"{total:.2f}" for total in sums), style="bold")
+    limit = "unknown" if load.limit_bytes is None else f"{load.limit_bytes / GIB:.2f}"
+    table.caption = f"peak {load.peak_bytes / GIB:.2f} in phase {load.phase}, limit {limit} ({plan.limit.name})"
+    table.caption_justify = "left"
+    return table
+
+
+def _several(number: int, role: str) -> str:
+    return role if number == 1 else f"{number} x {role}"
 
 
 def print_sets(sets: Sequence[ProblemSet]) -> None:

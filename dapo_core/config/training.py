@@ -84,6 +84,13 @@ class TrainConfig(Section):
     """Steps, batches, the optimizer, and the model's layout on the devices."""
 
     device: Literal["cpu", "cuda", "npu"] = key("cpu", "Kind of device of the policy.")
+    device_model: str | None = volatile(
+        None,
+        "Model of the devices, such as H100 or Atlas 800T A3, whose memory the plan counts; unset: this one's.",
+    )
+    allow_oversubscription: bool = volatile(
+        False, "Train although the memory plan says that it does not fit the devices."
+    )
     num_ranks: int = volatile(1, "FSDP2 ranks, one device each.", ge=1, le=65_536)
     sequence_parallel: int = volatile(1, "Ranks that share each sequence (Ulysses).", ge=1, le=64)
     fsdp_size: int | None = volatile(

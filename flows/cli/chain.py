@@ -210,6 +210,11 @@ def plan(
     is_whole: Annotated[bool, typer.Option("--all", help="Every change, not the first of each stage.")] = False,
     is_smoke: SmokeOption = False,
     is_json: JsonOption = False,
+    is_memory: Annotated[bool, typer.Option("--memory", help="The memory plan alone, from config.json.")] = False,
+    gigabytes: Annotated[
+        float | None,
+        typer.Option("--device-gigabytes", min=0.001, help="GiB of a device, in place of train.device_model."),
+    ] = None,
 ) -> None:
     """Show what a run would do, without running anything: each stage, and why it is not cached.
 
@@ -220,6 +225,9 @@ def plan(
     Before that it checks all that files and a second can tell: model, data, lengths, scorer, devices, disk. What
     would end the run is refused with the keys to change, all at once; warnings follow the table. Devices, memory
     and a cluster that are missing here follow it too: a recipe can be planned on another machine.
+
+    --memory shows what each kind of device holds in each phase, and the smallest change of keys that fits. Exit
+    status 2: it does not fit.
     """
     from flows.config import load_config
     from flows.tables import print_findings, print_json, print_plan
@@ -229,6 +237,10 @@ def plan(
     from tasks.runs.plan import plan_chain
 
     settings = load_config(config, overrides or ())
+    if is_memory:
+        return plan_memory(settings, gigabytes, is_json)
+    if gigabytes is not None:
+        raise typer.BadParameter("belongs to --memory", param_hint="--device-gigabytes")
     findings = examine(settings, is_smoke)
     if not OF_ANOTHER_MACHINE.issuperset(finding.check for finding in findings.failed):
         findings.require()
@@ -242,6 +254,24 @@ def plan(
     print_findings([finding for finding in findings if finding.status == WARN or finding.check in shown])
     findings.require()
     typer.echo(f"preflight: {len(findings)} checks, nothing in the way (dapo doctor {config} shows them)")
+
+
+def plan_memory(settings: Config, gigabytes: float | None, is_json: bool) -> None:
+    """Print the memory plan; status 2 if it does not fit and train.allow_oversubscription does not allow that."""
+    from dataclasses import asdict
+
+    from flows.tables import print_json, print_memory
+    from tasks.preflight.memory import change_that_fits, plan_of
+    from tasks.retries import LASTING_EXIT_CODE
+
+    found = plan_of(settings, gigabytes=gigabytes)
+    change = change_that_fits(settings, found) if found.shortages else None
+    if is_json:
+        print_json({**asdict(found), "shortages": found.shortages, "change": change})
+    else:
+        print_memory(found, change)
+    if found.shortages and not settings.train.allow_oversubscription:
+        raise typer.Exit(LASTING_EXIT_CODE)
 
 
 @config_app.command(

@@ -8,11 +8,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from dapo_core.cluster.room import ask_cluster
 from dapo_core.device import device_for
 from dapo_core.errors import ConfigError, WorkerDied
+from dapo_core.memory.plan import disk_plan
 from dapo_core.trackers import require_trackers
 from tasks.config import ChainConfig
 from tasks.preflight.finding import FAIL, OK, WARN, Findings
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 RAY_SECONDS = 10.0
-OPTIMIZER_BYTES = 12  # of a parameter in a checkpoint: the weight and AdamW's two moments in float32
-TRAINING_BYTES = 16  # of a parameter in training: these and the gradient
-MERGED_BYTES = 4  # of a parameter in the merged model
 CACHE_ROOM = 1.25  # vLLM rounds to blocks and keeps some
 
 OF_ANOTHER_MACHINE = frozenset({"devices", "engine", "memory", "Ray"})  # checks that may fail where one only plans
@@ -38,7 +34,6 @@ def check_machine(config: ChainConfig, facts: ModelFacts, findings: Findings) ->
         require_trackers(config.train.trackers)
     _check_serving(config, findings)
     _check_cache(config, facts, findings)
-    _check_memory(config, facts, findings)
     _check_ray(config, findings)
     _check_disk(config, facts, findings)
 
@@ -112,23 +107,6 @@ def _check_cache(config: ChainConfig, facts: ModelFacts, findings: Findings) -> 
             )  # fmt: skip
 
 
-def _check_memory(config: ChainConfig, facts: ModelFacts, findings: Findings) -> None:
-    """Host memory of a training on this machine's CPU."""
-    if config.train.device != "cpu" or config.train.ray_address is not None or not facts.parameters:
-        return
-    needed = facts.parameters * (TRAINING_BYTES + 4 * config.rollout.num_workers)
-    if config.rollout.engine == "vllm":
-        needed += int(config.rollout.num_devices * config.rollout.memory_gigabytes * GIB)
-    total = psutil.virtual_memory().total
-    if needed > total:
-        findings.add(
-            "memory", FAIL,
-            f"{facts.parameters / 1e9:.2f} billion parameters take at least {needed / GIB:.0f} GiB to train with "
-            f"{config.rollout.num_workers} engines, and this machine has {total / GIB:.0f}",
-            "set model.path to a smaller model, or train.device and train.ray_address to a cluster",
-        )  # fmt: skip
-
-
 def _check_ray(config: ChainConfig, findings: Findings) -> None:
     """A cluster that the recipe names: reachable, and with room."""
     address, train, rollout = config.train.ray_address, config.train, config.rollout
@@ -162,18 +140,18 @@ def _check_disk(config: ChainConfig, facts: ModelFacts, findings: Findings) -> N
             "store", FAIL, f"{store} cannot be written to: {existing}", "set store.path to another directory"
         )
         return
-    keep = config.checkpoint
     steps = config.checkpoint_steps
-    num_kept = len({*keep.keep_steps, *steps})
-    copies = keep.keep_last + keep.keep_best + num_kept + 1  # one more while it is written
-    needed = facts.parameters * (OPTIMIZER_BYTES * copies + MERGED_BYTES * (1 + len(steps)))
+    disk = disk_plan(config, facts.parameters, steps)
+    needed = disk.num_bytes
     free = shutil.disk_usage(existing).free
     found = f"{free / GIB:.1f} GiB are free in {config.store.path}"
-    of_steps = facts.parameters * (OPTIMIZER_BYTES * num_kept + MERGED_BYTES * len(steps)) / GIB
+    num_kept = len({*config.checkpoint.keep_steps, *steps})
+    of_steps = (disk.checkpoint * num_kept + disk.merged * len(steps)) / GIB
     kept = f", {of_steps:.1f} of them for checkpoints of {num_kept} steps that are kept" if num_kept else ""
     if needed > free:
         findings.add(
-            "disk", FAIL, f"{found}; {copies} checkpoints and merged models take about {needed / GIB:.1f}{kept}",
+            "disk", FAIL,
+            f"{found}; {disk.num_checkpoints} checkpoints and merged models take about {needed / GIB:.1f}{kept}",
             "another store.path, fewer steps in evaluate.checkpoints, a lower checkpoint.keep_last, or `dapo gc "
             "--keep-runs N`",
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from dapo_core.arithmetic import is_generated
 from dapo_core.checkpoint.resume import require_resume
@@ -18,6 +19,7 @@ from tasks.preflight.baselines import check_baselines
 from tasks.preflight.finding import FAIL, OK, WARN, Findings, describe
 from tasks.preflight.inputs import Inputs, inputs_fetched, inputs_here, inputs_later
 from tasks.preflight.machine import check_machine
+from tasks.preflight.memory import check_memory
 from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import check_answers, check_forms, check_grader, check_lengths
 from tasks.preflight.smoke import check_engines
@@ -55,6 +57,7 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
     facts = _examine_inputs(config, inputs, findings)
     check_baselines(config, findings)
     check_machine(config, facts, findings)
+    check_memory(config, inputs.model, findings)
     if is_smoke and inputs.model is not None and config.model.chat_template is None and not findings.failed:
         check_engines(inputs.model, config, inputs.evaluation, findings)
     elif is_smoke:
@@ -69,6 +72,7 @@ def examine_fetched(config: ChainConfig, data: Artifact, model: Artifact) -> Fin
     findings = Findings()
     with findings.catching("data"):
         _examine_inputs(config, inputs_fetched(config, data, model), findings)
+    check_memory(config, Path(model.path), findings)
     return findings
 
 

@@ -13,11 +13,14 @@ import yaml
 from dapo_core.config.derived import derive
 from dapo_core.config.fields import known_fields
 from dapo_core.errors import ConfigError
+from dapo_core.memory.devices import GIB
 from downloads import Unreachable
 from eval.problems.registry import SETS
 from flows.config import Config, load_config, resolve_config
 from flows.tables import print_derived
+from tasks.preflight.memory import plan_of, summary
 from tasks.runs.plan import plan_chain
+from tests.tiny_models import build_tiny
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
@@ -57,6 +60,22 @@ def test_a_recipe_shows_a_table_is_named_after_its_file_and_finds_files_of_ours(
     assert not [name for name in named if name and Path(name).is_absolute()]
     if config.custom_reward.path:
         assert (CONFIGS.parent / config.custom_reward.path).is_file()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_its_devices_and_its_header_says_with_which_peak(path: Path, tmp_path: Path) -> None:
+    is_written_by_init = path.stem == "own_cpu"
+    overrides = [f"model.path={build_tiny(tmp_path / 'small', 'llama')}"] if is_written_by_init else []
+    config = load_config(path, overrides)
+    plan = plan_of(config)
+    assert plan.limit.num_bytes is not None
+    assert plan.shortages == []
+    assert plan.engine.num_sequences
+    header = " ".join(line.strip("# \n") for line in path.read_text().splitlines() if line.startswith("#"))
+    said = (
+        f"the machine {plan.loads[0].peak_bytes / GIB:.1f} GiB" if config.train.device == "cpu" else summary(plan)
+    )
+    assert is_written_by_init or f"Memory plan: {said}." in header
 
 
 DERIVED = {  # in the order of the table

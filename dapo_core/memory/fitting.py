@@ -1,0 +1,178 @@
+"""The smallest change of keys with which a training fits its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import TrainingConfig
+    from dapo_core.memory.plan import MemoryPlan
+    from dapo_core.memory.shape import ModelShape
+
+Change = Mapping[str, Any]  # new values of keys
+Root = TypeVar("Root", bound="TrainingConfig")
+UTILIZATIONS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+NUM_PASSES = 2
+ROOM = 1.1  # of the keys and values that one longest sequence takes on a CPU
+
+
+def smallest_change(
+    config: TrainingConfig, shape: ModelShape, plan: Callable[[TrainingConfig], MemoryPlan]
+) -> Change | None:
+    """The change that makes the plan fit, with as few keys as an ordered search finds; None if none does.
+
+    First each lever alone, from the one that costs the least time on. Then one after the other, at last those that
+    take more devices, of which what turns out not to be needed is dropped.
+    """
+
+    def excess(change: Change) -> int:
+        return _excess(plan(changed(config, change)))
+
+    def is_allowed(change: Change) -> bool:
+        try:
+            type(config).model_validate(changed(config, change).model_dump())
+        except ValidationError:
+            return False
+        return True
+
+    options = [[one for one in lever(config, shape) if is_allowed(one)] for lever in (*_LEVERS, *_MORE_DEVICES)]
+    for option in (option for lever in options[: len(_LEVERS)] for option in lever):
+        if excess(option) == 0:
+            return option
+    taken: list[Change] = []
+    for lever in options * NUM_PASSES:  # a value that was best at first may be too much later
+        left = [(excess(_merged([*taken, option])), number) for number, option in enumerate(lever)]
+        best = next((number for over, number in left if over == 0), min(left, default=(0, 0))[1])
+        if left and left[best][0] < excess(_merged(taken)) and is_allowed(_merged([*taken, lever[best]])):
+            taken.append(lever[best])
+    if excess(_merged(taken)):
+        return None
+    for option in list(taken):
+        others = [other for other in taken if other is not option]
+        if excess(_merged(others)) == 0:
+            taken = others
+    return _merged(taken)
+
+
+def changed(config: Root, change: Change) -> Root:
+    """The configuration with other values of keys, unchecked."""
+    for name, value in change.items():
+        section, _, key = name.partition(".")
+        part = getattr(config, section).model_copy(update={key: value})
+        config = config.model_copy(update={section: part})
+    return config
+
+
+def describe(change: Change) -> str:
+    """The change as options of a command."""
+    return " ".join(f"--set {name}={str(value).lower()}" for name, value in change.items())
+
+
+def _merged(changes: list[Change]) -> Change:
+    return {name: value for change in changes for name, value in change.items()}
+
+
+def _excess(plan: MemoryPlan) -> int:
+    """Bytes that do not fit, over all kinds of devices; 0 if all fits."""
+    over = sum(max(load.peak_bytes - load.limit_bytes, 0) for load in plan.loads if load.limit_bytes is not None)
+    cache = plan.engine.cache
+    return over + (0 if cache is None else max(plan.engine.sequence_bytes - cache, 0))
+
+
+def _switches(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
+    for key, wanted in (("gradient_checkpointing", True), ("reshard_after_forward", True)):
+        if getattr(config.train, key) != wanted:
+            yield {f"train.{key}": wanted}
+
+
+def _logits(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
+    for tokens in (512, 256, 128):
+        if tokens < config.train.logits_chunk_tokens:
+            yield {"train.logits_chunk_tokens": tokens}
+
+
+def _micro_batch(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
+    train = config.train
+    longest = -(-_longest(config) // train.sequence_parallel)
+    for num_sequences in (8, 4, 3, 2, 1):
+        if num_sequences * longest < train.micro_batch_tokens:
+            yield {"train.micro_batch_tokens": num_sequences * longest}
+
+
+def _utilization(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
+    rollout = config.rollout
+    if config.train.device == "cpu":
+        # Of vLLM's cache alone; the Hugging Face engine's grows with its sequences.
+        item = 2 if rollout.dtype in ("bfloat16", "float16") else 4
+        one = shape.token_elements(rollout.tensor_parallel) * item * _longest(config) * ROOM / 1024**3
+        yield {"rollout.memory_gigabytes": round(one + 0.005, 2)}
+        return
+    nearest = sorted(UTILIZATIONS, key=lambda share: abs(share - rollout.memory_utilization))
+    for share in nearest:
+        if share != rollout.memory_utilization:
+            yield {"rollout.memory_utilization": share}
+
+
+def _sequences(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
+    for number in (128, 64, 32, 16, 8):
+        if number < config.rollout.max_num_seqs:
+            yield {"rollout.max_num_seqs": number}
+
+
+def _offload(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
+    for key in ("offload_optimizer", "offload_parameters"):
+        if not getattr(config.train, key) and config.train.device != "cpu":
+            yield {f"train.{key}": True}
+
+
+def _sequence_parallel(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
+    train, parts = config.train, config.train.sequence_parallel
+    for number in (2 * parts, 4 * parts, 8 * parts):
+        if train.num_ranks % number == 0 and shape.heads % number == 0:
+            tokens = min(train.micro_batch_tokens, -(-_longest(config) // number))
+            yield {"train.sequence_parallel": number, "train.micro_batch_tokens": tokens}
+
+
+def _tensor_parallel(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
+    """More devices for each engine, of as many devices in all."""
+    rollout = config.rollout
+    for factor in (2, 4, 8):
+        parts = rollout.tensor_parallel * factor
+        if rollout.engine == "vllm" and rollout.num_workers % factor == 0 and shape.heads % parts == 0:
+            yield {"rollout.tensor_parallel": parts, "rollout.num_workers": rollout.num_workers // factor}
+
+
+def _more_ranks(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
+    if config.train.device == "cpu":
+        return
+    for factor in (2, 4, 8, 16, 32):
+        yield {"train.num_ranks": config.train.num_ranks * factor}
+
+
+def _more_engine_devices(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
+    rollout = config.rollout
+    for factor in (2, 4, 8):
+        parts = rollout.tensor_parallel * factor
+        if rollout.engine == "vllm" and config.train.device != "cpu" and shape.heads % parts == 0:
+            yield {"rollout.tensor_parallel": parts}
+
+
+def _longest(config: TrainingConfig) -> int:
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+# From what costs the least time on.
+_LEVERS = (
+    _switches,
+    _logits,
+    _micro_batch,
+    _utilization,
+    _sequences,
+    _offload,
+    _sequence_parallel,
+    _tensor_parallel,
+)
+_MORE_DEVICES = (_more_ranks, _more_engine_devices)

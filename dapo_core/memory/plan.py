@@ -1,0 +1,223 @@
+"""The memory plan of a training: what each role holds on its devices in each phase, the peak and the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dapo_core.memory.devices import Limit
+from dapo_core.memory.engine import EngineMemory, engine_memory
+from dapo_core.memory.rank import MASTER, MOMENTS, RankMemory, rank_memory
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import TrainingConfig
+    from dapo_core.memory.shape import ModelShape
+
+GIB = 1024**3
+PHASES = ("generate", "anchor", "update", "publish", "checkpoint")
+RANK, ENGINE, OTHERS = "rank", "engine", "trainer, Ray and scorers"
+# Assumed of a process on an accelerator: its context, and the buffers of its collectives.
+CONTEXT_BYTES = GIB
+SLACK = 0.05  # of a rank's tensors, assumed: freed blocks that torch's allocator cannot use again
+# Measured on a CPU: resident memory of a process that has imported what it needs.
+PROCESS_BYTES = {"rank": int(0.45 * GIB), "vllm": int(0.8 * GIB), "hf": int(0.45 * GIB)}
+OTHERS_BYTES, SCORER_BYTES = GIB, int(0.1 * GIB)
+MERGED = 4  # bytes of a parameter of a merged model, at most
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a role holds on each of its devices, and on the host for each of them, in a phase."""
+
+    phase: str
+    role: str
+    what: str
+    device_bytes: int
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """A kind of device with its roles and its fullest phase; on a CPU the machine with all processes."""
+
+    name: str
+    num_devices: int
+    processes: Mapping[str, int]  # of each role, on one device
+    phase: str
+    peak_bytes: int
+    limit_bytes: int | None  # None: unknown
+
+    @property
+    def fits(self) -> bool | None:
+        """None if the limit is unknown."""
+        return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes that a training and the stages after it leave in the store at most."""
+
+    checkpoint: int  # one
+    num_checkpoints: int  # kept, and one while it is written
+    merged: int  # one merged model
+    num_merged: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.checkpoint * self.num_checkpoints + self.merged * self.num_merged
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The whole plan."""
+
+    num_parameters: int
+    limit: Limit
+    uses: tuple[Use, ...]
+    loads: tuple[Load, ...]
+    rank: RankMemory
+    engine: EngineMemory
+    num_engines: int
+    longest: int  # tokens of a sequence
+    disk: Disk
+    host_bytes: int  # of all ranks and engines beside their devices, in the fullest phase
+
+    @property
+    def shortages(self) -> list[str]:
+        """What does not fit, with numbers; empty if all fits or nothing is known of the devices."""
+        found = [
+            f"{load.name}: {load.peak_bytes / GIB:.1f} GiB in phase {load.phase}, and it has "
+            f"{load.limit_bytes / GIB:.1f}"
+            for load in self.loads
+            if load.limit_bytes is not None and not load.fits
+        ]
+        if self.engine.num_sequences == 0:
+            assert self.engine.cache is not None
+            found.append(
+                f"an engine has {max(self.engine.cache, 0) / GIB:.2f} GiB on a device for keys and values, and "
+                f"one sequence of {self.longest} tokens takes {self.engine.sequence_bytes / GIB:.2f}"
+            )
+        return found
+
+
+def plan_memory(
+    config: TrainingConfig, shape: ModelShape, limit: Limit, merged_steps: Collection[int] = ()
+) -> MemoryPlan:
+    """The plan for devices of that size; on a CPU it is the machine's memory.
+
+    merged_steps: those of evaluate.checkpoints, which are kept, and merged beside the last.
+    """
+    rank = rank_memory(config, shape)
+    engine = engine_memory(config, shape, limit.num_bytes)
+    uses = (*_rank_uses(config, rank, shape), *_engine_uses(config, engine), *_other_uses(config))
+    loads = tuple(_loads(config, uses, limit.num_bytes))
+    hosts = [
+        config.train.num_ranks * _total(uses, phase, {RANK: 1}, "host_bytes")
+        + config.rollout.num_devices * _total(uses, phase, {ENGINE: 1}, "host_bytes")
+        for phase in PHASES
+    ]
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return MemoryPlan(
+        num_parameters=shape.num_parameters,
+        limit=limit,
+        uses=uses,
+        loads=loads,
+        rank=rank,
+        engine=engine,
+        num_engines=config.rollout.num_workers,
+        longest=longest,
+        disk=disk_plan(config, shape.num_parameters, merged_steps),
+        host_bytes=max(hosts),
+    )
+
+
+def disk_plan(config: TrainingConfig, num_parameters: int, merged_steps: Collection[int] = ()) -> Disk:
+    """Checkpoints, of which one more exists while it is written, and merged models."""
+    keep = config.checkpoint
+    num_kept = keep.keep_last + keep.keep_best + len({*keep.keep_steps, *merged_steps})
+    return Disk((MASTER + MOMENTS) * num_parameters, num_kept + 1, MERGED * num_parameters, 1 + len(merged_steps))
+
+
+def _rank_uses(config: TrainingConfig, rank: RankMemory, shape: ModelShape) -> list[Use]:
+    train = config.train
+    is_cpu = train.device == "cpu"
+    parked, away = train.offload_parameters and not is_cpu, train.offload_optimizer and not is_cpu
+    whole = MASTER * shape.largest_parameter
+    temporaries: dict[str, list[tuple[str, int]]] = {
+        "generate": [],
+        "anchor": [
+            ("gathered weights", rank.forward_weights),
+            ("activations", rank.scoring_activations),
+            ("logits", rank.scoring_logits),
+        ],
+        "update": [
+            ("gathered weights", rank.update_weights),
+            ("whole gradients and buffers", rank.update_gradients),
+            ("activations", rank.update_activations),
+            ("logits", rank.update_logits),
+        ],
+        "publish": [("weights being sent", whole)],
+        "checkpoint": [],
+    }
+    uses = []
+    for phase in PHASES:
+        is_idle = phase in ("generate", "checkpoint")
+        is_parked, is_away = parked and is_idle, away and phase not in ("update", "publish")
+        states = [
+            ("weights", rank.weights, is_parked),
+            ("gradients", rank.gradients, is_parked),
+            ("optimizer", rank.optimizer, is_away),
+            ("reference model", rank.reference, is_parked),
+        ]
+        parts = [(what, 0 if on_host else size, size if on_host else 0) for what, size, on_host in states]
+        parts += [(what, size, 0) for what, size in temporaries[phase]]
+        if phase == "checkpoint" and config.checkpoint.asynchronous:
+            copied = rank.weights + rank.optimizer
+            parts.append(("copy being written", copied if is_cpu else 0, 0 if is_cpu else copied))
+        tensors = sum(on_device for _, on_device, _ in parts)
+        process = PROCESS_BYTES["rank"] if is_cpu else CONTEXT_BYTES + int(SLACK * tensors)
+        parts.append(("process", process, 0))
+        uses += [Use(phase, RANK, *part) for part in parts if part[1] or part[2]]
+    return uses
+
+
+def _engine_uses(config: TrainingConfig, engine: EngineMemory) -> list[Use]:
+    is_cpu = config.train.device == "cpu"
+    process = PROCESS_BYTES[config.rollout.engine] if is_cpu else CONTEXT_BYTES
+    parts = [
+        ("weights", engine.weights),
+        ("keys and values", max(engine.cache or 0, 0)),
+        ("activations", engine.activations),
+        ("graphs", engine.graphs),
+        ("process", process),
+    ]
+    return [Use(phase, ENGINE, what, size) for phase in PHASES for what, size in parts if size]
+
+
+def _other_uses(config: TrainingConfig) -> list[Use]:
+    if config.train.device != "cpu":
+        return []
+    scorers = config.rollout.num_workers * config.reward.num_processes * SCORER_BYTES
+    return [Use(phase, OTHERS, "process", OTHERS_BYTES + scorers) for phase in PHASES]
+
+
+def _loads(config: TrainingConfig, uses: Sequence[Use], device_bytes: int | None) -> list[Load]:
+    num_ranks, num_engine_devices = config.train.num_ranks, config.rollout.num_devices
+    if config.train.device == "cpu":
+        kinds = [("the machine", 1, {RANK: num_ranks, ENGINE: num_engine_devices, OTHERS: 1})]
+    else:
+        kinds = [
+            ("a rank's device", num_ranks, {RANK: 1}),
+            ("an engine's device", num_engine_devices, {ENGINE: 1}),
+        ]
+    loads = []
+    for name, number, processes in kinds:
+        peaks = {phase: _total(uses, phase, processes, "device_bytes") for phase in PHASES}
+        phase = max(peaks, key=peaks.__getitem__)
+        loads.append(Load(name, number, processes, phase, peaks[phase], device_bytes))
+    return loads
+
+
+def _total(uses: Sequence[Use], phase: str, processes: Mapping[str, int], field: str) -> int:
+    return sum(processes.get(use.role, 0) * getattr(use, field) for use in uses if use.phase == phase)

@@ -1,0 +1,79 @@
+"""config.json, as far as the memory plan reads it, of models that need not be here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dapo_core.config.warm_start import WarmStartConfig
+
+VOCAB_SIZE, HEAD_DIM = 512, 32  # of the model that `model.source: recipe` builds
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
+_QWEN25 = {"model_type": "qwen2"}
+_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "tie_word_embeddings",
+)
+
+
+def _qwen3(*values: int) -> dict[str, Any]:
+    return {**_QWEN3, **dict(zip(_FIELDS, values, strict=True))}
+
+
+def _qwen25(vocabulary: int, key_heads: int, *values: int) -> dict[str, Any]:
+    kept = {"vocab_size": vocabulary, "num_key_value_heads": key_heads}
+    return {**_QWEN25, **kept, **dict(zip(_FIELDS, values, strict=True))}
+
+
+# From their pages on the hubs. Base models have the configuration of their instruction-tuned siblings.
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, True),
+    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, True),
+    "Qwen3-4B": _qwen3(2560, 9728, 36, 32, True),
+    "Qwen3-8B": _qwen3(4096, 12288, 36, 32, False),
+    "Qwen3-14B": _qwen3(5120, 17408, 40, 40, False),
+    "Qwen3-32B": _qwen3(5120, 25600, 64, 64, False),
+    "Qwen3-30B-A3B": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        **dict(zip(_FIELDS, (2048, 6144, 48, 32, False), strict=True)),
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+    },
+    "Qwen2.5-0.5B": _qwen25(151936, 2, 896, 4864, 24, 14, True),
+    "Qwen2.5-1.5B": _qwen25(151936, 2, 1536, 8960, 28, 12, True),
+    "Qwen2.5-3B": _qwen25(151936, 2, 2048, 11008, 36, 16, True),
+    "Qwen2.5-7B": _qwen25(152064, 4, 3584, 18944, 28, 28, False),
+    "Qwen2.5-14B": _qwen25(152064, 8, 5120, 13824, 48, 40, False),
+    "Qwen2.5-32B": _qwen25(152064, 8, 5120, 27648, 64, 40, False),
+    "Qwen2.5-72B": _qwen25(152064, 8, 8192, 29568, 80, 64, False),
+}
+
+
+def published_config(name: str) -> Mapping[str, Any] | None:
+    """config.json of a published model by the last part of its id or folder; None for others."""
+    last = name.rstrip("/").rpartition("/")[2].lower()
+    for ending in ("-instruct", "-base", "-instruct-2507", "-thinking-2507"):
+        last = last.removesuffix(ending)
+    return next((config for known, config in PUBLISHED.items() if known.lower() == last), None)
+
+
+def recipe_config(recipe: WarmStartConfig) -> dict[str, Any]:
+    """The sizes of the Qwen3 that `model.source: recipe` builds."""
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": 3 * recipe.hidden_size,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.num_heads,
+        "num_key_value_heads": recipe.num_heads // (1 if recipe.num_heads % 2 else 2),
+        "head_dim": HEAD_DIM,
+        "tie_word_embeddings": True,
+    }

@@ -1,0 +1,177 @@
+"""What a policy rank holds on its device in each phase, in bytes: docs/memory.md has the formulas in words.
+
+n tokens of a micro-batch on the device, c bytes of a number in the compute precision, h, a, k, i, V as ModelShape
+has them. The lifetimes are those of FSDP2 in torch 2.13, torch.optim.AdamW with foreach, and transformers' decoder
+layers under non-reentrant checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dapo_core.device import device_for
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import TrainingConfig
+    from dapo_core.memory.shape import ModelShape
+
+MASTER, GRADIENT, MOMENTS = 4, 4, 8  # bytes of a parameter: float32, as dapo_core/policy/model.py loads them
+FOREACH = 4  # bytes of a parameter: the square roots of AdamW's second moments, all at once
+LOGITS_SCORED, LOGITS_ENTROPY = (
+    8,
+    12,
+)  # bytes of a logit without gradient: with its exponentials; with softmax x logits
+LOGITS_TRAINED = 16  # bytes of a logit in its backward pass: itself, two gradients, and a product of them
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The parts of a rank's memory, from which phases are put together."""
+
+    weights: int  # float32 shards
+    gradients: int
+    optimizer: int
+    optimizer_step: int  # temporaries
+    reference: int  # shards of the reference model
+    forward_weights: int  # gathered during a forward pass without a backward pass
+    scoring_activations: int
+    scoring_logits: int
+    update_weights: int  # gathered at the update's peak
+    update_gradients: int  # whole ones, and the buffer in which they are reduced
+    update_activations: int
+    update_logits: int
+    host_activations: int  # what activation offload moves to the host
+    peak_moment: str  # of the update: "logits", "last layer", "root" or "optimizer step"
+
+    @property
+    def states(self) -> int:
+        """What lasts between phases on the device, unless it is offloaded."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def rank_memory(config: TrainingConfig, shape: ModelShape) -> RankMemory:
+    """The memory of one rank."""
+    return _Rank(config, shape).memory()
+
+
+class _Rank:
+    def __init__(self, config: TrainingConfig, shape: ModelShape) -> None:
+        train, self.shape = config.train, shape
+        device = device_for(train.device)
+        dtype = device.low_precision if train.dtype == "auto" else train.dtype
+        self.train, self.item = train, 4 if dtype == "float32" else 2
+        self.has_grouped_attention = device.kind == "cuda" and self.item == 2
+        self.num_shards = train.fsdp_size or train.num_ranks
+        self.has_reference = config.algorithm.kl.place != "off"
+        self.has_bonus = config.algorithm.entropy_coefficient > 0
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        self.response_share = config.rollout.max_response_tokens / longest
+        responses = config.rollout.group_size * train.mini_prompts // train.num_data_ranks
+        scored = -(-config.rollout.group_size * train.train_prompts // train.num_data_ranks)
+        self.update_tokens, self.scored_tokens = (
+            self._row(longest, number) for number in (max(responses, 1), scored)
+        )
+
+    def _row(self, longest: int, num_responses: int) -> int:
+        """Tokens on this rank of the largest micro-batch of `num_responses` longest sequences."""
+        parts = self.train.sequence_parallel
+        sequences = min(max(self.train.micro_batch_tokens * parts // longest, 1), num_responses)
+        return -(-sequences * longest // parts)
+
+    def memory(self) -> RankMemory:
+        shape, item = self.shape, self.item
+        shard = shape.shard_parameters(self.num_shards)
+        moments = self._update_moments(shard)
+        name = max(moments, key=lambda moment: sum(moments[moment]))
+        weights, gradients, activations, logits = moments[name]
+        scored = self.scored_tokens
+        chunk = self._chunk(scored)
+        return RankMemory(
+            weights=MASTER * shard,
+            gradients=GRADIENT * shard,
+            optimizer=MOMENTS * shard,
+            optimizer_step=FOREACH * shard,
+            reference=item * shard if self.has_reference else 0,
+            forward_weights=item * shape.root_parameters + self._gathered_layers(),
+            scoring_activations=scored * (3 * item * shape.hidden + 4 * shape.hidden + self._mlp_forward()),
+            scoring_logits=chunk * shape.vocabulary * LOGITS_ENTROPY,
+            update_weights=weights,
+            update_gradients=gradients,
+            update_activations=activations,
+            update_logits=logits,
+            host_activations=0,
+            peak_moment=name,
+        )
+
+    def _update_moments(self, shard: int) -> dict[str, tuple[int, int, int, int]]:
+        """(gathered weights, whole gradients and buffers, activations, logits) at moments that can be the peak."""
+        shape, item, tokens = self.shape, self.item, self.update_tokens
+        root, layer = shape.root_parameters, shape.largest_layer
+        head = shape.vocabulary * shape.hidden
+        layers = self._gathered_layers()
+        chunk = self._chunk(tokens)
+        num_chunks = self.response_share * tokens / chunk
+        kept = self._kept(tokens)
+        stream = item * shape.hidden * tokens  # the residual stream
+        norm = (4 + 2 * item) * shape.hidden * tokens
+        predictors = 2 * item * shape.hidden * int(tokens * self.response_share)  # and their gradients
+        logits = chunk * shape.vocabulary * (LOGITS_TRAINED + 12 * self.has_bonus)
+        head_gradients = item * head * (2 if num_chunks > 1 else 1)
+        is_recomputed = self.train.gradient_checkpointing
+        one = tokens * self.layer_bytes() if is_recomputed else 0
+        backward = one + tokens * self._mlp_backward() + 2 * stream
+        return {
+            "logits": (item * root + layers, head_gradients, kept + norm + predictors, logits),
+            "last layer": (
+                item * root + layers,
+                item * (head + layer // 2) + GRADIENT * layer,
+                kept + backward,
+                0,
+            ),
+            "root": (0, (item + GRADIENT) * root, stream, 0),
+            "optimizer step": (0, FOREACH * shard, 0, 0),
+        }
+
+    def _gathered_layers(self) -> int:
+        """Bytes of gathered layers: one and the buffer of the next, or all."""
+        layer = self.shape.largest_layer * self.item
+        if self.train.reshard_after_forward:
+            return 2 * layer
+        return (self.shape.num_parameters - self.shape.root_parameters) * self.item + layer
+
+    def _chunk(self, tokens: int) -> int:
+        """Tokens whose logits are in memory at once."""
+        return max(min(self.train.logits_chunk_tokens, int(tokens * self.response_share)), 1)
+
+    def _kept(self, tokens: int) -> int:
+        """What the forward pass leaves for the backward pass."""
+        stream = self.item * self.shape.hidden * tokens
+        if self.train.gradient_checkpointing:
+            return len(self.shape.layers) * stream
+        return len(self.shape.layers) * tokens * self.layer_bytes()
+
+    def layer_bytes(self) -> int:
+        """Bytes that a layer keeps of one token for its backward pass."""
+        shape, item = self.shape, self.item
+        queries, keys = shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
+        norms = 2 * (4 + 2 * item) * shape.hidden  # the float32 input, the normalised one, the scaled one
+        head_norms = (4 + item) * (queries + keys) if shape.has_head_norms else 0
+        attended = item * (3 * queries + 2 * (keys if self.has_grouped_attention else queries)) + 4 * shape.heads
+        return norms + head_norms + attended + self._mlp_kept()
+
+    def _mlp_kept(self) -> int:
+        shape, item = self.shape, self.item
+        if not shape.num_experts:
+            return 4 * item * shape.intermediate  # gate, its activation, up, their product
+        expert = 4 * item * shape.expert_intermediate + 2 * item * shape.hidden
+        return shape.experts_per_token * expert + 4 * shape.num_experts
+
+    def _mlp_backward(self) -> int:
+        """Gradients of a token that exist at once in the MLP."""
+        shape = self.shape
+        width = shape.experts_per_token * shape.expert_intermediate if shape.num_experts else shape.intermediate
+        return 2 * self.item * width
+
+    def _mlp_forward(self) -> int:
+        return 3 * self._mlp_backward() // 2

@@ -1,0 +1,150 @@
+"""A model's tensors from its config.json alone: which there are, how large, and what a layer computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from dapo_core.errors import ModelError
+
+Shape = tuple[int, ...]
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+_ATTENTION_BIAS = ("qwen2",)  # on queries, keys and values, without a key in config.json
+_HEAD_NORMS = ("qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder: h hidden, a = heads x head_dim, k = key heads x head_dim, i of the gated MLP."""
+
+    hidden: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    intermediate: int  # of a dense layer
+    vocabulary: int
+    is_tied: bool
+    has_head_norms: bool
+    num_experts: int  # of a sparse layer; 0 without
+    experts_per_token: int
+    expert_intermediate: int
+    layers: tuple[tuple[Shape, ...], ...]  # the shapes of each layer's tensors, as the policy holds them
+    root: tuple[Shape, ...]  # embedding, last norm and, unless tied, the head
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them, tied ones once."""
+        return count(self._shapes)
+
+    @property
+    def root_parameters(self) -> int:
+        return count(self.root)
+
+    @property
+    def largest_layer(self) -> int:
+        """Parameters of the largest decoder layer."""
+        return max(count(layer) for layer in self.layers)
+
+    @property
+    def largest_tensor(self) -> int:
+        """Elements of the largest tensor as a model's files and engines have it: an expert's are separate."""
+        return max(prod(shape[-2:]) for shape in self._shapes)
+
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest tensor as the policy holds it: experts of a layer are one."""
+        return max(map(prod, self._shapes))
+
+    @property
+    def _shapes(self) -> list[Shape]:
+        return [*self.root, *(shape for layer in self.layers for shape in layer)]
+
+    def shard_parameters(self, num_shards: int) -> int:
+        """Elements of the largest shard: FSDP2 splits every tensor's first dimension like torch.chunk."""
+        return sum(-(-shape[0] // num_shards) * prod(shape[1:]) for shape in self._shapes)
+
+    def engine_parameters(self, tensor_parallel: int, pipeline_parallel: int = 1) -> int:
+        """Elements on a device of an engine: heads, MLPs, experts and vocabulary are split, norms are not.
+
+        Key heads are copied where there are fewer than devices. The largest pipeline stage counts.
+        """
+        per_stage = -(-len(self.layers) // pipeline_parallel)
+        keys = 2 * self.hidden * self.head_dim * max(self.key_heads // tensor_parallel, 1)
+        split_keys = 2 * self.hidden * self.head_dim * self.key_heads // tensor_parallel
+        layer = self.largest_layer // tensor_parallel + keys - split_keys
+        matrices = 1 if self.is_tied or pipeline_parallel > 1 else 2
+        return per_stage * layer + matrices * self.vocabulary * self.hidden // tensor_parallel + self.hidden
+
+    def token_elements(self, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
+        """Keys and values of one token on a device of an engine."""
+        per_stage = -(-len(self.layers) // pipeline_parallel)
+        return 2 * per_stage * self.head_dim * max(self.key_heads // tensor_parallel, 1)
+
+
+def count(shapes: Sequence[Shape]) -> int:
+    """Elements of all tensors."""
+    return sum(map(prod, shapes))
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a config.json describes; raises ModelError for an architecture of unknown tensors."""
+    kind = str(config.get("model_type"))
+    if kind not in MODEL_TYPES:
+        raise ModelError(
+            f"the memory plan knows the tensors of {', '.join(MODEL_TYPES)}, not of model_type {kind}; training "
+            "may still take it"
+        )
+    try:
+        return _shape(config, kind)
+    except KeyError as missing:
+        raise ModelError(
+            f"config.json has no {missing}, which the memory plan needs; fetch the model again"
+        ) from None
+
+
+def _shape(text: Mapping[str, Any], kind: str) -> ModelShape:
+    hidden, heads, width = text["hidden_size"], text["num_attention_heads"], text["vocab_size"]
+    shape = ModelShape(
+        hidden=hidden,
+        heads=heads,
+        key_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or hidden // heads,
+        intermediate=text["intermediate_size"],
+        vocabulary=width,
+        is_tied=bool(text.get("tie_word_embeddings", False)),
+        has_head_norms=kind in _HEAD_NORMS,
+        num_experts=int(text.get("num_experts") or text.get("num_local_experts") or 0),
+        experts_per_token=text.get("num_experts_per_tok") or 0,
+        expert_intermediate=text.get("moe_intermediate_size") or 0,
+        layers=(),
+        root=(),
+    )
+    layers = tuple(_layer(shape, text, number) for number in range(text["num_hidden_layers"]))
+    head: tuple[Shape, ...] = () if shape.is_tied else ((width, hidden),)
+    return replace(shape, layers=layers, root=((width, hidden), (hidden,), *head))
+
+
+def _layer(shape: ModelShape, text: Mapping[str, Any], number: int) -> tuple[Shape, ...]:
+    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
+    tensors: list[Shape] = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+    if text["model_type"] in _ATTENTION_BIAS or text.get("attention_bias"):
+        tensors += [(queries,), (keys,), (keys,)]
+        if text["model_type"] not in _ATTENTION_BIAS:
+            tensors.append((hidden,))
+    if shape.has_head_norms:
+        tensors += [(shape.head_dim,)] * 2
+    tensors += [(hidden,)] * 2  # norms
+    if _is_sparse(shape, text, number):
+        experts, width = shape.num_experts, shape.expert_intermediate
+        return (*tensors, (experts, hidden), (experts, 2 * width, hidden), (experts, hidden, width))
+    width = shape.intermediate
+    tensors += [(width, hidden), (width, hidden), (hidden, width)]
+    return tuple(tensors + ([(width,), (width,), (hidden,)] if text.get("mlp_bias") else []))
+
+
+def _is_sparse(shape: ModelShape, text: Mapping[str, Any], number: int) -> bool:
+    if not shape.num_experts or number in (text.get("mlp_only_layers") or ()):
+        return False
+    return (number + 1) % int(text.get("decoder_sparse_step") or 1) == 0

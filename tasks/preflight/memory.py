@@ -1,0 +1,116 @@
+"""The memory plan of a recipe: which model and which devices it is made for, and whether it fits them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dapo_core.config.training import TrainingConfig
+from dapo_core.device import device_for
+from dapo_core.errors import ConfigError, ModelError
+from dapo_core.memory.devices import Limit, find_device
+from dapo_core.memory.fitting import describe, smallest_change
+from dapo_core.memory.plan import GIB, MemoryPlan, plan_memory
+from dapo_core.memory.published import PUBLISHED, published_config, recipe_config
+from dapo_core.memory.shape import shape_of
+from tasks.config import ChainConfig, ModelConfig
+from tasks.fetched_model import model_name
+from tasks.preflight.finding import FAIL, OK, WARN, Findings
+
+
+def plan_of(config: ChainConfig, folder: Path | None = None, gigabytes: float | None = None) -> MemoryPlan:
+    """The recipe's plan; `folder` is the fetched model, `gigabytes` the GiB of a device in place of a name.
+
+    Raises ConfigError for a model without a config.json here that is not in the table either, and for an unknown
+    device; ModelError for an architecture whose tensors are not known.
+    """
+    shape = shape_of(model_config(config.model, folder))
+    return plan_memory(config, shape, device_limit(config, gigabytes), config.checkpoint_steps)
+
+
+def change_that_fits(config: ChainConfig, plan: MemoryPlan, folder: Path | None = None) -> str:
+    """The keys to change so that a plan with shortages fits, as options."""
+    shape = shape_of(model_config(config.model, folder))
+
+    def replan(other: TrainingConfig) -> MemoryPlan:
+        return plan_memory(other, shape, plan.limit)
+
+    change = smallest_change(config, shape, replan)
+    if change is None:
+        return "no change of keys within the plan makes it fit: take a smaller model or a lower response limit"
+    return describe(change)
+
+
+def check_memory(config: ChainConfig, folder: Path | None, findings: Findings) -> None:
+    """Whether the plan fits; nothing is said of a model that was not fetched and is in no table."""
+    if not (folder and (folder / "config.json").is_file()) and _known_config(config.model) is None:
+        return
+    try:
+        plan = plan_of(config, folder)
+    except ModelError as error:
+        findings.add("memory", WARN, str(error), "watch perf/max_memory_allocated_gb in the first steps")
+        return
+    except ConfigError as error:
+        findings.add("memory", FAIL, str(error))
+        return
+    if not plan.shortages:
+        findings.add("memory", OK, summary(plan))
+        return
+    is_tried = config.train.allow_oversubscription
+    advice = f"{change_that_fits(config, plan, folder)}; dapo plan CONFIG --memory shows what takes it"
+    if not is_tried:
+        advice += ", and train.allow_oversubscription=true tries all the same"
+    findings.add("memory", WARN if is_tried else FAIL, "; ".join(plan.shortages), advice)
+
+
+def summary(plan: MemoryPlan) -> str:
+    """The peak and the limit of each kind of device, as the headers of recipes state them."""
+    limit = "" if plan.limit.num_bytes is None else f" of {plan.limit.num_bytes / GIB:.1f}"
+    peaks = [f"{load.name} {load.peak_bytes / GIB:.1f}{limit} GiB" for load in plan.loads]
+    return f"{', '.join(peaks)} ({plan.limit.name})"
+
+
+def device_limit(config: TrainingConfig, gigabytes: float | None = None) -> Limit:
+    """The memory of a device: as given, of the model that train.device_model names, else of this machine's own."""
+    train = config.train
+    if gigabytes is not None:
+        return Limit(f"{gigabytes:g} GiB as given", int(gigabytes * GIB))
+    if train.device_model is not None:
+        size = find_device(train.device_model)
+        if size.kind != train.device:
+            raise ConfigError(
+                f"train.device_model={train.device_model} is a {size.kind} device, and train.device="
+                f"{train.device}; change one of the two"
+            )
+        return Limit(train.device_model, size.num_bytes)
+    own = None if train.ray_address is not None else device_for(train.device).memory_bytes()
+    if own is None:
+        return Limit("unknown: set train.device_model", None)
+    return Limit("this machine's memory" if train.device == "cpu" else "this machine's device", own)
+
+
+def model_config(model: ModelConfig, folder: Path | None = None) -> Mapping[str, Any]:
+    """config.json of the model: of its folder, of a published model, or of what model.source=recipe builds."""
+    path = folder or (Path(str(model.path)) if model.source == "path" else None)
+    if path is not None and (path / "config.json").is_file():
+        try:
+            found: Mapping[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"{path / 'config.json'} is not JSON: {error}; fetch the model again") from None
+        return found
+    known = _known_config(model)
+    if known is None:
+        name = model.path if model.source == "path" else model_name(model)
+        raise ConfigError(
+            f"the memory plan needs config.json of {name}, which is not here; fetch the model (dapo "
+            f"stage fetch-model), or set model.path to a folder that has it. Known without: {', '.join(PUBLISHED)}"
+        )
+    return known
+
+
+def _known_config(model: ModelConfig) -> Mapping[str, Any] | None:
+    if model.source == "recipe":
+        return {"model_type": "qwen3", **recipe_config(model.recipe)}
+    return published_config(str(model.id or model.path or ""))

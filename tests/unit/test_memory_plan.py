@@ -1,0 +1,245 @@
+"""The memory plan: tensors of models, bytes worked out by hand, devices, and changes that make it fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dapo_core.errors import ConfigError, ModelError
+from dapo_core.memory.devices import DEVICES, GIB, Limit, find_device
+from dapo_core.memory.engine import engine_memory
+from dapo_core.memory.fitting import changed, smallest_change
+from dapo_core.memory.plan import PHASES, MemoryPlan, plan_memory
+from dapo_core.memory.published import PUBLISHED, published_config, recipe_config
+from dapo_core.memory.rank import rank_memory
+from dapo_core.memory.shape import MODEL_TYPES, shape_of
+from flows.cli import app
+from flows.config import Config, load_config, resolve_config
+from tasks.artifacts.stage_key import PROJECT_ROOT
+from tasks.preflight.memory import device_limit, plan_of
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
+
+
+def recipe(name: str, *overrides: str) -> Config:
+    return load_config(PROJECT_ROOT / "configs" / f"{name}.yaml", overrides)
+
+
+def planned(config: Config, model: str, gigabytes: float | None = None) -> MemoryPlan:
+    limit = Limit("test", None if gigabytes is None else int(gigabytes * GIB))
+    return plan_memory(config, shape_of(PUBLISHED[model]), limit)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_the_tensors_are_those_that_transformers_makes(kind: str, is_tied: bool) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {**SIZES, "vocab_size": 100, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": is_tied}
+    values |= EXPERTS if kind == "qwen3_moe" else {}
+    config = AutoConfig.for_model(kind, **values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_of(json.loads(config.to_json_string(use_diff=False)))
+    layers = [[tuple(one.shape) for one in layer.parameters()] for layer in model.model.layers]
+    assert [sorted(layer) for layer in shape.layers] == [sorted(layer) for layer in layers]
+    every = {id(one): one for one in model.parameters()}.values()
+    assert shape.num_parameters == sum(one.numel() for one in every)
+    # FSDP2 gives each of 5 ranks a chunk of the rows; the first has the most.
+    assert shape.shard_parameters(5) == sum(torch.chunk(one, 5)[0].numel() for one in every)
+
+
+def test_published_models_have_their_published_sizes() -> None:
+    billions = {name: shape_of(config).num_parameters / 1e9 for name, config in PUBLISHED.items()}
+    assert {name: round(billions[name], 2) for name in ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B")} == {
+        "Qwen3-0.6B": 0.60,
+        "Qwen3-8B": 8.19,
+        "Qwen3-32B": 32.76,
+    }
+    assert round(billions["Qwen3-30B-A3B"], 1) == 30.5
+    assert round(billions["Qwen2.5-32B"], 2) == 32.76
+    assert published_config("models/Qwen3-8B-Base") is published_config("Qwen/Qwen3-8B") is PUBLISHED["Qwen3-8B"]
+    assert published_config("Qwen/Qwen3-8B-VL") is None
+
+
+def test_the_states_of_qwen3_32b_over_64_ranks() -> None:
+    """32,762,123,264 parameters / 64: every first dimension divides, so a shard has 511,908,176."""
+    rank = rank_memory(recipe("dapo_qwen3_32b_math", "train.num_ranks=64"), shape_of(PUBLISHED["Qwen3-32B"]))
+    assert (rank.weights, rank.gradients, rank.optimizer) == (2_047_632_704, 2_047_632_704, 4_095_265_408)
+    assert rank.reference == 0
+    with_kl = recipe("dapo_qwen3_32b_math", "train.num_ranks=64", "algorithm.kl.place=loss")
+    assert rank_memory(with_kl, shape_of(PUBLISHED["Qwen3-32B"])).reference == 1_023_816_352  # bfloat16
+
+
+def test_an_update_of_qwen3_32b_by_hand() -> None:
+    """One row of n = 22,528 tokens on each of 64 ranks: the peak is the backward pass of the last layer."""
+    one_row = ("train.num_ranks=64", "train.sequence_parallel=1", "train.micro_batch_tokens=22528")
+    rank = rank_memory(recipe("dapo_qwen3_32b_math", *one_row), shape_of(PUBLISHED["Qwen3-32B"]))
+    tokens, hidden, queries, keys, width, vocabulary = 22_528, 5_120, 8_192, 1_024, 25_600, 151_936
+    layer = 2 * hidden * (queries + keys) + 3 * hidden * width + 2 * 128 + 2 * hidden  # 487,598,336 parameters
+    head = vocabulary * hidden
+    assert rank.peak_moment == "last layer"
+    assert rank.update_weights == 2 * (2 * head + hidden) + 2 * 2 * layer  # bfloat16: root, layer, the next one
+    # head's gradient and half of the layer's in bfloat16; the reduced layer's in float32
+    assert rank.update_gradients == 2 * (head + layer // 2) + 4 * layer
+    norms, head_norms = 2 * 8 * hidden, 6 * (queries + keys)
+    attention = 2 * 5 * queries + 4 * 64  # q, repeated k and v, the result twice; logsumexp of 64 heads
+    kept = norms + head_norms + attention + 4 * 2 * width  # 424,192 bytes a token
+    inputs = 64 * 2 * hidden  # of 64 checkpointed layers
+    assert rank.update_activations == tokens * (inputs + kept + 2 * 2 * width + 2 * 2 * hidden)
+
+
+def test_keys_that_save_memory_save_it() -> None:
+    base = ("rollout.num_workers=8", "train.num_ranks=8", "train.micro_batch_tokens=10240")
+    rank = {
+        change: rank_memory(recipe("dapo_qwen3_8b_math", *base, change), shape_of(PUBLISHED["Qwen3-8B"]))
+        for change in (
+            "train.num_ranks=8",
+            "train.gradient_checkpointing=false",
+            "train.reshard_after_forward=false",
+            "train.sequence_parallel=4",
+            "train.logits_chunk_tokens=256",
+            "train.micro_batch_tokens=5120",
+            "train.dtype=float32",
+            "train.fsdp_size=4",
+        )
+    }
+    plain = rank["train.num_ranks=8"]
+    # 36 layers' activations in place of 36 inputs and one layer's
+    assert rank["train.gradient_checkpointing=false"].update_activations > 5 * plain.update_activations
+    # 36 gathered layers and one buffer in place of one and one
+    layers = shape_of(PUBLISHED["Qwen3-8B"]).largest_layer * 2
+    assert rank["train.reshard_after_forward=false"].update_weights - plain.update_weights == 35 * layers
+    assert rank["train.logits_chunk_tokens=256"].scoring_logits * 4 == plain.scoring_logits
+    assert rank["train.micro_batch_tokens=5120"].scoring_activations * 2 == plain.scoring_activations
+    # 20,480 tokens of two sequences over two ranks, 40,960 of four over four: the same on each
+    assert rank["train.sequence_parallel=4"].scoring_activations == plain.scoring_activations
+    assert rank["train.dtype=float32"].forward_weights == 2 * plain.forward_weights
+    assert rank["train.fsdp_size=4"].weights == 2 * plain.weights
+
+
+def test_a_micro_batch_is_no_larger_than_the_step() -> None:
+    """arith_cpu: 8 x 8 / 2 = 32 responses of 120 tokens on a rank, below its 16,384 tokens."""
+    shape = shape_of({"model_type": "qwen3", **recipe_config(recipe("arith_cpu").model.recipe)})
+    whole, half = (
+        rank_memory(recipe("arith_cpu", f"train.micro_batch_tokens={tokens}"), shape) for tokens in (7680, 3840)
+    )
+    assert rank_memory(recipe("arith_cpu"), shape) == whole
+    assert half.update_activations == whole.update_activations  # 3,840 tokens are learnt from
+    assert half.scoring_activations * 2 == whole.scoring_activations  # 7,680 are scored
+
+
+def test_keys_and_values_of_an_engine_over_four_dies() -> None:
+    """64 layers x 8 heads x 128 x 2 x 2 B / 4 = 65,536 B a token; 32.8e9 x 2 B / 4 of weights."""
+    config = recipe("dapo_qwen3_32b_math")
+    engine = engine_memory(config, shape_of(PUBLISHED["Qwen3-32B"]), 64 * GIB)
+    assert engine.token_bytes == 65_536
+    assert engine.sequence_bytes == 65_536 * 22_528
+    assert abs(engine.weights - 2 * 32_762_123_264 / 4) < 0.002 * engine.weights  # norms are on each
+    assert engine.cache == int(0.9 * 64 * GIB) - engine.fixed
+    assert engine.num_sequences == engine.cache // engine.sequence_bytes == 29
+    two_key_heads = shape_of({**PUBLISHED["Qwen2.5-0.5B"], "num_attention_heads": 16})
+    assert two_key_heads.token_elements(4) == two_key_heads.token_elements(2)  # copied where heads are fewer
+    fp8 = recipe("dapo_qwen3_32b_math", "rollout.engine_args={kv_cache_dtype: fp8}")
+    assert engine_memory(fp8, shape_of(PUBLISHED["Qwen3-32B"]), None).token_bytes == 32_768
+
+
+def test_an_unknown_size_is_said_and_not_guessed() -> None:
+    plan = planned(recipe("dapo_qwen3_8b_math"), "Qwen3-8B")
+    assert [load.fits for load in plan.loads] == [None, None]
+    assert (plan.engine.num_sequences, plan.shortages) == (None, [])
+    assert device_limit(recipe("dapo_qwen3_8b_math", "train.device_model=null")).num_bytes is None
+
+
+def test_devices_are_found_by_the_names_people_use() -> None:
+    assert find_device("NVIDIA H100") is find_device("h100") is DEVICES["H100"]
+    assert find_device("4090") is find_device("NVIDIA GeForce RTX 4090") is DEVICES["RTX 4090"]
+    assert 78 < DEVICES["H100"].num_bytes / GIB < 79.2  # torch sees 79.1
+    with pytest.raises(ConfigError, match="did you mean A100 40GB or A100 80GB"):
+        find_device("A100")
+    with pytest.raises(ConfigError, match="did you mean Atlas 800T A3"):
+        find_device("Atlas 800 A3")
+    with pytest.raises(ConfigError, match=r"is a npu device, and train\.device=cuda"):
+        device_limit(recipe("dapo_qwen3_0_6b_gsm8k", "train.device_model=Atlas 800T A3"))
+
+
+@pytest.mark.parametrize("gigabytes", [12, 20, 24])
+def test_the_proposed_change_fits_and_has_no_key_too_many(gigabytes: float) -> None:
+    config, shape = recipe("dapo_qwen3_8b_math"), shape_of(PUBLISHED["Qwen3-8B"])
+
+    def replan(other: Any) -> MemoryPlan:
+        return planned(other, "Qwen3-8B", gigabytes)
+
+    assert replan(config).shortages
+    change = smallest_change(config, shape, replan)
+    assert change
+    assert replan(changed(config, change)).shortages == []
+    resolve_config(changed(config, change).model_dump(mode="json"))  # nothing contradicts another key
+    joined = {
+        "train.sequence_parallel": "train.micro_batch_tokens",
+        "rollout.tensor_parallel": "rollout.num_workers",
+    }
+    for key in change:
+        if key in joined.values():
+            continue
+        without = {name: value for name, value in change.items() if name not in (key, joined.get(key))}
+        assert replan(changed(config, without)).shortages, f"{key} is not needed"
+
+
+def test_no_change_is_proposed_where_none_is_enough() -> None:
+    config = recipe("dapo_qwen3_8b_math")
+    assert (
+        smallest_change(config, shape_of(PUBLISHED["Qwen3-8B"]), lambda one: planned(one, "Qwen3-8B", 3)) is None
+    )
+
+
+def test_a_model_that_is_not_known_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs config\.json of hf:you/own, which is not here; fetch the model"):
+        plan_of(recipe("dapo_qwen3_8b_math", "model.id=you/own"))
+    with pytest.raises(ConfigError, match=r"needs config\.json of models/own"):
+        plan_of(recipe("dapo_qwen3_32b_math", "model.path=models/own"))
+    with pytest.raises(ModelError, match="not of model_type mamba"):
+        shape_of({"model_type": "mamba"})
+    with pytest.raises(ModelError, match="has no 'hidden_size'"):
+        shape_of({"model_type": "llama"})
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="is not JSON"):
+        plan_of(recipe("dapo_qwen3_32b_math", f"model.path={tmp_path}"))
+
+
+def test_the_command_shows_the_plan_and_what_fits() -> None:
+    recipe_path = str(PROJECT_ROOT / "configs/dapo_qwen3_8b_math.yaml")
+    shown = CliRunner().invoke(app, ["plan", recipe_path, "--memory"])
+    assert (shown.exit_code, "it fits" in shown.output) == (0, True)
+    assert "limit 61.27 (Atlas 800T A3)" in shown.output
+    small = ["plan", recipe_path, "--memory", "--device-gigabytes", "24"]
+    shown = CliRunner().invoke(app, small)
+    assert shown.exit_code == 2
+    assert "does not fit: a rank's device" in shown.output
+    assert "what fits: --set train." in shown.output
+    allowed = CliRunner().invoke(app, [*small, "--set", "train.allow_oversubscription=true", "--json"])
+    assert allowed.exit_code == 0
+    plan = json.loads(allowed.stdout)
+    assert plan["shortages"]
+    assert {use["phase"] for use in plan["uses"]} == set(PHASES)
+    wrong = CliRunner().invoke(app, ["plan", recipe_path, "--device-gigabytes", "24"])
+    assert "belongs to --memory" in wrong.output
+
+
+def test_a_plan_loads_no_torch() -> None:
+    code = (
+        "from flows.config import load_config; from tasks.preflight.memory import plan_of; import sys; "
+        "plan_of(load_config('configs/dapo_qwen3_32b_math.yaml')); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PROJECT_ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
