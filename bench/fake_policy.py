@@ -50,16 +50,10 @@ def count(model_config: PretrainedConfig, config: TrainingConfig, folder: Path) 
         # DTensor computes once how it shards, with tensors that the tracker would count.
         policy.log_probs(warm)
         policy.update(warm, LossTotals(1, 1), True)  # which leaves its gradients
-        scoring = _peaks(policy, lambda: policy.log_probs(share))[-1] if has_scoring(config) else None
+        scoring = _peaks(policy, lambda: policy.log_probs(share))[-1] if config.scores_before_updates else None
         measures = scoring is None
         update, optimizer = _peaks(policy, lambda: policy.update(share, LossTotals(1, 1), measures))
     return {**({"old_log_probs": scoring} if scoring else {}), "update": update, "optimizer": optimizer}
-
-
-def has_scoring(config: TrainingConfig) -> bool:
-    """Whether a step has a pass for old log-probs; without it its updates measure log-probs and entropy."""
-    is_one_update = config.train.train_prompts == config.train.mini_prompts
-    return config.algorithm.old_log_probs == "policy" and (config.anchors_before_updates or not is_one_update)
 
 
 def write_model_folder(model_config: PretrainedConfig, folder: Path) -> None:

@@ -18,6 +18,11 @@ class Rates:
     node_devices: int
     layer_seconds: float  # of a decoding step: launches, and two all-reduces under tensor parallelism
 
+    @property
+    def node_network(self) -> float:
+        """Bytes a second that all devices of a node receive from others."""
+        return self.node_devices * self.network
+
 
 TRAINING_SHARE = 0.28  # of the peak, with what checkpointing computes again; the published log: 0.21 and 0.33
 DECODING_SHARE = 0.6  # of the memory's bytes a second

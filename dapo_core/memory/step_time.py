@@ -14,28 +14,26 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, median
 from typing import TYPE_CHECKING
 
-from dapo_core.memory.engine import engine_memory
-
 from dapo_core.device import device_for
+from dapo_core.memory.engine import engine_memory
+from dapo_core.memory.plan import PHASES
 from dapo_core.memory.rates import DECODING_SHARE, NETWORK_SHARE, SYNC_BYTES, TRAINING_SHARE, Rates
 
 if TYPE_CHECKING:
+    from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.shape import ModelShape
 
-    from dapo_core.config.training import TrainingConfig
-
-GENERATE, ANCHOR, REFERENCE, UPDATE, SYNC = "generate", "old log-probs", "reference", "update", "weight sync"
+GENERATE, ANCHOR, UPDATE, PUBLISH = PHASES[:4]
 # Of the seed log of Qwen3-32B: mean response / limit, and the standard deviation of a log-normal with 3.9 % cut.
 MEAN_SHARE, LOG_SIGMA = 0.36, 0.69
 PROMPT_SHARE = 0.1  # of data.max_prompt_tokens
 KEPT_SHARE = 0.5  # of groups under dynamic sampling, those whose responses are neither all right nor all wrong
 NUM_QUANTILES = 512
-METRICS = {
-    GENERATE: "timing_s/gen",
-    ANCHOR: "timing_s/old_log_prob",
-    REFERENCE: "timing_s/ref",
-    UPDATE: "timing_s/update_actor",
-    SYNC: "timing_s/weight_sync",
+METRICS = {  # that a phase takes together
+    GENERATE: ("timing_s/gen",),
+    ANCHOR: ("timing_s/old_log_prob", "timing_s/ref"),
+    UPDATE: ("timing_s/update_actor",),
+    PUBLISH: ("timing_s/weight_sync",),
 }
 
 
@@ -109,14 +107,14 @@ def step_time(
     squares = num_responses * fmean((lengths.prompt + each) ** 2 for each in responses)
     forward = forward_flops(shape, trained, squares, num_responses * lengths.response)
     update = forward * (4 if config.train.gradient_checkpointing else 3)
+    num_passes = config.scores_before_updates + (config.algorithm.kl.place != "off")
+    anchor = num_passes * _pass_seconds(config, shape, machine.ranks, forward, trained, has_backward=False)
     seconds = {
         GENERATE: _generate_seconds(config, shape, machine, lengths),
-        ANCHOR: _pass_seconds(config, shape, machine.ranks, forward, trained, has_backward=False),
+        ANCHOR: anchor,
         UPDATE: _pass_seconds(config, shape, machine.ranks, update, trained, has_backward=True),
-        SYNC: shape.num_parameters * item_bytes(config.train.device, config.rollout.dtype) / SYNC_BYTES,
+        PUBLISH: shape.num_parameters * item_bytes(config.train.device, config.rollout.dtype) / SYNC_BYTES,
     }
-    if config.algorithm.kl.place != "off":
-        seconds[REFERENCE] = seconds[ANCHOR]
     return StepTime(
         {phase: value * (factors or {}).get(phase, 1.0) for phase, value in seconds.items()},
         trained,
@@ -140,9 +138,12 @@ def calibrate(
     lengths = [_lengths_of(config, step) for step in used]
     estimates = [step_time(config, shape, machine, each).seconds for each in lengths]
     factors = {
-        phase: median(step[name] / estimate[phase] for step, estimate in zip(used, estimates, strict=True))
-        for phase, name in METRICS.items()
-        if all(name in step and phase in estimate for step, estimate in zip(used, estimates, strict=True))
+        phase: median(
+            sum(step.get(name, 0.0) for name in names) / estimate[phase]
+            for step, estimate in zip(used, estimates, strict=True)
+        )
+        for phase, names in METRICS.items()
+        if estimates[0][phase]
     }
     middle = {name: median(getattr(each, name) for each in lengths) for name in ("prompt", "response", "kept")}
     return replace(lengths[0], **middle, source=f"medians of {len(used)} steps of the run"), factors
@@ -186,7 +187,8 @@ def _pass_seconds(
     num_micro = math.ceil(trained / train.num_data_ranks / row)
     item = item_bytes(train.device, train.dtype)
     sent = num_micro * shape.num_parameters * (2 * item + 4 if has_backward else item)
-    speed = rates.inside if num_shards <= rates.node_devices else rates.network
+    # What enters a node comes over the links of all its devices, then every device gets all of it inside.
+    speed = rates.inside if num_shards <= rates.node_devices else min(rates.inside, rates.node_network)
     return max(computing, sent / (speed * NETWORK_SHARE))
 
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo_core.memory.devices import DEVICES, find_device
-from dapo_core.memory.shape import shape_of
 from pydantic import ValidationError
 
 from dapo_core.config.training import TrainingConfig
 from dapo_core.errors import ConfigError
+from dapo_core.memory.devices import DEVICES, find_device
 from dapo_core.memory.rates import RATES, Rates, cpu_rates
+from dapo_core.memory.shape import shape_of
 from dapo_core.memory.step_time import Machine, StepTime, assumed_lengths, calibrate, step_time
 from dapo_core.metrics import METRICS_FILE
 from durable import read_json_lines
@@ -28,13 +28,14 @@ logger = logging.getLogger(__name__)
 NUM_STEPS = 50  # of a run, its newest
 
 
-def time_of(config: ChainConfig) -> StepTime:
-    """The estimate. If a run of the same run.name trained, with its lengths and its phases' factors.
+def time_of(config: ChainConfig, gigabytes: float | None = None) -> StepTime:
+    """The estimate; where a run of the same run.name trained, with its lengths and its phases' factors.
 
-    A factor compares that run with the estimate for the configuration that it ran with. Raises ConfigError for an
-    accelerator without train.device_model, and what `model_config` and `shape_of` raise.
+    A factor compares that run with the estimate for the configuration that it ran with. gigabytes: GiB of a device
+    in place of its model's. Raises ConfigError for an accelerator without train.device_model, and what
+    `model_config` and `shape_of` raise.
     """
-    shape, machine = shape_of(model_config(config.model)), _machine(config)
+    shape, machine = shape_of(model_config(config.model)), _machine(config, gigabytes)
     for ran_with, steps in _trainings(config):
         if found := calibrate(ran_with, shape, _machine(ran_with), steps):
             return step_time(config, shape, machine, *found)
@@ -68,7 +69,7 @@ def _hardware(config: ChainConfig) -> tuple[Any, ...]:
     return config.model, config.train.device, config.train.device_model, config.rollout.engine
 
 
-def _machine(config: TrainingConfig) -> Machine:
+def _machine(config: TrainingConfig, gigabytes: float | None = None) -> Machine:
     train = config.train
     if train.device == "cpu":
         return Machine(cpu_rates(train.threads_per_rank), cpu_rates(config.rollout.threads_per_worker), None)
@@ -78,7 +79,7 @@ def _machine(config: TrainingConfig) -> Machine:
             f"one of {', '.join(DEVICES)}"
         )
     rates = _rates(train.device_model)
-    return Machine(rates, rates, device_limit(config).num_bytes)
+    return Machine(rates, rates, device_limit(config, gigabytes).num_bytes)
 
 
 def _rates(device_model: str) -> Rates:
