@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +48,12 @@ class Device:
                 f"train.device={self.kind}, but torch {torch.__version__} sees no such device here; "
                 "set train.device=cpu or run on a node that has one"
             )
+
+    def saving_on_host(self) -> AbstractContextManager[object]:
+        """A context in which autograd keeps what it saves in pinned host memory; on a CPU, where it is."""
+        import torch
+
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.kind != "cpu", device_type=self.kind)
 
     def name(self) -> str:
         """What the vendor calls the process's device, such as `NVIDIA H100 80GB HBM3` or `Ascend910B3`."""

@@ -110,6 +110,9 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = volatile(
         True, "Recompute activations in the backward pass: less memory, more time."
     )
+    offload_activations: bool = volatile(
+        False, "Keep what gradient checkpointing saves, each layer's input, in host memory until it is needed."
+    )
     compile: bool = key(False, "torch.compile each decoder layer; needs a C++ compiler on a CPU.")
     reshard_after_forward: bool = volatile(True, "Free whole weights between forward and backward: less memory.")
     offload_parameters: bool = volatile(False, "Keep weights in host memory while the engines generate.")
@@ -140,6 +143,16 @@ class TrainConfig(Section):
                 f"train.train_prompts={self.train_prompts} is not a multiple of train.mini_prompts="
                 f"{self.mini_prompts}; an optimizer step would get {self.train_prompts % self.mini_prompts} "
                 "prompts instead; change one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _few_activations_to_offload(self) -> TrainConfig:
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError(
+                "train.offload_activations=true with train.gradient_checkpointing=false would copy every "
+                "activation and every gathered weight of a pass to the host and back; set "
+                "train.gradient_checkpointing=true, or train.offload_activations=false"
             )
         return self
 

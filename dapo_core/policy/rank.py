@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -262,7 +263,8 @@ class Policy:
         device, micro = self.device.torch_device(), share.micro_batch(number)
         row = pack(micro, device, self.group)
         has_bonus = self.algorithm.entropy_coefficient > 0
-        log_probs, entropy = self.model(row, self.temperature, has_bonus or measuring is not None)
+        with self.device.saving_on_host() if self.train.offload_activations else nullcontext():
+            log_probs, entropy = self.model(row, self.temperature, has_bonus or measuring is not None)
         if measuring is not None:
             measuring.add(number, row, (log_probs, entropy))
         tokens = self._loss_tokens(micro, row, log_probs.detach(), totals, share.batch.num_responses)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from dapo_core.batch import split_batch
 from dapo_core.config.training import TrainConfig
-from dapo_core.device import device_for
+from dapo_core.device import Device, device_for
+from dapo_core.loss import LossTotals
 from dapo_core.policy.model import load_sharded, move_model, move_optimizer
+from dapo_core.policy.rank import Policy, Update
+from dapo_core.pretrained import load_model_config
+from flows.config import Config
+from tests.batches import random_batch
+from tests.configs import make_config
 from tests.integration.test_sharded_model import IDS, Logits
 from tests.ranks import run_ranks
 from tests.tiny_models import build_tiny
@@ -52,6 +61,58 @@ def _move_away(rank: int, path: Path, num_ranks: int) -> dict[str, bool]:
         "shapes stay": {name: parameter.to_local().shape for name, parameter in parameters.items()} == shapes,
         "every parameter has moments": len(moments) == 2 * len(parameters),
     }
+
+
+def _updated(rank: int, config: Config) -> tuple[Update, dict[str, torch.Tensor]]:
+    policy = Policy(config.model.path or "", config)
+    batch = random_batch(num_groups=2, group_size=3)
+    shares, _ = split_batch(batch, config.train.num_ranks, 30)
+    update = policy.update(shares[rank], LossTotals.of(batch, config.train.num_ranks))
+    parameters: list[Any] = list(policy.model.named_parameters())
+    gradients = {name: parameter.grad.to_local() for name, parameter in parameters}
+    return update, gradients | {f"{name} after": parameter.to_local() for name, parameter in parameters}
+
+
+def _updated_elsewhere(rank: int, config: Config) -> Any:
+    """With a list in place of the host's memory; inputs of layers are overwritten where they were."""
+    saved: list[torch.Tensor] = []
+
+    @contextmanager
+    def saving_on_host(device: Device) -> Iterator[None]:
+        inputs = []
+
+        def save(tensor: torch.Tensor) -> int:
+            saved.append(tensor.detach().clone())
+            if tensor.ndim == 3:
+                inputs.append(tensor.detach())
+            return len(saved) - 1
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda number: saved[number].clone()):
+            yield
+        for tensor in inputs:
+            tensor.fill_(float("nan"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "saving_on_host", saving_on_host)
+        return _updated(rank, config), [tuple(tensor.shape) for tensor in saved]
+
+
+def test_offloaded_activations_give_the_same_gradients_to_the_bit(tmp_path: Path) -> None:
+    """Each layer's input leaves, and no weight does; several micro-batches on two ranks."""
+    build_tiny(tmp_path, "qwen3_moe", seed=9)
+    model = load_model_config(tmp_path, False)
+    train = {"num_ranks": 2, "train_prompts": 2, "mini_prompts": 2}
+    plain = run_ranks(2, _updated, make_config(tmp_path, train=train))
+    config = make_config(tmp_path, train={**train, "offload_activations": True})
+    on_host = run_ranks(2, _updated, config)
+    elsewhere = run_ranks(2, _updated_elsewhere, config)
+    for (update, values), same, (others, shapes) in zip(plain, on_host, elsewhere, strict=True):
+        for other_update, other_values in (same, others):
+            assert other_update == update
+            assert [name for name in values if not torch.equal(values[name], other_values[name])] == []
+        inputs = [shape for shape in shapes if len(shape) == 3 and shape[::2] == (1, model.hidden_size)]
+        assert len(inputs) >= 2 * model.num_hidden_layers
+        assert not [shape for shape in shapes if model.vocab_size in shape]
 
 
 def test_weights_and_moments_move_and_remain_the_same_parameters_and_shards(tmp_path: Path) -> None:

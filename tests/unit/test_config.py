@@ -222,6 +222,10 @@ def test_references_of_a_model_are_checked_as_they_are_read() -> None:
             ["custom_reward.path=score.py", "reward.scorers=[mine=choice]"],
             r"reward\.scorers=\['mine=choice'\] would be ignored by custom_reward\.path=score\.py",
         ),
+        (
+            ["train.offload_activations=true", "train.gradient_checkpointing=false"],
+            r"would copy every activation .*; set train\.gradient_checkpointing=true",
+        ),
         (["custom_reward.name=mine"], r"custom_reward\.name=mine would be ignored without custom_reward\.path"),
         (  # 512 x 16 = 8192 responses, 5 x 1638 = 8190
             ["algorithm.kl.place=reward", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=1638"],
