@@ -31,6 +31,10 @@ class Device:
 
         return torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, 0)
 
+    def backends(self, has_host_tensors: bool) -> str:
+        """The collective backends of ranks; with gloo for tensors that stay in host memory beside the device's."""
+        return f"cpu:gloo,{self.kind}:{self.backend}" if has_host_tensors and self.kind != "cpu" else self.backend
+
     def resolve_dtype(self, name: str) -> torch.dtype:
         """The torch dtype of a configured name; `auto` is float32 on a CPU, bfloat16 elsewhere."""
         import torch

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dapo_core.compat import Compat
 from dapo_core.data import Prompt
 from dapo_core.engines.base import Engine, FinishReason, GenerationRequest, Response, Sampling
+from dapo_core.engines.engine_thread import EngineThread
 from dapo_core.reward.pool import RewardPool, ScoreRequest
 from dapo_core.reward.scorers import Score, Verdict, overlong_penalty
 
@@ -126,46 +128,52 @@ class _OpenGroup:
 class RolloutWorker:
     """One engine and its scoring processes: takes prompts, hands back groups as they finish.
 
-    A response is scored while the engine continues others; a group is finished when all siblings have scores.
+    The engine decodes on a thread of its own: between the calls of this worker, and while it scores. A group is
+    finished when all siblings have scores. An error of the engine is raised by the next call.
     """
 
-    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, config: TrainingConfig) -> None:
-        self.engine = engine
+    def __init__(
+        self, build_engine: Callable[[], Engine], tokenizer: PreTrainedTokenizerBase, config: TrainingConfig
+    ) -> None:
+        """`build_engine` is called on the engine's thread."""
+        self._news = threading.Event()  # a response finished, or a score is there
+        self.engine = EngineThread(build_engine, self._news.set)
         self.config = config
         self.compat = Compat.of(config.algorithm)
         self.group_size = config.rollout.group_size
-        self.pool = RewardPool(config.reward, config.custom_reward, tokenizer, self.compat)
+        self.pool = RewardPool(config.reward, config.custom_reward, tokenizer, self.compat, self._news.set)
         self._open: dict[int, _OpenGroup] = {}
         self._num_scored = 0
         self._scoring: dict[str, tuple[int, int]] = {}  # the pool's key -> (group id, sample), of open groups
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue groups. A response's seed depends on (run seed, drawing step, group id, sample) alone."""
+        unfinished = []
         for request in requests:
             group = _OpenGroup(request, request.num_samples or self.group_size, self.engine.policy_version)
             self._open[request.group_id] = group
-            unfinished = []
             for sample in range(group.num_samples):
                 so_far = request.responses[sample] if request.responses else Response("", [], [], "abort")
                 if so_far.finish_reason == "abort":
                     unfinished.append(self._generation_request(request, sample, so_far))
                 else:
                     self._collect(so_far)
-            self.engine.submit(unfinished)
+        self.engine.submit(unfinished)
 
     def poll(self, max_seconds: float) -> Progress:
-        """Run the engine and score until a group finished, nothing is left, or the time is over."""
+        """Score until a group finished, nothing is left, or the time is over."""
         deadline = time.monotonic() + max_seconds
         finished: list[Group] = []
         reward_seconds = 0.0
         while self._open and not finished and (now := time.monotonic()) < deadline:
-            if self.engine.num_unfinished():
-                for response in self.engine.step():
-                    self._collect(response)
-                finished = self._take_scores(0.0)
-            else:
-                finished = self._take_scores(deadline - now)
-                reward_seconds += time.monotonic() - now
+            self._news.clear()  # before looking, so that what comes afterwards is news
+            for response in self.engine.take():
+                self._collect(response)
+            finished = self._take_scores()
+            if not finished:
+                is_idle = not self.engine.num_unfinished()
+                self._news.wait(max(deadline - time.monotonic(), 0.0))
+                reward_seconds += is_idle * (time.monotonic() - now)
         return Progress(finished, self._num_open_tokens(), reward_seconds)
 
     def suspend(self) -> list[GroupRequest]:
@@ -179,7 +187,8 @@ class RolloutWorker:
             for sample in range(group.num_samples)
             if sample not in group.responses
         ]
-        stopped = {response.request_id: response for response in self.engine.abort(unfinished)}
+        aborted = self.engine.run(lambda engine: engine.abort(unfinished))
+        stopped = {response.request_id: response for response in [*aborted, *self.engine.take()]}
         requests = []
         for group_id, group in self._open.items():
             responses = [
@@ -195,12 +204,12 @@ class RolloutWorker:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> int:
         """Replace the engine's weights; returns the version that groups carry from now on."""
-        self.engine.load_weights(weights, policy_version)
+        self.engine.run(lambda engine: engine.load_weights(weights, policy_version))
         return self.engine.policy_version
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """The engine's log-probs of given (prompt_ids, response_ids) pairs at temperature 1."""
-        return self.engine.log_probs(sequences)
+        return self.engine.run(lambda engine: engine.log_probs(sequences))
 
     def close(self) -> None:
         """End the scoring processes and free the engine."""
@@ -233,10 +242,10 @@ class RolloutWorker:
         answered = prompt.data_source, response.response_ids, prompt.ground_truth, prompt.extra_info
         self.pool.submit(key, ScoreRequest(*answered, prompt.prompt_ids))
 
-    def _take_scores(self, max_seconds: float) -> list[Group]:
-        """The groups that scores finish within the time."""
+    def _take_scores(self) -> list[Group]:
+        """The groups that the scores so far finish."""
         finished = []
-        for key, score in self.pool.finished(max_seconds):
+        for key, score in self.pool.finished():
             if key not in self._scoring:  # its group was stopped meanwhile
                 continue
             group_id, sample = self._scoring.pop(key)

@@ -6,8 +6,9 @@ dapo train (training.py)        the trainer: this file, one process without an a
   | restarts all if one dies      |  |
   v                               v  |
 rollout workers (rollout.py)     GroupRequest ->   <- Group: tokens, log-probs and scores of G responses
-  one engine (engines/), over rollout.tensor_parallel processes, and its scoring processes (reward/) each; they
-  idle while the policy learns
+  one engine (engines/), over rollout.tensor_parallel processes, and its scoring processes (reward/) each; an
+  engine decodes on a thread of its own while its worker scores and the trainer is busy; all idle while the policy
+  learns
   ^
   | weights, in buckets through Ray's object store: policy rank -> trainer (references only) -> engine
   |

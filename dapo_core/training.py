@@ -93,8 +93,9 @@ def train(
                     return TrainResult(start, end.step, end.policy_version)
 
             def attempt(start: Path | None) -> Trainer:
-                with start_cluster(config, model_path) as cluster:
-                    trainer = Trainer(config, cluster, stream, model_path, output_dir, identity, validation)
+                with start_cluster(config, model_path, output_dir, restarts.num_restarts > 0) as cluster:
+                    fit = cluster.config
+                    trainer = Trainer(fit, cluster, stream, model_path, output_dir, identity, validation)
                     trainer.resume(start)
                     trainer.run(report, stop)
                     return trainer
@@ -174,6 +175,7 @@ class Restarts:
         self.max_restarts = max_restarts
         self.delay_seconds = delay_seconds
         self.sleep = sleep
+        self.num_restarts = 0  # in all
         self._num_in_a_row = 0
         self._latest: Path | None = None  # checkpoint at the last restart
 
@@ -214,6 +216,7 @@ class Restarts:
         longest = max(MAX_DELAY_SECONDS, self.delay_seconds)
         seconds = min(self.delay_seconds * 2**self._num_in_a_row, longest)
         self._num_in_a_row += 1
+        self.num_restarts += 1
         logger.warning(
             "%s; training restarts in %g s from %s (restart %d of at most %d without a new checkpoint)",
             error,

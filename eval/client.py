@@ -282,12 +282,15 @@ def _read_answer(content: bytes, is_chat: bool, clean: Callable[[str], str]) -> 
         raise RequestError(f"the response's text is a {type(text).__name__}, not text")
     usage = payload.get("usage")
     details = usage.get("completion_tokens_details") if isinstance(usage, dict) else None
+    num_thinking = _count(details, "reasoning_tokens")
+    if reasoning is not None and num_thinking == 0:  # vLLM's count where the chat template opens the thinking
+        num_thinking = None
     return Answer(
         clean(text),
         clean(finish_reason) if isinstance(finish_reason, str) else None,
         _count(usage, "completion_tokens"),
         None if reasoning is None else clean(reasoning),
-        _count(details, "reasoning_tokens"),
+        num_thinking,
     )
 
 

@@ -84,7 +84,7 @@ def _wait(references: Sequence[_Reference], num_returns: int, timeout: float) ->
 
 
 @contextmanager
-def _start_cluster(config: TrainingConfig, model_path: Path) -> Iterator[Cluster]:
+def _start_cluster(config: TrainingConfig, model_path: Path, *_: object) -> Iterator[Cluster]:
     """As dapo_core.cluster.start.start_cluster, with one rank and one worker."""
     assert config.train.num_ranks == config.rollout.num_workers == 1
     device = device_for("cpu")
@@ -95,8 +95,11 @@ def _start_cluster(config: TrainingConfig, model_path: Path) -> Iterator[Cluster
 
     def build_worker() -> RolloutWorker:
         settings = engine_settings(config, device)
-        engine = build_engine(config.rollout.engine, model_path, settings, seed=config.run.seed, device="cpu")
-        return RolloutWorker(engine, load_tokenizer(model_path), config)
+        return RolloutWorker(
+            lambda: build_engine(config.rollout.engine, model_path, settings, config.run.seed),
+            load_tokenizer(model_path),
+            config,
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
@@ -113,6 +116,7 @@ def _start_cluster(config: TrainingConfig, model_path: Path) -> Iterator[Cluster
             yield Cluster(
                 PolicyGroup([policy], config, watched, hidden_size),
                 RolloutGroup([worker], config.sampler.max_seconds_without_kept, watched),
+                config,
             )
         finally:
             if len(started) == 2:

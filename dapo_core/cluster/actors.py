@@ -98,9 +98,9 @@ class Actors:
 
     def check(self) -> None:
         """Raise WorkerDied if an actor is known to be dead; pings at most every few seconds."""
+        self._collect_pings()
         if time.monotonic() >= self._next_ping:
             self._next_ping = time.monotonic() + PING_SECONDS
-            self._collect_pings()
             self._ping()
 
     def _search(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 300.0
+LOST_NODE_SECONDS = 3600.0  # for a restart with train.on_lost_node=wait
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Places that are reserved at once, each with the same resources by Ray's names."""
+
+    count: int
+    resources: dict[str, float]
+    on_one_node: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.count} workers of {self.resources}{' on one node' if self.on_one_node else ''}"
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,7 @@ class Place:
     group: PlacementGroup
     bundle: int
     node: str  # Ray's ID of the node
-    resources: dict[str, float]  # by Ray's names
+    resources: dict[str, float]
 
     def start(self, actor_class: type) -> Any:
         """Start an actor of the class here, with all that the place has; returns its handle."""
@@ -47,60 +60,68 @@ class Places:
     ranks: list[Place]
     engines: list[list[Place]]  # the parts of each, of which the first is the rollout worker's
 
+    @property
+    def nodes(self) -> list[str]:
+        """Ray's IDs of the nodes that have a role, each once."""
+        return list(dict.fromkeys(place.node for places in (self.ranks, *self.engines) for place in places))
 
-def place_roles(config: TrainingConfig, device: Device, groups: list[PlacementGroup]) -> Places:
+
+def demands(config: TrainingConfig, device: Device) -> list[Demand]:
+    """What the training reserves, in this order: the ranks, then all engines of one device, or each larger one.
+
+    The parts of an engine are on one node.
+    """
+    own: dict[str, float] = {} if device.kind == "cpu" else {device.ray_resource: 1}
+    train, rollout = config.train, config.rollout
+    of_part = {"CPU": rollout.threads_per_worker} | own
+    if rollout.tensor_parallel == 1:
+        engines = [Demand(rollout.num_workers, of_part)]
+    else:
+        engines = [Demand(rollout.tensor_parallel, of_part, on_one_node=True)] * rollout.num_workers
+    return [Demand(train.num_ranks, {"CPU": train.threads_per_rank} | own), *engines]
+
+
+def place_roles(
+    config: TrainingConfig, device: Device, groups: list[PlacementGroup], max_seconds: float = PLACEMENT_SECONDS
+) -> Places:
     """Reserve a place for each rank and each part of an engine, in placement groups appended to `groups`.
 
-    Ranks fill node by node, so that neighbours in number are on one node where it has room; the parts of an engine
-    are on one node. Raises ConfigError if Ray has no room within PLACEMENT_SECONDS.
+    Ranks fill node by node, so that neighbours in number are on one node where it has room. Raises ConfigError if
+    Ray has no room within `max_seconds`.
     """
-    train, rollout = config.train, config.rollout
-    ranks = reserve(train.num_ranks, train.threads_per_rank, device, groups)
-    if rollout.tensor_parallel == 1:
-        workers = reserve(rollout.num_workers, rollout.threads_per_worker, device, groups)
-        return Places(ranks, [[worker] for worker in workers])
-    engines = [
-        reserve(rollout.tensor_parallel, rollout.threads_per_worker, device, groups, "STRICT_PACK")
-        for _ in range(rollout.num_workers)
-    ]
+    ranks, *engines = [reserve(demand, groups, max_seconds) for demand in demands(config, device)]
+    if config.rollout.tensor_parallel == 1:
+        engines = [[worker] for worker in engines[0]]
     return Places(ranks, engines)
 
 
-def reserve(
-    count: int,
-    threads: int,
-    device: Device,
-    groups: list[PlacementGroup],
-    strategy: Literal["PACK", "STRICT_PACK"] = "PACK",
-) -> list[Place]:
-    """`count` places with a device and `threads` CPUs each, sorted by node; STRICT_PACK: on one node."""
-    bundle: dict[str, float] = {"CPU": threads}
-    if device.kind != "cpu":
-        bundle[device.ray_resource] = 1
-    group = placement_group([bundle] * count, strategy=strategy)
+def reserve(demand: Demand, groups: list[PlacementGroup], max_seconds: float = PLACEMENT_SECONDS) -> list[Place]:
+    """The places, sorted by node, in a new placement group that is appended to `groups`."""
+    strategy = "STRICT_PACK" if demand.on_one_node else "PACK"
+    group = placement_group([demand.resources] * demand.count, strategy=strategy)
     groups.append(group)
-    _wait_for_room(group, f"{count} workers of {bundle}{' on one node' if strategy == 'STRICT_PACK' else ''}")
+    _wait_for_room(group, str(demand), max_seconds)
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    order = list(dict.fromkeys(nodes[number] for number in range(count)))
-    places = [Place(group, number, nodes[number], bundle) for number in range(count)]
+    order = list(dict.fromkeys(nodes[number] for number in range(demand.count)))
+    places = [Place(group, number, nodes[number], demand.resources) for number in range(demand.count)]
     return sorted(places, key=lambda place: order.index(place.node))
 
 
-def _wait_for_room(group: PlacementGroup, wanted: str) -> None:
+def _wait_for_room(group: PlacementGroup, wanted: str, max_seconds: float) -> None:
     """Return once the group has its place; a signal ends the wait, and the log says every 10 s what for.
 
-    Raises ConfigError after PLACEMENT_SECONDS.
+    Raises ConfigError after `max_seconds`.
     """
     began = next_word = time.monotonic()
     while not group.wait(1):
         seconds = time.monotonic() - began
-        if seconds < PLACEMENT_SECONDS and time.monotonic() < next_word + WORD_SECONDS:
+        if seconds < max_seconds and time.monotonic() < next_word + WORD_SECONDS:
             continue
         next_word = time.monotonic()
         room = f"it has {ray.cluster_resources()}, of which {ray.available_resources()} are free"
-        if seconds >= PLACEMENT_SECONDS:
+        if seconds >= max_seconds:
             raise ConfigError(
-                f"Ray has no room for {wanted} within {PLACEMENT_SECONDS:.0f} s; {room}: lower train.num_ranks, "
+                f"Ray has no room for {wanted} within {max_seconds:.0f} s; {room}: lower train.num_ranks, "
                 "rollout.num_workers or the threads, or add nodes"
             )
         logger.info("waiting since %.0f s for room in Ray for %s: %s", seconds, wanted, room)

@@ -13,13 +13,19 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dapo_core.errors import WorkerDied
+from dapo_core.errors import ConfigError, WorkerDied
 
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 60.0
 WORD_SECONDS = 10.0  # between log lines that say why we wait
 POLL_SECONDS = 0.2
+START_RAY = (
+    "start it with a token (docs/security.md): `export RAY_AUTH_MODE=token; ray get-auth-token --generate; ray "
+    "start --head`, and on the other nodes, with the same ~/.ray/auth_token, `export RAY_AUTH_MODE=token; "
+    "ray start --address=HEAD:6379`; or unset train.ray_address to use this machine alone"
+)
+NO_RAY = "Could not find any running Ray instance"  # Ray's words
 
 
 class Room(NamedTuple):
@@ -30,9 +36,11 @@ class Room(NamedTuple):
 
 
 def ask_cluster(address: str, max_seconds: float = ANSWER_SECONDS) -> Room:
-    """The cluster's resources. Raises WorkerDied, with Ray's reason, when it does not answer.
+    """The cluster's resources.
 
-    While it waits, a signal is obeyed at once, and the log says what for.
+    Raises ConfigError, with the commands to type, when `auto` finds no Ray on this machine, and WorkerDied, with
+    Ray's reason, when a cluster does not answer. While it waits, a signal is obeyed at once, and the log says what
+    for.
     """
     command = [sys.executable, "-m", "dapo_core.cluster.room", address]
     began = next_word = time.monotonic()
@@ -50,6 +58,8 @@ def ask_cluster(address: str, max_seconds: float = ANSWER_SECONDS) -> Room:
         finally:
             asking.kill()
     lines = output.strip().splitlines() or errors.strip().splitlines() or ["it said nothing"]
+    if NO_RAY in lines[-1]:
+        raise ConfigError(f"train.ray_address={address} joins the Ray of this machine, and none runs; {START_RAY}")
     if asking.returncode:
         raise WorkerDied(f"{_name(address)} does not answer: {lines[-1]}")
     found = json.loads(lines[-1])

@@ -21,9 +21,11 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
-from dapo_core.cluster.placement import place_roles
+from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, place_roles
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
+from dapo_core.cluster.shared_files import require_shared
+from dapo_core.cluster.shrink import shrunk_to_free
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
 from dapo_core.errors import DapoError
@@ -45,15 +47,18 @@ class Cluster:
 
     policy: PolicyGroup
     rollouts: RolloutGroup
+    config: TrainingConfig  # with the ranks and engines that there are
 
 
 @contextmanager
-def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cluster]:
+def start_cluster(
+    config: TrainingConfig, model_path: str | Path, output_dir: Path | None = None, is_restart: bool = False
+) -> Iterator[Cluster]:
     """Policy ranks and rollout workers with the model loaded; all of them end on exit.
 
-    Starts a private Ray on this machine unless train.ray_address names a running one. Raises ConfigError if the
-    cluster lacks the devices, and WorkerDied if a process dies while it starts. After WorkerDied the same process
-    can start another cluster.
+    Starts a private Ray on this machine unless train.ray_address names a running one. Its nodes must see the model
+    and `output_dir`. A restart, after a death, obeys train.on_lost_node. Raises ConfigError if the cluster lacks
+    the devices, and WorkerDied if a process dies while it starts; then the same process can start another cluster.
     """
     started = time.monotonic()
     train, rollout = config.train, config.rollout
@@ -67,18 +72,18 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
     with connected_to_ray(train, num_cpus) as folder:
         logger.info("Ray is up after %.0f s", time.monotonic() - started)
         try:
-            places = place_roles(config, device, groups)
+            if is_restart and train.ray_address is not None and train.on_lost_node == "shrink":
+                config = shrunk_to_free(config, device)
+            places = place_roles(config, device, groups, LOST_NODE_SECONDS if is_restart else PLACEMENT_SECONDS)
+            if output_dir is not None:
+                require_shared(places.nodes, config, Path(model_path), output_dir)
             ranks += [place.start(_PolicyRank) for place in places.ranks]
             engines += [
                 [place.start(_EngineRank if number else _RolloutRank) for number, place in enumerate(parts)]
                 for parts in places.engines
             ]
             workers = [parts[0] for parts in engines]
-            followers = [part for parts in engines for part in parts[1:]]
-            actors = Actors()
-            actors.add("policy rank", ranks)
-            actors.add("rollout worker", workers)
-            actors.add("engine part", followers)
+            actors = _watched(ranks, engines)
             # In a private folder, ranks meet without a port that others could reach.
             address = _meeting_point(folder, ranks[0], actors)
             starting = [
@@ -98,9 +103,18 @@ def start_cluster(config: TrainingConfig, model_path: str | Path) -> Iterator[Cl
             logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
             model_config = load_model_config(model_path, config.model.trust_remote_code)
             policy = PolicyGroup(ranks, config, actors, model_config.get_text_config().hidden_size)
-            yield Cluster(policy, RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors))
+            rollouts = RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors)
+            yield Cluster(policy, rollouts, config)
         finally:
             _end(ranks, engines, groups if train.ray_address else [])
+
+
+def _watched(ranks: Sequence[Any], engines: Sequence[list[Any]]) -> Actors:
+    actors = Actors()
+    actors.add("policy rank", ranks)
+    actors.add("rollout worker", [parts[0] for parts in engines])
+    actors.add("engine part", [part for parts in engines for part in parts[1:]])
+    return actors
 
 
 def _end(ranks: Sequence[Any], engines: Sequence[list[Any]], groups: Sequence[PlacementGroup]) -> None:
@@ -149,7 +163,9 @@ class _PolicyRank(_Process, Policy):
         device.require()
         torch.set_num_threads(config.train.threads_per_rank)
         seed_generators(config.run.seed, rank, num_optimizer_steps=0)
-        torch.distributed.init_process_group(device.backend, init_method=address, rank=rank, world_size=num_ranks)
+        torch.distributed.init_process_group(
+            device.backends(config.train.offload_shards), init_method=address, rank=rank, world_size=num_ranks
+        )
         super().__init__(model_path, config)
 
 
@@ -162,8 +178,11 @@ class _RolloutRank(_Process, RolloutWorker):
     def start(self, model_path: str, config: TrainingConfig, part: EnginePart, followers: Sequence[Any]) -> None:
         """Load the model into the engine and start the scoring processes."""
         self._part = part
-        engine = _load_engine(model_path, config, part, _Followers(followers))
-        super().__init__(engine, load_tokenizer(model_path, config.model.trust_remote_code), config)
+        super().__init__(
+            lambda: _load_engine(model_path, config, part, _Followers(followers)),
+            load_tokenizer(model_path, config.model.trust_remote_code),
+            config,
+        )
 
     def unlink_shared_memory(self) -> None:
         """Remove the names of vLLM's shared memory on a CPU, which it may leave behind; all parts have it open."""

@@ -117,10 +117,18 @@ class TrainConfig(Section):
     reshard_after_forward: bool = volatile(True, "Free whole weights between forward and backward: less memory.")
     offload_parameters: bool = volatile(False, "Keep weights in host memory while the engines generate.")
     offload_optimizer: bool = volatile(False, "Keep the optimizer's state in host memory between updates.")
+    offload_shards: bool = volatile(
+        False,
+        "Keep weights, gradients and the optimizer's state in host memory, where AdamW steps; layers come to the "
+        "device as they are gathered.",
+    )
     max_restarts: int = volatile(
         3, "Restarts after a dead rank or worker before a new checkpoint is written.", ge=0, le=1000
     )
     restart_delay_seconds: float = volatile(5.0, "Pause before the first restart; it doubles each time.", ge=0)
+    on_lost_node: Literal["wait", "shrink"] = volatile(
+        "wait", "wait: restart when its devices are back; shrink: with fewer ranks and engines on the others."
+    )
     trackers: tuple[Literal["tensorboard", "wandb", "swanlab", "mlflow"], ...] = volatile(
         (), "Trackers that get each step, validations' responses and the results of the evaluations."
     )
@@ -148,6 +156,11 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _few_activations_to_offload(self) -> TrainConfig:
+        if self.offload_shards and (self.offload_parameters or self.offload_optimizer):
+            raise ValueError(
+                "train.offload_shards=true keeps weights and optimizer in host memory all the time, so that "
+                "train.offload_parameters and train.offload_optimizer have nothing to move; remove these two"
+            )
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError(
                 "train.offload_activations=true with train.gradient_checkpointing=false would copy every "

@@ -110,7 +110,7 @@ class Row:
 class Engine(ABC):
     """Continuous-batching text generation with replaceable weights.
 
-    The owner calls `submit`, then `step` until the responses are returned. Not thread-safe.
+    The owner calls `submit`, then `step` until the responses are returned. Not thread-safe: see engine_thread.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class Engine(ABC):
         return len(self._rows)
 
     def num_unfinished_tokens(self) -> int:
-        """Response tokens of the unfinished requests, including those they were submitted with."""
-        return sum(len(row.response_ids) for row in self._rows.values())
+        """Response tokens of the unfinished requests, those they came with included; on any thread."""
+        return sum(len(row.response_ids) for row in list(self._rows.values()))
 
     def abort(self, request_ids: Sequence[str]) -> list[Response]:
         """Stop unfinished requests and return their partial responses; other ids are ignored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
@@ -38,7 +39,8 @@ def smallest_change(
             return False
         return True
 
-    options = [[one for one in lever(config, shape) if is_allowed(one)] for lever in (*_LEVERS, *_MORE_DEVICES)]
+    levers = [[_new(config, one) for one in lever(config, shape)] for lever in (*_LEVERS, *_MORE_DEVICES)]
+    options = [[one for one in lever if is_allowed(one)] for lever in levers]
     for option in (option for lever in options[: len(_LEVERS)] for option in lever):
         if excess(option) == 0:
             return option
@@ -69,6 +71,11 @@ def changed(config: Root, change: Change) -> Root:
 def describe(change: Change) -> str:
     """The change as options of a command."""
     return " ".join(f"--set {name}={str(value).lower()}" for name, value in change.items())
+
+
+def _new(config: TrainingConfig, change: Change) -> Change:
+    """The values that are not the configuration's already."""
+    return {name: value for name, value in change.items() if attrgetter(name)(config) != value}
 
 
 def _merged(changes: list[Change]) -> Change:
@@ -123,9 +130,14 @@ def _sequences(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
 
 
 def _offload(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
-    for key in ("offload_optimizer", "offload_parameters"):
+    for key in ("offload_activations", "offload_optimizer", "offload_parameters"):
         if not getattr(config.train, key) and config.train.device != "cpu":
             yield {f"train.{key}": True}
+
+
+def _offload_shards(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
+    if not config.train.offload_shards and config.train.device != "cpu":
+        yield {"train.offload_shards": True, "train.offload_parameters": False, "train.offload_optimizer": False}
 
 
 def _sequence_parallel(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
@@ -174,5 +186,6 @@ _LEVERS = (
     _offload,
     _sequence_parallel,
     _tensor_parallel,
+    _offload_shards,
 )
 _MORE_DEVICES = (_more_ranks, _more_engine_devices)

@@ -11,7 +11,7 @@ from dapo_core.memory.engine import EngineMemory, engine_memory
 from dapo_core.memory.rank import MASTER, MOMENTS, RankMemory, rank_memory
 
 if TYPE_CHECKING:
-    from dapo_core.config.training import TrainingConfig
+    from dapo_core.config.training import TrainConfig, TrainingConfig
     from dapo_core.memory.shape import ModelShape
 
 GIB = 1024**3
@@ -140,46 +140,49 @@ def disk_plan(config: TrainingConfig, num_parameters: int, merged_steps: Collect
 
 
 def _rank_uses(config: TrainingConfig, rank: RankMemory, shape: ModelShape) -> list[Use]:
-    train = config.train
-    is_cpu = train.device == "cpu"
-    parked, away = train.offload_parameters and not is_cpu, train.offload_optimizer and not is_cpu
-    whole = MASTER * shape.largest_parameter
-    temporaries: dict[str, list[tuple[str, int]]] = {
-        "generate": [],
+    is_cpu = config.train.device == "cpu"
+    copied = rank.weights + rank.optimizer if config.checkpoint.asynchronous else 0
+    temporaries: dict[str, list[tuple[str, int, int]]] = {
         "anchor": [
-            ("gathered weights", rank.forward_weights),
-            ("activations", rank.scoring_activations),
-            ("logits", rank.scoring_logits),
+            ("gathered weights", rank.forward_weights, 0),
+            ("activations", rank.scoring_activations, 0),
+            ("logits", rank.scoring_logits, 0),
         ],
         "update": [
-            ("gathered weights", rank.update_weights),
-            ("whole gradients and buffers", rank.update_gradients),
-            ("activations", rank.update_activations),
-            ("logits", rank.update_logits),
+            ("gathered weights", rank.update_weights, 0),
+            ("whole gradients and buffers", rank.update_gradients, 0),
+            ("activations", rank.update_activations, rank.host_activations),
+            ("logits", rank.update_logits, 0),
         ],
-        "publish": [("weights being sent", whole)],
-        "checkpoint": [],
+        "publish": [("weights being sent", MASTER * shape.largest_parameter, 0)],
+        "checkpoint": [("copy being written", copied, 0) if is_cpu else ("copy being written", 0, copied)],
     }
     uses = []
     for phase in PHASES:
-        is_idle = phase in ("generate", "checkpoint")
-        is_parked, is_away = parked and is_idle, away and phase not in ("update", "publish")
-        states = [
-            ("weights", rank.weights, is_parked),
-            ("gradients", rank.gradients, is_parked),
-            ("optimizer", rank.optimizer, is_away),
-            ("reference model", rank.reference, is_parked),
-        ]
-        parts = [(what, 0 if on_host else size, size if on_host else 0) for what, size, on_host in states]
-        parts += [(what, size, 0) for what, size in temporaries[phase]]
-        if phase == "checkpoint" and config.checkpoint.asynchronous:
-            copied = rank.weights + rank.optimizer
-            parts.append(("copy being written", copied if is_cpu else 0, 0 if is_cpu else copied))
+        away = frozenset[str]() if is_cpu else _away(config.train, phase)
+        states = {
+            "weights": rank.weights,
+            "gradients": rank.gradients,
+            "optimizer": rank.optimizer,
+            "reference model": rank.reference,
+        }
+        parts = [(what, 0, size) if what in away else (what, size, 0) for what, size in states.items()]
+        parts += temporaries.get(phase, [])
         tensors = sum(on_device for _, on_device, _ in parts)
-        process = PROCESS_BYTES["rank"] if is_cpu else CONTEXT_BYTES + int(SLACK * tensors)
-        parts.append(("process", process, 0))
+        parts.append(("process", PROCESS_BYTES[RANK] if is_cpu else CONTEXT_BYTES + int(SLACK * tensors), 0))
         uses += [Use(phase, RANK, *part) for part in parts if part[1] or part[2]]
     return uses
+
+
+def _away(train: TrainConfig, phase: str) -> frozenset[str]:
+    """What of a rank's states is in host memory."""
+    if train.offload_shards:
+        return frozenset({"weights", "gradients", "optimizer", "reference model"})
+    with_weights = {"weights", "gradients", "reference model"}
+    is_idle = phase in ("generate", "checkpoint")
+    weights = with_weights if train.offload_parameters and is_idle else set()
+    optimizer = {"optimizer"} if train.offload_optimizer and phase not in ("update", "publish") else set()
+    return frozenset(weights | optimizer)
 
 
 def _engine_uses(config: TrainingConfig, engine: EngineMemory) -> list[Use]:

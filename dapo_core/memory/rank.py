@@ -41,7 +41,7 @@ class RankMemory:
     update_gradients: int  # whole ones, and the buffer in which they are reduced
     update_activations: int
     update_logits: int
-    host_activations: int  # what activation offload moves to the host
+    host_activations: int  # layers' inputs, if they wait in host memory
     peak_moment: str  # of the update: "logits", "last layer", "root" or "optimizer step"
 
     @property
@@ -61,6 +61,8 @@ class _Rank:
         device = device_for(train.device)
         dtype = device.low_precision if train.dtype == "auto" else train.dtype
         self.train, self.item = train, 4 if dtype == "float32" else 2
+        self.has_host_inputs = train.offload_activations and device.kind != "cpu"
+        self.has_host_shards = train.offload_shards and device.kind != "cpu"
         self.has_grouped_attention = device.kind == "cuda" and self.item == 2
         self.num_shards = train.fsdp_size or train.num_ranks
         self.has_reference = config.algorithm.kl.place != "off"
@@ -100,7 +102,7 @@ class _Rank:
             update_gradients=gradients,
             update_activations=activations,
             update_logits=logits,
-            host_activations=0,
+            host_activations=self._inputs(self.update_tokens) if self.has_host_inputs else 0,
             peak_moment=name,
         )
 
@@ -129,8 +131,8 @@ class _Rank:
                 kept + backward,
                 0,
             ),
-            "root": (0, (item + GRADIENT) * root, stream, 0),
-            "optimizer step": (0, FOREACH * shard, 0, 0),
+            "root": (0, max(item * root, GRADIENT * root // self.num_shards) + GRADIENT * root, stream, 0),
+            "optimizer step": (0, 0 if self.has_host_shards else FOREACH * shard, 0, 0),
         }
 
     def _gathered_layers(self) -> int:
@@ -146,10 +148,15 @@ class _Rank:
 
     def _kept(self, tokens: int) -> int:
         """What the forward pass leaves for the backward pass."""
-        stream = self.item * self.shape.hidden * tokens
+        if self.has_host_inputs:
+            return 2 * self.item * self.shape.hidden * tokens  # one on its way and one at work
         if self.train.gradient_checkpointing:
-            return len(self.shape.layers) * stream
+            return self._inputs(tokens)
         return len(self.shape.layers) * tokens * self.layer_bytes()
+
+    def _inputs(self, tokens: int) -> int:
+        """The inputs of all layers."""
+        return len(self.shape.layers) * self.item * self.shape.hidden * tokens
 
     def layer_bytes(self) -> int:
         """Bytes that a layer keeps of one token for its backward pass."""

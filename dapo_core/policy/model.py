@@ -12,7 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from dapo_core.device import Device
@@ -64,11 +70,16 @@ def load_sharded(
     precision = MixedPrecisionPolicy(
         param_dtype=dtype if trainable and dtype != torch.float32 else None, reduce_dtype=torch.float32
     )
-    mesh = _mesh(device, train)
+    on_host = CPUOffloadPolicy(pin_memory=device.kind != "cpu")
+    options: Any = {
+        "mesh": _mesh(device, train),
+        "mp_policy": precision,
+        "offload_policy": on_host if train.offload_shards else OffloadPolicy(),
+    }
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=train.reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)  # its backward comes at once
-    _materialise(model, device)
+        fully_shard(layer, reshard_after_forward=train.reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=False, **options)  # its backward comes at once
+    _materialise(model, HOST if train.offload_shards else device.torch_device())
     _fill(causal_lm, files)
     return model
 
@@ -124,12 +135,13 @@ def _mesh(device: Device, train: TrainConfig) -> DeviceMesh:
     return init_device_mesh(device.kind, (num_ranks // size, size), mesh_dim_names=("replicate", "shard"))
 
 
-def _materialise(model: nn.Module, device: Device) -> None:
-    """Allocate this rank's shards on the device; buffers keep their values."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=device.torch_device())
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
+def _materialise(model: nn.Module, place: torch.device) -> None:
+    """Allocate this rank's shards there; buffers keep their values, on the device where fully_shard put them."""
+    buffers = dict(model.named_buffers())
+    model.to_empty(device=place)
+    for name, buffer in buffers.items():
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, buffer)
 
 
 @torch.no_grad()

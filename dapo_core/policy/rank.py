@@ -83,9 +83,8 @@ class Policy:
             weight_decay=self.train.weight_decay,
             foreach=True,
         )
-        self.shards = Shards(
-            self._causal_lm(), self.optimizer, self.device, self.train.offload_optimizer, config.run.seed
-        )
+        is_offloaded = self.train.offload_optimizer or self.train.offload_shards
+        self.shards = Shards(self._causal_lm(), self.optimizer, self.device, is_offloaded, config.run.seed)
 
     def log_probs(self, share: RankShare, temperature: float | None = None) -> Measured:
         """Log-probs of the share's response tokens and the policy's entropy there: [b, R] float32 each.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,9 +62,11 @@ class RewardPool:
         custom: CustomRewardConfig,
         tokenizer: PreTrainedTokenizerBase,
         compat: Compat = OURS,
+        on_score: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the processes now if there is a user's file, otherwise when a rule first needs them.
 
+        `on_score` is called, on any thread, when a process has given a score that `finished` returns.
         Raises ConfigError as require_scorers does, RewardError when the user's file cannot be loaded, and
         RolloutError when a process cannot be started for another reason.
         """
@@ -73,6 +75,7 @@ class RewardPool:
         self.custom = custom
         self._decoder = TailDecoder(tokenizer)
         self._scorers = VERL_SCORERS if compat.math_dapo_to_the_letter else SCORERS
+        self._on_score = on_score
         self._routes = routes(reward.scorers)
         self._num_failures_logged = 0
         self._done: list[tuple[str, Score]] = []
@@ -117,6 +120,7 @@ class RewardPool:
         reply = self._processes.submit(*call)
         self._pending[reply] = _Pending(key, request.data_source, text[-_LOGGED_CHARACTERS:])
         reply.add_done_callback(self._replies.put)
+        reply.add_done_callback(lambda _: self._on_score())
 
     def finished(self, max_seconds: float = 0.0) -> list[tuple[str, Score]]:
         """(key, score) of finished requests; waits up to `max_seconds` for the first.

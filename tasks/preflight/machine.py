@@ -114,7 +114,7 @@ def _check_ray(config: ChainConfig, findings: Findings) -> None:
         return
     try:
         room = ask_cluster(address, RAY_SECONDS)
-    except WorkerDied as error:
+    except (ConfigError, WorkerDied) as error:
         advice = "start Ray there (docs/operating.md), or unset train.ray_address for a private one"
         findings.add("Ray", FAIL, str(error), advice)
         return

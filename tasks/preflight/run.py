@@ -24,9 +24,7 @@ from tasks.preflight.model import ModelFacts, check_model
 from tasks.preflight.prompts import check_answers, check_forms, check_grader, check_lengths
 from tasks.preflight.smoke import check_engines
 
-SMOKE_NEEDS = (
-    "it needs a model folder that is here (model.path) with its own chat template, and nothing in the way"
-)
+SMOKE_NEEDS = "it needs a model folder that is here (model.path), and nothing in the way"
 logger = logging.getLogger(__name__)
 
 
@@ -58,7 +56,7 @@ def examine(config: ChainConfig, is_smoke: bool = False) -> Findings:
     check_baselines(config, findings)
     check_machine(config, facts, findings)
     check_memory(config, inputs.model, findings)
-    if is_smoke and inputs.model is not None and config.model.chat_template is None and not findings.failed:
+    if is_smoke and inputs.model is not None and not findings.failed:
         check_engines(inputs.model, config, inputs.evaluation, findings)
     elif is_smoke:
         findings.add("smoke", WARN, "no engine was started", SMOKE_NEEDS)

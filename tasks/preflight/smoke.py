@@ -45,6 +45,8 @@ def _ask_server(
     began = time.monotonic()
     settings = config.served.model_copy(update={"num_servers": 1})
     prompt = evaluation.items[0].prompt if evaluation is not None else ({"role": "user", "content": QUESTION},)
+    if config.model.chat_template is not None:  # it is placed when the model is fetched; this folder may have none
+        prompt = QUESTION
     is_chat = not isinstance(prompt, str)
     with serve_model(model, settings, log_path) as (server,):
         body = {"model": server.model, "max_tokens": NUM_TOKENS, "temperature": 0.0}
@@ -90,7 +92,8 @@ def _respond(model: Path, config: ChainConfig) -> int:
     settings = engine_settings(config, device)
     engine = build_engine(config.rollout.engine, model, settings, config.run.seed, str(device.torch_device()))
     try:
-        prompt_ids = load_tokenizer(model, config.model.trust_remote_code)(QUESTION).input_ids
+        tokenizer = load_tokenizer(model, config.model.trust_remote_code, config.model.chat_template)
+        prompt_ids = tokenizer(QUESTION).input_ids
         engine.submit([GenerationRequest("smoke", prompt_ids[: settings.max_model_tokens // 2], seed=0)])
         responses: list[Response] = []
         while not responses:

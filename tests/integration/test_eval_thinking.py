@@ -74,6 +74,20 @@ def test_thinking_that_a_parser_took_out_is_stored_and_counted_under_both_names(
     assert summary.mean_response_tokens == 27.0
 
 
+def test_a_server_that_counts_no_token_of_the_thinking_it_sends_has_not_counted(
+    server: ArithmeticServer, tmp_path: Path
+) -> None:
+    """vLLM, when the chat template opens the thinking: it counts from an opening tag in the response."""
+    summary, rows = answered(
+        server, tmp_path, ({"reasoning": "x" * 30, "content": RIGHT % 1}, "stop", tokens(40, 0))
+    )
+    assert [row.reasoning_tokens for row in rows] == [None]
+    share = 30 / (30 + len(RIGHT % 1))
+    assert summary.thinking == Thinking(
+        1, pytest.approx(40 * share), pytest.approx(40 * (1 - share)), "share of text"
+    )
+
+
 def test_thinking_in_tags_is_split_off_and_the_rules_still_see_the_text_as_it_was_sent(
     server: ArithmeticServer, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dapo_core.batch import split_batch
@@ -113,6 +114,45 @@ def test_offloaded_activations_give_the_same_gradients_to_the_bit(tmp_path: Path
         inputs = [shape for shape in shapes if len(shape) == 3 and shape[::2] == (1, model.hidden_size)]
         assert len(inputs) >= 2 * model.num_hidden_layers
         assert not [shape for shape in shapes if model.vocab_size in shape]
+
+
+def _two_updates(rank: int, config: Config) -> Any:
+    """Two optimizer steps with a checkpoint between them, and where things are."""
+    policy = Policy(config.model.path or "", config)
+    batch = random_batch(num_groups=2, group_size=3)
+    shares, _ = split_batch(batch, config.train.num_ranks, 30)
+    totals = LossTotals.of(batch, config.train.num_ranks)
+    updates = [policy.update(shares[rank], totals)]
+    folder = str(config.store.path)
+    policy.save(folder, asynchronous=False)
+    policy.load(folder)
+    updates.append(policy.update(shares[rank], totals))
+    parameters: list[Any] = list(policy.model.named_parameters())
+    states = [fsdp for fsdp in policy.model.modules() if isinstance(fsdp, FSDPModule)]
+    policies = {type(one._get_fsdp_state()._fsdp_param_group.offload_policy).__name__ for one in states}
+    return updates, {name: parameter.to_local() for name, parameter in parameters}, policies
+
+
+def test_shards_in_host_memory_learn_the_same(tmp_path: Path) -> None:
+    """On a CPU, host and device are one: the same bits, and torch's policy for offloading in every unit."""
+    build_tiny(tmp_path / "model", "qwen3", seed=9)
+    train = {"num_ranks": 2, "train_prompts": 2, "mini_prompts": 2}
+    results = {
+        is_offloaded: run_ranks(
+            2,
+            _two_updates,
+            make_config(
+                tmp_path / "model",
+                train={**train, "offload_shards": is_offloaded},
+                store={"path": str(tmp_path / f"saved_{is_offloaded}")},
+            ),
+        )
+        for is_offloaded in (False, True)
+    }
+    for (updates, values, plain), (others, other_values, offloading) in zip(*results.values(), strict=True):
+        assert others == updates
+        assert [name for name in values if not torch.equal(values[name], other_values[name])] == []
+        assert (plain, offloading) == ({"OffloadPolicy"}, {"CPUOffloadPolicy"})
 
 
 def test_weights_and_moments_move_and_remain_the_same_parameters_and_shards(tmp_path: Path) -> None:

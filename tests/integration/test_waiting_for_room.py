@@ -16,14 +16,13 @@ WAIT = """
 import logging, sys
 from dapo_core.cluster import placement
 from dapo_core.cluster.connection import connected_to_ray
-from dapo_core.device import device_for
 from dapo_core.config.training import TrainConfig
 from dapo_core.stopping import StopRequest
 
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 placement.WORD_SECONDS = 0.5
 with StopRequest(), connected_to_ray(TrainConfig(ray_address=sys.argv[1]), num_cpus=0):
-    placement.reserve(2, 1000, device_for("cpu"), [])
+    placement.reserve(placement.Demand(2, {"CPU": 1000}), [])
 """
 
 

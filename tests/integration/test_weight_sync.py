@@ -59,8 +59,11 @@ def _start(path: Path, engine_name: str, architecture: Architecture, is_tied: bo
     """A policy rank and an engine in this process, with the attributes of cluster.Cluster."""
     model_path = build_tiny(path, architecture, seed=5, tie_word_embeddings=is_tied)
     rank = Policy(model_path, make_config(model_path))
-    engine = build_engine(engine_name, model_path, tiny_engine_settings(), seed=0)
-    worker = RolloutWorker(engine, load_tokenizer(model_path), make_config(model_path))
+    worker = RolloutWorker(
+        lambda: build_engine(engine_name, model_path, tiny_engine_settings(), seed=0),
+        load_tokenizer(model_path),
+        make_config(model_path),
+    )
     policy = SimpleNamespace(
         rank=rank,
         log_probs=lambda batch, temperature: rank.log_probs(split_batch(batch, 1, 4096)[0][0], temperature),

@@ -152,6 +152,29 @@ def test_keys_and_values_of_an_engine_over_four_dies() -> None:
     assert engine_memory(fp8, shape_of(PUBLISHED["Qwen3-32B"]), None).token_bytes == 32_768
 
 
+def test_what_waits_in_host_memory_is_not_on_the_device() -> None:
+    def parts(*overrides: str) -> dict[tuple[str, str], tuple[int, int]]:
+        plan = planned(recipe("dapo_qwen3_8b_math", *overrides), "Qwen3-8B")
+        return {
+            (one.phase, one.what): (one.device_bytes, one.host_bytes) for one in plan.uses if one.role == "rank"
+        }
+
+    shard = 4 * shape_of(PUBLISHED["Qwen3-8B"]).shard_parameters(8)
+    plain, shards = parts(), parts("train.offload_shards=true")
+    for phase in PHASES:
+        assert plain[phase, "optimizer"] == (2 * shard, 0)
+        assert shards[phase, "optimizer"] == (0, 2 * shard)
+        assert shards[phase, "weights"] == shards[phase, "gradients"] == (0, shard)
+    optimizer = parts("train.offload_optimizer=true", "train.offload_parameters=true")
+    assert optimizer["update", "optimizer"] == plain["update", "optimizer"]
+    assert optimizer["anchor", "optimizer"] == (0, 2 * shard)
+    assert optimizer["generate", "weights"] == (0, shard)
+    assert optimizer["anchor", "weights"] == (shard, 0)
+    inputs = parts("train.offload_activations=true")["update", "activations"]
+    tokens = 10_240  # 36 inputs of 8,192 bytes a token leave, two stay
+    assert inputs == (plain["update", "activations"][0] - 34 * 8192 * tokens, 36 * 8192 * tokens)
+
+
 def test_an_unknown_size_is_said_and_not_guessed() -> None:
     plan = planned(recipe("dapo_qwen3_8b_math"), "Qwen3-8B")
     assert [load.fits for load in plan.loads] == [None, None]

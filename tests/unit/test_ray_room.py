@@ -63,6 +63,26 @@ def test_what_a_cluster_has_and_why_it_does_not_answer(
     assert "for the Ray cluster at train.ray_address=auto to answer" in caplog.text
 
 
+def test_auto_without_a_ray_says_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    popen = subprocess.Popen
+    code = """
+import sys
+from ray._private import services
+from dapo_core.cluster.room import main
+services.psutil.process_iter = lambda *_: []  # the Rays of others on this machine
+sys.exit(main("auto"))
+"""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(
+        room.subprocess, "Popen", lambda _, **options: popen([sys.executable, "-c", code], cwd=ROOT, **options)
+    )
+    with pytest.raises(
+        ConfigError, match=r"none runs; start it with a token .*`export RAY_AUTH_MODE=token; .*ray start"
+    ):
+        room.ask_cluster("auto")
+
+
 class Group:
     """A placement group that never has room; each look takes a second of the clock."""
 
@@ -84,7 +104,7 @@ def test_waiting_for_room_says_every_ten_seconds_what_for_and_gives_up(
     monkeypatch.setattr(placement.ray, "available_resources", dict)
     caplog.set_level("INFO")
     with pytest.raises(ConfigError, match="Ray has no room for 4 workers of 1 CPU within 300 s"):
-        placement._wait_for_room(Group(clock), "4 workers of 1 CPU")  # type: ignore[arg-type]
+        placement._wait_for_room(Group(clock), "4 workers of 1 CPU", 300.0)  # type: ignore[arg-type]
     assert len(caplog.messages) == 29
     assert caplog.messages[0].startswith(
         "waiting since 10 s for room in Ray for 4 workers of 1 CPU: it has {'CPU'"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from dapo_core.engines.base import GREEDY, EngineSettings, GenerationRequest, Re
 from dapo_core.pretrained import load_tokenizer
 from dapo_core.rollout import Group, GroupRequest, RolloutWorker, sample_seed
 from tests.configs import make_config
+from tests.processes import wait_until
 from tests.tiny_models import build_tiny_qwen3
 
 GROUP_SIZE, MAX_RESPONSE_TOKENS, NUM_GROUPS = 2, 24, 20
@@ -31,13 +34,17 @@ SETTINGS = EngineSettings(
     threads=1,
 )
 SCORER = """
+import time
+
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if extra_info.get("broken"):
         raise KeyError("broken")
+    time.sleep(extra_info.get("seconds", 0))
     return {"score": len(solution_str) + float(ground_truth), "acc": len(solution_str) % 2}
 """
 PROMPTS = [Prompt(index, (5 + index, 9, 12), "anything", str(index)) for index in range(NUM_GROUPS)]
 STEP = 6
+FAR = 60.0
 REQUESTS = [GroupRequest(100 + prompt.index, prompt, STEP) for prompt in PROMPTS]
 
 
@@ -56,7 +63,8 @@ def shared_worker(model_path: Path) -> Iterator[RolloutWorker]:
         reward={"num_processes": 1, "overlong": {"buffer_tokens": 8, "penalty_factor": 0.5}},
         custom_reward={"path": str(scorer)},
     )
-    worker = RolloutWorker(build_engine("hf", model_path, SETTINGS, seed=0), load_tokenizer(model_path), config)
+    tokenizer = load_tokenizer(model_path)
+    worker = RolloutWorker(lambda: build_engine("hf", model_path, SETTINGS, seed=0), tokenizer, config)
     yield worker
     worker.close()
 
@@ -90,10 +98,38 @@ def _finish(worker: RolloutWorker, count: int) -> dict[int, Group]:
     return groups
 
 
-def _step(worker: RolloutWorker, count: int) -> None:
-    """Tokens for the running responses; none is to end."""
-    for _ in range(count):
-        assert worker.engine.step() == []
+@contextmanager
+def _steps(worker: RolloutWorker, count: int) -> Iterator[None]:
+    """Requests that are submitted inside get `count` steps of the engine, after which none may have ended."""
+    engine, left, done = worker.engine.run(lambda engine: engine), count, threading.Event()
+    step = engine.step
+
+    def limited() -> list[Response]:
+        nonlocal left
+        if not left:
+            done.set()
+            time.sleep(0.001)
+            return []
+        left -= 1
+        responses = step()
+        assert responses == []
+        return responses
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "step", limited)
+        yield
+        assert done.wait(FAR)
+
+
+def _generate(worker: RolloutWorker, requests: Sequence[GenerationRequest]) -> dict[str, list[int]]:
+    """Response ids of the requests, in the engine without the worker."""
+    worker.engine.submit(requests)
+    responses: dict[str, list[int]] = {}
+    deadline = time.monotonic() + FAR
+    while len(responses) < len(requests):
+        assert time.monotonic() < deadline
+        responses |= {response.request_id: response.response_ids for response in worker.engine.take()}
+    return responses
 
 
 def _tokens(groups: Sequence[Group]) -> list[list[list[int]]]:
@@ -119,45 +155,85 @@ def test_groups_hold_what_the_engine_sampled_and_what_the_scorer_said(
             assert rollout.is_truncated == (rollout.finish_reason == "length")
             assert len(rollout.rollout_log_probs) == len(rollout.response_ids)
     seeds = [sample_seed(3, STEP, 107, sample) for sample in range(GROUP_SIZE)]
-    worker.engine.submit(
-        [GenerationRequest(str(sample), PROMPTS[7].prompt_ids, seed) for sample, seed in enumerate(seeds)]
+    alone = _generate(
+        worker,
+        [GenerationRequest(str(sample), PROMPTS[7].prompt_ids, seed) for sample, seed in enumerate(seeds)],
     )
-    alone: dict[str, Response] = {}
-    while worker.engine.num_unfinished():
-        alone.update({response.request_id: response for response in worker.engine.step()})
-    assert [alone[str(sample)].response_ids for sample in range(GROUP_SIZE)] == _tokens([whole[107]])[0]
+    assert [alone[str(sample)] for sample in range(GROUP_SIZE)] == _tokens([whole[107]])[0]
 
 
 def test_groups_are_scored_while_the_engine_goes_on(
     whole: dict[int, Group], worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, held = worker.engine, []
-    step, num_unfinished = engine.step, engine.num_unfinished
+    engine, may_end = worker.engine.run(lambda engine: engine), threading.Event()
+    step, held = engine.step, []
 
     def hold_back() -> list[Response]:
-        """The engine's step, with the second group's responses never coming."""
-        responses = step()
-        held.extend(response for response in responses if response.request_id.startswith("101/"))
+        """The engine's step, with the second group's responses coming late."""
+        responses = [*held, *step()]
+        held[:] = [one for one in responses if one.request_id.startswith("101/") and not may_end.is_set()]
         return [response for response in responses if response not in held]
 
+    num_unfinished = engine.num_unfinished
+    monkeypatch.setattr(engine, "step", hold_back)
+    monkeypatch.setattr(engine, "num_unfinished", lambda: num_unfinished() + len(held))
     worker.submit(REQUESTS[:2])
-    with monkeypatch.context() as patched:
-        patched.setattr(engine, "step", hold_back)
-        patched.setattr(engine, "num_unfinished", lambda: num_unfinished() + len(held))
-        progress = worker.poll(60.0)
-        assert progress.groups == [whole[100]]
-        assert engine.num_unfinished() > 0
-        assert progress.reward_seconds == 0.0
-        patched.setattr(engine, "step", lambda: [held.pop()] if held else step())
-        assert _finish(worker, 1) == {101: whole[101]}
+    progress = worker.poll(FAR)
+    assert progress.groups == [whole[100]]
+    assert worker.engine.num_unfinished() > 0
+    assert progress.reward_seconds == 0.0
+    may_end.set()
+    assert _finish(worker, 1) == {101: whole[101]}
+
+
+def test_the_engine_decodes_while_the_worker_is_not_asked(whole: dict[int, Group], worker: RolloutWorker) -> None:
+    worker.submit(REQUESTS[:2])
+    wait_until(lambda: worker.engine.num_unfinished() == 0, "the responses")
+    worker.submit(REQUESTS[2:3])  # beside finished ones that are not yet collected
+    groups = _finish(worker, 3)
+    assert all(_tokens([groups[group_id]]) == _tokens([whole[group_id]]) for group_id in (100, 101, 102))
+
+
+def test_requests_enter_and_leave_between_two_steps(
+    whole: dict[int, Group], worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = worker.engine.run(lambda engine: engine)
+    sizes: list[int] = []
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: sizes.append(engine.num_unfinished()) or step())
+    worker.submit(REQUESTS[:4])
+    worker.submit(REQUESTS[4:8])
+    suspended = worker.suspend()
+    assert sizes[0] == 4 * GROUP_SIZE  # all of a call at once
+    assert worker.engine.num_unfinished() == 0
+    worker.submit(suspended)
+    groups = _finish(worker, 8)
+    assert all(_tokens([groups[group_id]]) == _tokens([whole[group_id]]) for group_id in range(100, 108))
+
+
+def test_an_error_of_the_engine_reaches_every_later_call(
+    model_path: Path, shared_worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine("hf", model_path, SETTINGS, seed=0)
+    broken = RolloutWorker(lambda: engine, load_tokenizer(model_path), shared_worker.config)
+    monkeypatch.setattr(engine, "step", lambda: [][0])
+    broken.submit(REQUESTS[:1])
+    with pytest.raises(IndexError):
+        broken.poll(FAR)
+    for call in (lambda: broken.submit(REQUESTS[1:2]), broken.suspend, lambda: broken.log_probs([])):
+        with pytest.raises(IndexError):
+            call()
+    broken.close()
+    with pytest.raises(ZeroDivisionError):
+        RolloutWorker(lambda: 1 / 0, load_tokenizer(model_path), shared_worker.config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_steps", [1, 9])
 def test_suspended_groups_go_on_to_what_they_would_have_been(
     whole: dict[int, Group], worker: RolloutWorker, model_path: Path, num_steps: int
 ) -> None:
-    worker.submit(REQUESTS[:4])
-    _step(worker, num_steps)
+    with _steps(worker, num_steps):
+        worker.submit(REQUESTS[:4])
     suspended = worker.suspend()
     assert worker.engine.num_unfinished() == 0
     # the engine runs two groups at once: two have begun, two have nothing yet
@@ -190,7 +266,8 @@ def test_a_finished_sibling_waits_for_the_one_that_goes_on(whole: dict[int, Grou
         Response("103/1", second.response_ids[:7], second.rollout_log_probs[:7], "abort"),
     ]
     versions = [[(4, len(first.response_ids))], [(3, 2), (4, 5)]]
-    worker.submit([GroupRequest(103, PROMPTS[3], STEP, begun, versions)])
+    with _steps(worker, 0):
+        worker.submit([GroupRequest(103, PROMPTS[3], STEP, begun, versions)])
     assert worker.engine.num_unfinished() == 1
     group = _finish(worker, 1)[103]
     assert _tokens([group]) == _tokens([whole[103]])
@@ -211,12 +288,11 @@ def test_greedy_groups_have_one_response_and_leave_sampled_ones_as_they_were(
     for index in range(3):
         group = groups[-1 - index]
         assert (len(group.rollouts), group.prompt) == (1, PROMPTS[index])
-        worker.engine.submit([GenerationRequest("x", PROMPTS[index].prompt_ids, seed=index, sampling=GREEDY)])
-        while worker.engine.num_unfinished():
-            alone += [response.response_ids for response in worker.engine.step()]
+        request = GenerationRequest("x", PROMPTS[index].prompt_ids, seed=index, sampling=GREEDY)
+        alone.append(_generate(worker, [request])["x"])
     assert _tokens([groups[-1 - index] for index in range(3)]) == [[response_ids] for response_ids in alone]
-    worker.submit(greedy[1:])
-    _step(worker, 5)
+    with _steps(worker, 5):
+        worker.submit(greedy[1:])
     suspended = worker.suspend()
     assert [(request.num_response_tokens, request.sampling, request.step) for request in suspended] == [
         (5, GREEDY, STEP)
@@ -233,16 +309,14 @@ def test_a_seed_depends_on_all_that_names_a_response() -> None:
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
-def test_waiting_for_scores_alone_is_timed(whole: dict[int, Group], worker: RolloutWorker) -> None:
-    responses = [
-        Response(f"104/{sample}", rollout.response_ids, rollout.rollout_log_probs, rollout.finish_reason)
-        for sample, rollout in enumerate(whole[104].rollouts)
-    ]
-    worker.submit([GroupRequest(104, PROMPTS[4], STEP, responses, [one.versions for one in whole[104].rollouts])])
+def test_waiting_for_scores_alone_is_timed(worker: RolloutWorker) -> None:
+    slow = Prompt(0, (5, 9), "anything", "0", {"seconds": 0.3})
+    worker.submit([GroupRequest(104, slow, STEP)])
+    wait_until(lambda: worker.engine.num_unfinished() == 0, "the responses")
     started = time.monotonic()
-    progress = worker.poll(60.0)
-    assert progress.groups == [whole[104]]
-    assert 0 < progress.reward_seconds <= time.monotonic() - started
+    progress = worker.poll(FAR)
+    assert [group.group_id for group in progress.groups] == [104]
+    assert 0.3 <= progress.reward_seconds <= time.monotonic() - started
     assert progress.num_open_tokens == 0
 
 
@@ -251,7 +325,8 @@ def test_scores_of_what_was_stopped_are_passed_over(whole: dict[int, Group], wor
     finished = Response("105/0", rollout.response_ids, rollout.rollout_log_probs, rollout.finish_reason)
     responses = [finished, Response("105/1", [], [], "abort")]
     request = GroupRequest(105, PROMPTS[5], STEP, responses, [rollout.versions, []])
-    worker.submit([request])
+    with _steps(worker, 0):
+        worker.submit([request])
     assert worker.suspend() == [request]
     worker.submit(REQUESTS[6:7])
     assert list(_finish(worker, 1)) == [106]

@@ -1,0 +1,106 @@
+"""Fits a training to the devices that the loss of a node leaves (train.on_lost_node: shrink)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import ray
+from ray._private.state import available_resources_per_node
+
+from dapo_core.cluster.placement import Demand, demands
+from dapo_core.config.loading import resolve
+from dapo_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import TrainingConfig
+    from dapo_core.device import Device
+
+logger = logging.getLogger(__name__)
+
+SETTLE_SECONDS = 20.0  # Ray takes 15 to declare a node dead, and a moment to free what its actors held
+POLL_SECONDS = 0.5
+
+
+def shrunk_to_free(config: TrainingConfig, device: Device) -> TrainingConfig:
+    """The configuration, with fewer ranks and engines if all of them have no room within SETTLE_SECONDS.
+
+    Raises ConfigError when no smaller number fits the free devices and the other keys.
+    """
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while not has_room(free := _free_by_node(), demands(config, device)):
+        if time.monotonic() >= deadline:
+            return shrunk(config, device, free)
+        time.sleep(POLL_SECONDS)
+    return config
+
+
+def shrunk(config: TrainingConfig, device: Device, free: Sequence[Mapping[str, float]]) -> TrainingConfig:
+    """The configuration with the most ranks and engines for which `free`, by node, has room.
+
+    The role that keeps the smaller share of its number counts first, so both shrink alike. Raises ConfigError when
+    no smaller number fits and passes the configuration's own rules.
+    """
+    refused = ""  # why not the largest for which there is room
+    for num_ranks, num_workers in _smaller(config.train.num_ranks, config.rollout.num_workers):
+        sections = {
+            "train": config.train.model_copy(update={"num_ranks": num_ranks}),
+            "rollout": config.rollout.model_copy(update={"num_workers": num_workers}),
+        }
+        if not has_room(free, demands(config.model_copy(update=sections), device)):
+            continue
+        try:
+            own = {name: section.model_dump() for name, section in sections.items()}
+            smaller = resolve(type(config), {**config.model_dump(), **own})
+        except ConfigError as error:
+            refused = refused or str(error)
+            continue
+        logger.warning(
+            "training continues with %d of %d ranks and %d of %d engines (train.on_lost_node=shrink)",
+            *(num_ranks, config.train.num_ranks, num_workers, config.rollout.num_workers),
+        )
+        return smaller
+    raise ConfigError(
+        "train.on_lost_node=shrink finds no smaller train.num_ranks and rollout.num_workers for what is free on "
+        f"the nodes that are left, {[dict(node) for node in free]}: "
+        f"{refused or 'they have no room for one of each'}; add nodes and give the same command again, or change "
+        "these keys"
+    )
+
+
+def has_room(free: Sequence[Mapping[str, float]], wanted: Sequence[Demand]) -> bool:
+    """Whether the nodes have room for all demands, each placed as Ray does: the emptiest node first."""
+    nodes = [dict(node) for node in free]
+    for demand in wanted:
+        left = demand.count
+        size = demand.count if demand.on_one_node else 1
+        while left:
+            node = max(nodes, key=lambda node: _num_places(node, demand), default={})
+            taken = min(left, _num_places(node, demand))
+            if taken < size:
+                return False
+            for name, amount in demand.resources.items():
+                node[name] -= taken * amount
+            left -= taken
+    return True
+
+
+def _num_places(node: Mapping[str, float], demand: Demand) -> int:
+    return int(min(node.get(name, 0) // amount for name, amount in demand.resources.items()))
+
+
+def _smaller(num_ranks: int, num_workers: int) -> Iterator[tuple[int, int]]:
+    """All smaller numbers of both, beginning with those that keep the most of the role that loses most."""
+    sizes = [(ranks, workers) for ranks in range(1, num_ranks + 1) for workers in range(1, num_workers + 1)]
+    sizes.remove((num_ranks, num_workers))
+    yield from sorted(
+        sizes, key=lambda size: (min(size[0] / num_ranks, size[1] / num_workers), *size), reverse=True
+    )
+
+
+def _free_by_node() -> list[dict[str, float]]:
+    """Free resources of the nodes that are alive."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return [dict(free) for node, free in available_resources_per_node().items() if node in alive]

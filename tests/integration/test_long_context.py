@@ -1,0 +1,88 @@
+"""A sequence of the recipes' length, 2,048 + 20,480 tokens, through an update on two ranks that share it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from dapo_core.batch import Batch, build_batch, split_batch
+from dapo_core.loss import LossTotals
+from dapo_core.memory.rank import rank_memory
+from dapo_core.memory.shape import shape_of
+from dapo_core.policy.rank import Policy, Update
+from flows.config import Config
+from tests.batches import make_group
+from tests.configs import make_config
+from tests.ranks import run_ranks
+
+PROMPT, RESPONSE = 2048, 20_480
+MODEL = Qwen3Config(
+    vocab_size=8_000,
+    hidden_size=64,
+    num_hidden_layers=2,
+    intermediate_size=128,
+    num_attention_heads=2,
+    num_key_value_heads=1,  # fewer than ranks
+    head_dim=16,
+    max_position_embeddings=PROMPT + RESPONSE,
+)
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # of malloc.h
+
+
+def _batch() -> Batch:
+    groups = [make_group([1.0], 0, 4, 4), make_group([1.0], 1, RESPONSE, PROMPT)]
+    return replace(build_batch(groups, mask_truncated=False), advantages=torch.ones(2))
+
+
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def _peak_of_an_update(rank: int, config: Config) -> tuple[int, Update]:
+    """Bytes that the update of the long sequence holds at most, after one of a short sequence."""
+    libc = ctypes.CDLL(None)
+    for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):  # what is freed is returned
+        libc.mallopt(parameter, 65_536)
+    policy = Policy(config.model.path or "", config)
+    short, long = (split_batch(_batch().select([row]), 1, PROMPT + RESPONSE)[0][0] for row in (0, 1))
+    policy.update(short, LossTotals.of(short.batch), measures=True)  # moments, libraries and threads
+    gc.collect()
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident
+    update = policy.update(long, LossTotals.of(long.batch), measures=True)
+    return _resident("VmHWM") - before, update
+
+
+def test_an_update_on_22528_tokens_takes_the_planned_memory(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(MODEL).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config: Any = make_config(
+        tmp_path,
+        data={"max_prompt_tokens": PROMPT},
+        rollout={"max_response_tokens": RESPONSE, "group_size": 2},
+        train={
+            "num_ranks": 2,
+            "sequence_parallel": 2,
+            "train_prompts": 1,
+            "mini_prompts": 1,
+            "micro_batch_tokens": (PROMPT + RESPONSE) // 2,
+            "logits_chunk_tokens": 128,
+        },
+    )
+    planned = rank_memory(config, shape_of(MODEL.to_dict()))
+    parts = ("update_weights", "update_gradients", "update_activations", "update_logits")
+    expected = sum(getattr(planned, part) for part in parts)
+    whole_logits, scores = 4 * RESPONSE * MODEL.vocab_size, 4 * (PROMPT + RESPONSE) ** 2
+    for peak, update in run_ranks(2, _peak_of_an_update, config):
+        assert update.measured is not None
+        assert update.measured.log_probs.shape == (1, RESPONSE)
+        assert (update.measured.log_probs < 0).all()
+        assert 0.8 * expected < peak < 1.2 * expected
+    assert expected < (whole_logits + scores) / 10  # 78 MiB; logits alone take 625, a head's scores 1,936

@@ -1,0 +1,123 @@
+"""Several nodes, as raylets of one machine: who is placed where, a node that is lost, a node without the files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from dapo_core.cluster import shrink
+from dapo_core.cluster.connection import AUTH_TOKEN, connected_to_ray, private_token
+from dapo_core.cluster.placement import place_roles
+from dapo_core.config.training import TrainConfig
+from dapo_core.device import device_for
+from dapo_core.training import train
+from flows.config import load_config
+from tests.trainings import World, config_of
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+NUM_NODES, DEVICES = 4, {"NPU": 16, "GPU": 32}  # GPUs of a node: what the largest recipe needs of four
+# A node whose port refuses is dead after 2 s instead of 15; one that only is slow has as long as ever.
+QUICK_DEATH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 1000,
+    "health_check_failure_threshold": 2,
+}
+HERE = Path("/proc/self/cwd")  # a folder that is another one for the processes of each node
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What all nodes but one see at HERE."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def cluster(shared: Path) -> Iterator[Cluster]:
+    """A head with two CPUs, at which the trainer is."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", AUTH_TOKEN: private_token()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # declared CPUs would each get a process
+        patch.chdir(shared)
+        head = {"num_cpus": 2, "include_dashboard": False, "_system_config": QUICK_DEATH}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        yield cluster
+        cluster.shutdown()
+
+
+def test_a_lost_node_leaves_a_smaller_training(
+    cluster: Cluster,
+    world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    node = cluster.add_node(num_cpus=1)
+    monkeypatch.setattr(shrink, "SETTLE_SECONDS", 4.0)
+    config = config_of(
+        train={
+            "ray_address": cluster.address,
+            "total_steps": 3,
+            "on_lost_node": "shrink",
+            "restart_delay_seconds": 0.0,
+        }
+    )
+
+    def lose_node(step: int, _: dict[str, float]) -> None:
+        if step == 2 and node in cluster.worker_nodes:  # once; step 1 has its checkpoint
+            cluster.remove_node(node, allow_graceful=False)
+
+    result = train(config, world.data, world.model, tmp_path, on_step=lose_node)
+    assert result.steps == 3
+    assert "training continues with 1 of 2 ranks and 1 of 1 engines (train.on_lost_node=shrink)" in caplog.text
+    assert "from checkpoint step_00000" in caplog.text
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert len(list(result.checkpoint.glob("*.distcp"))) == 1  # a shard of each rank
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Four nodes with devices, of which the second sees another folder HERE; this process is connected."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "output").mkdir()
+    for number in range(NUM_NODES):
+        os.chdir(elsewhere if number == 1 else shared)
+        resources = {"NPU": DEVICES["NPU"], f"node{number}": 1}
+        cluster.add_node(num_cpus=128, num_gpus=DEVICES["GPU"], resources=resources, wait=False)
+    os.chdir(shared)
+    with connected_to_ray(TrainConfig(ray_address=cluster.address), num_cpus=0):
+        yield cluster
+
+
+@pytest.fixture
+def groups(nodes: Cluster) -> Iterator[list[PlacementGroup]]:
+    """Placement groups that go afterwards."""
+    groups: list[PlacementGroup] = []
+    yield groups
+    for group in groups:
+        remove_placement_group(group)
+
+
+@pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_ranks_are_packed_by_node_and_an_engine_is_on_one(recipe: Path, groups: list[PlacementGroup]) -> None:
+    config = load_config(recipe)
+    device = device_for(config.train.device)
+    places = place_roles(config, device, groups, max_seconds=30)
+    assert len(places.ranks) == config.train.num_ranks
+    assert len(places.engines) == config.rollout.num_workers
+    assert {len(parts) for parts in places.engines} == {config.rollout.tensor_parallel}
+    assert {len({part.node for part in parts}) for parts in places.engines} == {1}
+    per_node = [len(list(group)) for _, group in groupby(place.node for place in places.ranks)]
+    assert len(per_node) == len({place.node for place in places.ranks})  # a node's ranks have neighbouring numbers
+    if device.kind != "cpu":
+        full, rest = divmod(config.train.num_ranks, DEVICES[device.ray_resource])
+        assert len(per_node) == full + bool(rest)
+        assert not [count for count in per_node[:-1] if count % config.train.sequence_parallel]
+    assert len(places.nodes) <= NUM_NODES
