@@ -148,7 +148,8 @@ def _with_fake_rows(make: Callable[..., PackedRow], mode: FakeTensorMode) -> Cal
         packing = row.packing
         packing.places = mode.from_tensor(packing.places)
         packing.blocks = [replace(block, tokens=mode.from_tensor(block.tokens)) for block in packing.blocks]
-        return replace(row, **{name: mode.from_tensor(getattr(row, name)) for name in ROW_TENSORS})
+        fakes: dict[str, Any] = {name: mode.from_tensor(getattr(row, name)) for name in ROW_TENSORS}
+        return replace(row, **fakes)
 
     return make_fake
 

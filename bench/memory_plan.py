@@ -12,20 +12,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fake_policy
+import real_policy
+
+from dapo_core.config.training import TrainingConfig
 from dapo_core.memory.published import published_config
 from dapo_core.memory.rank import rank_memory
 from dapo_core.memory.shape import shape_of
-
-from bench import fake_policy, real_policy
-from dapo_core.config.training import TrainingConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 EXAMPLE = """examples:
-  .venv/bin/python -m bench.memory_plan counted configs/dapo_qwen3_32b_math.yaml configs/dapo_qwen3_8b_math.yaml
-  .venv/bin/python -m bench.memory_plan counted configs/dapo_qwen3_32b_math.yaml --layers 64   # all: two minutes
-  .venv/bin/python -m bench.memory_plan measured
+  .venv/bin/python bench/memory_plan.py counted configs/dapo_qwen3_32b_math.yaml configs/dapo_qwen3_8b_math.yaml
+  .venv/bin/python bench/memory_plan.py counted configs/dapo_qwen3_32b_math.yaml --layers 64   # all: two minutes
+  .venv/bin/python bench/memory_plan.py measured
 """
 GIB, MIB = 1024**3, 1024**2
 MEASURED = (  # hidden size, layers, tokens of a sequence, ranks: activations, both, states are most of the memory

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SIZES = {"vocab_size": 32_000, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+SIZES: dict[str, Any] = {"vocab_size": 32_000, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 # Blocks of this size and above are mapped, and returned to the system when freed; glibc otherwise raises the limit
 # to what was freed, up to 32 MiB, and keeps such memory.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -28,7 +28,7 @@ def measure(model_path: Path, config: dict[str, Any]) -> dict[str, int]:
     from transformers import Qwen3Config
 
     num_ranks = config["train"]["num_ranks"]
-    program = [sys.executable, "-m", "bench.real_policy"]
+    program = [sys.executable, __file__]
     tiny = Qwen3Config(**SIZES, hidden_size=64, num_hidden_layers=1, intermediate_size=64)
     with tempfile.TemporaryDirectory() as folder:
         write_model(tiny, Path(folder) / "tiny")
@@ -49,8 +49,8 @@ def measure(model_path: Path, config: dict[str, Any]) -> dict[str, int]:
 
 def _run_rank(rank: int, folder: str, model_path: Path, settings: dict[str, Any]) -> dict[str, int]:
     import torch
+    from fake_policy import rows
 
-    from bench.fake_policy import rows
     from dapo_core.config.training import TrainingConfig
     from dapo_core.loss import LossTotals
     from dapo_core.policy.rank import Policy
@@ -82,7 +82,8 @@ def _run_rank(rank: int, folder: str, model_path: Path, settings: dict[str, Any]
 
 def _warm_up(model_path: Path, config: Any) -> None:
     """An update of a tiny policy, which loads libraries and starts threads; its memory is freed again."""
-    from bench.fake_policy import rows
+    from fake_policy import rows
+
     from dapo_core.loss import LossTotals
     from dapo_core.policy.rank import Policy
 
