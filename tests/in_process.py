@@ -26,12 +26,14 @@ from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.start import Cluster, engine_settings
+from dapo_core.cluster.weight_transfer import WeightTransfer
 from dapo_core.config.training import TrainingConfig
 from dapo_core.device import device_for
 from dapo_core.engines.base import build_engine
 from dapo_core.policy.rank import Policy
 from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
+from dapo_core.turns import OF_RANKS
 
 
 class _Reference:
@@ -107,15 +109,20 @@ def _start_cluster(config: TrainingConfig, model_path: Path, *_: object) -> Iter
         started: list[_Actor] = []
         try:
             started.append(_Actor(build_policy))
+            if config.train.is_colocated:
+                _get(started[0].offload.remote(OF_RANKS))
             started.append(_Actor(build_worker))
             policy, worker = started
             watched = Actors()
             watched.add("policy rank", [policy])
             watched.add("rollout worker", [worker])
             hidden_size = load_model_config(model_path).get_text_config().hidden_size
+            weights = WeightTransfer([policy], [[worker]], watched)
+            weights.connect([True], str)
             yield Cluster(
                 PolicyGroup([policy], config, watched, hidden_size),
                 RolloutGroup([worker], config.sampler.max_seconds_without_kept, watched),
+                weights,
                 config,
             )
         finally:

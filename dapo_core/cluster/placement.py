@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -38,7 +38,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Place:
-    """CPUs and, unless the device is a CPU, a device of one node: a bundle of a placement group."""
+    """CPUs and, unless the device is a CPU, a device of one node: a bundle of a placement group, or half."""
 
     group: PlacementGroup
     bundle: int
@@ -69,15 +69,18 @@ class Places:
 def demands(config: TrainingConfig, device: Device) -> list[Demand]:
     """What the training reserves, in this order: the ranks, then all engines of one device, or each larger one.
 
-    The parts of an engine are on one node.
+    The parts of an engine are on one node. Colocated, ranks have the places of engines.
     """
     own: dict[str, float] = {} if device.kind == "cpu" else {device.ray_resource: 1}
     train, rollout = config.train, config.rollout
-    of_part = {"CPU": rollout.threads_per_worker} | own
+    threads = rollout.threads_per_worker
+    of_part = {"CPU": max(threads, train.threads_per_rank) if train.is_colocated else threads} | own
     if rollout.tensor_parallel == 1:
         engines = [Demand(rollout.num_workers, of_part)]
     else:
         engines = [Demand(rollout.tensor_parallel, of_part, on_one_node=True)] * rollout.num_workers
+    if train.is_colocated:
+        return engines
     return [Demand(train.num_ranks, {"CPU": train.threads_per_rank} | own), *engines]
 
 
@@ -86,13 +89,25 @@ def place_roles(
 ) -> Places:
     """Reserve a place for each rank and each part of an engine, in placement groups appended to `groups`.
 
-    Ranks fill node by node, so that neighbours in number are on one node where it has room. Raises ConfigError if
-    Ray has no room within `max_seconds`.
+    Ranks fill node by node, so that neighbours in number are on one node where it has room. Colocated, rank i and
+    part i of the engines share a place. Raises ConfigError if Ray has no room within `max_seconds`.
     """
-    ranks, *engines = [reserve(demand, groups, max_seconds) for demand in demands(config, device)]
+    reserved = [reserve(demand, groups, max_seconds) for demand in demands(config, device)]
+    ranks = [] if config.train.is_colocated else reserved.pop(0)
+    engines = reserved
     if config.rollout.tensor_parallel == 1:
-        engines = [[worker] for worker in engines[0]]
+        engines = [[worker] for worker in reserved[0]]
+    if config.train.is_colocated:
+        nodes = list(dict.fromkeys(parts[0].node for parts in engines))
+        engines.sort(key=lambda parts: nodes.index(parts[0].node))
+        engines = [[half(place) for place in parts] for parts in engines]
+        ranks = [place for parts in engines for place in parts]
     return Places(ranks, engines)
+
+
+def half(place: Place) -> Place:
+    """Half of the place's resources, for each of two processes that share them."""
+    return replace(place, resources={name: count / 2 for name, count in place.resources.items()})
 
 
 def reserve(demand: Demand, groups: list[PlacementGroup], max_seconds: float = PLACEMENT_SECONDS) -> list[Place]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,20 +22,26 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
-from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, place_roles
+from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, Places, place_roles
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.shared_files import require_shared
-from dapo_core.cluster.shrink import shrunk_to_free
+from dapo_core.cluster.shrink import place_what_is_left
+from dapo_core.cluster.weight_transfer import WeightTransfer
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
 from dapo_core.errors import DapoError
 from dapo_core.policy.rank import Policy
 from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
+from dapo_core.turns import OF_RANKS
+from dapo_core.weight_transfer.inbox import open_inbox
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
+    from dapo_core.weight_transfer.links import Link
+    from dapo_core.weight_transfer.plan import WeightPlan
+    from dapo_core.weight_transfer.proof import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +54,7 @@ class Cluster:
 
     policy: PolicyGroup
     rollouts: RolloutGroup
+    weights: WeightTransfer
     config: TrainingConfig  # with the ranks and engines that there are
 
 
@@ -61,20 +69,21 @@ def start_cluster(
     the devices, and WorkerDied if a process dies while it starts; then the same process can start another cluster.
     """
     started = time.monotonic()
-    train, rollout = config.train, config.rollout
+    train = config.train
     device = device_for(train.device)
     if train.ray_address is None:  # all devices are this machine's
         device.require()
-    num_cpus = train.num_ranks * train.threads_per_rank + rollout.num_devices * rollout.threads_per_worker
     groups: list[PlacementGroup] = []
     ranks: list[Any] = []
     engines: list[list[Any]] = []  # the parts of each, of which the first is the rollout worker
-    with connected_to_ray(train, num_cpus) as folder:
+    with connected_to_ray(train, config.num_cpus) as folder:
         logger.info("Ray is up after %.0f s", time.monotonic() - started)
         try:
             if is_restart and train.ray_address is not None and train.on_lost_node == "shrink":
-                config = shrunk_to_free(config, device)
-            places = place_roles(config, device, groups, LOST_NODE_SECONDS if is_restart else PLACEMENT_SECONDS)
+                config, places = place_what_is_left(config, device, groups, Path(model_path))
+            else:
+                seconds = LOST_NODE_SECONDS if is_restart else PLACEMENT_SECONDS
+                places = place_roles(config, device, groups, seconds)
             if output_dir is not None:
                 require_shared(places.nodes, config, Path(model_path), output_dir)
             ranks += [place.start(_PolicyRank) for place in places.ranks]
@@ -90,23 +99,42 @@ def start_cluster(
                 rank.start.remote(number, len(ranks), address, str(model_path), config)
                 for number, rank in enumerate(ranks)
             ]
-            for parts in engines:
-                place = _meeting_point(folder, parts[0], actors) if len(parts) > 1 else ""
-                starting.append(parts[0].start.remote(str(model_path), config, EnginePart(0, place), parts[1:]))
-                starting += [
-                    part.start.remote(str(model_path), config, EnginePart(number, place))
-                    for number, part in enumerate(parts[1:], 1)
-                ]
-            actors.get(starting)
-            actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
-            counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
-            logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
             model_config = load_model_config(model_path, config.model.trust_remote_code)
             policy = PolicyGroup(ranks, config, actors, model_config.get_text_config().hidden_size)
+            if train.is_colocated:  # engines measure what is free on their devices
+                actors.get(starting)
+                policy.offload(OF_RANKS)
+            for parts in engines:
+                place = _meeting_point(folder, parts[0], actors) if len(parts) > 1 else ""
+                starting += _start_parts(parts, place, str(model_path), config)
+            actors.get(starting)
+            actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
+            weights = WeightTransfer(ranks, engines, actors)
+            weights.connect(_reads_memory(places, device), partial(_meeting_point, folder, ranks[0], actors))
+            counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
+            logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
             rollouts = RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors)
-            yield Cluster(policy, rollouts, config)
+            yield Cluster(policy, rollouts, weights, config)
         finally:
             _end(ranks, engines, groups if train.ray_address else [])
+
+
+def _start_parts(parts: Sequence[Any], place: str, model_path: str, config: TrainingConfig) -> list[Any]:
+    """References of the calls that load an engine, whose parts meet at the place."""
+    first, *others = parts
+    return [
+        first.start.remote(model_path, config, EnginePart(0, place), others),
+        *(
+            part.start.remote(model_path, config, EnginePart(number, place))
+            for number, part in enumerate(others, 1)
+        ),
+    ]
+
+
+def _reads_memory(places: Places, device: Device) -> list[bool]:
+    """Whether each part of each engine can read the memory of rank 0: on a CPU of the same node."""
+    home = places.ranks[0].node
+    return [device.kind == "cpu" and place.node == home for parts in places.engines for place in parts]
 
 
 def _watched(ranks: Sequence[Any], engines: Sequence[list[Any]]) -> Actors:
@@ -159,9 +187,7 @@ class _PolicyRank(_Process, Policy):
 
     def start(self, rank: int, num_ranks: int, address: str, model_path: str, config: TrainingConfig) -> None:
         """Join the other ranks and load this rank's part of the model."""
-        device = device_for(config.train.device)
-        device.require()
-        torch.set_num_threads(config.train.threads_per_rank)
+        device = _own_device(config, config.train.threads_per_rank)
         seed_generators(config.run.seed, rank, num_optimizer_steps=0)
         torch.distributed.init_process_group(
             device.backends(config.train.offload_shards), init_method=address, rank=rank, world_size=num_ranks
@@ -178,11 +204,17 @@ class _RolloutRank(_Process, RolloutWorker):
     def start(self, model_path: str, config: TrainingConfig, part: EnginePart, followers: Sequence[Any]) -> None:
         """Load the model into the engine and start the scoring processes."""
         self._part = part
+        self._followers = _Followers(followers)
         super().__init__(
-            lambda: _load_engine(model_path, config, part, _Followers(followers)),
+            lambda: _load_engine(model_path, config, part, self._followers),
             load_tokenizer(model_path, config.model.trust_remote_code),
             config,
         )
+
+    def sleep(self) -> None:
+        """Return when all parts of the engine have given their devices' memory back."""
+        super().sleep()
+        self._followers.wait()
 
     def unlink_shared_memory(self) -> None:
         """Remove the names of vLLM's shared memory on a CPU, which it may leave behind; all parts have it open."""
@@ -195,7 +227,16 @@ class _EngineRank(_Process):
 
     def start(self, model_path: str, config: TrainingConfig, part: EnginePart) -> None:
         """Load this part of the model."""
+        self._device = device_for(config.train.device)
         self._engine = _load_engine(model_path, config, part)
+
+    def connect(self, link: Link, plan: WeightPlan) -> None:
+        """Open the way on which weights come; collective with those that meet at the link's address."""
+        self._engine.inbox = open_inbox(link, plan, self._device)
+
+    def loaded_weights(self) -> Loaded:
+        """What this part's loader took in the last sync."""
+        return self._engine.loaded
 
     def make_call(self, name: str, arguments: Sequence[Any]) -> None:
         """Make a call of the engine. What only this part raises ends the process, for the others wait for it."""
@@ -221,13 +262,26 @@ class _Followers:
             ray.get(done)
         self._calls += [part.make_call.remote(name, arguments) for part in self._parts]
 
+    def wait(self) -> None:
+        """Return when all calls are made."""
+        calls, self._calls = self._calls, []
+        ray.get(calls)
+
+
+def _own_device(config: TrainingConfig, num_threads: int) -> Device:
+    """The device of this process, which may use that many CPU threads."""
+    device = device_for(config.train.device)
+    if config.train.is_colocated:
+        device.prepare_sharing(os.environ)
+    device.require()
+    torch.set_num_threads(num_threads)
+    return device
+
 
 def _load_engine(
     model_path: str, config: TrainingConfig, part: EnginePart, tell: _Followers | None = None
 ) -> Engine:
-    device = device_for(config.train.device)
-    device.require()
-    torch.set_num_threads(config.rollout.threads_per_worker)
+    device = _own_device(config, config.rollout.threads_per_worker)
     settings = engine_settings(config, device)
     if settings.tensor_parallel > 1:
         from dapo_core.engines.tensor_parallel import TensorParallelEngine
@@ -253,4 +307,5 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         trust_remote_code=config.model.trust_remote_code,
         tensor_parallel=config.rollout.tensor_parallel,
         engine_args=config.rollout.engine_args,
+        sleep_level=device.sleep_level if config.train.is_colocated else None,
     )

@@ -84,6 +84,9 @@ class TrainConfig(Section):
     """Steps, batches, the optimizer, and the model's layout on the devices."""
 
     device: Literal["cpu", "cuda", "npu"] = key("cpu", "Kind of device of the policy.")
+    placement: Literal["separate", "colocated"] = volatile(
+        "separate", "Ranks and engines on devices of their own, or taking turns on the same ones."
+    )
     device_model: str | None = volatile(
         None,
         "Model of the devices, such as H100 or Atlas 800T A3, whose memory the plan counts; unset: this one's.",
@@ -115,6 +118,11 @@ class TrainConfig(Section):
     )
     compile: bool = key(False, "torch.compile each decoder layer; needs a C++ compiler on a CPU.")
     reshard_after_forward: bool = volatile(True, "Free whole weights between forward and backward: less memory.")
+    weight_bucket_bytes: int = volatile(
+        512 * 1024**2,
+        "Bytes of weights gathered at once on their way to the engines; at least those of the largest tensor.",
+        ge=1,
+    )
     offload_parameters: bool = volatile(False, "Keep weights in host memory while the engines generate.")
     offload_optimizer: bool = volatile(False, "Keep the optimizer's state in host memory between updates.")
     offload_shards: bool = volatile(
@@ -138,6 +146,11 @@ class TrainConfig(Section):
         ".dapo/trackers", "Folder of what trackers write on this machine.", min_length=1
     )
     ray_address: str | None = volatile(None, "Ray cluster to join; unset starts a private one.")
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether ranks and engines share devices."""
+        return self.placement == "colocated"
 
     @property
     def num_data_ranks(self) -> int:
@@ -198,8 +211,27 @@ class TrainingConfig(Section):
 
     @property
     def num_devices(self) -> int:
-        """Devices of the policy's ranks and of the rollout workers."""
-        return self.train.num_ranks + self.rollout.num_devices
+        """Devices of the policy's ranks and of the rollout workers; shared ones count once."""
+        return self.train.num_ranks + (0 if self.train.is_colocated else self.rollout.num_devices)
+
+    @property
+    def num_cpus(self) -> int:
+        """CPUs that ranks and engines ask Ray for; those that share a device share CPUs."""
+        of_rank, of_engine = self.train.threads_per_rank, self.rollout.threads_per_worker
+        if self.train.is_colocated:
+            return self.train.num_ranks * max(of_rank, of_engine)
+        return self.train.num_ranks * of_rank + self.rollout.num_devices * of_engine
+
+    @model_validator(mode="after")
+    def _each_shared_device_has_both(self) -> TrainingConfig:
+        if self.train.is_colocated and self.train.num_ranks != self.rollout.num_devices:
+            raise ValueError(
+                "train.placement=colocated puts a policy rank and a part of an engine on each device; there are "
+                f"train.num_ranks={self.train.num_ranks} ranks and rollout.num_workers={self.rollout.num_workers} "
+                f"engines of {self.rollout.num_devices // self.rollout.num_workers} devices; set train.num_ranks="
+                f"{self.rollout.num_devices}, change rollout.num_workers, or set train.placement=separate"
+            )
+        return self
 
     @model_validator(mode="after")
     def _batches_divide(self) -> TrainingConfig:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dapo_core.errors import ModelError, RolloutError
+from dapo_core.turns import KV_CACHE, NOTHING, OF_ENGINES, WEIGHTS
+from dapo_core.weight_transfer.inbox import Delivery, Inbox
+from dapo_core.weight_transfer.plan import WeightPlan
+from dapo_core.weight_transfer.proof import Loaded
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +85,7 @@ class EngineSettings:
     trust_remote_code: bool = False  # run Python files of the model folder
     tensor_parallel: int = 1  # processes, with a device each, that share the weights
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # further arguments of vLLM's EngineArgs
+    sleep_level: int | None = None  # of vLLM's sleep mode; None: `sleep` frees nothing
 
     @property
     def sampling(self) -> Sampling:
@@ -113,18 +119,24 @@ class Engine(ABC):
     The owner calls `submit`, then `step` until the responses are returned. Not thread-safe: see engine_thread.
     """
 
+    keeps_weights = False  # loading keeps views of a tensor after it asks for the next
+
     def __init__(
         self, settings: EngineSettings, shapes: Mapping[str, tuple[int, ...]], optional: Collection[str]
     ) -> None:
         """`shapes` are of all tensors by Hugging Face name; `optional` tensors are copies of others."""
         self.settings = settings
         self.policy_version = 0
+        self.loaded = Loaded(0, {})  # by receive_weights
+        self.inbox: Inbox | None = None  # of the weights that policy ranks send
         self._shapes = shapes
         self._optional = optional
         self._rows: dict[str, Row] = {}  # unfinished, by request id
+        self._asleep: frozenset[str] = NOTHING  # what the device does not hold, as named in `turns`
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests, each with a unique id; nothing is computed until `step`."""
+        self._require_awake("take requests", OF_ENGINES)
         for request in requests:
             row = Row(request, list(request.response_ids), list(request.rollout_log_probs))
             self._queue(row)
@@ -148,13 +160,31 @@ class Engine(ABC):
         self._drop(stopped)
         return [row.response("abort") for row in stopped.values()]
 
+    def receive_weights(self, plan: WeightPlan, policy_version: int) -> None:
+        """Load the weights that policy ranks send by the plan, and record in `loaded` what the loader took.
+
+        Takes all buckets, even if loading fails: the ranks and other engines wait for that. Raises RolloutError as
+        `load_weights` does.
+        """
+        assert self.inbox is not None, "the engine's process is not connected to the policy ranks"
+        delivery = Delivery(plan, self.inbox, self.keeps_weights)
+        try:
+            self._load_weights(delivery, policy_version)
+        finally:
+            delivery.drain()
+            self.loaded = Loaded(self.policy_version, delivery.checksums)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Replace all weights (Hugging Face names, full tensors) and drop every cached prefix.
 
         Raises RolloutError while requests are unfinished, and for missing, unknown or misshapen tensors. Then the
         weights are a mixture, and the policy version is the old one.
         """
+        self._load_weights(weights, policy_version)
+
+    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         self._require_idle("load weights")
+        self._require_awake("load weights", {WEIGHTS})
         self._replace_weights(check_weights(weights, self._shapes, self._optional))
         self.policy_version = policy_version
 
@@ -164,7 +194,23 @@ class Engine(ABC):
         Raises RolloutError while requests are unfinished.
         """
         self._require_idle("compute log-probs")
+        self._require_awake("compute log-probs", OF_ENGINES)
         return self._log_probs(sequences)
+
+    def sleep(self) -> None:
+        """Give the device's memory back, that of the weights and of keys and values.
+
+        Raises RolloutError while requests are unfinished. What slept at level 2 comes back without its contents:
+        `load_weights` follows `wake`.
+        """
+        self._require_idle("sleep")
+        self._sleep()
+        self._asleep = OF_ENGINES
+
+    def wake(self, what: Collection[str]) -> None:
+        """Take memory again for the weights or for keys and values, as named in `turns`."""
+        self._wake([name for name in (WEIGHTS, KV_CACHE) if name in what])
+        self._asleep -= set(what)
 
     @abstractmethod
     def close(self) -> None:
@@ -183,6 +229,14 @@ class Engine(ABC):
         """Copy in weights that were checked."""
 
     @abstractmethod
+    def _sleep(self) -> None:
+        """Free the device's memory, if the kind of device allows it."""
+
+    @abstractmethod
+    def _wake(self, what: Sequence[str]) -> None:
+        """Take the memory again."""
+
+    @abstractmethod
     def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """`log_probs` of an idle engine."""
 
@@ -191,6 +245,10 @@ class Engine(ABC):
             raise RolloutError(
                 f"cannot {what} while {len(self._rows)} requests are unfinished; finish or abort them first"
             )
+
+    def _require_awake(self, what: str, needed: AbstractSet[str]) -> None:
+        if away := self._asleep & needed:
+            raise RolloutError(f"cannot {what} while the engine sleeps: {', '.join(sorted(away))} are not there")
 
 
 def build_engine(

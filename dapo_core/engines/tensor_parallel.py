@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_core.engines.base import EnginePart, EngineSettings, GenerationRequest, Response
 from dapo_core.engines.vllm_engine import VllmEngine
+from dapo_core.weight_transfer.plan import WeightPlan
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,18 @@ class TensorParallelEngine(VllmEngine):
         """`weights` are iterated once in each process."""
         self._tell("load_weights", [weights, policy_version])
         super().load_weights(weights, policy_version)
+
+    def receive_weights(self, plan: WeightPlan, policy_version: int) -> None:
+        self._tell("receive_weights", [plan, policy_version])
+        super().receive_weights(plan, policy_version)
+
+    def sleep(self) -> None:
+        self._tell("sleep", [])
+        super().sleep()
+
+    def wake(self, what: Collection[str]) -> None:
+        self._tell("wake", [what])
+        super().wake(what)
 
     def close(self) -> None:
         self._tell("close", [])

@@ -31,10 +31,14 @@ from dapo_core.errors import ModelError, RolloutError
 HEAD = "lm_head.weight"
 CPU_BLOCK_TOKENS = 32  # multiples of 32 are fast; small blocks let siblings share more of a short prompt
 CPU_PREFILL_TOKENS = 8192  # of one prefill step on a CPU, where prompts are not split
+PREFILL_TOKENS = 2048  # of one step on an accelerator; also the rows of logits when log-probs are asked for
+GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 
 
 class VllmEngine(Engine):
     """The vLLM engine of this process, which can hold one at a time."""
+
+    keeps_weights = True  # until a layer is complete
 
     def __init__(
         self, model_path: str | Path, settings: EngineSettings, seed: int, part: EnginePart | None = None
@@ -79,11 +83,20 @@ class VllmEngine(Engine):
         self._engine.abort_request(list(request_ids))
 
     def _replace_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        # Plain model.load_weights fails on CPU, where weights are packed for the kernels.
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        from dapo_core.engines import vllm_transfer
+
+        vllm_transfer.replace_weights(self._engine, weights)
         self._engine.apply_model(functools.partial(_pack_again, is_head_tied=self._is_head_tied))
         if not self._engine.reset_prefix_cache():
             raise RolloutError("vLLM did not clear its prefix cache after new weights; restart the training")
+
+    def _sleep(self) -> None:
+        if self.settings.sleep_level is not None:
+            self._engine.sleep(self.settings.sleep_level)
+
+    def _wake(self, what: Sequence[str]) -> None:
+        if self.settings.sleep_level is not None:
+            self._engine.wake_up(list(what))
 
     def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         for number, (prompt_ids, response_ids) in enumerate(sequences):
@@ -148,21 +161,14 @@ def _start(
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm.platforms import current_platform
 
-    platform_options: dict[str, Any] = {"gpu_memory_utilization": settings.memory_utilization}
     if current_platform.is_cpu():
         torch._dynamo.config.disable = True  # before vLLM compiles its samplers, which needs a C++ compiler
         torch.set_num_threads(settings.threads)
         if part is not None:  # else vLLM looks for a NUMA node for each part
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        platform_options = {
-            "kv_cache_memory_bytes": settings.memory_bytes,
-            "block_size": CPU_BLOCK_TOKENS,
-            "enforce_eager": True,  # compiling takes 25 s and gains nothing on a small model
-            # vLLM 0.32 fails on a split prompt with a seed: "CPU Generator does not use offset"
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(max_tokens, CPU_PREFILL_TOKENS, settings.max_num_seqs),
-        }
     from vllm import EngineArgs
+
+    from dapo_core.engines import vllm_transfer
 
     parts: dict[str, Any] = {} if part is None else {"distributed_executor_backend": "external_launcher"}
     try:
@@ -177,8 +183,10 @@ def _start(
                 disable_log_stats=True,
                 trust_remote_code=settings.trust_remote_code,
                 tensor_parallel_size=settings.tensor_parallel,
+                enable_sleep_mode=settings.sleep_level is not None,
+                **vllm_transfer.settings(),
                 **parts,
-                **{**platform_options, **settings.engine_args},
+                **device_arguments(current_platform.device_type, settings, max_tokens),
             ),
             part,
         )
@@ -190,6 +198,29 @@ def _start(
     # Each reload warns of modules without weights; check_weights has already found what is missing.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     return engine
+
+
+def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> dict[str, Any]:
+    """Arguments of EngineArgs for a kind of device, rollout.engine_args included; reasons: docs/training.md."""
+    if device == "cpu":
+        arguments: dict[str, Any] = {
+            "kv_cache_memory_bytes": settings.memory_bytes,
+            "block_size": CPU_BLOCK_TOKENS,
+            "enforce_eager": True,  # compiling takes 25 s and gains nothing on a small model
+            # vLLM 0.32 fails on a split prompt with a seed: "CPU Generator does not use offset"
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(max_tokens, CPU_PREFILL_TOKENS, settings.max_num_seqs),
+        }
+    else:
+        arguments = {
+            "gpu_memory_utilization": settings.memory_utilization,
+            "max_num_batched_tokens": max(PREFILL_TOKENS, 2 * settings.max_num_seqs),
+        }
+        if not GRAPH_ARGUMENTS & settings.engine_args.keys():
+            arguments["max_cudagraph_capture_size"] = settings.max_num_seqs
+            if device == "npu":
+                arguments["compilation_config"] = {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    return {**arguments, **settings.engine_args}
 
 
 def _build(arguments: Any, part: EnginePart | None) -> Any:

@@ -35,6 +35,7 @@ class RankMemory:
     optimizer: int
     optimizer_step: int  # temporaries
     reference: int  # shards of the reference model
+    pinned: int  # weights, and as much again for gradients, in pinned host memory
     forward_weights: int  # gathered during a forward pass without a backward pass
     scoring_activations: int
     scoring_logits: int
@@ -94,6 +95,7 @@ class _Rank:
             optimizer=MOMENTS * shard,
             optimizer_step=FOREACH * shard,
             reference=item * shard if self.has_reference else 0,
+            pinned=sum(_pinned(MASTER * number) for number in shape.shards(self.num_shards)),
             forward_weights=scoring[0],
             scoring_activations=scoring[1],
             scoring_logits=scoring[2],
@@ -203,3 +205,8 @@ class _Rank:
 
     def _mlp_forward(self) -> int:
         return 3 * self._mlp_backward() // 2
+
+
+def _pinned(num_bytes: int) -> int:
+    """What torch takes for pinned memory of that size: the next power of two."""
+    return 1 << (num_bytes - 1).bit_length()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dapo_core.batch import Batch, Measured, RankShare
 from dapo_core.checkpoint.shards import Shards
@@ -27,11 +29,16 @@ from dapo_core.policy.model import HOST, load_sharded, move_model, move_optimize
 from dapo_core.policy.packing import PackedRow, pack, probe_row
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.policy.sequence_parallel import sequence_group
+from dapo_core.policy.spill import Spill
+from dapo_core.policy.weight_source import WeightSource
 from dapo_core.pretrained import load_model_config
 from dapo_core.rollout_correction import importance_weights
+from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
+from dapo_core.weight_transfer.outbox import Outbox
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
+    from dapo_core.weight_transfer.plan import WeightPlan
 
 
 @dataclass(frozen=True)
@@ -66,16 +73,20 @@ class Policy:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
             torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise
         self.group = sequence_group(self.train.sequence_parallel)
-        self.engine_dtype = self.device.resolve_dtype(config.rollout.dtype)
         self.model_config = load_model_config(model_path, config.model.trust_remote_code)
         require_trainable(self.model_config, self.train.sequence_parallel)
         self.trust_remote_code = config.model.trust_remote_code
         self.model = self._load(model_path, is_trainable=True)
         files = weight_names(model_path)
-        self.pieces = {
+        pieces = {
             name: file_pieces(name, parameter.shape, files)
             for name, parameter in self._causal_lm().named_parameters()
         }
+        dtype = self.device.resolve_dtype(config.rollout.dtype)
+        self.weights = WeightSource(
+            self._causal_lm(), pieces, dtype, self.train.weight_bucket_bytes, self.device.torch_device()
+        )
+        self.outbox: Outbox | None = None  # of rank 0
         self.reference = None if self.algorithm.kl.place == "off" else self._load(model_path, is_trainable=False)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -83,8 +94,9 @@ class Policy:
             weight_decay=self.train.weight_decay,
             foreach=True,
         )
-        is_offloaded = self.train.offload_optimizer or self.train.offload_shards
+        is_offloaded = self.train.offload_optimizer or self.train.offload_shards or self.train.is_colocated
         self.shards = Shards(self._causal_lm(), self.optimizer, self.device, is_offloaded, config.run.seed)
+        self._spills: dict[str, Spill] = {}  # of what is offloaded, where the device is the host
 
     def log_probs(self, share: RankShare, temperature: float | None = None) -> Measured:
         """Log-probs of the share's response tokens and the policy's entropy there: [b, R] float32 each.
@@ -107,8 +119,7 @@ class Policy:
         Gradients are summed, not averaged, over ranks and micro-batches: `totals` already holds the denominator.
         A gradient norm that is not finite leaves weights and optimizer state unchanged.
         """
-        if self.train.offload_optimizer:
-            move_optimizer(self.optimizer, self.device.torch_device())
+        self._require_here(WEIGHTS, OPTIMIZER)
         learning_rate = self._set_learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
         self.model.train()
@@ -143,7 +154,8 @@ class Policy:
         Asynchronous: returns once they are copied to host memory and continues to write; see is_saved. Raises
         OSError with its errno if a rank cannot write, else CheckpointError, on every rank.
         """
-        self.shards.save(folder, self.num_optimizer_steps, asynchronous)
+        with self._readable():
+            self.shards.save(folder, self.num_optimizer_steps, asynchronous)
 
     def is_saved(self) -> bool:
         """True if no asynchronous save is unfinished; raises its error once. Not collective."""
@@ -158,58 +170,93 @@ class Policy:
         return self.shards.num_bytes()
 
     def load(self, folder: str) -> None:
-        """Load shards that any number of ranks wrote; weights stay on their device. Collective."""
+        """Load shards that any number of ranks wrote; weights and optimizer are on the device. Collective."""
+        self._require_here(WEIGHTS, OPTIMIZER)
         self.num_optimizer_steps = self.shards.load(folder)
-        if self.train.offload_optimizer:
-            move_optimizer(self.optimizer, HOST)
 
-    def weight_sizes(self) -> dict[str, int]:
-        """Bytes of each tensor as the engines get it, by its name in the model's files; tied parameters once."""
-        return {
-            piece.file_name: piece.view(torch.empty(parameter.shape, device="meta")).numel()
-            * self.engine_dtype.itemsize
-            for name, parameter in self._causal_lm().named_parameters()
-            for piece in self.pieces[name]
-        }
+    def weight_plan(self) -> WeightPlan:
+        """Which tensors the engines get, and in which buckets; the same on all ranks."""
+        return self.weights.plan
 
-    def gather_weights(self, names: list[str]) -> dict[str, torch.Tensor] | None:
-        """Whole tensors in the engines' precision, on the CPU, by their names in the model's files. Collective.
+    def open_outbox(self, num_local: int) -> str:
+        """Let weights leave this rank; returns where `num_local` processes of its node can read them."""
+        self.outbox = Outbox(self.weights.plan, self.device.torch_device(), num_local)
+        return self.outbox.address
 
-        None except on rank 0.
+    def join_receivers(self, address: str, size: int) -> None:
+        """Meet the engines' processes on other nodes. Collective with them."""
+        assert self.outbox is not None
+        self.outbox.join(address, size, self.device.backend)
+
+    def send_weights(self) -> dict[str, dict[int, int]]:
+        """Send all weights through rank 0; returns the checksums of this rank's rows. Collective.
+
+        Returns once every process of every engine has taken every bucket.
         """
-        wanted = set(names)
-        gathered: dict[str, torch.Tensor] = {}
-        is_first = torch.distributed.get_rank() == 0
-        for name, parameter in self._causal_lm().named_parameters():
-            pieces = [piece for piece in self.pieces[name] if piece.file_name in wanted]
-            whole = _full(parameter.detach()) if pieces else None
-            if whole is not None and is_first:
-                gathered |= {
-                    piece.file_name: piece.view(whole).to("cpu", self.engine_dtype, copy=True) for piece in pieces
-                }
-        return gathered if is_first else None
+        self._require_here(WEIGHTS)
+        reshard(self.model)
+        return self.weights.send(self.outbox)
 
-    def onload(self) -> None:
-        """Move weights to the device if train.offload_parameters keeps them on the host between phases."""
-        if self.train.offload_parameters:
-            for model in self._models():
-                move_model(model, self.device.torch_device())
+    def onload(self, what: Collection[str]) -> None:
+        """Bring weights or the optimizer's state, as named in `turns`, back to the device."""
+        for name in what:
+            if name in self._spills:
+                self._spills.pop(name).restore()
+        self._move(what, self.device.torch_device())
 
-    def offload(self) -> None:
-        """Move weights and optimizer state to the host, as the train.offload keys say."""
-        if self.train.offload_optimizer:
-            move_optimizer(self.optimizer, HOST)
-        if self.train.offload_parameters:
-            for model in self._models():
-                move_model(model, HOST)
+    def offload(self, what: Collection[str]) -> None:
+        """Free gradients, and move weights or the optimizer's state off the device, as named in `turns`.
+
+        They go to host memory; where that is the device's own and ranks and engines share it, to a file.
+        """
+        if GRADIENTS in what:
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.device.kind != "cpu" or not self.train.is_colocated:
+            self._move(what, HOST)
+            return
+        for model in self._models():
+            reshard(model)
+        for name in (WEIGHTS, OPTIMIZER):
+            if name in what and name not in self._spills:
+                self._spills[name] = Spill(self._local_tensors(name))
 
     def device_name(self) -> str:
         """The vendor's name of this rank's device."""
         return self.device.name()
 
-    def memory_metrics(self) -> dict[str, float]:
-        """Memory of this rank and of its node in GiB, by metric name."""
-        return self.device.memory_metrics()
+    def take_memory(self) -> dict[str, float]:
+        """Memory of this rank since the last call, and of its node, in GiB by metric name."""
+        return self.device.take_memory()
+
+    def _move(self, what: Collection[str], device: torch.device) -> None:
+        if self.train.offload_shards:  # they are in host memory all the time
+            return
+        if OPTIMIZER in what:
+            move_optimizer(self.optimizer, device)
+        if WEIGHTS in what:
+            for model in self._models():
+                move_model(model, device)
+
+    def _local_tensors(self, what: str) -> list[torch.Tensor]:
+        """This rank's shards of all weights, or of the optimizer's state."""
+        tensors: list[Any] = [parameter for model in self._models() for parameter in model.parameters()]
+        if what == OPTIMIZER:
+            tensors = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+    def _require_here(self, *what: str) -> None:
+        away = self._spills.keys() & set(what)
+        assert not away, (
+            f"{', '.join(sorted(away))} of this rank are in a file: the step's phases are out of order"
+        )
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """What is in files is in memory inside the block."""
+        away = list(self._spills)
+        self.onload(away)
+        yield
+        self.offload(away)
 
     def _load(self, model_path: str | Path, is_trainable: bool) -> nn.Module:
         """The model inside TokenLogProbs; a probe of two sequences checks that every layer packs."""
@@ -245,6 +292,7 @@ class Policy:
 
     def _score(self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool) -> Measured:
         """Log-probs of the whole share and, if requested, entropy (else 0), without gradient: [b, R] float32."""
+        self._require_here(WEIGHTS)
         device = self.device.torch_device()
         measuring = Measuring(share)
         model.eval()

@@ -20,9 +20,8 @@ from dapo_core.engines.base import (
     Response,
     Sampling,
     build_engine,
-    read_eos_ids,
 )
-from dapo_core.errors import ModelError, RolloutError
+from dapo_core.errors import RolloutError
 from tests.tiny_models import build_tiny_qwen3
 from tests.two_processes import engine_of_two_processes
 
@@ -257,6 +256,24 @@ def test_new_weights_change_log_probs_and_clear_the_prefix_cache(engine, model_p
         require_equal(given, reference_log_probs(model, prompt_ids, response_ids))
 
 
+@pytest.mark.parametrize("shared_engine", ["vllm"], indirect=True)
+def test_siblings_share_the_blocks_of_their_prompt(engine, monkeypatch):
+    cached: dict[str, int] = {}
+    step = engine._engine.step
+
+    def watched():
+        outputs = step()
+        cached.update({output.request_id: output.num_cached_tokens for output in outputs})
+        return outputs
+
+    monkeypatch.setattr(engine._engine, "step", watched)
+    prompt_ids = [5 + index % 50 for index in range(70)]  # two blocks of 32 and a rest
+    engine.submit([GenerationRequest(str(seed), prompt_ids, seed) for seed in range(4)])
+    while engine.num_unfinished():
+        engine.step()
+    assert cached == {"0": 0, "1": 64, "2": 64, "3": 64}
+
+
 def test_abort_returns_partial_responses_and_does_not_disturb_the_others(engine):
     requests = make_requests(4)
     undisturbed = run(engine, requests)
@@ -339,33 +356,30 @@ def test_weights_and_log_probs_are_refused_while_requests_are_unfinished(engine)
         engine.log_probs([([5], [6])])
 
 
-def test_hf_continues_with_the_randomness_of_the_uninterrupted_response(model_path):
-    engine = build_engine("hf", model_path, replace(SETTINGS, max_num_seqs=3), seed=0)
-    requests = make_requests(6)
-    uninterrupted = run(engine, requests)
-    for num_steps in (0, 1, 7, 30):  # before the first token, after it, midway, and in the second wave
+def test_a_sleeping_engine_refuses_work_and_wakes_with_the_weights_it_is_given(engine, model_path):
+    requests = make_requests(4)
+    before = run(engine, requests)
+    engine.settings = replace(engine.settings, sleep_level=2)
+    engine.submit(requests[:1])
+    with pytest.raises(RolloutError, match="cannot sleep while 1 requests are unfinished"):
+        engine.sleep()
+    finish(engine)
+    engine.sleep()
+    with pytest.raises(RolloutError, match="cannot take requests while the engine sleeps: kv_cache, weights"):
         engine.submit(requests)
-        responses = {response.request_id: response for _ in range(num_steps) for response in engine.step()}
-        for partial in engine.abort([request.request_id for request in requests]):
-            request = requests[int(partial.request_id)]
-            so_far = (partial.response_ids, partial.rollout_log_probs)
-            engine.submit([replace(request, response_ids=so_far[0], rollout_log_probs=so_far[1])])
-        responses |= finish(engine)
-        assert {name: responses[name].response_ids for name in uninterrupted} == {
-            name: response.response_ids for name, response in uninterrupted.items()
-        }
-    engine.close()
-
-
-def test_hf_refuses_memory_that_holds_no_sequence(model_path):
-    # 2 (keys, values) x 2 layers x 1 head x 32 x 4 bytes x 96 tokens = 49152 bytes
-    with pytest.raises(RolloutError, match=r"96 tokens needs 49152 bytes of cache, and 49151 are free"):
-        build_engine("hf", model_path, replace(SETTINGS, memory_bytes=49151), seed=0)
-
-
-def test_a_folder_without_end_token_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
-    with pytest.raises(ModelError, match="has eos_token_id"):
-        read_eos_ids(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
-    assert read_eos_ids(tmp_path) == [5, 7]
+    with pytest.raises(RolloutError, match="cannot load weights while the engine sleeps: weights are not there"):
+        engine.load_weights([], 1)
+    engine.wake({"weights"})
+    model = load_model(model_path)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.1)
+    engine.load_weights(model.named_parameters(), 1)
+    with pytest.raises(RolloutError, match="cannot compute log-probs while the engine sleeps: kv_cache are not"):
+        engine.log_probs([([5], [6])])
+    engine.wake({"kv_cache"})
+    after = run(engine, requests)
+    for request in requests:
+        response = after[request.request_id]
+        expected = reference_log_probs(model, request.prompt_ids, response.response_ids)
+        assert largest_difference(response.rollout_log_probs, expected) < 1e-4
+    assert [after[name].response_ids for name in after] != [before[name].response_ids for name in after]

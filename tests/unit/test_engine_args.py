@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dapo_core.config.engine_args import require_known
+from dapo_core.engines.vllm_engine import device_arguments
 from dapo_core.errors import ConfigError
 from flows.config import resolve_config
 from tasks.preflight.finding import Findings
 from tasks.preflight.model import check_model
-from tests.tiny_models import build_tiny
+from tests.tiny_models import build_tiny, tiny_engine_settings
 from tests.trainings import settings
 
 
@@ -38,6 +40,28 @@ def test_arguments_are_those_of_the_installed_engine() -> None:
         ConfigError, match=r"engine_args\.enforce_eagr is no argument .* did you mean enforce_eager\?"
     ):
         require_known(["enforce_eagr"])
+
+
+def test_each_kind_of_device_gets_what_reinforcement_learning_needs() -> None:
+    settings = tiny_engine_settings()  # 8 sequences of 96 tokens
+    kinds = {device: device_arguments(device, settings, 96) for device in ("cpu", "cuda", "npu")}
+    for arguments in kinds.values():
+        require_known(arguments)
+    assert kinds["cpu"]["enable_chunked_prefill"] is False  # then a step must hold the longest prompt
+    assert kinds["cpu"]["max_num_batched_tokens"] >= 96
+    assert kinds["cuda"] == {
+        "gpu_memory_utilization": 0.5,
+        "max_num_batched_tokens": 2048,
+        "max_cudagraph_capture_size": 8,
+    }
+    assert kinds["npu"] == {**kinds["cuda"], "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
+    many = device_arguments("npu", replace(settings, max_num_seqs=1500), 96)
+    assert (many["max_num_batched_tokens"], many["max_cudagraph_capture_size"]) == (3000, 1500)
+    own = {"cudagraph_capture_sizes": [1, 8], "max_num_batched_tokens": 64}  # vLLM refuses two words on the sizes
+    assert device_arguments("npu", replace(settings, engine_args=own), 96) == {
+        "gpu_memory_utilization": 0.5,
+        **own,
+    }
 
 
 @pytest.mark.parametrize("section", ["rollout", "serve"])
