@@ -95,6 +95,15 @@ def test_both_roles_shrink_alike_within_the_rules(num_nodes: int, expected: tupl
     assert smaller == four_nodes(**changed)  # and nothing else changes
 
 
+def test_ranks_and_engines_on_the_same_devices_shrink_together() -> None:
+    config, device = four_nodes(train={"placement": "colocated"}), device_for("npu")
+    assert has_room([NPU_NODE] * 2, demands(config, device))
+    smaller = shrunk(config, device, [NPU_NODE], Path())
+    assert (smaller.train.num_ranks, smaller.rollout.num_workers) == (16, 4)
+    with pytest.raises(ConfigError, match="they have no room for one of each"):
+        shrunk(config, device, [{"CPU": 128.0, "NPU": 3.0}] * 4, Path())
+
+
 def test_what_cannot_shrink_is_refused_with_the_reason() -> None:
     config, device = four_nodes(train={"sequence_parallel": 1, "fsdp_size": 32}), device_for("npu")
     with pytest.raises(
