@@ -33,7 +33,7 @@ MEASURED = (  # hidden size, layers, tokens of a sequence, ranks: activations, b
     (256, 6, 4096, 1),
     (1024, 8, 1024, 1),
     (1024, 8, 1024, 2),
-    (1024, 24, 256, 1),
+    (1024, 24, 96, 1),
 )
 
 
