@@ -32,7 +32,7 @@ GIB, MIB = 1024**3, 1024**2
 MEASURED = (  # hidden size, layers, tokens of a sequence, ranks: activations, both, states are most of the memory
     (256, 6, 4096, 1),
     (1024, 8, 1024, 1),
-    (1024, 8, 1024, 2),
+    (1024, 8, 96, 2),
     (1024, 24, 96, 1),
 )
 
@@ -161,6 +161,9 @@ def measure_sizes(sizes: Iterable[tuple[int, int, int, int]]) -> Iterator[list[s
             measured = real_policy.measure(Path(folder) / "real", sections)
             config = TrainingConfig.model_validate(sections)
             counted = fake_policy.count(model_config, config, Path(folder) / "fake")
+        counted["update"] = max(
+            counted["update"], counted["optimizer"], key=lambda parts: parts[fake_policy.TOTAL]
+        )
         planned = planned_bytes(config, model_config.to_dict())
         number = shape_of(model_config.to_dict()).num_parameters
         yield [
