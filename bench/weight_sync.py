@@ -148,11 +148,14 @@ def _engine(pipe: Connection, plan: WeightPlan, links: dict[str, Link]) -> None:
     own = {name: torch.zeros(planned.shape) for name, planned in plan.tensors.items()}
     pipe.send("ready")
     while (way := pipe.recv()) is not None:
-        delivery = Delivery(plan, inboxes[way], is_kept=False)
-        for name, tensor in delivery:
-            own[name].copy_(tensor)
-        pipe.send(Loaded(0, delivery.checksums))
+        pipe.send(_load(Delivery(plan, inboxes[way], is_kept=False), own))
     os._exit(0)  # gloo's threads do not outlive the interpreter
+
+
+def _load(delivery: Delivery, own: dict[str, torch.Tensor]) -> Loaded:
+    for name, tensor in delivery:
+        own[name].copy_(tensor)
+    return Loaded(0, delivery.checksums)
 
 
 def _sync(source: WeightSource, peer: Peer, way: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
-from dapo_core.weight_transfer.links import SharedMemory, join_group, wait_until
+from dapo_core.weight_transfer.links import SharedMemory, finish_device_work, join_group, wait_until
 from dapo_core.weight_transfer.plan import NUM_SLOTS, WeightPlan
 
 
@@ -14,7 +16,7 @@ class Outbox:
     """Buckets of a plan leave through it in order; a slot is used again once every engine process has taken it."""
 
     def __init__(self, plan: WeightPlan, device: torch.device, num_local: int) -> None:
-        """`num_local` processes will read the slots in shared memory; `join` adds the others."""
+        """`num_local` processes on the same node, or device, will read the slots; `join` adds the others."""
         self._plan = plan
         self._device = device
         self._memory = SharedMemory.create(
@@ -39,8 +41,10 @@ class Outbox:
         if not self._slots:
             self._slots = self._memory.slots or [
                 torch.empty(self._plan.slot_numel, dtype=self._plan.dtype, device=self._device)
-                for _ in range(min(NUM_SLOTS, len(self._plan.buckets)))
+                for _ in range(NUM_SLOTS)
             ]
+            if self._device.type != "cpu":  # readers get IPC handles
+                self._memory.write_note(pickle.dumps([reduce_tensor(slot) for slot in self._slots]))
         while len(self._works) >= NUM_SLOTS:
             self._works.pop(0).wait()
         self._wait_taken(self._number + 1 - NUM_SLOTS)
@@ -52,6 +56,7 @@ class Outbox:
             bucket = self._slots[self._number % NUM_SLOTS][:numel]
             self._works.append(self._group.broadcast([bucket], torch.distributed.BroadcastOptions()))
         self._number += 1
+        finish_device_work(self._device)
         self._memory.publish(self._number)
 
     def finish(self) -> None:

@@ -43,7 +43,7 @@ class InProcess:
     def connect(self) -> None:
         """Link the worker to the rank, by the rank's plan."""
         plan = self.rank.weight_plan()
-        link = Link(True, self.rank.open_outbox(1), 0, 1)
+        link = Link(True, self.rank.open_outbox({0: 1}), 0, 1)
         self.worker.connect(link, plan)
 
     def send(self, policy_version: int) -> None:
