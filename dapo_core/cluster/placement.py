@@ -1,4 +1,4 @@
-"""Places the roles of a training on the nodes of a Ray cluster: ranks node by node, an engine on one node."""
+"""Places the roles of a training on the nodes of a Ray cluster: ranks node by node, an engine stage on one."""
 
 from __future__ import annotations
 
@@ -67,17 +67,18 @@ class Places:
 
 
 def demands(config: TrainingConfig, device: Device) -> list[Demand]:
-    """What the training reserves, in this order: the ranks, then all engines of one device, or each larger one.
+    """What the training reserves, in this order: the ranks, then all pipeline stages of engines.
 
-    The parts of an engine are on one node.
+    Each stage is on one node, its devices together; the stages of an engine may be on several.
     """
     own: dict[str, float] = {} if device.kind == "cpu" else {device.ray_resource: 1}
     train, rollout = config.train, config.rollout
     of_part = {"CPU": rollout.threads_per_worker} | own
+    num_stages = rollout.num_workers * rollout.pipeline_parallel
     if rollout.tensor_parallel == 1:
-        engines = [Demand(rollout.num_workers, of_part)]
+        engines = [Demand(num_stages, of_part)]
     else:
-        engines = [Demand(rollout.tensor_parallel, of_part, on_one_node=True)] * rollout.num_workers
+        engines = [Demand(rollout.tensor_parallel, of_part, on_one_node=True)] * num_stages
     return [Demand(train.num_ranks, {"CPU": train.threads_per_rank} | own), *engines]
 
 
@@ -89,10 +90,12 @@ def place_roles(
     Ranks fill node by node, so that neighbours in number are on one node where it has room. Raises ConfigError if
     Ray has no room within `max_seconds`.
     """
-    ranks, *engines = [reserve(demand, groups, max_seconds) for demand in demands(config, device)]
+    ranks, *stages = [reserve(demand, groups, max_seconds) for demand in demands(config, device)]
     if config.rollout.tensor_parallel == 1:
-        engines = [[worker] for worker in engines[0]]
-    return Places(ranks, engines)
+        stages = [[place] for place in stages[0]]
+    size = config.rollout.pipeline_parallel
+    engines = [stages[first : first + size] for first in range(0, len(stages), size)]
+    return Places(ranks, [[place for stage in engine for place in stage] for engine in engines])
 
 
 def reserve(demand: Demand, groups: list[PlacementGroup], max_seconds: float = PLACEMENT_SECONDS) -> list[Place]:

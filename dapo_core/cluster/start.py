@@ -91,7 +91,7 @@ def start_cluster(
                 for number, rank in enumerate(ranks)
             ]
             for parts in engines:
-                place = _meeting_point(folder, parts[0], actors) if len(parts) > 1 else ""
+                place = _meeting_point(folder, parts[-1], actors) if len(parts) > 1 else ""
                 starting.append(parts[0].start.remote(str(model_path), config, EnginePart(0, place), parts[1:]))
                 starting += [
                     part.start.remote(str(model_path), config, EnginePart(number, place))
@@ -229,7 +229,7 @@ def _load_engine(
     device.require()
     torch.set_num_threads(config.rollout.threads_per_worker)
     settings = engine_settings(config, device)
-    if settings.tensor_parallel > 1:
+    if settings.num_parts > 1:
         from dapo_core.engines.tensor_parallel import TensorParallelEngine
 
         return TensorParallelEngine(model_path, settings, config.run.seed, part, tell)
@@ -252,5 +252,7 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         threads=config.rollout.threads_per_worker,
         trust_remote_code=config.model.trust_remote_code,
         tensor_parallel=config.rollout.tensor_parallel,
+        pipeline_parallel=config.rollout.pipeline_parallel,
+        expert_parallel=config.rollout.expert_parallel,
         engine_args=config.rollout.engine_args,
     )

@@ -19,11 +19,13 @@ KEYS = {
     "seed": "run.seed",
     "trust_remote_code": "model.trust_remote_code",
     "tensor_parallel_size": "rollout.tensor_parallel",
+    "pipeline_parallel_size": "rollout.pipeline_parallel",
+    "enable_expert_parallel": "rollout.expert_parallel",
     "gpu_memory_utilization": "rollout.memory_utilization",
     "kv_cache_memory_bytes": "rollout.memory_gigabytes",
     "data_parallel_size": "rollout.num_workers, whose engines share no layer",
     "logprobs_mode": "nothing: training needs the log-probs of what was sampled from",
-    "distributed_executor_backend": "nothing: rollout.tensor_parallel starts the processes",
+    "distributed_executor_backend": "nothing: rollout.tensor_parallel and pipeline_parallel start the processes",
     "disable_log_stats": "nothing: the training has its own metrics",
 }
 
