@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ class Device:
     ray_resource: str  # what one policy rank or engine asks Ray for, one each
     low_precision: str  # compute dtype that `auto` means
     visible_variable: str = ""  # environment variable that names the devices a process may use
+    sleep_level: int | None = None  # of vLLM's sleep mode, where engines give a device's memory back
 
     def torch_device(self) -> torch.device:
         """The process's device; Ray shows each worker only its own, so it is number 0."""
@@ -98,31 +99,67 @@ class Device:
 
         return int(getattr(torch, self.kind).mem_get_info(0)[1])
 
-    def memory_metrics(self) -> dict[str, float]:
-        """Memory in use on the node and peak memory of this process, in GiB, under the field's metric names."""
+    def prepare_sharing(self, environment: MutableMapping[str, str]) -> None:
+        """Set what two processes on one device need, before torch or vLLM read it.
+
+        Raises ConfigError for a setting under which an engine's sleep frees nothing or its weights go stale.
+        """
+        for name in _ALLOCATORS.get(self.kind, ()):
+            if "expandable_segments:true" in environment.get(name, "").lower():
+                raise ConfigError(
+                    f"{name}={environment[name]} contradicts train.placement=colocated: engines cannot give "
+                    "memory of expandable segments back; remove expandable_segments, or set "
+                    "train.placement=separate"
+                )
+        if self.kind == "npu":
+            if environment.setdefault("VLLM_ASCEND_ENABLE_NZ", "0") != "0":
+                raise ConfigError(
+                    f"VLLM_ASCEND_ENABLE_NZ={environment['VLLM_ASCEND_ENABLE_NZ']} contradicts train.placement="
+                    "colocated: engines that sleep cannot take weights in the NZ layout; set it to 0 or unset it"
+                )
+            environment.setdefault("HCCL_HOST_SOCKET_PORT_RANGE", "auto")
+            environment.setdefault("HCCL_NPU_SOCKET_PORT_RANGE", "auto")
+
+    def take_memory(self) -> dict[str, float]:
+        """Memory in use on the node, and this process's peaks since the last call, in GiB by metric name.
+
+        On an accelerator also what all processes use of the device now. Where the kernel has no
+        /proc/self/clear_refs, peaks of host memory are since the process began.
+        """
         import psutil
 
         node = {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / 1024**3}
         if self.kind == "cpu":
-            import resource
-
-            peak_kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            return {**node, "perf/max_rss_gb": peak_kilobytes / 1024**2}
+            status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+            if _PEAK_RESET.exists():
+                _PEAK_RESET.write_text("5")
+            return {**node, "perf/max_rss_gb": int(status["VmHWM"].split()[0]) / 1024**2}
         import torch
 
         module = getattr(torch, self.kind)
-        return {
+        free, total = module.mem_get_info()
+        memory = {
             **node,
+            "perf/device_memory_used_gb": (total - free) / 1024**3,
             "perf/max_memory_allocated_gb": module.max_memory_allocated() / 1024**3,
             "perf/max_memory_reserved_gb": module.max_memory_reserved() / 1024**3,
         }
+        module.reset_peak_memory_stats()
+        return memory
 
 
+# Level 1 of vLLM's sleep keeps the weights in host memory, 2 discards them. On NPUs, level 2 has given wrong
+# tokens with expert parallelism (verl 7086, vllm-ascend 12651). On a CPU vLLM cannot sleep.
 _DEVICES = {
     "cpu": Device("cpu", "gloo", "CPU", "float32"),
-    "cuda": Device("cuda", "nccl", "GPU", "bfloat16", "CUDA_VISIBLE_DEVICES"),
-    "npu": Device("npu", "hccl", "NPU", "bfloat16", "ASCEND_RT_VISIBLE_DEVICES"),
+    "cuda": Device("cuda", "nccl", "GPU", "bfloat16", "CUDA_VISIBLE_DEVICES", sleep_level=2),
+    "npu": Device("npu", "hccl", "NPU", "bfloat16", "ASCEND_RT_VISIBLE_DEVICES", sleep_level=1),
 }
+_ALLOCATORS = {  # variables of torch's allocator
+    "cuda": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    "npu": ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+}
+_PEAK_RESET = Path("/proc/self/clear_refs")
 
 # FLOP/s of dense bfloat16 matrix products by the name torch gives; half of what data sheets print "with sparsity".
 _NVIDIA_PEAKS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -201,6 +201,14 @@ class RolloutWorker:
         self._open.clear()
         self._scoring.clear()
         return requests
+
+    def sleep(self) -> None:
+        """Give the memory of the engine's device back."""
+        self.engine.run(lambda engine: engine.sleep())
+
+    def wake(self, what: Collection[str]) -> None:
+        """Take memory for the engine's weights or its keys and values again."""
+        self.engine.run(lambda engine: engine.wake(what))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> int:
         """Replace the engine's weights; returns the version that groups carry from now on."""

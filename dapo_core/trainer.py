@@ -8,7 +8,7 @@ dapo train (training.py)        the trainer: this file, one process without an a
 rollout workers (rollout.py)     GroupRequest ->   <- Group: tokens, log-probs and scores of G responses
   one engine (engines/), over rollout.tensor_parallel processes, and its scoring processes (reward/) each; an
   engine decodes on a thread of its own while its worker scores and the trainer is busy; all idle while the policy
-  learns
+  learns, and under train.placement=colocated give their devices to the ranks (turns.py)
   ^
   | weights, in buckets through Ray's object store: policy rank -> trainer (references only) -> engine
   |
@@ -40,7 +40,8 @@ from dapo_core.pretrained import load_model_config
 from dapo_core.rollout_correction import correction_metrics
 from dapo_core.sampler import Sampler
 from dapo_core.stopping import StopRequest
-from dapo_core.weight_sync import probe_difference, publish_weights
+from dapo_core.turns import Turns
+from dapo_core.weight_sync import probe_difference, probe_log_probs, publish_weights
 
 if TYPE_CHECKING:
     from dapo_core.cluster.start import Cluster
@@ -83,6 +84,7 @@ class Trainer:
             config.run.deterministic,
         )
         self.sampler.while_waiting = self._while_waiting
+        self.turns = Turns(cluster.policy, cluster.rollouts, config.train)
         self.kl = KLController(config.algorithm.kl)
         self.checkpoints = CheckpointWriter(output_dir / CHECKPOINTS, model_path, cluster.policy, config)
         device = device_for(config.train.device)
@@ -115,8 +117,12 @@ class Trainer:
             )
         if state.identity.get(KL_COEFFICIENT) == self.identity[KL_COEFFICIENT]:
             self.kl.coefficient = state.kl_coefficient
+        timer = measure.PhaseTimer()
+        self.turns.enter("update", timer)
         self.cluster.policy.load(str(checkpoint))
+        self.turns.enter("publish", timer)
         publish_weights(self.cluster, self.policy_version)
+        self.turns.enter("generate", timer)
         is_own = checkpoint.parent == self.output_dir / CHECKPOINTS  # else its metrics are another training's
         self.log = resume_metrics(self.output_dir, state, is_own)
         logger.info("continuing after step %d from %s", self.num_steps, checkpoint.name)
@@ -156,18 +162,24 @@ class Trainer:
         if draw.groups:  # none where on_exhausted=skip_step skips the step
             groups = shuffled(draw.groups, config.run.seed, number)
             drawn = build_batch(groups, config.reward.mask_truncated, self.policy_version)
+            self.turns.enter("anchor", timer)
             batch, measured = policy.anchor(drawn, timer)
             with timer.phase("adv"):
                 batch, kl_metrics = self.kl.penalise(batch)
                 batch = weigh(batch, config)
+            self.turns.enter("update", timer)
             with timer.phase("update_actor"):
                 updates, measured = policy.learn(batch, measured)
+            self.turns.enter("publish", timer)
             with timer.phase("weight_sync"):
                 self.policy_version = updates[-1].policy_version
                 publish_weights(self.cluster, self.policy_version)
-                probe = probe_difference(self.cluster, batch.select([0]), self.dtypes)
-                metrics["weight_sync/probe_difference"] = probe
-                policy.offload()
+                probe = batch.select([0])
+                probed = probe_log_probs(self.cluster, probe)
+            self.turns.enter("generate", timer)
+            with timer.phase("weight_sync"):
+                difference = probe_difference(self.cluster, probe, probed, self.dtypes)
+                metrics["weight_sync/probe_difference"] = difference
             metrics |= kl_metrics
             metrics |= correction_metrics(measured.log_probs, drawn, config.rollout_correction)
             metrics |= measure.response_metrics(groups, batch.rewards, config.data.max_prompt_tokens)
@@ -182,7 +194,7 @@ class Trainer:
             with timer.phase("testing"):
                 metrics |= self.validation.run(self.cluster.rollouts, number)
         metrics |= {"training/global_step": float(number), "training/epoch": self.stream.epoch}
-        metrics |= policy.memory_metrics()
+        metrics |= self.turns.memory_metrics()
         with timer.phase("save_checkpoint"):
             save_every = config.checkpoint.save_every
             self.checkpoints.keep(self._state(metrics), is_due(number, save_every, config.train.total_steps))

@@ -48,8 +48,15 @@ def publish_weights(cluster: Cluster, policy_version: int) -> None:
         )
 
 
-def probe_difference(cluster: Cluster, probe: Batch, dtypes: Collection[torch.dtype]) -> float:
-    """How far the worst engine is from the policy, in nats per token.
+def probe_log_probs(cluster: Cluster, probe: Batch) -> torch.Tensor:
+    """The policy's log-probs of the probe's response tokens at temperature 1: [B, R]."""
+    return cluster.policy.log_probs(probe, 1.0)[0]
+
+
+def probe_difference(
+    cluster: Cluster, probe: Batch, log_probs: torch.Tensor, dtypes: Collection[torch.dtype]
+) -> float:
+    """How far the worst engine is from the policy, whose `log_probs` are given, in nats per token.
 
     That is the mean |log-prob of the policy - log-prob of the engine| over the probe's response tokens at
     temperature 1. Raises RolloutError when an engine left tokens out, or when the difference is more than the
@@ -57,7 +64,6 @@ def probe_difference(cluster: Cluster, probe: Batch, dtypes: Collection[torch.dt
     """
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     coarsest = max(names, key=MAX_PROBE_DIFFERENCE.__getitem__)
-    log_probs, _ = cluster.policy.log_probs(probe, 1.0)
     lengths = zip(probe.prompt_lengths.tolist(), probe.response_lengths.tolist(), strict=True)
     sequences = [
         (row[:num_prompt].tolist(), row[num_prompt : num_prompt + num_response].tolist())

@@ -275,6 +275,8 @@ def sized(machine: Machine, facts: ModelFacts, lengths: Lengths) -> dict[str, An
         "micro_batch_tokens": lengths.micro_batch,
         "warmup_steps": max(steps * (prompts // mini) // 10, 1),
     }
+    if not is_cpu and machine.num_devices == 1:
+        train["placement"] = "colocated"
     if is_cpu:
         rollout |= {"threads_per_worker": machine.num_cores, "max_num_seqs": 64}
         rollout["memory_gigabytes"] = cache_gigabytes(facts, lengths.prompt + lengths.response, 4)

@@ -32,6 +32,7 @@ from dapo_core.engines.base import build_engine
 from dapo_core.policy.rank import Policy
 from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
+from dapo_core.turns import OF_RANKS
 
 
 class _Reference:
@@ -107,6 +108,8 @@ def _start_cluster(config: TrainingConfig, model_path: Path, *_: object) -> Iter
         started: list[_Actor] = []
         try:
             started.append(_Actor(build_policy))
+            if config.train.is_colocated:
+                _get(started[0].offload.remote(OF_RANKS))
             started.append(_Actor(build_worker))
             policy, worker = started
             watched = Actors()

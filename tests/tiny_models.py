@@ -27,6 +27,13 @@ CHAT_TEMPLATE = (
 
 Architecture = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
+_COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 _SIZES: dict[str, dict[str, int]] = {  # beside what all four have in common
     "qwen2": {},
     "qwen3": {"head_dim": 32},
@@ -63,9 +70,11 @@ def build_tiny(
     seed: int = 0,
     tie_word_embeddings: bool = True,
     positions: int = 512,
+    **sizes: int,
 ) -> Path:
     """The folder `path`, filled with a random two-layer float32 model that transformers and vLLM load.
 
+    `sizes` are further fields of its config.json.
     Its byte-level tokenizer gives any text back unchanged. `<|end|>` ends a response. Experts have the names of
     published files: one tensor for each matrix of each expert.
     """
@@ -76,12 +85,6 @@ def build_tiny(
     tokenizer = tiny_tokenizer()
     config = AutoConfig.for_model(
         architecture,
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         max_position_embeddings=positions,
         tie_word_embeddings=tie_word_embeddings,
         initializer_range=0.1,  # far enough from uniform that a wrong weight shows in the log-probs
@@ -89,7 +92,7 @@ def build_tiny(
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         dtype="float32",
-        **_SIZES[architecture],
+        **{"vocab_size": len(tokenizer), **_COMMON, **_SIZES[architecture], **sizes},
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -38,7 +39,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Place:
-    """CPUs and, unless the device is a CPU, a device of one node: a bundle of a placement group."""
+    """CPUs and, unless the device is a CPU, a device of one node: a bundle of a placement group, or half."""
 
     group: PlacementGroup
     bundle: int
@@ -69,16 +70,20 @@ class Places:
 def demands(config: TrainingConfig, device: Device) -> list[Demand]:
     """What the training reserves, in this order: the ranks, then all pipeline stages of engines.
 
-    Each stage is on one node, its devices together; the stages of an engine may be on several.
+    Each stage is on one node, its devices together; the stages of an engine may be on several nodes. Colocated,
+    ranks have the places of engines.
     """
     own: dict[str, float] = {} if device.kind == "cpu" else {device.ray_resource: 1}
     train, rollout = config.train, config.rollout
-    of_part = {"CPU": rollout.threads_per_worker} | own
+    threads = rollout.threads_per_worker
+    of_part = {"CPU": max(threads, train.threads_per_rank) if train.is_colocated else threads} | own
     num_stages = rollout.num_workers * rollout.pipeline_parallel
     if rollout.tensor_parallel == 1:
         engines = [Demand(num_stages, of_part)]
     else:
         engines = [Demand(rollout.tensor_parallel, of_part, on_one_node=True)] * num_stages
+    if train.is_colocated:
+        return engines
     return [Demand(train.num_ranks, {"CPU": train.threads_per_rank} | own), *engines]
 
 
@@ -87,15 +92,25 @@ def place_roles(
 ) -> Places:
     """Reserve a place for each rank and each part of an engine, in placement groups appended to `groups`.
 
-    Ranks fill node by node, so that neighbours in number are on one node where it has room. Raises ConfigError if
-    Ray has no room within `max_seconds`.
+    Ranks fill node by node, so that neighbours in number are on one node where it has room. Colocated, rank i and
+    part i of the engines share a place. Raises ConfigError if Ray has no room within `max_seconds`.
     """
-    ranks, *stages = [reserve(demand, groups, max_seconds) for demand in demands(config, device)]
-    if config.rollout.tensor_parallel == 1:
-        stages = [[place] for place in stages[0]]
+    reserved = [reserve(demand, groups, max_seconds) for demand in demands(config, device)]
+    ranks = [] if config.train.is_colocated else reserved.pop(0)
+    stages = [[place] for place in reserved[0]] if config.rollout.tensor_parallel == 1 else reserved
     size = config.rollout.pipeline_parallel
-    engines = [stages[first : first + size] for first in range(0, len(stages), size)]
-    return Places(ranks, [[place for stage in engine for place in stage] for engine in engines])
+    engines = [list(chain(*stages[first : first + size])) for first in range(0, len(stages), size)]
+    if config.train.is_colocated:
+        nodes = list(dict.fromkeys(parts[0].node for parts in engines))
+        engines.sort(key=lambda parts: nodes.index(parts[0].node))
+        engines = [[half(place) for place in parts] for parts in engines]
+        ranks = [place for parts in engines for place in parts]
+    return Places(ranks, engines)
+
+
+def half(place: Place) -> Place:
+    """Half of the place's resources, for each of two processes that share them."""
+    return replace(place, resources={name: count / 2 for name, count in place.resources.items()})
 
 
 def reserve(demand: Demand, groups: list[PlacementGroup], max_seconds: float = PLACEMENT_SECONDS) -> list[Place]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -54,8 +54,6 @@ class PolicyGroup:
         the engine's log-probs, or their own, which are the old ones when nothing but a single update reads these.
         """
         measured = None
-        with timer.phase("onload"):
-            self.onload()
         if self.config.algorithm.old_log_probs == "engine":
             batch = replace(batch, old_log_probs=batch.rollout_log_probs)
         elif self.config.anchors_before_updates or batch.num_groups > self.config.train.mini_prompts:
@@ -100,13 +98,13 @@ class PolicyGroup:
         measured = _joined(mini_batch, indices, parts) if measures else None
         return replace(updates[0], sums=sums, rank_tokens=rank_tokens, measured=measured)
 
-    def onload(self) -> None:
-        """Move weights to the devices if train.offload_parameters keeps them on the hosts between phases."""
-        self.actors.get([rank.onload.remote() for rank in self.ranks])
+    def onload(self, what: Collection[str]) -> None:
+        """Bring weights or the optimizer's state, as named in `turns`, back to the devices."""
+        self.actors.get([rank.onload.remote(what) for rank in self.ranks])
 
-    def offload(self) -> None:
-        """Move weights and optimizer state to the hosts, as the train.offload keys say."""
-        self.actors.get([rank.offload.remote() for rank in self.ranks])
+    def offload(self, what: Collection[str]) -> None:
+        """Free gradients, and move weights or the optimizer's state off the devices, as named in `turns`."""
+        self.actors.get([rank.offload.remote(what) for rank in self.ranks])
 
     def weight_sizes(self) -> dict[str, int]:
         """Bytes of each parameter by name."""
@@ -149,9 +147,9 @@ class PolicyGroup:
         """The vendor's name of the first rank's device."""
         return self.actors.get(self.ranks[0].device_name.remote())
 
-    def memory_metrics(self) -> dict[str, float]:
-        """Memory in GiB by metric name, the largest over ranks."""
-        ranks = self.actors.get([rank.memory_metrics.remote() for rank in self.ranks])
+    def take_memory(self) -> dict[str, float]:
+        """Memory since the last call in GiB by metric name, the largest over ranks."""
+        ranks = self.actors.get([rank.take_memory.remote() for rank in self.ranks])
         return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
     def _split(self, batch: Batch) -> tuple[list[RankShare], list[np.ndarray]]:

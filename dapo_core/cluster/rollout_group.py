@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -80,6 +80,14 @@ class RolloutGroup:
         most = max(self._reward_seconds)
         self._reward_seconds = [0.0] * len(self.workers)
         return most
+
+    def sleep(self) -> None:
+        """Have every engine give its device's memory back; no group may be in flight."""
+        self.actors.get([worker.sleep.remote() for worker in self.workers])
+
+    def wake(self, what: Collection[str]) -> None:
+        """Have every engine take memory for its weights or its keys and values again, as named in `turns`."""
+        self.actors.get([worker.wake.remote(what) for worker in self.workers])
 
     def load_weights(self, buckets: Buckets, policy_version: int) -> list[int]:
         """Load the weights into every engine; returns the policy version that each holds afterwards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,12 +10,20 @@ from typing import TYPE_CHECKING
 
 import ray
 from ray._private.state import available_resources_per_node
+from ray.util.placement_group import remove_placement_group
 
-from dapo_core.cluster.placement import Demand, demands
+from dapo_core.cluster.placement import Demand, Places, demands, place_roles
 from dapo_core.config.loading import resolve
-from dapo_core.errors import ConfigError
+from dapo_core.errors import ConfigError, ModelError
+from dapo_core.memory.devices import Limit, find_device
+from dapo_core.memory.plan import plan_memory
+from dapo_core.memory.shape import shape_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ray.util.placement_group import PlacementGroup
+
     from dapo_core.config.training import TrainingConfig
     from dapo_core.device import Device
 
@@ -22,26 +31,45 @@ logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 20.0  # Ray takes 15 to declare a node dead, and a moment to free what its actors held
 POLL_SECONDS = 0.5
+NUM_TRIES = 3
 
 
-def shrunk_to_free(config: TrainingConfig, device: Device) -> TrainingConfig:
-    """The configuration, with fewer ranks and engines if all of them have no room within SETTLE_SECONDS.
+def place_what_is_left(
+    config: TrainingConfig, device: Device, groups: list[PlacementGroup], model_path: Path
+) -> tuple[TrainingConfig, Places]:
+    """The configuration, with fewer ranks and engines if not all have room, and their places, as `place_roles`.
 
-    Raises ConfigError when no smaller number fits the free devices and the other keys.
+    Raises ConfigError when no smaller number fits the free devices, their memory and the other keys.
     """
+    for _ in range(NUM_TRIES - 1):
+        fit = _shrunk_to_free(config, device, model_path)
+        try:
+            return fit, place_roles(fit, device, groups, SETTLE_SECONDS)
+        except ConfigError as error:  # such as a dead node that counted as free
+            logger.warning("%s", error)
+            while groups:
+                remove_placement_group(groups.pop())
+    fit = _shrunk_to_free(config, device, model_path)
+    return fit, place_roles(fit, device, groups)
+
+
+def _shrunk_to_free(config: TrainingConfig, device: Device, model_path: Path) -> TrainingConfig:
+    """The configuration if all of it has room within SETTLE_SECONDS, else a smaller one."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while not has_room(free := _free_by_node(), demands(config, device)):
         if time.monotonic() >= deadline:
-            return shrunk(config, device, free)
+            return shrunk(config, device, free, model_path)
         time.sleep(POLL_SECONDS)
     return config
 
 
-def shrunk(config: TrainingConfig, device: Device, free: Sequence[Mapping[str, float]]) -> TrainingConfig:
+def shrunk(
+    config: TrainingConfig, device: Device, free: Sequence[Mapping[str, float]], model_path: Path
+) -> TrainingConfig:
     """The configuration with the most ranks and engines for which `free`, by node, has room.
 
     The role that keeps the smaller share of its number counts first, so both shrink alike. Raises ConfigError when
-    no smaller number fits and passes the configuration's own rules.
+    no smaller number fits, passes the configuration's own rules, and has the memory that the plan counts.
     """
     refused = ""  # why not the largest for which there is room
     for num_ranks, num_workers in _smaller(config.train.num_ranks, config.rollout.num_workers):
@@ -54,6 +82,7 @@ def shrunk(config: TrainingConfig, device: Device, free: Sequence[Mapping[str, f
         try:
             own = {name: section.model_dump() for name, section in sections.items()}
             smaller = resolve(type(config), {**config.model_dump(), **own})
+            _require_memory(smaller, model_path)
         except ConfigError as error:
             refused = refused or str(error)
             continue
@@ -68,6 +97,20 @@ def shrunk(config: TrainingConfig, device: Device, free: Sequence[Mapping[str, f
         f"{refused or 'they have no room for one of each'}; add nodes and give the same command again, or change "
         "these keys"
     )
+
+
+def _require_memory(config: TrainingConfig, model_path: Path) -> None:
+    """Raise ConfigError when the memory plan says that ranks with larger shards do not fit train.device_model."""
+    train = config.train
+    if train.device_model is None or train.allow_oversubscription:
+        return
+    try:
+        shape = shape_of(json.loads((model_path / "config.json").read_text(encoding="utf-8")))
+    except ModelError:  # of an architecture without a plan
+        return
+    limit = Limit(train.device_model, find_device(train.device_model).num_bytes)
+    if shortages := plan_memory(config, shape, limit).shortages:
+        raise ConfigError(f"with train.num_ranks={train.num_ranks}, {'; '.join(shortages)}")
 
 
 def has_room(free: Sequence[Mapping[str, float]], wanted: Sequence[Demand]) -> bool:

@@ -25,13 +25,14 @@ from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, pl
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.shared_files import require_shared
-from dapo_core.cluster.shrink import shrunk_to_free
+from dapo_core.cluster.shrink import place_what_is_left
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
 from dapo_core.errors import DapoError
 from dapo_core.policy.rank import Policy
 from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
+from dapo_core.turns import OF_RANKS
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -61,20 +62,21 @@ def start_cluster(
     the devices, and WorkerDied if a process dies while it starts; then the same process can start another cluster.
     """
     started = time.monotonic()
-    train, rollout = config.train, config.rollout
+    train = config.train
     device = device_for(train.device)
     if train.ray_address is None:  # all devices are this machine's
         device.require()
-    num_cpus = train.num_ranks * train.threads_per_rank + rollout.num_devices * rollout.threads_per_worker
     groups: list[PlacementGroup] = []
     ranks: list[Any] = []
     engines: list[list[Any]] = []  # the parts of each, of which the first is the rollout worker
-    with connected_to_ray(train, num_cpus) as folder:
+    with connected_to_ray(train, config.num_cpus) as folder:
         logger.info("Ray is up after %.0f s", time.monotonic() - started)
         try:
             if is_restart and train.ray_address is not None and train.on_lost_node == "shrink":
-                config = shrunk_to_free(config, device)
-            places = place_roles(config, device, groups, LOST_NODE_SECONDS if is_restart else PLACEMENT_SECONDS)
+                config, places = place_what_is_left(config, device, groups, Path(model_path))
+            else:
+                seconds = LOST_NODE_SECONDS if is_restart else PLACEMENT_SECONDS
+                places = place_roles(config, device, groups, seconds)
             if output_dir is not None:
                 require_shared(places.nodes, config, Path(model_path), output_dir)
             ranks += [place.start(_PolicyRank) for place in places.ranks]
@@ -90,6 +92,11 @@ def start_cluster(
                 rank.start.remote(number, len(ranks), address, str(model_path), config)
                 for number, rank in enumerate(ranks)
             ]
+            model_config = load_model_config(model_path, config.model.trust_remote_code)
+            policy = PolicyGroup(ranks, config, actors, model_config.get_text_config().hidden_size)
+            if train.is_colocated:  # engines measure what is free on their devices
+                actors.get(starting)
+                policy.offload(OF_RANKS)
             for parts in engines:
                 place = _meeting_point(folder, parts[-1], actors) if len(parts) > 1 else ""
                 starting.append(parts[0].start.remote(str(model_path), config, EnginePart(0, place), parts[1:]))
@@ -101,8 +108,6 @@ def start_cluster(
             actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
             counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
             logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
-            model_config = load_model_config(model_path, config.model.trust_remote_code)
-            policy = PolicyGroup(ranks, config, actors, model_config.get_text_config().hidden_size)
             rollouts = RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors)
             yield Cluster(policy, rollouts, config)
         finally:
@@ -159,9 +164,7 @@ class _PolicyRank(_Process, Policy):
 
     def start(self, rank: int, num_ranks: int, address: str, model_path: str, config: TrainingConfig) -> None:
         """Join the other ranks and load this rank's part of the model."""
-        device = device_for(config.train.device)
-        device.require()
-        torch.set_num_threads(config.train.threads_per_rank)
+        device = _own_device(config, config.train.threads_per_rank)
         seed_generators(config.run.seed, rank, num_optimizer_steps=0)
         torch.distributed.init_process_group(
             device.backends(config.train.offload_shards), init_method=address, rank=rank, world_size=num_ranks
@@ -178,11 +181,17 @@ class _RolloutRank(_Process, RolloutWorker):
     def start(self, model_path: str, config: TrainingConfig, part: EnginePart, followers: Sequence[Any]) -> None:
         """Load the model into the engine and start the scoring processes."""
         self._part = part
+        self._followers = _Followers(followers)
         super().__init__(
-            lambda: _load_engine(model_path, config, part, _Followers(followers)),
+            lambda: _load_engine(model_path, config, part, self._followers),
             load_tokenizer(model_path, config.model.trust_remote_code),
             config,
         )
+
+    def sleep(self) -> None:
+        """Return when all parts of the engine have given their devices' memory back."""
+        super().sleep()
+        self._followers.wait()
 
     def unlink_shared_memory(self) -> None:
         """Remove the names of vLLM's shared memory on a CPU, which it may leave behind; all parts have it open."""
@@ -221,13 +230,26 @@ class _Followers:
             ray.get(done)
         self._calls += [part.make_call.remote(name, arguments) for part in self._parts]
 
+    def wait(self) -> None:
+        """Return when all calls are made."""
+        calls, self._calls = self._calls, []
+        ray.get(calls)
+
+
+def _own_device(config: TrainingConfig, num_threads: int) -> Device:
+    """The device of this process, which may use that many CPU threads."""
+    device = device_for(config.train.device)
+    if config.train.is_colocated:
+        device.prepare_sharing(os.environ)
+    device.require()
+    torch.set_num_threads(num_threads)
+    return device
+
 
 def _load_engine(
     model_path: str, config: TrainingConfig, part: EnginePart, tell: _Followers | None = None
 ) -> Engine:
-    device = device_for(config.train.device)
-    device.require()
-    torch.set_num_threads(config.rollout.threads_per_worker)
+    device = _own_device(config, config.rollout.threads_per_worker)
     settings = engine_settings(config, device)
     if settings.num_parts > 1:
         from dapo_core.engines.tensor_parallel import TensorParallelEngine
@@ -255,4 +277,5 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         pipeline_parallel=config.rollout.pipeline_parallel,
         expert_parallel=config.rollout.expert_parallel,
         engine_args=config.rollout.engine_args,
+        sleep_level=device.sleep_level if config.train.is_colocated else None,
     )

@@ -33,6 +33,7 @@ a micro-batch of longest sequences | sequences | micro_batch_tokens x sequence_p
 decoded at once by all engines, at most | responses | rollout.num_workers x rollout.max_num_seqs
 keys and values to decode them all to the end, an engine | tokens | rollout.max_num_seqs x longest sequence
 """
+_SHARED = "policy and rollouts, in turns | devices | train.num_ranks"
 _OPERATORS = {"x": operator.mul, "/": operator.floordiv, "+": operator.add}
 
 
@@ -51,6 +52,8 @@ def derive(config: TrainingConfig) -> list[Quantity]:
     values: dict[str, Any] = {**dict(config.data), **dict(config.sampler), **dict(config.rollout), **train}
     quantities = []
     for line in _QUANTITIES.strip().splitlines():
+        if config.train.is_colocated and line.startswith("policy and rollouts"):
+            line = _SHARED
         label, unit, formula = line.split(" | ")
         values[label] = _evaluate(formula, values)
         quantities.append(Quantity(label, values[label], unit, formula))

@@ -25,6 +25,7 @@ KEYS = {
     "kv_cache_memory_bytes": "rollout.memory_gigabytes",
     "data_parallel_size": "rollout.num_workers, whose engines share no layer",
     "logprobs_mode": "nothing: training needs the log-probs of what was sampled from",
+    "enable_sleep_mode": "train.placement=colocated, which sets it",
     "distributed_executor_backend": "nothing: rollout.tensor_parallel and pipeline_parallel start the processes",
     "disable_log_stats": "nothing: the training has its own metrics",
 }

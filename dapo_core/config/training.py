@@ -84,6 +84,9 @@ class TrainConfig(Section):
     """Steps, batches, the optimizer, and the model's layout on the devices."""
 
     device: Literal["cpu", "cuda", "npu"] = key("cpu", "Kind of device of the policy.")
+    placement: Literal["separate", "colocated"] = volatile(
+        "separate", "Ranks and engines on devices of their own, or taking turns on the same ones."
+    )
     device_model: str | None = volatile(
         None,
         "Model of the devices, such as H100 or Atlas 800T A3, whose memory the plan counts; unset: this one's.",
@@ -138,6 +141,11 @@ class TrainConfig(Section):
         ".dapo/trackers", "Folder of what trackers write on this machine.", min_length=1
     )
     ray_address: str | None = volatile(None, "Ray cluster to join; unset starts a private one.")
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether ranks and engines share devices."""
+        return self.placement == "colocated"
 
     @property
     def num_data_ranks(self) -> int:
@@ -198,8 +206,27 @@ class TrainingConfig(Section):
 
     @property
     def num_devices(self) -> int:
-        """Devices of the policy's ranks and of the rollout workers."""
-        return self.train.num_ranks + self.rollout.num_devices
+        """Devices of the policy's ranks and of the rollout workers; shared ones count once."""
+        return self.train.num_ranks + (0 if self.train.is_colocated else self.rollout.num_devices)
+
+    @property
+    def num_cpus(self) -> int:
+        """CPUs that ranks and engines ask Ray for; those that share a device share CPUs."""
+        of_rank, of_engine = self.train.threads_per_rank, self.rollout.threads_per_worker
+        if self.train.is_colocated:
+            return self.train.num_ranks * max(of_rank, of_engine)
+        return self.train.num_ranks * of_rank + self.rollout.num_devices * of_engine
+
+    @model_validator(mode="after")
+    def _each_shared_device_has_both(self) -> TrainingConfig:
+        if self.train.is_colocated and self.train.num_ranks != self.rollout.num_devices:
+            raise ValueError(
+                "train.placement=colocated puts a policy rank and a part of an engine on each device; there are "
+                f"train.num_ranks={self.train.num_ranks} ranks and rollout.num_workers={self.rollout.num_workers} "
+                f"engines of {self.rollout.num_devices // self.rollout.num_workers} devices; set train.num_ranks="
+                f"{self.rollout.num_devices}, change rollout.num_workers, or set train.placement=separate"
+            )
+        return self
 
     @model_validator(mode="after")
     def _batches_divide(self) -> TrainingConfig:
@@ -303,6 +330,16 @@ class TrainingConfig(Section):
                 "itself: the engine's log-probs are over the tokens that are left, the policy's over all; set "
                 "rollout.top_p=1 and rollout.top_k=-1, or "
                 + ("old_log_probs=policy" if is_anchor else "importance=stale or off and mask=off")
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_run_whole_on_accelerators(self) -> TrainingConfig:
+        if self.rollout.expert_parallel and self.train.device == "cpu":
+            raise ValueError(
+                "rollout.expert_parallel=true with train.device=cpu: vLLM's CPU kernel takes every expert to be "
+                "in its process, and crashes where only some are; set expert_parallel=false, which shares out the "
+                "rows of each expert"
             )
         return self
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dapo_core.errors import ModelError, RolloutError
+from dapo_core.turns import KV_CACHE, NOTHING, OF_ENGINES, WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +84,7 @@ class EngineSettings:
     pipeline_parallel: int = 1  # times as many processes, each such group with some of the layers
     expert_parallel: bool = False  # processes hold whole experts, not rows of each
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # further arguments of vLLM's EngineArgs
+    sleep_level: int | None = None  # of vLLM's sleep mode; None: `sleep` frees nothing
 
     @property
     def num_parts(self) -> int:
@@ -129,9 +132,11 @@ class Engine(ABC):
         self._shapes = shapes
         self._optional = optional
         self._rows: dict[str, Row] = {}  # unfinished, by request id
+        self._asleep: frozenset[str] = NOTHING  # what the device does not hold, as named in `turns`
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests, each with a unique id; nothing is computed until `step`."""
+        self._require_awake("take requests", OF_ENGINES)
         for request in requests:
             row = Row(request, list(request.response_ids), list(request.rollout_log_probs))
             self._queue(row)
@@ -162,6 +167,7 @@ class Engine(ABC):
         weights are a mixture, and the policy version is the old one.
         """
         self._require_idle("load weights")
+        self._require_awake("load weights", {WEIGHTS})
         self._replace_weights(check_weights(weights, self._shapes, self._optional))
         self.policy_version = policy_version
 
@@ -171,7 +177,23 @@ class Engine(ABC):
         Raises RolloutError while requests are unfinished.
         """
         self._require_idle("compute log-probs")
+        self._require_awake("compute log-probs", OF_ENGINES)
         return self._log_probs(sequences)
+
+    def sleep(self) -> None:
+        """Give the device's memory back, that of the weights and of keys and values.
+
+        Raises RolloutError while requests are unfinished. What slept at level 2 comes back without its contents:
+        `load_weights` follows `wake`.
+        """
+        self._require_idle("sleep")
+        self._sleep()
+        self._asleep = OF_ENGINES
+
+    def wake(self, what: Collection[str]) -> None:
+        """Take memory again for the weights or for keys and values, as named in `turns`."""
+        self._wake([name for name in (WEIGHTS, KV_CACHE) if name in what])
+        self._asleep -= set(what)
 
     @abstractmethod
     def close(self) -> None:
@@ -190,6 +212,14 @@ class Engine(ABC):
         """Copy in weights that were checked."""
 
     @abstractmethod
+    def _sleep(self) -> None:
+        """Free the device's memory, if the kind of device allows it."""
+
+    @abstractmethod
+    def _wake(self, what: Sequence[str]) -> None:
+        """Take the memory again."""
+
+    @abstractmethod
     def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """`log_probs` of an idle engine."""
 
@@ -198,6 +228,10 @@ class Engine(ABC):
             raise RolloutError(
                 f"cannot {what} while {len(self._rows)} requests are unfinished; finish or abort them first"
             )
+
+    def _require_awake(self, what: str, needed: AbstractSet[str]) -> None:
+        if away := self._asleep & needed:
+            raise RolloutError(f"cannot {what} while the engine sleeps: {', '.join(sorted(away))} are not there")
 
 
 def build_engine(

@@ -30,6 +30,7 @@ from dapo_core.errors import RolloutError
 from dapo_core.model_folder import weight_names
 from dapo_core.parameter_names import file_views, tied_names
 from dapo_core.pretrained import load_causal_lm
+from dapo_core.turns import WEIGHTS
 
 PREFILL_TOKENS = 8192  # of one wave, padding included
 GROWTH_TOKENS = 64  # columns that a cache grows by
@@ -125,7 +126,11 @@ class HuggingFaceEngine(Engine):
 
     def __init__(self, model_path: str | Path, settings: EngineSettings, device: str = "cpu") -> None:
         self._device = torch.device(device)
-        self._model, self._views = _load(model_path, settings, self._device)
+        self._file_names = weight_names(model_path)
+        dtype = getattr(torch, settings.dtype)
+        model: Any = load_causal_lm(model_path, dtype, settings.trust_remote_code)
+        self._model = model.to(self._device).eval()
+        self._views = self._by_file_name()
         shapes = {name: tuple(view.shape) for name, view in self._views.items()}
         super().__init__(settings, shapes, tied_names(self._model))
         self._stop_ids = set(read_eos_ids(model_path))
@@ -165,6 +170,27 @@ class HuggingFaceEngine(Engine):
     def _replace_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             self._views[name].copy_(tensor)
+
+    def _sleep(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def _wake(self, what: Sequence[str]) -> None:
+        if WEIGHTS in what:
+            self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        self._model.to(device)
+        self._views = self._by_file_name()  # of the tensors on the other device until now
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).empty_cache()
+
+    def _by_file_name(self) -> dict[str, torch.Tensor]:
+        """The model's parameters by the names of the files, tied ones under each of their names."""
+        names = self._file_names | tied_names(self._model).keys()
+        views: dict[str, torch.Tensor] = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            views |= file_views(name, parameter.detach(), names)
+        return views
 
     @torch.inference_mode()
     def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
@@ -369,17 +395,3 @@ def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Both tensors [N, heads, L, D] along N, the shorter padded at the front of L."""
     length = max(first.shape[-2], second.shape[-2])
     return torch.cat([functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in (first, second)])
-
-
-def _load(
-    model_path: str | Path, settings: EngineSettings, device: torch.device
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The model, and its parameters by the names of the files, tied ones under each of their names."""
-    model = (
-        load_causal_lm(model_path, getattr(torch, settings.dtype), settings.trust_remote_code).to(device).eval()
-    )
-    names = weight_names(model_path) | tied_names(model).keys()
-    views: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        views |= file_views(name, parameter.detach(), names)
-    return model, views

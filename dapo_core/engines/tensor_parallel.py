@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,14 @@ class TensorParallelEngine(VllmEngine):
         """`weights` are iterated once in each process."""
         self._tell("load_weights", [weights, policy_version])
         super().load_weights(weights, policy_version)
+
+    def sleep(self) -> None:
+        self._tell("sleep", [])
+        super().sleep()
+
+    def wake(self, what: Collection[str]) -> None:
+        self._tell("wake", [what])
+        super().wake(what)
 
     def close(self) -> None:
         self._tell("close", [])

@@ -89,6 +89,14 @@ class VllmEngine(Engine):
         if not self._engine.reset_prefix_cache():
             raise RolloutError("vLLM did not clear its prefix cache after new weights; restart the training")
 
+    def _sleep(self) -> None:
+        if self.settings.sleep_level is not None:
+            self._engine.sleep(self.settings.sleep_level)
+
+    def _wake(self, what: Sequence[str]) -> None:
+        if self.settings.sleep_level is not None:
+            self._engine.wake_up(list(what))
+
     def _log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         for number, (prompt_ids, response_ids) in enumerate(sequences):
             num_tokens = len(prompt_ids) + len(response_ids)
@@ -181,6 +189,7 @@ def _start(
                 tensor_parallel_size=settings.tensor_parallel,
                 pipeline_parallel_size=settings.pipeline_parallel,
                 enable_expert_parallel=settings.expert_parallel,
+                enable_sleep_mode=settings.sleep_level is not None,
                 **parts,
                 **device_arguments(current_platform.device_type, settings, max_tokens),
             ),

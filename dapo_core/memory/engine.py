@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dapo_core.memory.shape import ModelShape
 
 GIB = 1024**3
-STEP_TOKENS = 2048  # vLLM's max_num_batched_tokens unless rollout.engine_args sets it
+STEP_TOKENS = 2048  # engines.vllm_engine.PREFILL_TOKENS, unless rollout.engine_args sets max_num_batched_tokens
 CPU_STEP_TOKENS = 8192  # engines.vllm_engine.CPU_PREFILL_TOKENS, hf_engine.PREFILL_TOKENS
 LOGIT_BYTES = 12  # float32 logits of each sequence that is decoded, their log-softmax, and one temporary
 GRAPH_BYTES = GIB  # assumed for captured graphs
@@ -49,14 +49,16 @@ def engine_memory(config: TrainingConfig, shape: ModelShape, device_bytes: int |
     is_cpu, is_vllm = device.kind == "cpu", rollout.engine == "vllm"
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     cache_item = 1 if str(rollout.engine_args.get("kv_cache_dtype", "")).startswith("fp8") else item
-    token_bytes = shape.token_elements(parts) * cache_item
+    stages = rollout.pipeline_parallel
+    token_bytes = shape.token_elements(parts, stages) * cache_item
     step = CPU_STEP_TOKENS if is_cpu or not is_vllm else STEP_TOKENS
-    step_tokens = int(str(rollout.engine_args.get("max_num_batched_tokens", max(step, rollout.max_num_seqs))))
+    step_rows = rollout.max_num_seqs * (1 if is_cpu else 2)
+    step_tokens = int(str(rollout.engine_args.get("max_num_batched_tokens", max(step, step_rows))))
     width = shape.experts_per_token * shape.expert_intermediate if shape.num_experts else shape.intermediate
     activations = step_tokens * item * (4 * shape.hidden + 3 * width // parts)
     activations += rollout.max_num_seqs * shape.vocabulary * LOGIT_BYTES
     has_graphs = is_vllm and not is_cpu and not rollout.engine_args.get("enforce_eager")
-    weights = shape.engine_parameters(parts) * item
+    weights = shape.engine_parameters(parts, stages) * item
     graphs = GRAPH_BYTES if has_graphs else 0
     if not is_vllm:
         waiting = -(-config.sampler.gen_prompts * rollout.group_size // rollout.num_workers)

@@ -130,7 +130,11 @@ def _sequences(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
 
 
 def _offload(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
-    for key in ("offload_activations", "offload_optimizer", "offload_parameters"):
+    keys = (
+        "offload_activations",
+        *(() if config.train.is_colocated else ("offload_optimizer", "offload_parameters")),
+    )
+    for key in keys:
         if not getattr(config.train, key) and config.train.device != "cpu":
             yield {f"train.{key}": True}
 
@@ -155,6 +159,11 @@ def _tensor_parallel(config: TrainingConfig, shape: ModelShape) -> Iterator[Chan
         parts = rollout.tensor_parallel * factor
         if rollout.engine == "vllm" and rollout.num_workers % factor == 0 and shape.heads % parts == 0:
             yield {"rollout.tensor_parallel": parts, "rollout.num_workers": rollout.num_workers // factor}
+
+
+def _own_devices(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
+    if config.train.placement == "colocated":
+        yield {"train.placement": "separate"}
 
 
 def _more_ranks(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
@@ -188,4 +197,4 @@ _LEVERS = (
     _tensor_parallel,
     _offload_shards,
 )
-_MORE_DEVICES = (_more_ranks, _more_engine_devices)
+_MORE_DEVICES = (_own_devices, _more_ranks, _more_engine_devices)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dapo_core.device import device_for
 from dapo_core.memory.devices import Limit
 from dapo_core.memory.engine import EngineMemory, engine_memory
 from dapo_core.memory.rank import MASTER, MOMENTS, RankMemory, rank_memory
+from dapo_core.turns import GRADIENTS, KV_CACHE, OF_ENGINES, OPTIMIZER, WEIGHTS, Holding, holdings
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainConfig, TrainingConfig
@@ -142,60 +144,75 @@ def disk_plan(config: TrainingConfig, num_parameters: int, merged_steps: Collect
 def _rank_uses(config: TrainingConfig, rank: RankMemory, shape: ModelShape) -> list[Use]:
     is_cpu = config.train.device == "cpu"
     copied = rank.weights + rank.optimizer if config.checkpoint.asynchronous else 0
+    scoring = [
+        ("gathered weights", rank.forward_weights, 0),
+        ("activations", rank.scoring_activations, 0),
+        ("logits", rank.scoring_logits, 0),
+    ]
     temporaries: dict[str, list[tuple[str, int, int]]] = {
-        "anchor": [
-            ("gathered weights", rank.forward_weights, 0),
-            ("activations", rank.scoring_activations, 0),
-            ("logits", rank.scoring_logits, 0),
-        ],
+        "anchor": scoring,
         "update": [
             ("gathered weights", rank.update_weights, 0),
             ("whole gradients and buffers", rank.update_gradients, 0),
             ("activations", rank.update_activations, rank.host_activations),
             ("logits", rank.update_logits, 0),
+            ("optimizer step", 0, rank.optimizer_step if config.train.offload_shards and not is_cpu else 0),
         ],
         "publish": [("weights being sent", MASTER * shape.largest_parameter, 0)],
         "checkpoint": [("copy being written", copied, 0) if is_cpu else ("copy being written", 0, copied)],
     }
     uses = []
     for phase in PHASES:
-        away = frozenset[str]() if is_cpu else _away(config.train, phase)
-        states = {
-            "weights": rank.weights,
-            "gradients": rank.gradients,
-            "optimizer": rank.optimizer,
-            "reference model": rank.reference,
-        }
-        parts = [(what, 0, size) if what in away else (what, size, 0) for what, size in states.items()]
-        parts += temporaries.get(phase, [])
+        parts = [*_states(config.train, rank, phase), *temporaries.get(phase, [])]
         tensors = sum(on_device for _, on_device, _ in parts)
         parts.append(("process", PROCESS_BYTES[RANK] if is_cpu else CONTEXT_BYTES + int(SLACK * tensors), 0))
         uses += [Use(phase, RANK, *part) for part in parts if part[1] or part[2]]
     return uses
 
 
-def _away(train: TrainConfig, phase: str) -> frozenset[str]:
-    """What of a rank's states is in host memory."""
-    if train.offload_shards:
-        return frozenset({"weights", "gradients", "optimizer", "reference model"})
-    with_weights = {"weights", "gradients", "reference model"}
-    is_idle = phase in ("generate", "checkpoint")
-    weights = with_weights if train.offload_parameters and is_idle else set()
-    optimizer = {"optimizer"} if train.offload_optimizer and phase not in ("update", "publish") else set()
-    return frozenset(weights | optimizer)
+def _states(train: TrainConfig, rank: RankMemory, phase: str) -> Iterator[tuple[str, int, int]]:
+    """What lasts between phases, on the device and on the host."""
+    is_cpu, held = train.device == "cpu", _holding(train, phase).ranks
+    states = [
+        ("weights", WEIGHTS, rank.weights),
+        ("gradients", GRADIENTS if train.is_colocated else WEIGHTS, rank.gradients),  # which move with weights
+        ("optimizer", OPTIMIZER, rank.optimizer),
+        ("reference model", WEIGHTS, rank.reference),
+    ]
+    for what, name, size in states:
+        is_dropped = name not in held and (name == GRADIENTS or (is_cpu and train.is_colocated))  # or in a file
+        if is_dropped:
+            continue
+        if is_cpu or (name in held and not train.offload_shards):
+            yield what, size, 0
+        elif train.offload_shards and what in ("weights", "gradients"):
+            yield what, 0, rank.pinned
+        else:
+            yield what, 0, size
+
+
+def _holding(train: TrainConfig, phase: str) -> Holding:
+    return holdings(train)["generate" if phase == "checkpoint" else phase]  # type: ignore[index]
 
 
 def _engine_uses(config: TrainingConfig, engine: EngineMemory) -> list[Use]:
-    is_cpu = config.train.device == "cpu"
+    train = config.train
+    is_cpu = train.device == "cpu"
+    keeps_weights = config.rollout.engine == "hf" or device_for(train.device).sleep_level == 1  # on the host
     process = PROCESS_BYTES[config.rollout.engine] if is_cpu else CONTEXT_BYTES
-    parts = [
-        ("weights", engine.weights),
-        ("keys and values", max(engine.cache or 0, 0)),
-        ("activations", engine.activations),
-        ("graphs", engine.graphs),
-        ("process", process),
-    ]
-    return [Use(phase, ENGINE, what, size) for phase in PHASES for what, size in parts if size]
+    uses = []
+    for phase in PHASES:
+        held = OF_ENGINES if is_cpu else _holding(train, phase).engines  # an engine on a CPU cannot sleep
+        is_awake = KV_CACHE in held
+        parts = [
+            ("weights", engine.weights, 0) if WEIGHTS in held else ("weights", 0, engine.weights * keeps_weights),
+            ("keys and values", max(engine.cache or 0, 0) * is_awake, 0),
+            ("activations", engine.activations * is_awake, 0),
+            ("graphs", engine.graphs, 0),
+            ("process", process, 0),
+        ]
+        uses += [Use(phase, ENGINE, *part) for part in parts if part[1] or part[2]]
+    return uses
 
 
 def _other_uses(config: TrainingConfig) -> list[Use]:
@@ -209,6 +226,8 @@ def _loads(config: TrainingConfig, uses: Sequence[Use], device_bytes: int | None
     num_ranks, num_engine_devices = config.train.num_ranks, config.rollout.num_devices
     if config.train.device == "cpu":
         kinds = [("the machine", 1, {RANK: num_ranks, ENGINE: num_engine_devices, OTHERS: 1})]
+    elif config.train.is_colocated:
+        kinds = [("a device", num_ranks, {RANK: 1, ENGINE: 1})]
     else:
         kinds = [
             ("a rank's device", num_ranks, {RANK: 1}),

@@ -34,6 +34,7 @@ class RankMemory:
     optimizer: int
     optimizer_step: int  # temporaries
     reference: int  # shards of the reference model
+    pinned: int  # weights, and as much again for gradients, in pinned host memory
     forward_weights: int  # gathered during a forward pass without a backward pass
     scoring_activations: int
     scoring_logits: int
@@ -95,6 +96,7 @@ class _Rank:
             optimizer=MOMENTS * shard,
             optimizer_step=FOREACH * shard,
             reference=item * shard if self.has_reference else 0,
+            pinned=sum(_pinned(MASTER * number) for number in shape.shards(self.num_shards)),
             forward_weights=item * shape.root_parameters + self._gathered_layers(),
             scoring_activations=scored * (3 * item * shape.hidden + 4 * shape.hidden + self._mlp_forward()),
             scoring_logits=chunk * shape.vocabulary * LOGITS_ENTROPY,
@@ -182,3 +184,8 @@ class _Rank:
 
     def _mlp_forward(self) -> int:
         return 3 * self._mlp_backward() // 2
+
+
+def _pinned(num_bytes: int) -> int:
+    """What torch takes for pinned memory of that size: the next power of two."""
+    return 1 << (num_bytes - 1).bit_length()

@@ -63,7 +63,11 @@ class ModelShape:
 
     def shard_parameters(self, num_shards: int) -> int:
         """Elements of the largest shard: FSDP2 splits every tensor's first dimension like torch.chunk."""
-        return sum(-(-shape[0] // num_shards) * prod(shape[1:]) for shape in self._shapes)
+        return sum(self.shards(num_shards))
+
+    def shards(self, num_shards: int) -> list[int]:
+        """Elements of the largest shard of each tensor."""
+        return [-(-shape[0] // num_shards) * prod(shape[1:]) for shape in self._shapes]
 
     def engine_parameters(self, tensor_parallel: int, pipeline_parallel: int = 1) -> int:
         """Elements on a device of an engine: heads, MLPs, experts and vocabulary are split, norms are not.

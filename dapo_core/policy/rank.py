@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dapo_core.batch import Batch, Measured, RankShare
 from dapo_core.checkpoint.shards import Shards
@@ -27,8 +29,10 @@ from dapo_core.policy.model import HOST, load_sharded, move_model, move_optimize
 from dapo_core.policy.packing import PackedRow, pack, probe_row
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.policy.sequence_parallel import sequence_group
+from dapo_core.policy.spill import Spill
 from dapo_core.pretrained import load_model_config
 from dapo_core.rollout_correction import importance_weights
+from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
@@ -83,8 +87,9 @@ class Policy:
             weight_decay=self.train.weight_decay,
             foreach=True,
         )
-        is_offloaded = self.train.offload_optimizer or self.train.offload_shards
+        is_offloaded = self.train.offload_optimizer or self.train.offload_shards or self.train.is_colocated
         self.shards = Shards(self._causal_lm(), self.optimizer, self.device, is_offloaded, config.run.seed)
+        self._spills: dict[str, Spill] = {}  # of what is offloaded, where the device is the host
 
     def log_probs(self, share: RankShare, temperature: float | None = None) -> Measured:
         """Log-probs of the share's response tokens and the policy's entropy there: [b, R] float32 each.
@@ -107,8 +112,7 @@ class Policy:
         Gradients are summed, not averaged, over ranks and micro-batches: `totals` already holds the denominator.
         A gradient norm that is not finite leaves weights and optimizer state unchanged.
         """
-        if self.train.offload_optimizer:
-            move_optimizer(self.optimizer, self.device.torch_device())
+        self._require_here(WEIGHTS, OPTIMIZER)
         learning_rate = self._set_learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
         self.model.train()
@@ -143,7 +147,8 @@ class Policy:
         Asynchronous: returns once they are copied to host memory and continues to write; see is_saved. Raises
         OSError with its errno if a rank cannot write, else CheckpointError, on every rank.
         """
-        self.shards.save(folder, self.num_optimizer_steps, asynchronous)
+        with self._readable():
+            self.shards.save(folder, self.num_optimizer_steps, asynchronous)
 
     def is_saved(self) -> bool:
         """True if no asynchronous save is unfinished; raises its error once. Not collective."""
@@ -158,10 +163,9 @@ class Policy:
         return self.shards.num_bytes()
 
     def load(self, folder: str) -> None:
-        """Load shards that any number of ranks wrote; weights stay on their device. Collective."""
+        """Load shards that any number of ranks wrote; weights and optimizer are on the device. Collective."""
+        self._require_here(WEIGHTS, OPTIMIZER)
         self.num_optimizer_steps = self.shards.load(folder)
-        if self.train.offload_optimizer:
-            move_optimizer(self.optimizer, HOST)
 
     def weight_sizes(self) -> dict[str, int]:
         """Bytes of each tensor as the engines get it, by its name in the model's files; tied parameters once."""
@@ -177,6 +181,7 @@ class Policy:
 
         None except on rank 0.
         """
+        self._require_here(WEIGHTS)
         wanted = set(names)
         gathered: dict[str, torch.Tensor] = {}
         is_first = torch.distributed.get_rank() == 0
@@ -189,27 +194,66 @@ class Policy:
                 }
         return gathered if is_first else None
 
-    def onload(self) -> None:
-        """Move weights to the device if train.offload_parameters keeps them on the host between phases."""
-        if self.train.offload_parameters:
-            for model in self._models():
-                move_model(model, self.device.torch_device())
+    def onload(self, what: Collection[str]) -> None:
+        """Bring weights or the optimizer's state, as named in `turns`, back to the device."""
+        for name in what:
+            if name in self._spills:
+                self._spills.pop(name).restore()
+        self._move(what, self.device.torch_device())
 
-    def offload(self) -> None:
-        """Move weights and optimizer state to the host, as the train.offload keys say."""
-        if self.train.offload_optimizer:
-            move_optimizer(self.optimizer, HOST)
-        if self.train.offload_parameters:
-            for model in self._models():
-                move_model(model, HOST)
+    def offload(self, what: Collection[str]) -> None:
+        """Free gradients, and move weights or the optimizer's state off the device, as named in `turns`.
+
+        They go to host memory; where that is the device's own and ranks and engines share it, to a file.
+        """
+        if GRADIENTS in what:
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.device.kind != "cpu" or not self.train.is_colocated:
+            self._move(what, HOST)
+            return
+        for model in self._models():
+            reshard(model)
+        for name in (WEIGHTS, OPTIMIZER):
+            if name in what and name not in self._spills:
+                self._spills[name] = Spill(self._local_tensors(name))
 
     def device_name(self) -> str:
         """The vendor's name of this rank's device."""
         return self.device.name()
 
-    def memory_metrics(self) -> dict[str, float]:
-        """Memory of this rank and of its node in GiB, by metric name."""
-        return self.device.memory_metrics()
+    def take_memory(self) -> dict[str, float]:
+        """Memory of this rank since the last call, and of its node, in GiB by metric name."""
+        return self.device.take_memory()
+
+    def _move(self, what: Collection[str], device: torch.device) -> None:
+        if self.train.offload_shards:  # they are in host memory all the time
+            return
+        if OPTIMIZER in what:
+            move_optimizer(self.optimizer, device)
+        if WEIGHTS in what:
+            for model in self._models():
+                move_model(model, device)
+
+    def _local_tensors(self, what: str) -> list[torch.Tensor]:
+        """This rank's shards of all weights, or of the optimizer's state."""
+        tensors: list[Any] = [parameter for model in self._models() for parameter in model.parameters()]
+        if what == OPTIMIZER:
+            tensors = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+    def _require_here(self, *what: str) -> None:
+        away = self._spills.keys() & set(what)
+        assert not away, (
+            f"{', '.join(sorted(away))} of this rank are in a file: the step's phases are out of order"
+        )
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """What is in files is in memory inside the block."""
+        away = list(self._spills)
+        self.onload(away)
+        yield
+        self.offload(away)
 
     def _load(self, model_path: str | Path, is_trainable: bool) -> nn.Module:
         """The model inside TokenLogProbs; a probe of two sequences checks that every layer packs."""
@@ -245,6 +289,7 @@ class Policy:
 
     def _score(self, model: nn.Module, share: RankShare, temperature: float, with_entropy: bool) -> Measured:
         """Log-probs of the whole share and, if requested, entropy (else 0), without gradient: [b, R] float32."""
+        self._require_here(WEIGHTS)
         device = self.device.torch_device()
         measuring = Measuring(share)
         model.eval()

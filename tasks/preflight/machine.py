@@ -55,13 +55,16 @@ def _check_devices(config: ChainConfig, findings: Findings) -> None:
             wanted = train.num_ranks * train.threads_per_rank
             findings.add("devices", OK, f"{cores} cores; {wanted} threads of policy ranks")
             return
+        if train.is_colocated:
+            device.prepare_sharing(dict(os.environ))
         names = device.visible(os.environ)
         if config.num_devices > len(names):
+            engines = "" if train.is_colocated else f" + {config.rollout.num_devices} of rollout.num_workers"
+            sharing = "" if train.is_colocated else ", or let ranks and engines share: train.placement=colocated"
             raise ConfigError(
-                f"train.num_ranks={train.num_ranks} + rollout.num_workers={config.rollout.num_workers} x "
-                f"rollout.tensor_parallel={config.rollout.tensor_parallel} = "
-                f"{config.num_devices} devices, and this machine shows {len(names)} of {device.kind} "
-                f"({device.visible_variable}); lower them, or set train.ray_address to a cluster"
+                f"train.num_ranks={train.num_ranks}{engines} = {config.num_devices} devices, and this machine "
+                f"shows {len(names)} of {device.kind} ({device.visible_variable}); lower them{sharing}, or set "
+                "train.ray_address to a cluster"
             )
         findings.add("devices", OK, f"{config.num_devices} of {len(names)} {device.kind} devices")
 
@@ -109,7 +112,7 @@ def _check_cache(config: ChainConfig, facts: ModelFacts, findings: Findings) -> 
 
 def _check_ray(config: ChainConfig, findings: Findings) -> None:
     """A cluster that the recipe names: reachable, and with room."""
-    address, train, rollout = config.train.ray_address, config.train, config.rollout
+    address, train = config.train.ray_address, config.train
     if address is None:
         return
     try:
@@ -119,7 +122,7 @@ def _check_ray(config: ChainConfig, findings: Findings) -> None:
         findings.add("Ray", FAIL, str(error), advice)
         return
     wanted = {device_for(train.device).ray_resource: config.num_devices}
-    wanted["CPU"] = train.num_ranks * train.threads_per_rank + rollout.num_devices * rollout.threads_per_worker
+    wanted["CPU"] = config.num_cpus
     for name, count in wanted.items():
         total, free = room.total.get(name, 0), room.free.get(name, 0)
         found = f"{count} {name} are needed, {address} has {total:g}, of which {free:g} are free"

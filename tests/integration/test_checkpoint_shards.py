@@ -28,6 +28,7 @@ from dapo_core.device import Device
 from dapo_core.errors import CheckpointError
 from dapo_core.loss import LossTotals
 from dapo_core.policy.rank import Policy, Update
+from dapo_core.turns import OF_RANKS
 from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config
@@ -135,8 +136,8 @@ def _save(rank: int, config: Config, folder: Path) -> Saved:
     with _held_writes() as may_write:
         policy.save(str(folder / "saved"), asynchronous=True)
         draws, sums, next_tensors = _draws(), _update(policy, rank), _whole(policy)
-        policy.offload()
-        policy.onload()
+        policy.offload(OF_RANKS)
+        policy.onload(OF_RANKS)
         facts["the write lasts"] = not policy.is_saved()
         with pytest.raises(CheckpointError, match="saved is still being written"):
             policy.save(str(folder / "other"), asynchronous=True)

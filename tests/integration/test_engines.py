@@ -20,9 +20,8 @@ from dapo_core.engines.base import (
     Response,
     Sampling,
     build_engine,
-    read_eos_ids,
 )
-from dapo_core.errors import ModelError, RolloutError
+from dapo_core.errors import RolloutError
 from tests.tiny_models import build_tiny_qwen3
 from tests.two_processes import engine_of_two_processes
 
@@ -42,6 +41,7 @@ SETTINGS = EngineSettings(
 )
 END = 1  # `<|end|>` of the tiny tokenizer
 NUM_REQUESTS = 40
+PARTS = {"vllm of two processes": {"tensor_parallel": 2}, "vllm of two stages": {"pipeline_parallel": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +49,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm", "vllm of two processes"])
+@pytest.fixture(scope="module", params=["hf", "vllm", *PARTS])
 def shared_engine(
     request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    if request.param == "vllm of two processes":
-        settings = replace(SETTINGS, tensor_parallel=2)
+    if request.param in PARTS:
+        settings = replace(SETTINGS, **PARTS[request.param])
         with engine_of_two_processes(model_path, settings, tmp_path_factory.mktemp("parts")) as first:
             yield first
         return
@@ -70,8 +70,8 @@ def engine(shared_engine: Engine, model_path: Path) -> Iterator[Engine]:
     unfinished = [f"{number}" for number in range(NUM_REQUESTS)]
     shared_engine.abort(unfinished)
     assert shared_engine.num_unfinished() == 0
-    size = shared_engine.settings.tensor_parallel
-    shared_engine.settings = replace(SETTINGS, tensor_parallel=size)
+    parts = {name: getattr(shared_engine.settings, name) for name in ("tensor_parallel", "pipeline_parallel")}
+    shared_engine.settings = replace(SETTINGS, **parts)
     shared_engine.load_weights(load_model(model_path).named_parameters(), policy_version=0)
 
 
@@ -357,33 +357,30 @@ def test_weights_and_log_probs_are_refused_while_requests_are_unfinished(engine)
         engine.log_probs([([5], [6])])
 
 
-def test_hf_continues_with_the_randomness_of_the_uninterrupted_response(model_path):
-    engine = build_engine("hf", model_path, replace(SETTINGS, max_num_seqs=3), seed=0)
-    requests = make_requests(6)
-    uninterrupted = run(engine, requests)
-    for num_steps in (0, 1, 7, 30):  # before the first token, after it, midway, and in the second wave
+def test_a_sleeping_engine_refuses_work_and_wakes_with_the_weights_it_is_given(engine, model_path):
+    requests = make_requests(4)
+    before = run(engine, requests)
+    engine.settings = replace(engine.settings, sleep_level=2)
+    engine.submit(requests[:1])
+    with pytest.raises(RolloutError, match="cannot sleep while 1 requests are unfinished"):
+        engine.sleep()
+    finish(engine)
+    engine.sleep()
+    with pytest.raises(RolloutError, match="cannot take requests while the engine sleeps: kv_cache, weights"):
         engine.submit(requests)
-        responses = {response.request_id: response for _ in range(num_steps) for response in engine.step()}
-        for partial in engine.abort([request.request_id for request in requests]):
-            request = requests[int(partial.request_id)]
-            so_far = (partial.response_ids, partial.rollout_log_probs)
-            engine.submit([replace(request, response_ids=so_far[0], rollout_log_probs=so_far[1])])
-        responses |= finish(engine)
-        assert {name: responses[name].response_ids for name in uninterrupted} == {
-            name: response.response_ids for name, response in uninterrupted.items()
-        }
-    engine.close()
-
-
-def test_hf_refuses_memory_that_holds_no_sequence(model_path):
-    # 2 (keys, values) x 2 layers x 1 head x 32 x 4 bytes x 96 tokens = 49152 bytes
-    with pytest.raises(RolloutError, match=r"96 tokens needs 49152 bytes of cache, and 49151 are free"):
-        build_engine("hf", model_path, replace(SETTINGS, memory_bytes=49151), seed=0)
-
-
-def test_a_folder_without_end_token_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
-    with pytest.raises(ModelError, match="has eos_token_id"):
-        read_eos_ids(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
-    assert read_eos_ids(tmp_path) == [5, 7]
+    with pytest.raises(RolloutError, match="cannot load weights while the engine sleeps: weights are not there"):
+        engine.load_weights([], 1)
+    engine.wake({"weights"})
+    model = load_model(model_path)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.1)
+    engine.load_weights(model.named_parameters(), 1)
+    with pytest.raises(RolloutError, match="cannot compute log-probs while the engine sleeps: kv_cache are not"):
+        engine.log_probs([([5], [6])])
+    engine.wake({"kv_cache"})
+    after = run(engine, requests)
+    for request in requests:
+        response = after[request.request_id]
+        expected = reference_log_probs(model, request.prompt_ids, response.response_ids)
+        assert largest_difference(response.rollout_log_probs, expected) < 1e-4
+    assert [after[name].response_ids for name in after] != [before[name].response_ids for name in after]

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from dapo_core.cluster import shrink
 from dapo_core.cluster.connection import AUTH_TOKEN, connected_to_ray, private_token
-from dapo_core.cluster.placement import place_roles
+from dapo_core.cluster.placement import Demand, place_roles, reserve
+from dapo_core.cluster.shared_files import require_shared
 from dapo_core.config.training import TrainConfig
 from dapo_core.device import device_for
+from dapo_core.errors import ConfigError
 from dapo_core.training import train
 from flows.config import load_config
 from tests.trainings import World, config_of
@@ -112,7 +116,7 @@ def test_ranks_are_packed_by_node_and_an_engine_is_on_one(recipe: Path, groups: 
     places = place_roles(config, device, groups, max_seconds=30)
     assert len(places.ranks) == config.train.num_ranks
     assert len(places.engines) == config.rollout.num_workers
-    assert {len(parts) for parts in places.engines} == {config.rollout.tensor_parallel}
+    assert {len(parts) for parts in places.engines} == {config.rollout.num_devices // config.rollout.num_workers}
     assert {len({part.node for part in parts}) for parts in places.engines} == {1}
     per_node = [len(list(group)) for _, group in groupby(place.node for place in places.ranks)]
     assert len(per_node) == len({place.node for place in places.ranks})  # a node's ranks have neighbouring numbers
@@ -121,3 +125,67 @@ def test_ranks_are_packed_by_node_and_an_engine_is_on_one(recipe: Path, groups: 
         assert len(per_node) == full + bool(rest)
         assert not [count for count in per_node[:-1] if count % config.train.sequence_parallel]
     assert len(places.nodes) <= NUM_NODES
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [("npu", 2), ("cuda", 1)])
+def test_colocated_ranks_and_parts_of_engines_share_devices(
+    kind: str, num_workers: int, groups: list[PlacementGroup]
+) -> None:
+    class Process:
+        def device(self) -> tuple[str, str | None]:
+            node = ray.get_runtime_context().get_node_id()
+            return node, os.environ.get(variable)
+
+    device, size = device_for(kind), 2 * num_workers
+    variable = device.visible_variable
+    config = config_of(
+        train={"device": kind, "num_ranks": size, "placement": "colocated", "threads_per_rank": 3},
+        rollout={"engine": "vllm", "num_workers": num_workers, "tensor_parallel": 2},
+    )
+    places = place_roles(config, device, groups, max_seconds=30)
+    parts = [part for engine in places.engines for part in engine]
+    actors = [place.start(Process) for place in [*places.ranks, *parts]]
+    seen = ray.get([actor.device.remote() for actor in actors], timeout=60)
+    for actor in actors:
+        ray.kill(actor)
+    assert seen[:size] == seen[size:]  # rank i and part i
+    assert len(set(seen[:size])) == size  # each device once
+    assert {len((device or "").split(",")) for _, device in seen} == {1}
+    for rank in range(0, size, 2):
+        assert seen[rank][0] == seen[rank + 1][0]  # an engine's devices are on one node
+
+
+def test_devices_that_are_missing_are_waited_for(nodes: Cluster, groups: list[PlacementGroup]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reserve, Demand(1, {"CPU": 1, "late": 1}), groups, 60)
+        nodes.add_node(num_cpus=1, resources={"late": 1})
+        place = waiting.result()[0]
+    late = [node["NodeID"] for node in ray.nodes() if "late" in node["Resources"]]
+    assert late == [place.node]
+
+
+def test_a_node_without_the_files_is_named(nodes: Cluster, shared: Path, world: World) -> None:
+    (shared / "model").symlink_to(world.model)
+    (shared / "output").mkdir()
+    ids = {name: node["NodeID"] for node in ray.nodes() for name in node["Resources"] if name.startswith("node")}
+    config = config_of()
+    require_shared([ids["node0"], ids["node2"]], config, HERE / "model", HERE / "output")
+    message = (
+        r"^node \S+ \(\S+\) does not see model folder /proc/self/cwd/model \(No such file or directory\), "
+        r"output /proc/self/cwd/output \(another folder\): put the store \(store\.path\)"
+    )
+    with pytest.raises(ConfigError, match=message):
+        require_shared([ids["node0"], ids["node1"]], config, HERE / "model", HERE / "output")
+    assert not list((shared / "output").iterdir())
+
+
+def test_a_stage_is_on_one_node_and_an_engine_may_be_on_several(groups: list[PlacementGroup]) -> None:
+    rollout = {"engine": "vllm", "num_workers": 2, "tensor_parallel": DEVICES["NPU"] // 2, "pipeline_parallel": 3}
+    config = config_of(train={"device": "npu", "num_ranks": 8, "mini_prompts": 4}, rollout=rollout)
+    places = place_roles(config, device_for("npu"), groups, max_seconds=30)
+    assert len(places.engines) == 2
+    size = config.rollout.tensor_parallel
+    for parts in places.engines:
+        stages = [parts[first : first + size] for first in range(0, len(parts), size)]
+        assert [len({part.node for part in stage}) for stage in stages] == [1, 1, 1]
+        assert len({part.node for part in parts}) > 1  # three stages of half a node each

@@ -13,7 +13,7 @@ from dapo_core.cluster.start import start_cluster
 from dapo_core.data import Prompt
 from dapo_core.errors import WorkerDied
 from dapo_core.rollout import GroupRequest
-from dapo_core.weight_sync import probe_difference, publish_weights
+from dapo_core.weight_sync import probe_difference, probe_log_probs, publish_weights
 from tests.batches import random_batch
 from tests.integration.test_dead_workers import SCORER, killed_within, take_groups, update
 from tests.trainings import World, config_of
@@ -30,6 +30,7 @@ def test_two_parts_make_one_engine(ray_address: str, world: World, tmp_path: Pat
     )
     assert config.num_devices == config.train.num_ranks + 2
     batch = random_batch(num_groups=4, group_size=4)
+    probe = batch.select([0])
     shared_memory = {*Path("/dev/shm").iterdir()}
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(WorkerDied, match=r"^engine part 0 of 1 \(pid .*\) died"))
@@ -37,7 +38,7 @@ def test_two_parts_make_one_engine(ray_address: str, world: World, tmp_path: Pat
         assert not [path for path in {*Path("/dev/shm").iterdir()} - shared_memory if "cpushm" in path.name]
         update(cluster, batch)
         publish_weights(cluster, 1)
-        assert probe_difference(cluster, batch.select([0]), [torch.float32]) < 1e-5
+        assert probe_difference(cluster, probe, probe_log_probs(cluster, probe), [torch.float32]) < 1e-5
         cluster.rollouts.submit(REQUESTS)
         groups = []
         while len(groups) < len(REQUESTS):

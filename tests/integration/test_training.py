@@ -42,9 +42,10 @@ rollout/{probs_diff_mean,probs_diff_max,kl,k3_kl,ppl_ratio,ess,chi2_token,chi2_s
 sampler/{kept,all_right,all_wrong,surplus,stale,aborted,carried_out}_{groups,tokens}
 sampler/{waste_ratio,accuracy} sampler/{finished,kept,surplus}_{response_length,clip_ratio}
 sampler/staleness/{mean,max,token_ratio} reward/{right,wrong,no_answer,error,timeout,overlong}_ratio
-timing_s/{gen,reward,onload,old_log_prob,adv,update_actor,weight_sync,save_checkpoint,step}
+timing_s/{gen,reward,old_log_prob,adv,update_actor,weight_sync,save_checkpoint,step}
 timing_per_token_ms/{gen,old_log_prob,adv,update_actor} perf/{total_num_tokens,generated_tokens}
-perf/{trained_response_tokens,time_per_step,throughput,max_rss_gb,cpu_memory_used_gb} weight_sync/probe_difference
+perf/{trained_response_tokens,time_per_step,throughput} perf/{max_rss_gb,cpu_memory_used_gb} timing_s/turns
+perf/{max_rss_gb,cpu_memory_used_gb}/{generate,anchor,update,publish} weight_sync/probe_difference
 """)
 OF_STALE_TOKENS = expand("rollout/importance_{mean,truncated_ratio}")
 NOT_OF_THE_RESULT = (
@@ -177,7 +178,9 @@ def test_a_second_call_continues_at_the_next_step(run: Run) -> None:
 
 
 def test_placement_changes_no_number(run: Run, world: World, ray_address: str, tmp_path: Path) -> None:
-    """Two ranks share each sequence and hold all weights each, instead of half of both; two engines generate."""
+    """Two ranks share each sequence and hold all weights each, instead of half of both; two engines generate, on
+    the ranks' devices.
+    """
     train(
         config_of(
             rollout={"num_workers": 2},
@@ -186,8 +189,7 @@ def test_placement_changes_no_number(run: Run, world: World, ray_address: str, t
                 "ray_address": ray_address,
                 "sequence_parallel": 2,
                 "fsdp_size": 1,
-                "offload_parameters": True,
-                "offload_optimizer": True,
+                "placement": "colocated",
                 "gradient_checkpointing": False,
                 "reshard_after_forward": False,
                 "logits_chunk_tokens": 7,

@@ -18,7 +18,7 @@ from dapo_core.policy.model import reshard
 from dapo_core.policy.rank import Policy
 from dapo_core.pretrained import load_tokenizer
 from dapo_core.rollout import RolloutWorker
-from dapo_core.weight_sync import probe_difference, publish_weights
+from dapo_core.weight_sync import probe_difference, probe_log_probs, publish_weights
 from tests.batches import random_batch
 from tests.configs import make_config
 from tests.ranks import run_ranks
@@ -124,7 +124,7 @@ def _require_every_weight_arrives(cluster: Any, is_tied: bool) -> None:
     expected = cluster.policy.log_probs(PROBE, 1.0)[0][0, : len(after)]
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-4)
     assert (after - before).abs().max() > 1e-2
-    assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
+    assert probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"]) < 1e-4
     names = [name for bucket in cluster.rollouts.buckets for name in bucket]
     assert len(names) == len(set(names))
     assert ("lm_head.weight" in names) == (not is_tied)
@@ -149,16 +149,16 @@ def test_every_architecture_arrives_in_the_transformers_engine(
 
 
 def test_an_engine_with_old_weights_is_detected(cluster: Any) -> None:
-    assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
+    assert probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"]) < 1e-4
     _multiply(cluster, "model.layers.0.mlp.down_proj.weight", 1.5)
     with pytest.raises(RolloutError) as caught:
-        probe_difference(cluster, PROBE, ["float32"])
+        probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"])
     message = str(caught.value)
     assert "the engine does not hold the policy's weights" in message
     assert "more than the 0.001 that float32 explains" in message
     assert "rollout.dtype=float32" in message
     publish_weights(cluster, 1)
-    assert probe_difference(cluster, PROBE, ["float32"]) < 1e-4
+    assert probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"]) < 1e-4
 
 
 def test_every_weight_arrives_in_vllm_in_several_buckets(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,14 @@ def test_devices_share_ranks_and_engines(folder: Path) -> None:
     assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= 512
 
 
+def test_one_device_is_shared(folder: Path) -> None:
+    data = "data/questions.csv"
+    text = first_recipe(Path("one.yaml"), model_keys("models/small"), data, data, Machine("cuda", 1, 16))
+    Path("one.yaml").write_text(text)
+    config = load_config("one.yaml")
+    assert (config.train.placement, config.num_devices) == ("colocated", 1)
+
+
 def test_ids_of_hubs_and_registered_names_are_taken_as_they_are(folder: Path) -> None:
     assert model_keys("modelscope:Qwen/Qwen3-0.6B@main") == {
         "source": "modelscope",

@@ -154,19 +154,28 @@ def test_what_is_unknown_is_said_once_and_left_out(
 
 
 def test_names_and_memory_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = device_for("cpu").memory_metrics()
+    memory = device_for("cpu").take_memory()
     assert set(memory) == {"perf/cpu_memory_used_gb", "perf/max_rss_gb"}
     assert 0.05 < memory["perf/max_rss_gb"] < 64  # Python with torch, in GiB
     assert 0.05 < memory["perf/cpu_memory_used_gb"] < 65_536
     assert device_for("cpu").name() == "cpu"
+    ballast = bytearray(200 * 1024**2)  # zeros that are written to take memory
+    ballast[::4096] = b"1" * len(ballast[::4096])
+    del ballast
+    peaks = [device_for("cpu").take_memory()["perf/max_rss_gb"] for _ in range(2)]
+    assert peaks[0] - peaks[1] > 0.15  # the first had the ballast, the second begins after it
+    resets: list[int] = []
     vendor = SimpleNamespace(
         get_device_name=lambda index: f"Ascend910B{3 + index}",
         max_memory_allocated=lambda: 3 * 1024**3,
         max_memory_reserved=lambda: 4 * 1024**3,
+        mem_get_info=lambda: (59 * 1024**3, 64 * 1024**3),
+        reset_peak_memory_stats=lambda: resets.append(1),
     )
     monkeypatch.setattr(torch, "npu", vendor, raising=False)  # no such device is here; its API is what is asked
     npu: Device = device_for("npu")
     assert npu.name() == "Ascend910B3"
-    memory = npu.memory_metrics()
+    memory = npu.take_memory()
     assert (memory["perf/max_memory_allocated_gb"], memory["perf/max_memory_reserved_gb"]) == (3.0, 4.0)
+    assert (memory["perf/device_memory_used_gb"], resets) == (5.0, [1])
     assert "perf/cpu_memory_used_gb" in memory

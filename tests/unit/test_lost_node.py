@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from ray.exceptions import RayActorError
 
-from dapo_core.cluster.placement import Demand, demands
+from dapo_core.cluster import actors, shrink
+from dapo_core.cluster.placement import Demand, Places, demands
 from dapo_core.cluster.shared_files import differences, digests
 from dapo_core.cluster.shrink import has_room, shrunk
 from dapo_core.device import device_for
-from dapo_core.errors import ConfigError
+from dapo_core.errors import ConfigError, WorkerDied
+from dapo_core.memory.published import published_config
 from flows.config import Config
+from tests.sources import Clock
 from tests.trainings import config_of
 
 NPU_NODE = {"CPU": 128.0, "NPU": 16.0}
@@ -28,6 +33,33 @@ def four_nodes(**changes: dict[str, Any]) -> Config:
         sampler={"gen_prompts": 32},
         **changes,
     )
+
+
+class DeadActor:
+    """Answers its first ping; then it is dead, and a ping fails at once."""
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = ["pid 1 on here"]
+        self.place = self
+
+    def remote(self) -> Any:
+        return self.answers.pop(0) if self.answers else RayActorError()
+
+
+def test_a_death_is_seen_at_the_first_look_after_a_ping(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(answer: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(actors.time, "monotonic", Clock())
+    monkeypatch.setattr(actors.ray, "wait", lambda references, **_: (references, []))
+    monkeypatch.setattr(actors.ray, "get", get)
+    watched = actors.Actors()
+    watched.add("policy rank", [DeadActor()])
+    watched.check()  # collects the answer, and pings again
+    with pytest.raises(WorkerDied, match=r"^policy rank 0 of 1 \(pid 1 on here\) died"):
+        watched.check()  # at the same time
 
 
 @pytest.mark.parametrize(
@@ -57,7 +89,7 @@ def test_room_is_counted_by_node(free: list[int], wanted: list[Demand], expected
 def test_both_roles_shrink_alike_within_the_rules(num_nodes: int, expected: tuple[int, int]) -> None:
     config, device = four_nodes(), device_for("npu")
     assert has_room([NPU_NODE] * 4, demands(config, device))
-    smaller = shrunk(config, device, [NPU_NODE] * num_nodes)
+    smaller = shrunk(config, device, [NPU_NODE] * num_nodes, Path())
     assert (smaller.train.num_ranks, smaller.rollout.num_workers) == expected
     changed = {"train": {"num_ranks": expected[0]}, "rollout": {"num_workers": expected[1]}}
     assert smaller == four_nodes(**changed)  # and nothing else changes
@@ -68,9 +100,41 @@ def test_what_cannot_shrink_is_refused_with_the_reason() -> None:
     with pytest.raises(
         ConfigError, match=r"16\.0\}\]: train\.num_ranks=\d+ is not a multiple of train\.fsdp_size=32"
     ):
-        shrunk(config, device, [NPU_NODE] * 2)
+        shrunk(config, device, [NPU_NODE] * 2, Path())
     with pytest.raises(ConfigError, match=r"are left, \[\]: they have no room for one of each"):
-        shrunk(config, device, [])
+        shrunk(config, device, [], Path())
+
+
+def test_ranks_whose_shards_do_not_fit_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published_config("Qwen/Qwen3-32B")))
+    config, device = four_nodes(train={"device_model": "Atlas 800T A3"}), device_for("npu")
+    with pytest.raises(ConfigError, match=r"with train\.num_ranks=8, a rank's device: \d+\.\d GiB in phase"):
+        shrunk(config, device, [NPU_NODE], tmp_path)  # 32 billion parameters, 12 and 4 bytes each, over 8 ranks
+    allowed = four_nodes(train={"device_model": "Atlas 800T A3", "allow_oversubscription": True})
+    assert shrunk(allowed, device, [NPU_NODE], tmp_path).train.num_ranks == 8
+
+
+def test_a_dead_node_that_counts_as_free_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, places, pending = four_nodes(), Places([], []), cast("Any", object())
+    free, removed, tried = [NPU_NODE] * 4, [], []
+
+    def place(fit: Config, _: object, groups: list[Any], max_seconds: float = 300.0) -> Places:
+        tried.append(fit.train.num_ranks)
+        groups.append(pending)
+        if len(tried) == 1:
+            free.pop()  # Ray declares it dead
+            raise ConfigError(f"Ray has no room within {max_seconds:.0f} s")
+        return places
+
+    monkeypatch.setattr(shrink, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(shrink, "_free_by_node", lambda: free)
+    monkeypatch.setattr(shrink, "place_roles", place)
+    monkeypatch.setattr(shrink, "remove_placement_group", removed.append)
+    groups: list[Any] = []
+    fit, found = shrink.place_what_is_left(config, device_for("npu"), groups, Path())
+    assert found is places
+    assert (tried, fit.train.num_ranks, fit.rollout.num_workers) == ([32, 32], 32, 4)
+    assert (removed, groups) == ([pending], [pending])
 
 
 def test_a_node_with_other_files_says_which(tmp_path: Path) -> None:

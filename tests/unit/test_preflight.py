@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dapo_core.device import Device
 from eval.gates import LAST_NIGHT
 from flows.config import Config, resolve_config
 from tasks.preflight import inputs
@@ -223,6 +225,23 @@ def test_caches_devices_and_ports_are_checked_against_the_recipe(tmp_path: Path,
     assert "torch" in said["devices"]
 
 
+def test_shared_devices_count_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "require", lambda self: None)
+    monkeypatch.setattr(Device, "visible", lambda self, environment: ["0", "1"])
+
+    def said(status: str, placement: str) -> str:
+        train = {"device": "cuda", "device_model": "H100", "num_ranks": 2, "placement": placement}
+        config = recipe(tmp_path, model, train=train, rollout={"num_workers": 2})
+        return "; ".join(finding.found for finding in found(config, status) if finding.check == "devices")
+
+    refused = said(FAIL, "separate")
+    assert "train.num_ranks=2 + 2 of rollout.num_workers = 4 devices, and this machine shows 2 of cuda" in refused
+    assert "let ranks and engines share: train.placement=colocated" in refused
+    assert said(OK, "colocated") == "2 of 2 cuda devices"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True contradicts" in said(FAIL, "colocated")
+
+
 def test_a_tracker_without_its_client_is_said(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,3 +315,27 @@ def test_graders_of_the_recipe_s_own_are_tried_before_a_run(tmp_path: Path, mode
     assert "is neither a scorer nor FILE.py" in grader(scorer="math_verfy")[0].found
     absent = grader(judge={"base_url": "http://localhost", "model": "m", "prompt": "absent.txt"})
     assert "evaluate.judge.prompt=absent.txt cannot be read" in absent[0].found
+
+
+def test_a_training_that_cannot_fit_is_refused_with_numbers_and_keys(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 GiB of memory: processes alone take 0.45 (rank) + 0.8 (engine) + 1 + 2 x 0.1 (trainer, Ray, scorers)."""
+    monkeypatch.setattr(Device, "memory_bytes", lambda device: 2 * 1024**3)
+    (finding,) = found(recipe(tmp_path, model), FAIL)
+    assert finding.check == "memory"
+    assert re.search(r"^the machine: \d+\.\d GiB in phase \w+, and it has 2\.0$", finding.found)
+    assert "train.allow_oversubscription=true tries all the same" in finding.advice
+    (tried,) = found(recipe(tmp_path, model, train={"allow_oversubscription": True}), WARN)
+    assert (tried.check, tried.found) == ("memory", finding.found)
+    monkeypatch.setattr(Device, "memory_bytes", lambda device: None)
+    (unknown,) = [one for one in examine(recipe(tmp_path, model)) if one.check == "memory"]
+    assert (unknown.status, "set train.device_model" in unknown.found) == (OK, True)
+
+
+def test_an_architecture_that_the_plan_does_not_know_is_a_warning(tmp_path: Path, model: Path) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "gemma"))
+    values = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**values, "model_type": "olmo2"}))
+    said = [one for one in examine(recipe(tmp_path, other)) if one.check == "memory"]
+    assert [(one.status, "not of model_type olmo2" in one.found) for one in said] == [(WARN, True)]

@@ -103,10 +103,10 @@ DERIVED = {  # in the order of the table
         30_720,  # keys and values to decode them all to the end, an engine: tokens, 256 x 120
     ],
     "dapo_qwen2_5_32b_math": [
-        64,  # policy: devices
-        64,  # rollouts: devices, 16 engines x 4
-        128,  # policy and rollouts: devices, 16 nodes x 8
-        8,  # data-parallel ranks: ranks, 64 / 8
+        128,  # policy: devices
+        128,  # rollouts: devices, 32 engines x 4
+        128,  # policy and rollouts, in turns: devices, 16 nodes x 8
+        16,  # data-parallel ranks: ranks, 128 / 8
         1,  # copies of the trained weights: copies
         22_528,  # longest sequence: tokens, 2,048 + 16,384 + 4,096
         512,  # a training step: prompts
@@ -119,19 +119,27 @@ DERIVED = {  # in the order of the table
         320,  # warm-up, of these: optimizer steps, the paper's 20 rollout steps x 16
         102_400,  # the training: prompts, 512 x 200
         512,  # an optimizer step: responses, 32 x 16: the paper's mini-batch
-        64,  # an optimizer step, of each data-parallel rank: responses, 512 / 8
+        32,  # an optimizer step, of each data-parallel rank: responses, 512 / 16
         22_528,  # a micro-batch on a device, at most: tokens
         8,  # a micro-batch of longest sequences: sequences, 22,528 x 8 / 22,528
-        4_096,  # decoded at once by all engines, at most: responses, 16 x 256
+        8_192,  # decoded at once by all engines, at most: responses, 32 x 256
         5_767_168,  # keys and values to decode them all to the end, an engine: tokens, 256 x 22,528
     ],
     "dapo_qwen3_32b_math": [
-        *(32, 32, 64, 4, 1, 22_528, 64, 1_024, 20_971_520, 23_068_672, 1_920),
-        *(2, 400, 20, 12_800, 512, 128, 2_816, 1, 2_048, 5_767_168),
+        *(64, 64, 64, 8, 1, 22_528, 64, 1_024, 20_971_520, 23_068_672, 1_920),
+        *(2, 400, 20, 12_800, 512, 64, 2_816, 1, 4_096, 5_767_168),
     ],
     "dapo_qwen3_0_6b_gsm8k": [
         *(1, 1, 2, 1, 1, 2_560, 64, 512, 1_048_576, 1_310_720, 1_920),
         *(4, 400, 20, 6_400, 128, 128, 16_384, 6, 256, 655_360),
+    ],
+    "dapo_qwen3_0_6b_laptop": [
+        *(1, 1, 1, 1, 1, 2_560, 32, 256, 524_288, 655_360, 960),
+        *(4, 400, 20, 3_200, 64, 64, 7_680, 3, 64, 163_840),
+    ],
+    "dapo_qwen3_8b_one_gpu": [
+        *(1, 1, 1, 1, 1, 10_240, 32, 512, 4_194_304, 5_242_880, 960),
+        *(2, 200, 20, 3_200, 256, 256, 20_480, 2, 256, 2_621_440),
     ],
     "dapo_qwen3_8b_math": [
         *(8, 8, 16, 4, 1, 10_240, 64, 1_024, 8_388_608, 10_485_760, 1_920),
@@ -160,8 +168,8 @@ def test_sharding_within_nodes_makes_copies() -> None:
     derived = {
         quantity.label: quantity.number for quantity in derive(load("dapo_qwen2_5_32b_math", "train.fsdp_size=8"))
     }
-    assert derived["copies of the trained weights"] == 8  # 64 / 8
-    assert derived["data-parallel ranks"] == 8  # sharding does not change who sees which response
+    assert derived["copies of the trained weights"] == 16  # 128 / 8
+    assert derived["data-parallel ranks"] == 16  # sharding does not change who sees which response
 
 
 def test_grpo_differs_from_its_dapo_siblings_in_the_algorithm_and_the_task_alone() -> None:

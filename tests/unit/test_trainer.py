@@ -60,7 +60,7 @@ def _trainer(
     config = make_config(model_path, **sections)
     policy: Any = shards or FileShards()
     policy.device_name, policy.load, policy.weight_sizes = lambda: "cpu", lambda folder: None, dict
-    policy.memory_metrics, policy.gather_weights = dict, list
+    policy.take_memory, policy.gather_weights = dict, list
     rollouts = SimpleNamespace(load_weights=lambda buckets, version: [version])
     cluster: Any = SimpleNamespace(policy=policy, rollouts=rollouts)
     stream = PromptStream(PROMPTS, config.run.seed, config.data.shuffle)

@@ -10,7 +10,7 @@ import torch
 
 from dapo_core.batch import build_batch
 from dapo_core.errors import RolloutError
-from dapo_core.weight_sync import plan_buckets, probe_difference, publish_weights
+from dapo_core.weight_sync import plan_buckets, probe_difference, probe_log_probs, publish_weights
 from tests.batches import make_group
 
 NAN = float("nan")
@@ -33,7 +33,7 @@ def _probe(engines: list[list[list[float]]], dtype: str = "float32") -> float:
     cluster: Any = SimpleNamespace(
         policy=SimpleNamespace(log_probs=policy_log_probs), rollouts=SimpleNamespace(log_probs=engine_log_probs)
     )
-    difference = probe_difference(cluster, batch, ["float32", dtype])
+    difference = probe_difference(cluster, batch, probe_log_probs(cluster, batch), ["float32", dtype])
     assert asked == [(list(group.prompt.prompt_ids), rollout.response_ids) for rollout in group.rollouts]
     assert temperatures == [1.0]
     return difference

@@ -1,0 +1,142 @@
+"""Who holds what on the devices in which phase, and what is said when that cannot be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dapo_core.config.derived import derive
+from dapo_core.config.training import TrainConfig
+from dapo_core.device import device_for
+from dapo_core.errors import ConfigError
+from dapo_core.metrics import PhaseTimer
+from dapo_core.turns import COLOCATED, Phase, Turns
+from flows.config import resolve_config
+from tests.trainings import config_of
+
+STEP: list[Phase] = ["anchor", "update", "publish", "generate"]
+
+
+def _calls(**train: Any) -> tuple[list[tuple[str, ...]], dict[str, float]]:
+    """The calls of a step, and its memory where each phase peaks at 1, 2, 3 ... GiB."""
+    calls: list[tuple[str, ...]] = []
+    peaks = iter(range(100))
+
+    def record(name: str) -> Any:
+        return lambda *what: calls.append((name, *sorted(each for names in what for each in names)))
+
+    policy: Any = SimpleNamespace(
+        onload=record("onload"),
+        offload=record("offload"),
+        take_memory=lambda: {"perf/max_rss_gb": float(next(peaks)), "perf/cpu_memory_used_gb": 7.0},
+    )
+    rollouts: Any = SimpleNamespace(sleep=record("sleep"), wake=record("wake"))
+    turns = Turns(policy, rollouts, TrainConfig(**train))
+    timer = PhaseTimer()
+    for phase in STEP:
+        turns.enter(phase, timer)
+    assert set(timer.seconds) == {"turns"}
+    return calls, turns.memory_metrics()
+
+
+def test_on_shared_devices_each_side_gives_back_before_the_other_takes() -> None:
+    calls, memory = _calls(placement="colocated")
+    assert calls == [
+        ("offload", "gradients", "optimizer", "weights"),  # before the first phase
+        ("sleep",),
+        ("onload", "weights"),
+        ("onload", "gradients", "optimizer"),
+        ("offload", "gradients", "optimizer"),
+        ("wake", "weights"),
+        ("offload", "weights"),
+        ("wake", "kv_cache"),
+    ]
+    # 0 of loading; 1 generate, 2 anchor, 3 update, 4 publish, 5 generate again
+    assert {name: value for name, value in memory.items() if "rss" in name} == {
+        "perf/max_rss_gb": 5.0,
+        "perf/max_rss_gb/generate": 5.0,
+        "perf/max_rss_gb/anchor": 2.0,
+        "perf/max_rss_gb/update": 3.0,
+        "perf/max_rss_gb/publish": 4.0,
+    }
+    assert memory["perf/cpu_memory_used_gb"] == 7.0
+
+
+def test_no_device_ever_holds_both_sides_but_for_their_weights() -> None:
+    for phase, holding in COLOCATED.items():
+        assert not holding.ranks or not holding.engines or phase == "publish"
+    assert COLOCATED["publish"] == ({"weights"}, {"weights"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, []),
+        (
+            {"offload_optimizer": True},
+            [("offload", "optimizer"), ("onload", "optimizer"), ("offload", "optimizer")],
+        ),
+        ({"offload_parameters": True}, [("offload", "weights"), ("onload", "weights"), ("offload", "weights")]),
+    ],
+)
+def test_on_devices_of_their_own_only_the_offload_keys_move_anything(
+    keys: dict[str, bool], expected: list[tuple[str, ...]]
+) -> None:
+    assert _calls(**keys)[0] == expected
+
+
+def test_shared_devices_and_their_threads_count_once() -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "train": {"num_ranks": 4, "threads_per_rank": 3},
+        "rollout": {"engine": "vllm", "num_workers": 2, "tensor_parallel": 2, "threads_per_worker": 5},
+    }
+    separate = config_of(**changes)
+    changes["train"]["placement"] = "colocated"
+    shared = config_of(**changes)
+    assert (separate.num_devices, separate.num_cpus) == (8, 4 * 3 + 4 * 5)
+    assert (shared.num_devices, shared.num_cpus) == (4, 4 * 5)
+    lines = [quantity for quantity in derive(shared) if quantity.label.startswith("policy and")]
+    assert lines == [("policy and rollouts, in turns", 4, "devices", "train.num_ranks")]
+
+
+def test_ranks_and_engines_that_do_not_pair_up_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(train={"placement": "colocated"}, rollout={"num_workers": 3})
+    message = str(caught.value)
+    assert "train.num_ranks=2 ranks and rollout.num_workers=3 engines of 1 devices" in message
+    assert "set train.num_ranks=3, change rollout.num_workers, or set train.placement=separate" in message
+    with pytest.raises(ConfigError, match="'separate' or 'colocated'"):
+        resolve_config({"train": {"placement": "collocated"}})
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode has a place of its own; use train.placement"):
+        config_of(rollout={"engine": "vllm", "engine_args": {"enable_sleep_mode": True}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("cuda", "PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True"),
+        ("cuda", "PYTORCH_ALLOC_CONF", "expandable_segments:true"),
+        ("npu", "PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True"),
+        ("npu", "VLLM_ASCEND_ENABLE_NZ", "1"),
+    ],
+)
+def test_settings_under_which_an_engine_cannot_sleep_are_refused_by_name(kind: str, name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}={value} contradicts train.placement=colocated"):
+        device_for(kind).prepare_sharing({name: value})
+
+
+def test_what_sharing_an_npu_needs_is_set() -> None:
+    environment = {
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
+        "HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050",
+    }
+    device_for("npu").prepare_sharing(environment)
+    assert environment == {
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
+        "HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050",
+        "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+        "VLLM_ASCEND_ENABLE_NZ": "0",
+    }
+    assert [device_for(kind).sleep_level for kind in ("cpu", "cuda", "npu")] == [None, 2, 1]
