@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ WORK: dict[str, set[Phase]] = {
     "decode": {"generate"},
     "engine log-probs": {"generate"},
     "policy log-probs": {"anchor", "publish"},
+    "load": {"update"},
     "update": {"update"},
     "gather": {"publish"},
     "load weights": {"publish"},
@@ -75,9 +76,10 @@ class Trace:
         watch(HuggingFaceEngine, "step", does("decode"))
         watch(HuggingFaceEngine, "log_probs", does("engine log-probs"))
         watch(Policy, "log_probs", does("policy log-probs"))
+        watch(Policy, "load", does("load"))
         watch(Policy, "update", does("update"))
-        watch(Policy, "gather_weights", does("gather"))
-        watch(HuggingFaceEngine, "load_weights", does("load weights"))
+        watch(Policy, "send_weights", does("gather"))
+        watch(HuggingFaceEngine, "receive_weights", does("load weights"))
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class Training:
     batches: list[Batch]
 
 
-def _train(world: World, folder: Path, placement: str) -> Training:
+def _train(world: World, folder: Path, placement: str, ends: Sequence[int]) -> Training:
+    """A training that ends after each of these steps, and is continued."""
     trace, batches = Trace(), []
     with pytest.MonkeyPatch.context() as patch, without_ray():
         trace.record(patch)
@@ -98,15 +101,17 @@ def _train(world: World, folder: Path, placement: str) -> Training:
 
         built = trainer_module.build_batch
         patch.setattr(trainer_module, "build_batch", build_batch)
-        keys = {"num_ranks": 1, "total_steps": NUM_STEPS, "placement": placement}
-        train(config_of(train=keys), world.data, world.model, folder)
+        for end in ends:
+            keys = {"num_ranks": 1, "total_steps": end, "placement": placement}
+            train(config_of(train=keys), world.data, world.model, folder)
     return Training(folder, trace, batches)
 
 
 @pytest.fixture(scope="module")
 def trainings(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
     folder = tmp_path_factory.mktemp("trainings")
-    return {name: _train(world, folder / name, name) for name in ("separate", "colocated")}
+    ends = {"separate": [NUM_STEPS], "colocated": [NUM_STEPS - 1, NUM_STEPS]}
+    return {name: _train(world, folder / name, name, steps) for name, steps in ends.items()}
 
 
 def test_each_kind_of_work_finds_on_the_device_what_the_table_says(trainings: dict[str, Training]) -> None:
@@ -120,7 +125,9 @@ def test_the_order_of_a_step_is_that_of_the_table(trainings: dict[str, Training]
     by_holding = {holding: phase for phase, holding in COLOCATED.items()}
     phases = [by_holding[ranks, engines] for _, ranks, engines in trainings["colocated"].trace.work]
     turns = [phase for number, phase in enumerate(phases) if number == 0 or phases[number - 1] != phase]
-    assert turns == [*COLOCATED] * NUM_STEPS + ["generate"]  # whose first work is the probe of the last step
+    probe: list[Phase] = ["generate"]  # after the last step
+    resume: list[Phase] = ["update", "publish"]
+    assert turns == [*COLOCATED] * (NUM_STEPS - 1) + probe + resume + [*COLOCATED] + probe
 
 
 def test_on_separate_devices_nothing_is_given_back(trainings: dict[str, Training]) -> None:
@@ -194,6 +201,6 @@ def test_a_rank_on_a_cpu_gives_its_memory_back_to_the_system(tmp_path: Path) -> 
     assert facts["state"] > 300, facts
     assert freed > 0.95 * (facts["state"] + gradients), facts
     assert facts["after a checkpoint"] < facts["given back"] + 0.2 * facts["state"], facts
-    assert facts["weights only"] < facts["given back"] + 0.5 * facts["state"], facts
+    assert facts["weights only"] < facts["given back"] + 0.8 * facts["state"], facts  # and gathered layers
     assert facts["given back again"] < facts["given back"] + 0.1 * facts["state"], facts
     assert (facts["same"], facts["learned"], facts["loaded"]) == (1, 1, 1), facts

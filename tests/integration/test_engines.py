@@ -79,6 +79,13 @@ def load_model(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
+def decode(engine: Engine, num_tokens: int) -> None:
+    """Step until the unfinished responses have so many tokens; none may end."""
+    while engine.num_unfinished_tokens() < num_tokens:
+        assert engine.step() == []
+    assert engine.num_unfinished_tokens() == num_tokens
+
+
 def make_requests(num_requests: int = NUM_REQUESTS) -> list[GenerationRequest]:
     """Two requests for each prompt, of 1 to 60 tokens."""
     numbers = random.Random(3)
@@ -279,9 +286,7 @@ def test_abort_returns_partial_responses_and_does_not_disturb_the_others(engine)
     requests = make_requests(4)
     undisturbed = run(engine, requests)
     engine.submit(requests)
-    for _ in range(3):
-        assert engine.step() == []
-    assert engine.num_unfinished_tokens() == 4 * 3  # four rows of three steps
+    decode(engine, 4 * 3)  # four rows of three tokens
     partial = {response.request_id: response for response in engine.abort(["0", "1", "not there"])}
     assert set(partial) == {"0", "1"}
     for name, response in partial.items():
@@ -303,8 +308,7 @@ def test_an_aborted_response_continues_under_new_weights(engine, model_path):
     old_model, new_model = load_model(model_path), end_bias(load_model(model_path))
     requests = make_requests(8)
     engine.submit(requests)
-    for _ in range(5):
-        engine.step()
+    decode(engine, 8 * 5)
     partial = {response.request_id: response for response in engine.abort([str(number) for number in range(8)])}
     engine.load_weights(new_model.named_parameters(), policy_version=1)
     continued = [
