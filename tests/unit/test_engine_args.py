@@ -22,7 +22,7 @@ from tests.trainings import settings
     [
         ({"engine_args": {"seed": 3}}, r"rollout\.engine_args\.seed has a place of its own; use run\.seed"),
         ({"engine_args": {"tensor-parallel-size": 2}}, r"use rollout\.tensor_parallel"),
-        ({"engine": "hf", "tensor_parallel": 2}, r"rollout\.tensor_parallel=2 .* are for rollout\.engine=vllm"),
+        ({"engine": "hf", "tensor_parallel": 2}, r"rollout\.tensor_parallel=2, .* are for rollout\.engine=vllm"),
         ({"engine_args": {"pipeline_parallel_size": 2}}, r"use rollout\.pipeline_parallel"),
         ({"engine_args": {"enable_expert_parallel": True}}, r"use rollout\.expert_parallel"),
         (
