@@ -54,6 +54,13 @@ class Device:
                 "set train.device=cpu or run on a node that has one"
             )
 
+    def synchronize(self) -> None:
+        """Wait for what this process has queued on the device."""
+        if self.kind != "cpu":
+            import torch
+
+            getattr(torch, self.kind).synchronize()
+
     def saving_on_host(self) -> AbstractContextManager[object]:
         """A context in which autograd keeps what it saves in pinned host memory; on a CPU, where it is."""
         import torch

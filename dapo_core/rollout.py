@@ -5,22 +5,26 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dapo_core.compat import Compat
 from dapo_core.data import Prompt
+from dapo_core.device import device_for
 from dapo_core.engines.base import Engine, FinishReason, GenerationRequest, Response, Sampling
 from dapo_core.engines.engine_thread import EngineThread
 from dapo_core.reward.pool import RewardPool, ScoreRequest
 from dapo_core.reward.scorers import Score, Verdict, overlong_penalty
+from dapo_core.weight_transfer.inbox import open_inbox
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
     from dapo_core.config.training import TrainingConfig
+    from dapo_core.weight_transfer.links import Link
+    from dapo_core.weight_transfer.plan import WeightPlan
+    from dapo_core.weight_transfer.proof import Loaded
 
 
 # (policy version, tokens sampled from its weights) of a response, in the order of its tokens.
@@ -210,10 +214,22 @@ class RolloutWorker:
         """Take memory for the engine's weights or its keys and values again."""
         self.engine.run(lambda engine: engine.wake(what))
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> int:
-        """Replace the engine's weights; returns the version that groups carry from now on."""
-        self.engine.run(lambda engine: engine.load_weights(weights, policy_version))
-        return self.engine.policy_version
+    def connect(self, link: Link, plan: WeightPlan) -> None:
+        """Open the way on which weights come; collective with those that meet at the link's address."""
+        device = device_for(self.config.train.device)
+
+        def open_way(engine: Engine) -> None:
+            engine.inbox = open_inbox(link, plan, device)
+
+        self.engine.run(open_way)
+
+    def receive_weights(self, plan: WeightPlan, policy_version: int) -> None:
+        """Load the weights that policy ranks send into the engine; groups carry the version from now on."""
+        self.engine.run(lambda engine: engine.receive_weights(plan, policy_version))
+
+    def loaded_weights(self) -> Loaded:
+        """What the engine's loader took in the last sync."""
+        return self.engine.run(lambda engine: engine.loaded)
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
         """The engine's log-probs of given (prompt_ids, response_ids) pairs at temperature 1."""

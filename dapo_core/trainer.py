@@ -10,7 +10,7 @@ rollout workers (rollout.py)     GroupRequest ->   <- Group: tokens, log-probs a
   engine decodes on a thread of its own while its worker scores and the trainer is busy; all idle while the policy
   learns, and under train.placement=colocated give their devices to the ranks (turns.py)
   ^
-  | weights, in buckets through Ray's object store: policy rank -> trainer (references only) -> engine
+  | weights, two buckets at a time: policy rank 0 -> every engine process (weight_transfer/), proven by checksums
   |
 policy ranks (policy/rank.py)    RankShare ->      <- log-probs, then sums of the update
   FSDP2 shards over one collective group; every call goes to all ranks at once, and the trainer waits for all;

@@ -1,9 +1,9 @@
-"""From the policy's shards to the engines' weights: in buckets, off the disk, and proven by a probe."""
+"""From the policy's shards to the engines' weights, proven by checksums and by a probe."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from dapo_core.errors import RolloutError
@@ -14,38 +14,16 @@ if TYPE_CHECKING:
     from dapo_core.batch import Batch
     from dapo_core.cluster.start import Cluster
 
-BUCKET_BYTES = 512 * 1024**2
 MAX_PROBE_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}  # mean nats per token
-
-
-def plan_buckets(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Parameter names in order, cut so that no bucket of several exceeds `max_bytes`."""
-    buckets: list[list[str]] = []
-    filled = 0
-    for name, size in sizes.items():
-        if not buckets or filled + size > max_bytes:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(name)
-        filled += size
-    return buckets
 
 
 def publish_weights(cluster: Cluster, policy_version: int) -> None:
     """Load the policy's weights into every engine, which drop their cached prefixes and take the version.
 
-    Raises RolloutError when an engine says afterwards that it holds another version.
+    Raises RolloutError unless the checksums of all tensors, as each engine's loader took them, are those of the
+    ranks' shards.
     """
-    plan = plan_buckets(cluster.policy.weight_sizes(), BUCKET_BYTES)
-    buckets = cluster.policy.gather_weights(plan)
-    versions = cluster.rollouts.load_weights(buckets, policy_version)
-    others = [version for version in versions if version != policy_version]
-    if others:
-        raise RolloutError(
-            f"{len(others)} of {len(versions)} engines hold policy versions {sorted(set(others))} after version "
-            f"{policy_version} was published: their rollouts would come from old weights; start the training "
-            "again, which continues from the last checkpoint"
-        )
+    cluster.weights.send(policy_version)
 
 
 def probe_log_probs(cluster: Cluster, probe: Batch) -> torch.Tensor:

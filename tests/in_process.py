@@ -26,6 +26,7 @@ from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.start import Cluster, engine_settings
+from dapo_core.cluster.weight_transfer import WeightTransfer
 from dapo_core.config.training import TrainingConfig
 from dapo_core.device import device_for
 from dapo_core.engines.base import build_engine
@@ -116,9 +117,12 @@ def _start_cluster(config: TrainingConfig, model_path: Path, *_: object) -> Iter
             watched.add("policy rank", [policy])
             watched.add("rollout worker", [worker])
             hidden_size = load_model_config(model_path).get_text_config().hidden_size
+            weights = WeightTransfer([policy], [[worker]], watched)
+            weights.connect([True], str)
             yield Cluster(
                 PolicyGroup([policy], config, watched, hidden_size),
                 RolloutGroup([worker], config.sampler.max_seconds_without_kept, watched),
+                weights,
                 config,
             )
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -21,17 +21,6 @@ from dapo_core.policy.rank import Update
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
     from dapo_core.metrics import PhaseTimer
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """Weights in Ray's object store, by name; iterating fetches one bucket at a time."""
-
-    references: list[Any]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for reference in self.references:
-            yield from ray.get(reference).items()
 
 
 class PolicyGroup:
@@ -105,19 +94,6 @@ class PolicyGroup:
     def offload(self, what: Collection[str]) -> None:
         """Free gradients, and move weights or the optimizer's state off the devices, as named in `turns`."""
         self.actors.get([rank.offload.remote(what) for rank in self.ranks])
-
-    def weight_sizes(self) -> dict[str, int]:
-        """Bytes of each parameter by name."""
-        return self.actors.get(self.ranks[0].weight_sizes.remote())
-
-    def gather_weights(self, buckets: Sequence[list[str]]) -> Buckets:
-        """The named whole tensors, kept in Ray's object store until the result is dropped."""
-        gathered = []
-        for names in buckets:
-            first, *others = [rank.gather_weights.remote(names) for rank in self.ranks]
-            self.actors.get(others)
-            gathered.append(first)
-        return Buckets(gathered)
 
     def save(self, folder: str, asynchronous: bool) -> None:
         """Write every rank's part of parameters, optimizer and random generators into the folder.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
@@ -11,9 +11,6 @@ from ray.exceptions import GetTimeoutError
 from dapo_core.cluster.actors import Actors
 from dapo_core.errors import RolloutError
 from dapo_core.rollout import Group, GroupRequest, Progress
-
-if TYPE_CHECKING:
-    from dapo_core.cluster.policy_group import Buckets
 
 POLL_SECONDS = 0.25  # after which a worker reports its progress
 SILENCE_SECONDS = 1.0  # after which `finished` returns without an answer
@@ -88,10 +85,6 @@ class RolloutGroup:
     def wake(self, what: Collection[str]) -> None:
         """Have every engine take memory for its weights or its keys and values again, as named in `turns`."""
         self.actors.get([worker.wake.remote(what) for worker in self.workers])
-
-    def load_weights(self, buckets: Buckets, policy_version: int) -> list[int]:
-        """Load the weights into every engine; returns the policy version that each holds afterwards."""
-        return self.actors.get([worker.load_weights.remote(buckets, policy_version) for worker in self.workers])
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         """Each engine's log-probs of (prompt_ids, response_ids) pairs at temperature 1."""

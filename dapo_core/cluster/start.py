@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,12 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
-from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, place_roles
+from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, Places, place_roles
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.shared_files import require_shared
 from dapo_core.cluster.shrink import place_what_is_left
+from dapo_core.cluster.weight_transfer import WeightTransfer
 from dapo_core.device import Device, device_for
 from dapo_core.engines.base import Engine, EnginePart, EngineSettings, build_engine
 from dapo_core.errors import DapoError
@@ -33,9 +35,13 @@ from dapo_core.policy.rank import Policy
 from dapo_core.pretrained import load_model_config, load_tokenizer
 from dapo_core.rollout import RolloutWorker
 from dapo_core.turns import OF_RANKS
+from dapo_core.weight_transfer.inbox import open_inbox
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
+    from dapo_core.weight_transfer.links import Link
+    from dapo_core.weight_transfer.plan import WeightPlan
+    from dapo_core.weight_transfer.proof import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +54,7 @@ class Cluster:
 
     policy: PolicyGroup
     rollouts: RolloutGroup
+    weights: WeightTransfer
     config: TrainingConfig  # with the ranks and engines that there are
 
 
@@ -99,19 +106,39 @@ def start_cluster(
                 policy.offload(OF_RANKS)
             for parts in engines:
                 place = _meeting_point(folder, parts[0], actors) if len(parts) > 1 else ""
-                starting.append(parts[0].start.remote(str(model_path), config, EnginePart(0, place), parts[1:]))
-                starting += [
-                    part.start.remote(str(model_path), config, EnginePart(number, place))
-                    for number, part in enumerate(parts[1:], 1)
-                ]
+                starting += _start_parts(parts, place, str(model_path), config)
             actors.get(starting)
             actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
+            weights = WeightTransfer(ranks, engines, actors)
+            meeting_point = partial(_meeting_point, folder, ranks[0], actors)
+            weights.connect(_reads_memory(places, device), meeting_point, on_device=device.kind != "cpu")
             counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
             logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
             rollouts = RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors)
-            yield Cluster(policy, rollouts, config)
+            yield Cluster(policy, rollouts, weights, config)
         finally:
             _end(ranks, engines, groups if train.ray_address else [])
+
+
+def _start_parts(parts: Sequence[Any], place: str, model_path: str, config: TrainingConfig) -> list[Any]:
+    """References of the calls that load an engine, whose parts meet at the place."""
+    first, *others = parts
+    return [
+        first.start.remote(model_path, config, EnginePart(0, place), others),
+        *(
+            part.start.remote(model_path, config, EnginePart(number, place))
+            for number, part in enumerate(others, 1)
+        ),
+    ]
+
+
+def _reads_memory(places: Places, device: Device) -> list[bool]:
+    """Whether each part of each engine can read the memory of rank 0: on a CPU of its node, or on its device."""
+    home = places.ranks[0]
+    parts = [place for parts in places.engines for place in parts]
+    if device.kind == "cpu":
+        return [place.node == home.node for place in parts]
+    return [(place.group, place.bundle) == (home.group, home.bundle) for place in parts]
 
 
 def _watched(ranks: Sequence[Any], engines: Sequence[list[Any]]) -> Actors:
@@ -204,7 +231,16 @@ class _EngineRank(_Process):
 
     def start(self, model_path: str, config: TrainingConfig, part: EnginePart) -> None:
         """Load this part of the model."""
+        self._device = device_for(config.train.device)
         self._engine = _load_engine(model_path, config, part)
+
+    def connect(self, link: Link, plan: WeightPlan) -> None:
+        """Open the way on which weights come; collective with those that meet at the link's address."""
+        self._engine.inbox = open_inbox(link, plan, self._device)
+
+    def loaded_weights(self) -> Loaded:
+        """What this part's loader took in the last sync."""
+        return self._engine.loaded
 
     def make_call(self, name: str, arguments: Sequence[Any]) -> None:
         """Make a call of the engine. What only this part raises ends the process, for the others wait for it."""

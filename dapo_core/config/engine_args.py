@@ -25,6 +25,7 @@ KEYS = {
     "logprobs_mode": "nothing: training needs the log-probs of what was sampled from",
     "enable_sleep_mode": "train.placement=colocated, which sets it",
     "distributed_executor_backend": "nothing: rollout.tensor_parallel starts the processes",
+    "weight_transfer_config": "nothing: weights come from the policy's ranks",
     "disable_log_stats": "nothing: the training has its own metrics",
 }
 

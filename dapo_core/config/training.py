@@ -118,6 +118,11 @@ class TrainConfig(Section):
     )
     compile: bool = key(False, "torch.compile each decoder layer; needs a C++ compiler on a CPU.")
     reshard_after_forward: bool = volatile(True, "Free whole weights between forward and backward: less memory.")
+    weight_bucket_bytes: int = volatile(
+        512 * 1024**2,
+        "Bytes of weights gathered at once on their way to the engines; at least those of the largest tensor.",
+        ge=1,
+    )
     offload_parameters: bool = volatile(False, "Keep weights in host memory while the engines generate.")
     offload_optimizer: bool = volatile(False, "Keep the optimizer's state in host memory between updates.")
     offload_shards: bool = volatile(

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dapo_core.errors import ModelError, RolloutError
 from dapo_core.turns import KV_CACHE, NOTHING, OF_ENGINES, WEIGHTS
+from dapo_core.weight_transfer.inbox import Delivery, Inbox
+from dapo_core.weight_transfer.plan import WeightPlan
+from dapo_core.weight_transfer.proof import Loaded
 
 if TYPE_CHECKING:
     import torch
@@ -116,12 +119,16 @@ class Engine(ABC):
     The owner calls `submit`, then `step` until the responses are returned. Not thread-safe: see engine_thread.
     """
 
+    keeps_weights = False  # loading keeps views of a tensor after it asks for the next
+
     def __init__(
         self, settings: EngineSettings, shapes: Mapping[str, tuple[int, ...]], optional: Collection[str]
     ) -> None:
         """`shapes` are of all tensors by Hugging Face name; `optional` tensors are copies of others."""
         self.settings = settings
         self.policy_version = 0
+        self.loaded = Loaded(0, {})  # by receive_weights
+        self.inbox: Inbox | None = None  # of the weights that policy ranks send
         self._shapes = shapes
         self._optional = optional
         self._rows: dict[str, Row] = {}  # unfinished, by request id
@@ -153,12 +160,29 @@ class Engine(ABC):
         self._drop(stopped)
         return [row.response("abort") for row in stopped.values()]
 
+    def receive_weights(self, plan: WeightPlan, policy_version: int) -> None:
+        """Load the weights that policy ranks send by the plan, and record in `loaded` what the loader took.
+
+        Takes all buckets, even if loading fails: the ranks and other engines wait for that. Raises RolloutError as
+        `load_weights` does.
+        """
+        assert self.inbox is not None, "the engine's process is not connected to the policy ranks"
+        delivery = Delivery(plan, self.inbox, self.keeps_weights)
+        try:
+            self._load_weights(delivery, policy_version)
+        finally:
+            delivery.drain()
+            self.loaded = Loaded(self.policy_version, delivery.checksums)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Replace all weights (Hugging Face names, full tensors) and drop every cached prefix.
 
         Raises RolloutError while requests are unfinished, and for missing, unknown or misshapen tensors. Then the
         weights are a mixture, and the policy version is the old one.
         """
+        self._load_weights(weights, policy_version)
+
+    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         self._require_idle("load weights")
         self._require_awake("load weights", {WEIGHTS})
         self._replace_weights(check_weights(weights, self._shapes, self._optional))

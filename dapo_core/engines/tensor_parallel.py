@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo_core.engines.base import EnginePart, EngineSettings, GenerationRequest, Response
 from dapo_core.engines.vllm_engine import VllmEngine
+from dapo_core.weight_transfer.plan import WeightPlan
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,10 @@ class TensorParallelEngine(VllmEngine):
         """`weights` are iterated once in each process."""
         self._tell("load_weights", [weights, policy_version])
         super().load_weights(weights, policy_version)
+
+    def receive_weights(self, plan: WeightPlan, policy_version: int) -> None:
+        self._tell("receive_weights", [plan, policy_version])
+        super().receive_weights(plan, policy_version)
 
     def sleep(self) -> None:
         self._tell("sleep", [])

@@ -38,6 +38,8 @@ GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagra
 class VllmEngine(Engine):
     """The vLLM engine of this process, which can hold one at a time."""
 
+    keeps_weights = True  # until a layer is complete
+
     def __init__(
         self, model_path: str | Path, settings: EngineSettings, seed: int, part: EnginePart | None = None
     ) -> None:
@@ -81,8 +83,9 @@ class VllmEngine(Engine):
         self._engine.abort_request(list(request_ids))
 
     def _replace_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        # Plain model.load_weights fails on CPU, where weights are packed for the kernels.
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        from dapo_core.engines import vllm_transfer
+
+        vllm_transfer.replace_weights(self._engine, weights)
         self._engine.apply_model(functools.partial(_pack_again, is_head_tied=self._is_head_tied))
         if not self._engine.reset_prefix_cache():
             raise RolloutError("vLLM did not clear its prefix cache after new weights; restart the training")
@@ -165,6 +168,8 @@ def _start(
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     from vllm import EngineArgs
 
+    from dapo_core.engines import vllm_transfer
+
     parts: dict[str, Any] = {} if part is None else {"distributed_executor_backend": "external_launcher"}
     try:
         engine = _build(
@@ -179,6 +184,7 @@ def _start(
                 trust_remote_code=settings.trust_remote_code,
                 tensor_parallel_size=settings.tensor_parallel,
                 enable_sleep_mode=settings.sleep_level is not None,
+                **vllm_transfer.settings(),
                 **parts,
                 **device_arguments(current_platform.device_type, settings, max_tokens),
             ),

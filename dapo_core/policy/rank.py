@@ -30,12 +30,15 @@ from dapo_core.policy.packing import PackedRow, pack, probe_row
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.policy.sequence_parallel import sequence_group
 from dapo_core.policy.spill import Spill
+from dapo_core.policy.weight_source import WeightSource
 from dapo_core.pretrained import load_model_config
 from dapo_core.rollout_correction import importance_weights
 from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
+from dapo_core.weight_transfer.outbox import Outbox
 
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
+    from dapo_core.weight_transfer.plan import WeightPlan
 
 
 @dataclass(frozen=True)
@@ -70,16 +73,20 @@ class Policy:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
             torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise
         self.group = sequence_group(self.train.sequence_parallel)
-        self.engine_dtype = self.device.resolve_dtype(config.rollout.dtype)
         self.model_config = load_model_config(model_path, config.model.trust_remote_code)
         require_trainable(self.model_config, self.train.sequence_parallel)
         self.trust_remote_code = config.model.trust_remote_code
         self.model = self._load(model_path, is_trainable=True)
         files = weight_names(model_path)
-        self.pieces = {
+        pieces = {
             name: file_pieces(name, parameter.shape, files)
             for name, parameter in self._causal_lm().named_parameters()
         }
+        dtype = self.device.resolve_dtype(config.rollout.dtype)
+        self.weights = WeightSource(
+            self._causal_lm(), pieces, dtype, self.train.weight_bucket_bytes, self.device.torch_device()
+        )
+        self.outbox: Outbox | None = None  # of rank 0
         self.reference = None if self.algorithm.kl.place == "off" else self._load(model_path, is_trainable=False)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -167,32 +174,28 @@ class Policy:
         self._require_here(WEIGHTS, OPTIMIZER)
         self.num_optimizer_steps = self.shards.load(folder)
 
-    def weight_sizes(self) -> dict[str, int]:
-        """Bytes of each tensor as the engines get it, by its name in the model's files; tied parameters once."""
-        return {
-            piece.file_name: piece.view(torch.empty(parameter.shape, device="meta")).numel()
-            * self.engine_dtype.itemsize
-            for name, parameter in self._causal_lm().named_parameters()
-            for piece in self.pieces[name]
-        }
+    def weight_plan(self) -> WeightPlan:
+        """Which tensors the engines get, and in which buckets; the same on all ranks."""
+        return self.weights.plan
 
-    def gather_weights(self, names: list[str]) -> dict[str, torch.Tensor] | None:
-        """Whole tensors in the engines' precision, on the CPU, by their names in the model's files. Collective.
+    def open_outbox(self, num_local: int, on_device: bool) -> str:
+        """Let weights leave this rank; returns where `num_local` processes of its node or device can read them."""
+        self.outbox = Outbox(self.weights.plan, self.device, num_local, on_device)
+        return self.outbox.address
 
-        None except on rank 0.
+    def join_receivers(self, address: str, size: int) -> None:
+        """Meet the engines' processes on other nodes. Collective with them."""
+        assert self.outbox is not None
+        self.outbox.join(address, size, self.device.backend)
+
+    def send_weights(self) -> dict[str, dict[int, int]]:
+        """Send all weights through rank 0; returns the checksums of this rank's rows. Collective.
+
+        Returns once every process of every engine has taken every bucket.
         """
         self._require_here(WEIGHTS)
-        wanted = set(names)
-        gathered: dict[str, torch.Tensor] = {}
-        is_first = torch.distributed.get_rank() == 0
-        for name, parameter in self._causal_lm().named_parameters():
-            pieces = [piece for piece in self.pieces[name] if piece.file_name in wanted]
-            whole = _full(parameter.detach()) if pieces else None
-            if whole is not None and is_first:
-                gathered |= {
-                    piece.file_name: piece.view(whole).to("cpu", self.engine_dtype, copy=True) for piece in pieces
-                }
-        return gathered if is_first else None
+        reshard(self.model)
+        return self.weights.send(self.outbox)
 
     def onload(self, what: Collection[str]) -> None:
         """Bring weights or the optimizer's state, as named in `turns`, back to the device."""

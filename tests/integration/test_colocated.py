@@ -78,8 +78,8 @@ class Trace:
         watch(Policy, "log_probs", does("policy log-probs"))
         watch(Policy, "load", does("load"))
         watch(Policy, "update", does("update"))
-        watch(Policy, "gather_weights", does("gather"))
-        watch(HuggingFaceEngine, "load_weights", does("load weights"))
+        watch(Policy, "send_weights", does("gather"))
+        watch(HuggingFaceEngine, "receive_weights", does("load weights"))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from tests.batches import random_batch
 from tests.checkpoints import Harmful, ShardsOf, make_state
 from tests.configs import make_config
 from tests.ranks import run_ranks
+from tests.sent_weights import sent_weights
 from tests.tiny_models import ARCHITECTURES, build_tiny, tiny_engine_settings
 
 TRAIN = {"train_prompts": 4, "mini_prompts": 4, "learning_rate": 1e-2, "warmup_steps": 0}
@@ -62,7 +63,7 @@ def _train_and_save(rank: int, model_path: Path, folder: Path, num_ranks: int) -
     policy.update(split_batch(before, num_ranks, 4096)[0][rank], totals)
     policy.save(str(folder), asynchronous=False)
     log_probs, _ = policy.log_probs(shares[rank])
-    weights = policy.gather_weights(list(policy.weight_sizes()))
+    weights = sent_weights(policy)
     return {"weights": weights, "log_probs": log_probs, "rows": indices[rank]}
 
 

@@ -22,6 +22,7 @@ from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config
 from tests.ranks import run_ranks
+from tests.sent_weights import sent_weights
 from tests.tiny_models import build_tiny
 
 TRAIN = {
@@ -75,7 +76,7 @@ def _update(rank: int, config: Config, batch: Batch, max_tokens: int) -> dict[st
         "log_probs": log_probs[: len(indices[number])],
         "entropy": entropy[: len(indices[number])],
         "update": update,
-        "weights": policy.gather_weights(list(policy.weight_sizes())),
+        "weights": sent_weights(policy),
     }
 
 
@@ -170,7 +171,7 @@ def _anchored_or_not(rank: int, config: Config, batch: Batch, max_tokens: int) -
             anchored = replace(share.batch, old_log_probs=measured.log_probs, importance_weights=weights)
             share = replace(share, batch=anchored)
         update = policy.update(share, LossTotals.of(batch, config.train.num_data_ranks), measures=not is_anchored)
-        weights = policy.gather_weights(list(policy.weight_sizes()))
+        weights = sent_weights(policy)
         found.append([measured or update.measured, replace(update, measured=None), weights])
     return found
 
@@ -280,11 +281,10 @@ def test_the_reference_model_does_not_change(models: dict[str, Path]) -> None:
 
 def _infinite_loss(rank: int, config: Config, batch: Batch) -> Any:
     policy = Policy(config.model.path or "", config)
-    names = list(policy.weight_sizes())
-    before = policy.gather_weights(names)
+    before = sent_weights(policy)
     shares, _ = split_batch(batch, 2, 4096)
     update = policy.update(shares[rank], LossTotals.of(batch))
-    return before, policy.gather_weights(names), update
+    return before, sent_weights(policy), update
 
 
 def test_a_norm_that_is_not_finite_changes_nothing_and_is_counted(models: dict[str, Path]) -> None:

@@ -9,7 +9,8 @@ import pytest
 import ray
 import torch
 
-from dapo_core.cluster.start import start_cluster
+from dapo_core.batch import Batch
+from dapo_core.cluster.start import Cluster, start_cluster
 from dapo_core.data import Prompt
 from dapo_core.errors import WorkerDied
 from dapo_core.metrics import PhaseTimer
@@ -23,6 +24,18 @@ from tests.trainings import World, config_of
 REQUESTS = [GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) for number in range(4)]
 
 
+def _learn(cluster: Cluster, turns: Turns, batch: Batch, version: int) -> None:
+    """An update whose weights arrive in every part."""
+    probe, timer = batch.select([0]), PhaseTimer()
+    turns.enter("update", timer)
+    update(cluster, batch)
+    turns.enter("publish", timer)
+    publish_weights(cluster, version)
+    log_probs = probe_log_probs(cluster, probe)
+    turns.enter("generate", timer)
+    assert probe_difference(cluster, probe, log_probs, [torch.float32]) < 1e-5
+
+
 def test_two_parts_make_one_engine(ray_address: str, world: World, tmp_path: Path) -> None:
     (tmp_path / "scorer.py").write_text(SCORER)
     config = config_of(
@@ -32,25 +45,22 @@ def test_two_parts_make_one_engine(ray_address: str, world: World, tmp_path: Pat
     )
     assert config.num_devices == config.train.num_ranks
     batch = random_batch(num_groups=4, group_size=4)
-    probe = batch.select([0])
     shared_memory = {*Path("/dev/shm").iterdir()}
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(WorkerDied, match=r"^engine part 0 of 1 \(pid .*\) died"))
         cluster = stack.enter_context(start_cluster(config, world.model))
         assert not [path for path in {*Path("/dev/shm").iterdir()} - shared_memory if "cpushm" in path.name]
-        turns, timer = Turns(cluster.policy, cluster.rollouts, config.train), PhaseTimer()
-        turns.enter("update", timer)
-        update(cluster, batch)
-        turns.enter("publish", timer)
-        publish_weights(cluster, 1)
-        log_probs = probe_log_probs(cluster, probe)
-        turns.enter("generate", timer)
-        assert probe_difference(cluster, probe, log_probs, [torch.float32]) < 1e-5
+        turns = Turns(cluster.policy, cluster.rollouts, config.train)
+        _learn(cluster, turns, batch, 1)
+        # Both parts, and then the second alone, as if they were on another node.
+        for version, is_local in enumerate([[False, False], [True, False]], 2):
+            cluster.weights.connect(is_local, lambda number=version: f"file://{tmp_path}/meet_{number}")
+            _learn(cluster, turns, batch, version)
         cluster.rollouts.submit(REQUESTS)
         groups = []
         while len(groups) < len(REQUESTS):
             groups += cluster.rollouts.finished()
-        assert {group.rollouts[0].versions[0][0] for group in groups} == {1}
+        assert {group.rollouts[0].versions[0][0] for group in groups} == {3}
         cluster.rollouts.submit(REQUESTS)
         follower = cluster.rollouts.actors._actors[-1]
         with killed_within(ray.get(follower.handle.place.remote())):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from dapo_core import weight_sync
 from dapo_core.batch import split_batch
 from dapo_core.engines.base import build_engine
 from dapo_core.errors import RolloutError
@@ -19,25 +19,41 @@ from dapo_core.policy.rank import Policy
 from dapo_core.pretrained import load_tokenizer
 from dapo_core.rollout import RolloutWorker
 from dapo_core.weight_sync import probe_difference, probe_log_probs, publish_weights
+from dapo_core.weight_transfer.inbox import Delivery
+from dapo_core.weight_transfer.links import Link
+from dapo_core.weight_transfer.plan import plan_buckets
+from dapo_core.weight_transfer.proof import merge_checksums, require_arrived
 from tests.batches import random_batch
 from tests.configs import make_config
 from tests.ranks import run_ranks
+from tests.sent_weights import sent_weights
 from tests.tiny_models import ARCHITECTURES, Architecture, build_tiny, tiny_engine_settings
 
 PROBE = random_batch(num_groups=2, group_size=2)
 
 
-class InProcessRollouts:
-    """One worker behind the calls of cluster.RolloutGroup; keeps the names in the buckets that it loaded."""
+class InProcess:
+    """A policy rank on a thread and one worker, behind the calls of cluster.RolloutGroup and WeightTransfer."""
 
-    def __init__(self, worker: RolloutWorker) -> None:
+    def __init__(self, rank: Policy, worker: RolloutWorker) -> None:
+        self.rank = rank
         self.worker = worker
-        self.buckets: list[list[str]] = []
+        self.connect()
 
-    def load_weights(self, buckets: list[dict[str, torch.Tensor]], policy_version: int) -> list[int]:
-        """All buckets into the engine."""
-        self.buckets = [list(bucket) for bucket in buckets]
-        return [self.worker.load_weights((pair for bucket in buckets for pair in bucket.items()), policy_version)]
+    def connect(self, on_device: bool = False) -> None:
+        """Link the worker to the rank, by the rank's plan."""
+        plan = self.rank.weight_plan()
+        link = Link(True, self.rank.open_outbox(1, on_device), 0, 1, on_device)
+        self.worker.connect(link, plan)
+
+    def send(self, policy_version: int) -> None:
+        """All buckets into the engine, with the proof."""
+        plan = self.rank.weight_plan()
+        with ThreadPoolExecutor(1) as executor:
+            sending = executor.submit(self.rank.send_weights)
+            self.worker.receive_weights(plan, policy_version)
+            sent = merge_checksums([sending.result()])
+        require_arrived(plan, sent, {"rollout worker 0 of 1": self.worker.loaded_weights()}, policy_version)
 
     def log_probs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
         """The engine's log-probs, for one engine."""
@@ -67,10 +83,9 @@ def _start(path: Path, engine_name: str, architecture: Architecture, is_tied: bo
     policy = SimpleNamespace(
         rank=rank,
         log_probs=lambda batch, temperature: rank.log_probs(split_batch(batch, 1, 4096)[0][0], temperature),
-        weight_sizes=rank.weight_sizes,
-        gather_weights=lambda buckets: [rank.gather_weights(names) for names in buckets],
     )
-    return SimpleNamespace(policy=policy, rollouts=InProcessRollouts(worker))
+    both = InProcess(rank, worker)
+    return SimpleNamespace(policy=policy, rollouts=both, weights=both)
 
 
 @pytest.fixture
@@ -96,15 +111,24 @@ def _multiply(cluster: Any, name: str, factor: float) -> None:
         _shards(cluster)[name].mul_(factor)
 
 
-def test_weights_travel_in_the_precision_of_the_engines(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def _with_plan(cluster: Any, **changes: Any) -> None:
+    """The rank with other tensors in other buckets, connected again."""
     rank = cluster.policy.rank
-    sizes = rank.weight_sizes()
-    whole = rank.gather_weights(list(sizes))
-    monkeypatch.setattr(rank, "engine_dtype", torch.bfloat16)
-    assert rank.weight_sizes() == {name: size // 2 for name, size in sizes.items()}
-    assert all(
-        torch.equal(half, whole[name].bfloat16()) for name, half in rank.gather_weights(list(sizes)).items()
-    )
+    plan = rank.weights.plan
+    tensors, dtype = plan.tensors.values(), changes.get("dtype", plan.dtype)
+    rank.weights.plan = plan_buckets(tensors, dtype, changes.get("max_bytes", 2**29))
+    cluster.weights.connect()
+
+
+def test_weights_travel_in_the_precision_of_the_engines(cluster: Any) -> None:
+    rank = cluster.policy.rank
+    whole = sent_weights(rank)
+    _with_plan(cluster, dtype=torch.bfloat16)
+    halves = sent_weights(rank)
+    assert whole is not None
+    assert halves is not None
+    assert all(torch.equal(halves[name], tensor.bfloat16()) for name, tensor in whole.items())
+    _with_plan(cluster, dtype=torch.float32)
 
 
 def _engine_log_probs(cluster: Any) -> torch.Tensor:
@@ -125,15 +149,15 @@ def _require_every_weight_arrives(cluster: Any, is_tied: bool) -> None:
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-4)
     assert (after - before).abs().max() > 1e-2
     assert probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"]) < 1e-4
-    names = [name for bucket in cluster.rollouts.buckets for name in bucket]
-    assert len(names) == len(set(names))
+    names = list(cluster.policy.rank.weight_plan().tensors)
+    assert list(cluster.rollouts.worker.loaded_weights().checksums) == names
     assert ("lm_head.weight" in names) == (not is_tied)
 
 
 @pytest.mark.parametrize("shared_cluster", [("qwen3_moe", True)], indirect=True, ids=["experts"])
 def test_experts_arrive_in_vllm(shared_cluster: Any) -> None:
     _require_every_weight_arrives(shared_cluster, is_tied=True)
-    assert "model.layers.1.mlp.experts.4.up_proj.weight" in shared_cluster.rollouts.buckets[0]
+    assert "model.layers.1.mlp.experts.4.up_proj.weight" in shared_cluster.policy.rank.weight_plan().tensors
 
 
 def _sync_into_transformers(rank: int, path: Path, architecture: Architecture, is_tied: bool) -> None:
@@ -161,12 +185,92 @@ def test_an_engine_with_old_weights_is_detected(cluster: Any) -> None:
     assert probe_difference(cluster, PROBE, probe_log_probs(cluster, PROBE), ["float32"]) < 1e-4
 
 
-def test_every_weight_arrives_in_vllm_in_several_buckets(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 50_000)
-    sizes = cluster.policy.weight_sizes()
-    _require_every_weight_arrives(cluster, is_tied="lm_head.weight" not in sizes)
-    assert len(cluster.rollouts.buckets) >= 4
-    assert [name for bucket in cluster.rollouts.buckets for name in bucket] == list(sizes)
-    for bucket in cluster.rollouts.buckets:
-        assert len(bucket) == 1 or sum(sizes[name] for name in bucket) <= 50_000
-    assert cluster.rollouts.worker.engine.policy_version == 3
+@pytest.fixture
+def small_buckets(cluster: Any) -> Iterator[Any]:
+    """The cluster with buckets of 50,000 bytes."""
+    _with_plan(cluster, max_bytes=50_000)
+    assert len(cluster.policy.rank.weight_plan().buckets) >= 4
+    yield cluster
+    _with_plan(cluster)
+
+
+def test_every_weight_arrives_in_vllm_in_several_buckets(small_buckets: Any) -> None:
+    is_tied = "lm_head.weight" not in small_buckets.policy.rank.weight_plan().tensors
+    _require_every_weight_arrives(small_buckets, is_tied)
+    assert small_buckets.rollouts.worker.engine.policy_version == 3
+
+
+@pytest.fixture
+def file_system() -> Iterator[None]:
+    """Handles of CPU tensors name files: the default ones are for child processes."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+def test_every_weight_arrives_by_handles_of_tensors(small_buckets: Any, file_system: None) -> None:
+    """As on a device that rank and engine share."""
+    small_buckets.weights.connect(on_device=True)
+    is_tied = "lm_head.weight" not in small_buckets.policy.rank.weight_plan().tensors
+    for _ in range(2):  # slots are other tensors in each sync
+        _require_every_weight_arrives(small_buckets, is_tied)
+
+
+def _no_copy(outbox: Any, number: int) -> Any:
+    """Outbox.slot that lets the bucket of this number be gathered elsewhere, so that an older one is sent."""
+    slot, first = outbox.slot, outbox._number
+
+    def other() -> torch.Tensor:
+        real = slot()
+        return torch.empty_like(real) if outbox._number - first == number else real
+
+    return other
+
+
+def test_a_bucket_that_is_sent_twice_is_detected(small_buckets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _multiply(small_buckets, "model.norm.weight", 1.01)
+    outbox = small_buckets.policy.rank.outbox
+    monkeypatch.setattr(outbox, "slot", _no_copy(outbox, 3))
+    with pytest.raises(
+        RolloutError, match=r"^rollout worker 0 of 1 loaded other bytes than the policy ranks sent"
+    ):
+        publish_weights(small_buckets, 4)
+
+
+def test_an_engine_that_loads_nothing_is_detected(small_buckets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = small_buckets.rollouts.worker.engine._engine
+    monkeypatch.setattr(engine, "_replace_weights", lambda weights: None)
+    num_tensors = len(small_buckets.policy.rank.weight_plan().tensors)
+    message = (
+        rf"^rollout worker 0 of 1 did not load {num_tensors} \(.*\) of {num_tensors} tensors of policy version 4"
+    )
+    with pytest.raises(RolloutError, match=message):
+        publish_weights(small_buckets, 4)
+
+
+def test_a_tensor_that_is_skipped_is_detected(small_buckets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the engine where it does not come, by the checksums where the loader leaves it out."""
+    loaded = small_buckets.rollouts.worker.loaded_weights
+    norm = "model.norm.weight"
+
+    def skip(delivery: Delivery) -> Any:
+        tensors = original(delivery)
+        for name, tensor in tensors:
+            if name != norm:
+                yield name, tensor
+
+    original = Delivery.__iter__
+    with monkeypatch.context() as patch:
+        patch.setattr(Delivery, "__iter__", skip)
+        with pytest.raises(RolloutError, match=r"1 of \d+ tensors are missing: model\.norm\.weight"):
+            publish_weights(small_buckets, 4)
+    publish_weights(small_buckets, 5)
+    del loaded().checksums[norm]
+    plan = small_buckets.policy.rank.weight_plan()
+    sent = {name: (0,) for name in plan.tensors}
+    with pytest.raises(RolloutError, match=r"did not load 1 \(model\.norm\.weight\) of"):
+        require_arrived(plan, sent, {"rollout worker 0 of 1": loaded()}, 5)
+    del sent[norm]
+    with pytest.raises(RolloutError, match=r"the policy ranks did not send 1 \(model\.norm\.weight\) of"):
+        require_arrived(plan, sent, {}, 5)

@@ -32,7 +32,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "prefect": re.compile(r"(flows|tasks)/"),
     "ray": re.compile(r"dapo_core/cluster/\w+\.py"),
-    "vllm": re.compile(r"dapo_core/(engines/\w+|weight_sync)\.py"),
+    "vllm": re.compile(r"dapo_core/engines/\w+\.py"),
     "torch_npu": re.compile(r"dapo_core/device\.py"),
 }
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_NESTING = 400, 60, 8, 4

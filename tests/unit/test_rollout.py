@@ -86,7 +86,7 @@ def whole(shared_worker: RolloutWorker) -> dict[int, Group]:
 
 def _publish(worker: RolloutWorker, model_path: Path, policy_version: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype="float32")
-    worker.load_weights(model.named_parameters(), policy_version)
+    worker.engine.run(lambda engine: engine.load_weights(model.named_parameters(), policy_version))
 
 
 def _finish(worker: RolloutWorker, count: int) -> dict[int, Group]:

@@ -59,10 +59,9 @@ def _trainer(
     """Of ranks that have nothing to load and no weights to hand out."""
     config = make_config(model_path, **sections)
     policy: Any = shards or FileShards()
-    policy.device_name, policy.load, policy.weight_sizes = lambda: "cpu", lambda folder: None, dict
-    policy.take_memory, policy.gather_weights = dict, list
-    rollouts = SimpleNamespace(load_weights=lambda buckets, version: [version])
-    cluster: Any = SimpleNamespace(policy=policy, rollouts=rollouts)
+    policy.device_name, policy.load, policy.take_memory = lambda: "cpu", lambda folder: None, dict
+    weights = SimpleNamespace(send=lambda version: None)
+    cluster: Any = SimpleNamespace(policy=policy, rollouts=SimpleNamespace(), weights=weights)
     stream = PromptStream(PROMPTS, config.run.seed, config.data.shuffle)
     identity = training_identity(config, stream, model_path)
     (output / "checkpoints").mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""Weights in buckets, and a probe that no engine with other weights passes."""
+"""Weights in buckets with checksums, and a probe that no engine with other weights passes."""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,19 @@ import torch
 
 from dapo_core.batch import build_batch
 from dapo_core.errors import RolloutError
-from dapo_core.weight_sync import plan_buckets, probe_difference, probe_log_probs, publish_weights
+from dapo_core.weight_sync import probe_difference, probe_log_probs
+from dapo_core.weight_transfer import links
+from dapo_core.weight_transfer.links import SharedMemory
+from dapo_core.weight_transfer.plan import PlannedTensor, WeightPlan, plan_buckets
+from dapo_core.weight_transfer.proof import (
+    MULTIPLIER,
+    Loaded,
+    checksum,
+    checksums,
+    merge_checksums,
+    require_arrived,
+    weighted_sum,
+)
 from tests.batches import make_group
 
 NAN = float("nan")
@@ -39,31 +52,85 @@ def _probe(engines: list[list[list[float]]], dtype: str = "float32") -> float:
     return difference
 
 
+def _planned(**sizes: int) -> list[PlannedTensor]:
+    return [PlannedTensor(name, (size,), 1) for name, size in sizes.items()]
+
+
+def _names(plan: WeightPlan) -> list[list[str]]:
+    return [[planned.name for planned in bucket] for bucket in plan.buckets]
+
+
 def test_buckets_keep_the_order_and_the_bound() -> None:
-    sizes = {"a": 4, "b": 4, "c": 3, "d": 11, "e": 1, "f": 9}
-    assert plan_buckets(sizes, max_bytes=10) == [["a", "b"], ["c"], ["d"], ["e", "f"]]  # d alone is larger
-    assert plan_buckets({}, max_bytes=10) == []
+    tensors = _planned(a=4, b=4, c=3, d=8, e=1, f=9)
+    plan = plan_buckets(tensors, torch.bfloat16, max_bytes=20)  # 10 elements
+    assert _names(plan) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert [[planned.offset for planned in bucket] for bucket in plan.buckets] == [[0, 4], [0], [0, 8], [0]]
+    assert plan.slot_numel == 9
+    assert _names(plan_buckets(tensors, torch.bfloat16, max_bytes=1)) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert plan_buckets([], torch.bfloat16, max_bytes=20).slot_numel == 0
 
 
-@pytest.mark.parametrize("version", [7, 5])
-def test_all_weights_reach_every_engine_with_their_version(version: int) -> None:
-    loaded = []
+def test_a_checksum_depends_on_every_bit_and_its_place() -> None:
+    values = torch.arange(6, dtype=torch.bfloat16)
+    swapped, negated = values[[1, 0, 2, 3, 4, 5]], values.clone()
+    negated[0] = -0.0  # equal to 0, and other bits
+    for compute in (checksum, weighted_sum):
+        assert compute(values) == compute(values.clone())
+        assert len({compute(each) for each in (values, swapped, negated, values[:5], values.float())}) == 5
+    # 16-bit words of bfloat16 0 and 1 are 0 and 0x3F80; the places count from 1
+    assert weighted_sum(values[:2]) == 0x3F80 * 2 * MULTIPLIER % 2**64
 
-    def load_weights(buckets: Any, policy_version: int) -> list[int]:
-        loaded.append((buckets, policy_version))
-        return [policy_version, version]
 
-    mebibytes = {"a": 300 * 1024**2, "b": 300 * 1024**2, "c": 4}
-    cluster: Any = SimpleNamespace(
-        policy=SimpleNamespace(weight_sizes=lambda: mebibytes, gather_weights=lambda buckets: buckets),
-        rollouts=SimpleNamespace(load_weights=load_weights),
-    )
-    if version == 7:
-        publish_weights(cluster, policy_version=7)
-    else:
-        with pytest.raises(RolloutError, match=r"1 of 2 engines hold policy versions \[5\] after version 7"):
-            publish_weights(cluster, policy_version=7)
-    assert loaded == [([["a"], ["b", "c"]], 7)]  # 300 + 300 MiB exceed 512 MiB
+def test_a_checksum_covers_the_rows_of_one_rank() -> None:
+    tensor = torch.arange(10.0).view(5, 2)
+    planned = PlannedTensor("a", (5, 2), shard_rows=2)  # of three ranks: 2, 2 and 1 rows
+    parts = [checksum(tensor[:2]), checksum(tensor[2:4]), checksum(tensor[4:])]
+    assert checksums(tensor, planned) == tuple(parts)
+    sent = [{"a": {2: parts[2]}}, {"a": {0: parts[0]}}, {"a": {1: parts[1]}, "b": {0: 7}}]
+    assert merge_checksums(sent) == {"a": tuple(parts), "b": (7,)}
+
+
+def test_each_engine_is_compared_with_what_the_ranks_sent() -> None:
+    plan = plan_buckets(_planned(a=1, b=1), torch.float32, 8)
+    sent = {"a": (1, 2), "b": (3,)}
+    sound = Loaded(7, {"a": (1, 2), "b": (3,)})
+    require_arrived(plan, sent, {"first": sound, "second": sound}, 7)
+    for wrong, message in (
+        (
+            Loaded(7, {"a": (1, 9), "b": (3,)}),
+            r"^second loaded other bytes than the policy ranks sent in 1 \(a\) of 2",
+        ),
+        (Loaded(6, sound.checksums), r"^second holds policy version 6 after 7 was published: its rollouts would"),
+        (Loaded(7, {"b": (3,)}), r"^second did not load 1 \(a\) of 2 tensors of policy version 7"),
+    ):
+        with pytest.raises(RolloutError, match=message):
+            require_arrived(plan, sent, {"first": sound, "second": wrong}, 7)
+
+
+def test_shared_memory_is_counted_and_given_back() -> None:
+    memory = SharedMemory.create(2, 1000, torch.float32, 2)
+    reader = SharedMemory.open(memory.address, 2, 1000, torch.float32, 2)
+    memory.slots[1][:] = 3.0
+    memory.publish(1)
+    assert reader.num_sent() == 1
+    assert reader.slots[1].eq(3.0).all()
+    reader.take(0, 1)
+    assert memory.num_taken() == 0  # the second reader has not
+    reader.take(1, 1)
+    assert memory.num_taken() == 1
+    used = os.stat(memory.address).st_blocks
+    memory.free_slots()
+    assert os.stat(memory.address).st_blocks < used
+    assert reader.slots[1].eq(0.0).all()
+    assert reader.num_sent() == 1
+    with pytest.raises(RolloutError, match="cannot open the shared memory of a policy rank on its node"):
+        SharedMemory.open("/proc/self/fd/9999", 2, 1000, torch.float32, 2)
+
+
+def test_a_wait_for_weights_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "STALL_SECONDS", 0.01)
+    with pytest.raises(RolloutError, match=r"^waited 0 s for a bucket: a process of the training hangs"):
+        links.wait_until(lambda: False, "a bucket")
 
 
 def test_the_worst_engine_counts_and_its_precision_is_the_limit() -> None:

@@ -1,0 +1,205 @@
+"""Measures a weight sync on this machine's CPU, from a policy rank to an engine in a process of its own.
+
+Seconds and memory against the model's size, for both ways that a sync takes here, beside two plain copies of the
+same bytes and beside a file written and read. Weights are float32 of the shapes of a small Qwen3; the engine
+copies each tensor into its own, as the Hugging Face engine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dapo_core.device import device_for
+from dapo_core.parameter_names import FilePiece
+from dapo_core.policy.weight_source import WeightSource
+from dapo_core.weight_transfer.inbox import Delivery, Inbox, open_inbox
+from dapo_core.weight_transfer.links import Link
+from dapo_core.weight_transfer.outbox import Outbox
+from dapo_core.weight_transfer.plan import WeightPlan
+from dapo_core.weight_transfer.proof import Loaded, merge_checksums, require_arrived
+
+HIDDEN, FEED_FORWARD, VOCABULARY = 1024, 3072, 32_000
+ATTENTION = [(2 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * HIDDEN)]
+LAYER = [*ATTENTION, (FEED_FORWARD, HIDDEN), (FEED_FORWARD, HIDDEN), (HIDDEN, FEED_FORWARD), (HIDDEN,)]
+SAMPLE_SECONDS = 0.002  # between two looks at the memory
+WAYS = ("shared", "gloo", "copies", "file")
+
+
+@dataclass
+class Peer:
+    """The engine's process, its connections, and where the bytes are that it shares."""
+
+    process: Any
+    pipe: Connection
+    outboxes: dict[str, Outbox]
+
+
+def main() -> None:
+    """Print a line for each size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", nargs="+", type=int, default=[250, 500, 1000], help="of the weights")
+    parser.add_argument("--bucket-megabytes", type=int, default=128, help="of a bucket (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of each way (default: %(default)s)")
+    arguments = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    print(
+        f"float32, buckets of {arguments.bucket_megabytes} MiB, medians of {arguments.rounds} syncs; "
+        f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}\n"
+        "weights MiB | seconds: shared memory  gloo  two copies  file | of two copies: shared memory  gloo  file"
+        " | extra MiB: shared memory  gloo"
+    )
+    for megabytes in arguments.megabytes:
+        with _connected(megabytes, arguments.bucket_megabytes) as (source, peer):
+            print(_line(source.plan, *measure(source, peer, arguments.rounds)), flush=True)
+
+
+def measure(source: WeightSource, peer: Peer, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median seconds of each way, and most extra MiB of each sync; all ways in turns, after one warm-up."""
+    tensors = source.plan.tensors.values()
+    weights = {planned.name: torch.randn(planned.shape) for planned in tensors}
+    with tempfile.TemporaryDirectory() as folder:
+        runs: dict[str, Callable[[], None]] = {
+            **{name: partial(_sync, source, peer, name) for name in peer.outboxes},
+            "copies": partial(
+                _copy_twice, weights, {name: torch.zeros_like(own) for name, own in weights.items()}
+            ),
+            "file": partial(_through_a_file, weights, Path(folder) / "weights.safetensors"),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+        extra: dict[str, float] = {}
+        for number in range(rounds + 1):
+            for name in WAYS:
+                with _peak_megabytes(peer) as peak:
+                    began = time.perf_counter()
+                    runs[name]()
+                    spent = time.perf_counter() - began
+                if number:
+                    seconds[name].append(spent)
+                    extra[name] = max(extra.get(name, 0.0), peak[0])
+    return {name: statistics.median(own) for name, own in seconds.items()}, extra
+
+
+def _line(plan: WeightPlan, seconds: dict[str, float], extra: dict[str, float]) -> str:
+    size = sum(planned.numel for planned in plan.tensors.values()) * plan.dtype.itemsize / 2**20
+    times = "  ".join(f"{seconds[name]:.3f}" for name in WAYS)
+    ratios = "  ".join(f"{seconds[name] / seconds['copies']:.2f}" for name in ("shared", "gloo", "file"))
+    return f"{size:.0f} | {times} | {ratios} | {extra['shared']:.0f}  {extra['gloo']:.0f}"
+
+
+@contextmanager
+def _connected(megabytes: int, bucket_megabytes: int) -> Iterator[tuple[WeightSource, Peer]]:
+    """A policy rank's weights, and an engine's process that is connected in both ways."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
+        source = _source(megabytes, bucket_megabytes * 2**20)
+        plan, device = source.plan, device_for("cpu")
+        shared, broadcast = Outbox(plan, device, 1), Outbox(plan, device, 0)
+        links = {"shared": Link(True, shared.address, 0, 1), "gloo": Link(False, f"file://{folder}/engine", 1, 2)}
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_engine, args=(theirs, plan, links), daemon=True)
+        process.start()
+        broadcast.join(links["gloo"].address, 2, "gloo")
+        assert ours.recv() == "ready"
+        yield source, Peer(process, ours, {"shared": shared, "gloo": broadcast})
+        ours.send(None)
+        process.join()
+        torch.distributed.destroy_process_group()
+
+
+def _source(megabytes: int, bucket_bytes: int) -> WeightSource:
+    """A sharded module of this many megabytes of weights, at least one layer of them."""
+    layer_bytes = 4 * sum(torch.Size(shape).numel() for shape in LAYER)
+    num_layers = max((megabytes * 2**20 - 4 * VOCABULARY * HIDDEN) // layer_bytes, 1)
+    shapes = [(VOCABULARY, HIDDEN), *LAYER * num_layers]
+    module = nn.Module()
+    for number, shape in enumerate(shapes):
+        module.register_parameter(f"weight_{number}", nn.Parameter(torch.randn(shape)))
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    pieces = {name: [FilePiece(name)] for name, _ in module.named_parameters()}
+    return WeightSource(module, pieces, torch.float32, bucket_bytes, torch.device("cpu"))
+
+
+def _engine(pipe: Connection, plan: WeightPlan, links: dict[str, Link]) -> None:
+    """The other process: takes a sync by each name that comes, and answers with what it loaded."""
+    torch.set_num_threads(1)
+    inboxes: dict[str, Inbox] = {name: open_inbox(link, plan, device_for("cpu")) for name, link in links.items()}
+    own = {name: torch.zeros(planned.shape) for name, planned in plan.tensors.items()}
+    pipe.send("ready")
+    while (way := pipe.recv()) is not None:
+        delivery = Delivery(plan, inboxes[way], is_kept=False)
+        for name, tensor in delivery:
+            own[name].copy_(tensor)
+        pipe.send(Loaded(0, delivery.checksums))
+    os._exit(0)  # gloo's threads do not outlive the interpreter
+
+
+def _sync(source: WeightSource, peer: Peer, way: str) -> None:
+    peer.pipe.send(way)
+    sent = merge_checksums([source.send(peer.outboxes[way])])
+    require_arrived(source.plan, sent, {"engine": peer.pipe.recv()}, 0)
+
+
+def _copy_twice(weights: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> None:
+    """Into memory that is new, as a slot is, and from there into tensors that exist."""
+    for name, tensor in weights.items():
+        own[name].copy_(tensor.clone())
+
+
+def _through_a_file(weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Written without waiting for the disk, and read back from the page cache."""
+    save_file(weights, path)
+    for name, tensor in load_file(path).items():
+        weights[name].copy_(tensor)
+
+
+@contextmanager
+def _peak_megabytes(peer: Peer) -> Iterator[list[float]]:
+    """The most memory of both processes and of what they share beyond what they had, once the block ends."""
+    before, most, is_over = _bytes(peer), [0.0], threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(SAMPLE_SECONDS):
+            most[0] = max(most[0], (_bytes(peer) - before) / 2**20)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield most
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _bytes(peer: Peer) -> int:
+    """Anonymous memory of both processes, and the pages of the shared slots."""
+    own = 0
+    for pid in (os.getpid(), peer.process.pid):
+        match = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        own += 1024 * int(match[1]) if match else 0
+    return own + sum(512 * os.stat(outbox.address).st_blocks for outbox in peer.outboxes.values())
+
+
+if __name__ == "__main__":
+    main()

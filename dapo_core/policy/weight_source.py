@@ -1,0 +1,125 @@
+"""One rank's shards as the tensors of the model's files, gathered bucket by bucket on the rank that sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dapo_core.parameter_names import FilePiece
+from dapo_core.policy.model import first_row
+from dapo_core.weight_transfer.plan import PlannedTensor, WeightPlan, bucket_numel, plan_buckets
+from dapo_core.weight_transfer.proof import checksum
+
+if TYPE_CHECKING:
+    from dapo_core.weight_transfer.outbox import Outbox
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of a tensor that one rank holds."""
+
+    number: int  # among the tensor's parts
+    rank: int  # of the default group
+    first_row: int  # in the tensor of the files
+    num_rows: int
+
+
+class WeightSource:
+    """The model's parameters by their names in the files, in the engines' dtype.
+
+    Rank 0 sends. Others copy their rows straight into its slot, so that a rank holds no more than its own part of
+    a bucket beside its shards.
+    """
+
+    def __init__(
+        self,
+        causal_lm: nn.Module,
+        pieces: Mapping[str, Sequence[FilePiece]],
+        dtype: torch.dtype,
+        max_bytes: int,
+        device: torch.device,
+    ) -> None:
+        """`device`: of the slots, where the shards are, too, unless they wait in host memory."""
+        self._device = device
+        self._causal_lm = causal_lm
+        self._pieces = {piece.file_name: (name, piece) for name, own in pieces.items() for piece in own}
+        self.plan: WeightPlan = plan_buckets(self._tensors(dict(causal_lm.named_parameters())), dtype, max_bytes)
+
+    def send(self, outbox: Outbox | None) -> dict[str, dict[int, int]]:
+        """Send all buckets through rank 0's outbox; returns the checksums of this rank's rows. Collective."""
+        parameters: dict[str, Any] = dict(self._causal_lm.named_parameters())
+        sent: dict[str, dict[int, int]] = {}
+        for bucket in self.plan.buckets:
+            slot = None if outbox is None else outbox.slot()
+            sent |= self._gather(bucket, parameters, slot)
+            if outbox is not None:
+                outbox.send(bucket_numel(bucket))
+        if outbox is not None:
+            outbox.finish()
+        return sent
+
+    @torch.no_grad()
+    def _gather(
+        self, bucket: Sequence[PlannedTensor], parameters: Mapping[str, DTensor], slot: torch.Tensor | None
+    ) -> dict[str, dict[int, int]]:
+        """Fill rank 0's slot; returns checksums of this rank's rows."""
+        rank = torch.distributed.get_rank()
+        sent: dict[str, dict[int, int]] = {}
+        transfers = []
+        for planned in bucket:
+            name, piece = self._pieces[planned.name]
+            row_numel = planned.numel // planned.shape[0]
+            for part in _parts(parameters[name], piece, planned):
+                start = planned.offset + part.first_row * row_numel
+                stop = start + part.num_rows * row_numel
+                if part.rank == rank:
+                    rows = _own_rows(parameters[name], piece).to(self._device, self.plan.dtype).reshape(-1)
+                    sent.setdefault(planned.name, {})[part.number] = checksum(rows)
+                    if slot is None:
+                        transfers.append(torch.distributed.P2POp(torch.distributed.isend, rows, 0))
+                    else:
+                        slot[start:stop].copy_(rows)
+                elif slot is not None:
+                    transfers.append(torch.distributed.P2POp(torch.distributed.irecv, slot[start:stop], part.rank))
+        for work in torch.distributed.batch_isend_irecv(transfers) if transfers else []:
+            work.wait()
+        return sent
+
+    def _tensors(self, parameters: Mapping[str, Any]) -> Iterator[PlannedTensor]:
+        for file_name, (name, piece) in self._pieces.items():
+            parameter = parameters[name]
+            shape = tuple(piece.view(torch.empty(parameter.shape, device="meta")).shape)
+            yield PlannedTensor(file_name, shape, shape[0] if piece.expert is not None else _shard_rows(parameter))
+
+
+def _shard_dim(parameter: DTensor) -> int:
+    return next(index for index, placement in enumerate(parameter.placements) if placement.is_shard())
+
+
+def _shard_rows(parameter: DTensor) -> int:
+    """Rows of each rank's shard but for the last ones; FSDP2 splits like torch.chunk."""
+    return -(-parameter.shape[0] // parameter.device_mesh.size(_shard_dim(parameter)))
+
+
+def _parts(parameter: DTensor, piece: FilePiece, planned: PlannedTensor) -> Iterator[_Part]:
+    """The parts of the piece, on the ranks of the copy of the weights that rank 0 has a part of."""
+    size = _shard_rows(parameter)
+    dim = _shard_dim(parameter)
+    mesh = parameter.device_mesh.mesh.movedim(dim, -1)
+    ranks = mesh.reshape(-1, mesh.shape[-1])[0].tolist()
+    if piece.expert is not None:
+        yield _Part(0, ranks[piece.expert // size], 0, planned.shape[0])
+        return
+    for number, start in enumerate(range(0, planned.shape[0], size)):
+        yield _Part(number, ranks[number], start, min(size, planned.shape[0] - start))
+
+
+def _own_rows(parameter: DTensor, piece: FilePiece) -> torch.Tensor:
+    """This rank's rows of the piece."""
+    local = parameter.to_local()
+    return local if piece.expert is None else piece.view(local, first_row(parameter))

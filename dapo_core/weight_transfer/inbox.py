@@ -1,0 +1,120 @@
+"""The receiving end: buckets become named tensors for an engine's loader, which are recorded with checksums."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from dapo_core.weight_transfer.links import (
+    HANDLE_BYTES,
+    Link,
+    SharedMemory,
+    join_group,
+    open_handle,
+    wait_until,
+)
+from dapo_core.weight_transfer.plan import NUM_SLOTS, WeightPlan, bucket_numel
+from dapo_core.weight_transfer.proof import Checksums, checksums
+
+if TYPE_CHECKING:
+    from dapo_core.device import Device
+
+
+class Inbox(ABC):
+    """The buckets that an Outbox sends to this process."""
+
+    @abstractmethod
+    def buckets(self, plan: WeightPlan) -> Iterator[torch.Tensor]:
+        """Each bucket of a sync as one flat tensor, which is valid until the next is asked for."""
+
+
+def open_inbox(link: Link, plan: WeightPlan, device: Device) -> Inbox:
+    """The inbox at the end of the link; collective over all processes that meet at its address."""
+    if link.is_shared and link.on_device:
+        return _HandleInbox(link, device)
+    if link.is_shared:
+        return _SharedInbox(link, plan)
+    return _CollectiveInbox(link, device)
+
+
+class Delivery:
+    """The tensors of one sync in the plan's order, each with a checksum once the loader asks for the next."""
+
+    def __init__(self, plan: WeightPlan, inbox: Inbox, is_kept: bool) -> None:
+        """`is_kept`: the loader may keep a tensor after asking for the next, so each has memory of its own."""
+        self.checksums: Checksums = {}
+        self._plan = plan
+        self._is_kept = is_kept
+        self._buckets = inbox.buckets(plan)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket, values in zip(self._plan.buckets, self._buckets, strict=True):
+            for planned in bucket:
+                tensor = values[planned.offset : planned.offset + planned.numel].view(planned.shape)
+                if self._is_kept:
+                    tensor = tensor.clone()
+                yield planned.name, tensor
+                self.checksums[planned.name] = checksums(tensor, planned)
+
+    def drain(self) -> None:
+        """Take the buckets that the loader did not: the sender and the other engines wait for that."""
+        for _ in self._buckets:
+            pass
+
+
+class _SharedInbox(Inbox):
+    """Reads the slots of a sender on the same machine."""
+
+    def __init__(self, link: Link, plan: WeightPlan) -> None:
+        self._number = 0  # buckets taken, over all syncs
+        self._reader = link.number
+        self._memory = SharedMemory.open(link.address, link.size, plan.slot_numel, plan.dtype, NUM_SLOTS)
+
+    def buckets(self, plan: WeightPlan) -> Iterator[torch.Tensor]:
+        for bucket in plan.buckets:
+            wait_until(lambda: self._memory.num_sent() > self._number, "a bucket of weights from a policy rank")
+            yield self._memory.slots[self._number % NUM_SLOTS][: bucket_numel(bucket)]
+            self._number += 1
+            self._memory.take(self._reader, self._number)
+
+
+class _HandleInbox(Inbox):
+    """Reads the slots of a sender on the same device."""
+
+    def __init__(self, link: Link, device: Device) -> None:
+        self._device = device
+        self._number = 0  # buckets taken, over all syncs
+        self._reader = link.number
+        self._memory = SharedMemory.open(link.address, link.size, HANDLE_BYTES, torch.uint8, NUM_SLOTS)
+
+    def buckets(self, plan: WeightPlan) -> Iterator[torch.Tensor]:
+        for bucket in plan.buckets:
+            wait_until(lambda: self._memory.num_sent() > self._number, "a bucket of weights from a policy rank")
+            yield open_handle(self._memory.slots[self._number % NUM_SLOTS])[: bucket_numel(bucket)]
+            self._device.synchronize()  # the loader has read it
+            self._number += 1
+            self._memory.take(self._reader, self._number)
+
+
+class _CollectiveInbox(Inbox):
+    """Receives broadcasts: one bucket arrives while the one before is loaded."""
+
+    def __init__(self, link: Link, device: Device) -> None:
+        self._device = device.torch_device()
+        self._group = join_group(link.address, link.number, link.size, device.backend)
+
+    def buckets(self, plan: WeightPlan) -> Iterator[torch.Tensor]:
+        slots = [torch.empty(plan.slot_numel, dtype=plan.dtype, device=self._device) for _ in range(NUM_SLOTS)]
+        arriving = [slots[n % NUM_SLOTS][: bucket_numel(bucket)] for n, bucket in enumerate(plan.buckets)]
+        works = [self._receive(bucket) for bucket in arriving[:1]]
+        for number, bucket in enumerate(arriving):
+            works += [self._receive(later) for later in arriving[number + 1 : number + 2]]
+            works[number].wait()
+            yield bucket
+        self._group.barrier().wait()
+
+    def _receive(self, bucket: torch.Tensor) -> torch.distributed.Work:
+        return self._group.broadcast([bucket], torch.distributed.BroadcastOptions())
