@@ -24,15 +24,9 @@ from tests.trainings import World, config_of
 REQUESTS = [GroupRequest(number, Prompt(number, (5, 6), "arithmetic", "1"), 1) for number in range(4)]
 
 
-<<<<<<< HEAD
-def _learn(cluster: Cluster, turns: Turns, batch: Batch, version: int) -> None:
-    """An update whose weights arrive in every part."""
-    probe, timer = batch.select([0]), PhaseTimer()
-=======
 def _require_sync(cluster: Cluster, turns: Turns, batch: Batch, version: int) -> None:
     """An update's weights are those that the engine computes with."""
     timer, probe = PhaseTimer(), batch.select([0])
->>>>>>> main
     turns.enter("update", timer)
     update(cluster, batch)
     turns.enter("publish", timer)
@@ -57,18 +51,10 @@ def test_two_parts_make_one_engine(ray_address: str, world: World, tmp_path: Pat
         cluster = stack.enter_context(start_cluster(config, world.model))
         assert not [path for path in {*Path("/dev/shm").iterdir()} - shared_memory if "cpushm" in path.name]
         turns = Turns(cluster.policy, cluster.rollouts, config.train)
-<<<<<<< HEAD
-        _learn(cluster, turns, batch, 1)
-        # Both parts, and then the second alone, as if they were on another node.
-        for version, is_local in enumerate([[False, False], [True, False]], 2):
-            cluster.weights.connect(is_local, lambda number=version: f"file://{tmp_path}/meet_{number}")
-            _learn(cluster, turns, batch, version)
-=======
         _require_sync(cluster, turns, batch, 1)
         for version, is_local in enumerate([[False, False], [True, False]], 2):  # as if parts were on another node
             cluster.weights.connect(is_local, lambda number=version: f"file://{tmp_path}/meet_{number}")
             _require_sync(cluster, turns, batch, version)
->>>>>>> main
         cluster.rollouts.submit(REQUESTS)
         groups = []
         while len(groups) < len(REQUESTS):
