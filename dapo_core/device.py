@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dapo_core.errors import ConfigError
 
@@ -54,12 +54,16 @@ class Device:
                 "set train.device=cpu or run on a node that has one"
             )
 
+    def module(self) -> Any:
+        """torch's module of the device's streams and memory, such as torch.cuda; None for a CPU."""
+        import torch
+
+        return None if self.kind == "cpu" else getattr(torch, self.kind)
+
     def synchronize(self) -> None:
         """Wait for what this process has queued on the device."""
-        if self.kind != "cpu":
-            import torch
-
-            getattr(torch, self.kind).synchronize()
+        if (module := self.module()) is not None:
+            module.synchronize()
 
     def saving_on_host(self) -> AbstractContextManager[object]:
         """A context in which autograd keeps what it saves in pinned host memory; on a CPU, where it is."""

@@ -19,6 +19,7 @@ from tasks.artifacts.stage_key import SHORT_KEY_LENGTH
 if TYPE_CHECKING:
     from dapo_core.config.derived import Quantity
     from dapo_core.memory.plan import Load, MemoryPlan
+    from dapo_core.memory.step_time import StepTime
     from eval.problems.problem_set import ProblemSet
     from tasks.data.reading import SetCount
     from tasks.data.showing import Shown
@@ -97,6 +98,25 @@ def _load_table(plan: MemoryPlan, load: Load) -> Table:
 
 def _several(number: int, role: str) -> str:
     return role if number == 1 else f"{number} x {role}"
+
+
+def print_time(time: StepTime) -> None:
+    """A row for each phase of a training step, then its tokens, operations, and what was assumed."""
+    table = Table("phase", _right("seconds"), _right("share"))
+    for phase, seconds in time.seconds.items():
+        table.add_row(phase, f"{seconds:,.1f}", f"{seconds / time.step_seconds:.0%}")
+    table.add_section()
+    table.add_row("a training step", f"{time.step_seconds:,.1f}", "", style="bold")
+    print_table(table)
+    lines = [
+        f"tokens of a step: {time.trained_tokens:,.0f} of prompts and responses are trained on, "
+        f"{time.generated_tokens:,.0f} are generated",
+        f"operations: {time.forward_flops:.3g} of a forward pass, {time.update_flops:.3g} of the update, "
+        "recomputed activations included",
+        "an estimate, from:",
+        *(f"  {line}" for line in time.assumptions),
+    ]
+    typer.echo("\n".join(lines))
 
 
 def print_sets(sets: Sequence[ProblemSet]) -> None:

@@ -30,6 +30,7 @@ LONGEST_FILES = (
     "test_cancelling.py",
     "test_services.py",
     "test_dead_workers.py",
+    "test_nodes.py",
     "test_training_resumed.py",
     "test_ray_security.py",
     "test_checkpoint_shards.py",

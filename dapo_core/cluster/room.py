@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 60.0
 WORD_SECONDS = 10.0  # between log lines that say why we wait
 POLL_SECONDS = 0.2
+CONNECT_SECONDS = 5.0
 START_RAY = (
     "start it with a token (docs/security.md): `export RAY_AUTH_MODE=token; ray get-auth-token --generate; ray "
     "start --head`, and on the other nodes, with the same ~/.ray/auth_token, `export RAY_AUTH_MODE=token; "
@@ -49,7 +52,7 @@ def ask_cluster(address: str, max_seconds: float = ANSWER_SECONDS) -> Room:
             while asking.poll() is None:
                 seconds = time.monotonic() - began
                 if seconds >= max_seconds:
-                    raise WorkerDied(f"{_name(address)} does not answer: nothing came within {max_seconds:.0f} s")
+                    raise WorkerDied(f"{_name(address)} does not answer: nothing came within {max_seconds:g} s")
                 if time.monotonic() >= next_word + WORD_SECONDS:
                     next_word = time.monotonic()
                     logger.info("waiting since %.0f s for %s to answer", seconds, _name(address))
@@ -73,8 +76,13 @@ def _name(address: str) -> str:
 def main(address: str) -> int:
     """Print the resources, or why there is no connection; returns the exit status."""
     import ray
+    from ray._private import services
 
     try:
+        if address == "auto" and not os.environ.get(
+            "RAY_ADDRESS"
+        ):  # Ray would try for ever to reach one whose address is left in a file
+            _require_listener(services.canonicalize_bootstrap_address_or_die(address))
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except (ray.exceptions.RayError, ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
         kind = "AuthenticationError" if "AuthenticationError" in str(error.__cause__) else type(error).__name__
@@ -82,6 +90,17 @@ def main(address: str) -> int:
         return 1
     sys.stdout.write(json.dumps({"total": ray.cluster_resources(), "free": ray.available_resources()}))
     return 0
+
+
+def _require_listener(address: str) -> None:
+    """Raise ConnectionError if the port is closed: no Ray runs there."""
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        raise ConnectionError(f"{NO_RAY}: {address} is the address of one that has ended") from None
+    except OSError:  # a slow network is for Ray to wait for
+        return
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import ray
@@ -72,7 +72,7 @@ def shrunk(
     no smaller number fits, passes the configuration's own rules, and has the memory that the plan counts.
     """
     refused = ""  # why not the largest for which there is room
-    for num_ranks, num_workers in _smaller(config.train.num_ranks, config.rollout.num_workers):
+    for num_ranks, num_workers in _smaller(config):
         sections = {
             "train": config.train.model_copy(update={"num_ranks": num_ranks}),
             "rollout": config.rollout.model_copy(update={"num_workers": num_workers}),
@@ -134,12 +134,15 @@ def _num_places(node: Mapping[str, float], demand: Demand) -> int:
     return int(min(node.get(name, 0) // amount for name, amount in demand.resources.items()))
 
 
-def _smaller(num_ranks: int, num_workers: int) -> Iterator[tuple[int, int]]:
-    """All smaller numbers of both, beginning with those that keep the most of the role that loses most."""
-    sizes = [(ranks, workers) for ranks in range(1, num_ranks + 1) for workers in range(1, num_workers + 1)]
-    sizes.remove((num_ranks, num_workers))
-    yield from sorted(
-        sizes, key=lambda size: (min(size[0] / num_ranks, size[1] / num_workers), *size), reverse=True
+def _smaller(config: TrainingConfig) -> list[tuple[int, int]]:
+    """All smaller numbers of ranks and engines, beginning with those that keep the most of what loses most."""
+    most_ranks, most_workers = config.train.num_ranks, config.rollout.num_workers
+    if config.train.is_colocated:  # a rank for each part of an engine
+        parts = config.rollout.num_devices // most_workers
+        return [(parts * workers, workers) for workers in range(most_workers - 1, 0, -1)]
+    sizes = [(ranks, workers) for ranks in range(1, most_ranks + 1) for workers in range(1, most_workers + 1)]
+    return sorted(
+        sizes[:-1], key=lambda size: (min(size[0] / most_ranks, size[1] / most_workers), *size), reverse=True
     )
 
 

@@ -348,6 +348,14 @@ class TrainingConfig(Section):
         return is_corrected or self.algorithm.kl.place == "reward"
 
     @property
+    def scores_before_updates(self) -> bool:
+        """Whether a full step has a forward pass for old log-probs; a single update measures its own."""
+        has_updates = (
+            self.algorithm.old_log_probs == "policy" and self.train.train_prompts > self.train.mini_prompts
+        )
+        return self.anchors_before_updates or has_updates
+
+    @property
     def rollout_correction(self) -> RolloutCorrectionConfig:
         """algorithm.rollout_correction as it acts: `stale` is off where it has nothing to compare.
 

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from dapo_core.memory.shape import ModelShape
 
 GIB = 1024**3
-STEP_TOKENS = 2048  # vLLM's max_num_batched_tokens unless rollout.engine_args sets it
+STEP_TOKENS = 2048  # of prompts in a step, or twice rollout.max_num_seqs: engines.vllm_engine.PREFILL_TOKENS
 CPU_STEP_TOKENS = 8192  # engines.vllm_engine.CPU_PREFILL_TOKENS, hf_engine.PREFILL_TOKENS
+PROBE_BYTES = 8  # of a logit of a prompt whose log-probs are asked: float32, and their log-softmax
 LOGIT_BYTES = 12  # float32 logits of each sequence that is decoded, their log-softmax, and one temporary
 GRAPH_BYTES = GIB  # assumed for captured graphs
 
@@ -22,9 +23,11 @@ GRAPH_BYTES = GIB  # assumed for captured graphs
 class EngineMemory:
     """The memory of one engine on one of its devices."""
 
+    item_bytes: int  # of a number in its precision
     weights: int
     activations: int  # of one step
     graphs: int
+    probe: int  # logits of the log-probs that prove a sync, which vLLM does not set memory aside for
     token_bytes: int  # keys and values of one token
     sequence_bytes: int  # of a longest sequence
     cache: int | None  # keys and values; None while the device's size is unknown
@@ -50,14 +53,17 @@ def engine_memory(config: TrainingConfig, shape: ModelShape, device_bytes: int |
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     cache_item = 1 if str(rollout.engine_args.get("kv_cache_dtype", "")).startswith("fp8") else item
     token_bytes = shape.token_elements(parts) * cache_item
-    step = CPU_STEP_TOKENS if is_cpu or not is_vllm else STEP_TOKENS
-    step_tokens = int(str(rollout.engine_args.get("max_num_batched_tokens", max(step, rollout.max_num_seqs))))
+    least = max(longest, CPU_STEP_TOKENS) if is_cpu else max(STEP_TOKENS, 2 * rollout.max_num_seqs)
+    step_tokens = (
+        int(str(rollout.engine_args.get("max_num_batched_tokens", least))) if is_vllm else CPU_STEP_TOKENS
+    )
     width = shape.experts_per_token * shape.expert_intermediate if shape.num_experts else shape.intermediate
     activations = step_tokens * item * (4 * shape.hidden + 3 * width // parts)
     activations += rollout.max_num_seqs * shape.vocabulary * LOGIT_BYTES
     has_graphs = is_vllm and not is_cpu and not rollout.engine_args.get("enforce_eager")
     weights = shape.engine_parameters(parts) * item
     graphs = GRAPH_BYTES if has_graphs else 0
+    probe = min(step_tokens, longest) * shape.vocabulary * PROBE_BYTES if is_vllm else 0
     if not is_vllm:
         waiting = -(-config.sampler.gen_prompts * rollout.group_size // rollout.num_workers)
         cache: int | None = min(rollout.max_num_seqs, waiting) * longest * token_bytes
@@ -68,5 +74,5 @@ def engine_memory(config: TrainingConfig, shape: ModelShape, device_bytes: int |
     else:
         cache = int(rollout.memory_utilization * device_bytes) - weights - activations - graphs
     return EngineMemory(
-        weights, activations, graphs, token_bytes, longest * token_bytes, cache, rollout.max_num_seqs
+        item, weights, activations, graphs, probe, token_bytes, longest * token_bytes, cache, rollout.max_num_seqs
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -155,10 +156,19 @@ def _sequence_parallel(config: TrainingConfig, shape: ModelShape) -> Iterator[Ch
 def _tensor_parallel(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
     """More devices for each engine, of as many devices in all."""
     rollout = config.rollout
-    for factor in (2, 4, 8):
+    for factor, change in _wider_engines(config, shape):
+        if rollout.num_workers % factor == 0:
+            yield {**change, "rollout.num_workers": rollout.num_workers // factor}
+
+
+def _wider_engines(config: TrainingConfig, shape: ModelShape) -> Iterator[tuple[int, Change]]:
+    """Engines over 2, 4 and 8 times as many devices, of which they take as much as now, or another share."""
+    rollout = config.rollout
+    shares = (rollout.memory_utilization, *UTILIZATIONS)
+    for factor, share in itertools.product((2, 4, 8), shares if config.train.device != "cpu" else shares[:1]):
         parts = rollout.tensor_parallel * factor
-        if rollout.engine == "vllm" and rollout.num_workers % factor == 0 and shape.heads % parts == 0:
-            yield {"rollout.tensor_parallel": parts, "rollout.num_workers": rollout.num_workers // factor}
+        if rollout.engine == "vllm" and shape.heads % parts == 0:
+            yield factor, {"rollout.tensor_parallel": parts, "rollout.memory_utilization": share}
 
 
 def _own_devices(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
@@ -174,11 +184,8 @@ def _more_ranks(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
 
 
 def _more_engine_devices(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
-    rollout = config.rollout
-    for factor in (2, 4, 8):
-        parts = rollout.tensor_parallel * factor
-        if rollout.engine == "vllm" and config.train.device != "cpu" and shape.heads % parts == 0:
-            yield {"rollout.tensor_parallel": parts}
+    if config.train.device != "cpu":
+        yield from (change for _, change in _wider_engines(config, shape))
 
 
 def _longest(config: TrainingConfig) -> int:

@@ -112,7 +112,10 @@ def plan_memory(
     """
     rank = rank_memory(config, shape)
     engine = engine_memory(config, shape, limit.num_bytes)
-    uses = (*_rank_uses(config, rank, shape), *_engine_uses(config, engine), *_other_uses(config))
+    # One is sent while the next is gathered, and loaded while the next arrives.
+    bucket = max(config.train.weight_bucket_bytes, engine.item_bytes * shape.largest_tensor)
+    bucket = min(bucket, engine.item_bytes * shape.num_parameters)
+    uses = (*_rank_uses(config, rank, bucket), *_engine_uses(config, engine, bucket), *_other_uses(config, bucket))
     loads = tuple(_loads(config, uses, limit.num_bytes))
     hosts = [
         config.train.num_ranks * _total(uses, phase, {RANK: 1}, "host_bytes")
@@ -141,7 +144,7 @@ def disk_plan(config: TrainingConfig, num_parameters: int, merged_steps: Collect
     return Disk((MASTER + MOMENTS) * num_parameters, num_kept + 1, MERGED * num_parameters, 1 + len(merged_steps))
 
 
-def _rank_uses(config: TrainingConfig, rank: RankMemory, shape: ModelShape) -> list[Use]:
+def _rank_uses(config: TrainingConfig, rank: RankMemory, bucket: int) -> list[Use]:
     is_cpu = config.train.device == "cpu"
     copied = rank.weights + rank.optimizer if config.checkpoint.asynchronous else 0
     scoring = [
@@ -158,7 +161,7 @@ def _rank_uses(config: TrainingConfig, rank: RankMemory, shape: ModelShape) -> l
             ("logits", rank.update_logits, 0),
             ("optimizer step", 0, rank.optimizer_step if config.train.offload_shards and not is_cpu else 0),
         ],
-        "publish": [("weights being sent", MASTER * shape.largest_parameter, 0)],
+        "publish": [("weights being sent", 0 if is_cpu else 2 * bucket, 0)],  # on rank 0
         "checkpoint": [("copy being written", copied, 0) if is_cpu else ("copy being written", 0, copied)],
     }
     uses = []
@@ -195,7 +198,7 @@ def _holding(train: TrainConfig, phase: str) -> Holding:
     return holdings(train)["generate" if phase == "checkpoint" else phase]  # type: ignore[index]
 
 
-def _engine_uses(config: TrainingConfig, engine: EngineMemory) -> list[Use]:
+def _engine_uses(config: TrainingConfig, engine: EngineMemory, bucket: int) -> list[Use]:
     train = config.train
     is_cpu = train.device == "cpu"
     keeps_weights = config.rollout.engine == "hf" or device_for(train.device).sleep_level == 1  # on the host
@@ -208,6 +211,8 @@ def _engine_uses(config: TrainingConfig, engine: EngineMemory) -> list[Use]:
             ("weights", engine.weights, 0) if WEIGHTS in held else ("weights", 0, engine.weights * keeps_weights),
             ("keys and values", max(engine.cache or 0, 0) * is_awake, 0),
             ("activations", engine.activations * is_awake, 0),
+            ("weights being received", 2 * bucket * (phase == "publish" and not is_cpu), 0),
+            ("probe's logits", engine.probe * (phase == "generate"), 0),
             ("graphs", engine.graphs, 0),
             ("process", process, 0),
         ]
@@ -215,11 +220,12 @@ def _engine_uses(config: TrainingConfig, engine: EngineMemory) -> list[Use]:
     return uses
 
 
-def _other_uses(config: TrainingConfig) -> list[Use]:
+def _other_uses(config: TrainingConfig, bucket: int) -> list[Use]:
     if config.train.device != "cpu":
         return []
     scorers = config.rollout.num_workers * config.reward.num_processes * SCORER_BYTES
-    return [Use(phase, OTHERS, "process", OTHERS_BYTES + scorers) for phase in PHASES]
+    processes = [Use(phase, OTHERS, "process", OTHERS_BYTES + scorers) for phase in PHASES]
+    return [*processes, Use("publish", OTHERS, "weights being sent", 2 * bucket)]  # in memory that all map
 
 
 def _loads(config: TrainingConfig, uses: Sequence[Use], device_bytes: int | None) -> list[Load]:

@@ -22,7 +22,8 @@ LOGITS_SCORED, LOGITS_ENTROPY = (
     8,
     12,
 )  # bytes of a logit without gradient: with its exponentials; with softmax x logits
-LOGITS_TRAINED = 16  # bytes of a logit in its backward pass: itself, two gradients, and a product of them
+LOGITS_TRAINED = 20  # bytes of a logit in its backward pass, with or without an entropy bonus
+HEAD_GRADIENTS = 3  # of the head while those of two chunks are added: each, and their sum
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class RankMemory:
     update_activations: int
     update_logits: int
     host_activations: int  # layers' inputs, if they wait in host memory
-    peak_moment: str  # of the update: "logits", "last layer", "root" or "optimizer step"
+    peak_moment: str  # of the update: "logits", "head", "last layer", "root" or "optimizer step"
 
     @property
     def states(self) -> int:
@@ -67,7 +68,6 @@ class _Rank:
         self.has_grouped_attention = device.kind == "cuda" and self.item == 2
         self.num_shards = train.fsdp_size or train.num_ranks
         self.has_reference = config.algorithm.kl.place != "off"
-        self.has_bonus = config.algorithm.entropy_coefficient > 0
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         self.response_share = config.rollout.max_response_tokens / longest
         responses = config.rollout.group_size * train.mini_prompts // train.num_data_ranks
@@ -88,8 +88,7 @@ class _Rank:
         moments = self._update_moments(shard)
         name = max(moments, key=lambda moment: sum(moments[moment]))
         weights, gradients, activations, logits = moments[name]
-        scored = self.scored_tokens
-        chunk = self._chunk(scored)
+        scoring = max(self._scoring_moments(), key=sum)
         return RankMemory(
             weights=MASTER * shard,
             gradients=GRADIENT * shard,
@@ -97,9 +96,9 @@ class _Rank:
             optimizer_step=FOREACH * shard,
             reference=item * shard if self.has_reference else 0,
             pinned=sum(_pinned(MASTER * number) for number in shape.shards(self.num_shards)),
-            forward_weights=item * shape.root_parameters + self._gathered_layers(),
-            scoring_activations=scored * (3 * item * shape.hidden + 4 * shape.hidden + self._mlp_forward()),
-            scoring_logits=chunk * shape.vocabulary * LOGITS_ENTROPY,
+            forward_weights=scoring[0],
+            scoring_activations=scoring[1],
+            scoring_logits=scoring[2],
             update_weights=weights,
             update_gradients=gradients,
             update_activations=activations,
@@ -107,6 +106,18 @@ class _Rank:
             host_activations=self._inputs(self.update_tokens) if self.has_host_inputs else 0,
             peak_moment=name,
         )
+
+    def _scoring_moments(self) -> list[tuple[int, int, int]]:
+        """(gathered weights, activations, logits) at moments that can be the peak of a pass without gradient."""
+        shape, item, tokens = self.shape, self.item, self.scored_tokens
+        root, layers = item * shape.root_parameters, self._gathered_layers()
+        stream = item * shape.hidden * tokens  # the residual stream
+        logits = self._chunk(tokens) * shape.vocabulary * LOGITS_ENTROPY
+        return [
+            (2 * root + layers, 0, 0),  # the root's buffer and its weights, and the first layer's
+            (root + layers, 3 * stream + tokens * (4 * shape.hidden + self._mlp_forward()), 0),
+            (root + layers - self._layer_buffer(), 4 * stream, logits),
+        ]
 
     def _update_moments(self, shard: int) -> dict[str, tuple[int, int, int, int]]:
         """(gathered weights, whole gradients and buffers, activations, logits) at moments that can be the peak."""
@@ -120,13 +131,20 @@ class _Rank:
         stream = item * shape.hidden * tokens  # the residual stream
         norm = (4 + 2 * item) * shape.hidden * tokens
         predictors = 2 * item * shape.hidden * int(tokens * self.response_share)  # and their gradients
-        logits = chunk * shape.vocabulary * (LOGITS_TRAINED + 12 * self.has_bonus)
-        head_gradients = item * head * (2 if num_chunks > 1 else 1)
+        many = num_chunks > 1
+        first = item * root + layers - self._layer_buffer()  # the last layer's buffer beside the root
+        outputs = kept + norm + predictors
         is_recomputed = self.train.gradient_checkpointing
         one = tokens * self.layer_bytes() if is_recomputed else 0
         backward = one + tokens * self._mlp_backward() + 2 * stream
         return {
-            "logits": (item * root + layers, head_gradients, kept + norm + predictors, logits),
+            "logits": (first, item * head * many, outputs, chunk * shape.vocabulary * LOGITS_TRAINED),
+            "head": (
+                first,
+                item * head * (HEAD_GRADIENTS if many else 1),
+                outputs,
+                chunk * shape.vocabulary * item,
+            ),
             "last layer": (
                 item * root + layers,
                 item * (head + layer // 2) + GRADIENT * layer,
@@ -139,10 +157,13 @@ class _Rank:
 
     def _gathered_layers(self) -> int:
         """Bytes of gathered layers: one and the buffer of the next, or all."""
-        layer = self.shape.largest_layer * self.item
         if self.train.reshard_after_forward:
-            return 2 * layer
-        return (self.shape.num_parameters - self.shape.root_parameters) * self.item + layer
+            return self.shape.largest_layer * self.item + self._layer_buffer()
+        return (self.shape.num_parameters - self.shape.root_parameters) * self.item + self._layer_buffer()
+
+    def _layer_buffer(self) -> int:
+        """Bytes in which the next layer arrives; none where a rank has it whole."""
+        return self.shape.largest_layer * self.item if self.num_shards > 1 else 0
 
     def _chunk(self, tokens: int) -> int:
         """Tokens whose logits are in memory at once."""

@@ -53,11 +53,6 @@ class ModelShape:
         return max(prod(shape[-2:]) for shape in self._shapes)
 
     @property
-    def largest_parameter(self) -> int:
-        """Elements of the largest tensor as the policy holds it: experts of a layer are one."""
-        return max(map(prod, self._shapes))
-
-    @property
     def _shapes(self) -> list[Shape]:
         return [*self.root, *(shape for layer in self.layers for shape in layer)]
 

@@ -30,6 +30,7 @@ from dapo_core.policy.packing import PackedRow, pack, probe_row
 from dapo_core.policy.requirements import require_trainable
 from dapo_core.policy.sequence_parallel import sequence_group
 from dapo_core.policy.spill import Spill
+from dapo_core.policy.transfers import Transfers
 from dapo_core.policy.weight_source import WeightSource
 from dapo_core.pretrained import load_model_config
 from dapo_core.rollout_correction import importance_weights
@@ -96,6 +97,7 @@ class Policy:
         )
         is_offloaded = self.train.offload_optimizer or self.train.offload_shards or self.train.is_colocated
         self.shards = Shards(self._causal_lm(), self.optimizer, self.device, is_offloaded, config.run.seed)
+        self.transfers = Transfers(self.device)
         self._spills: dict[str, Spill] = {}  # of what is offloaded, where the device is the host
 
     def log_probs(self, share: RankShare, temperature: float | None = None) -> Measured:
@@ -135,6 +137,7 @@ class Policy:
             parts.append(sums)
         grad_norm = _full(nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)).item()
         is_skipped = not math.isfinite(grad_norm)
+        self.transfers.join()  # moments may be on their way until here
         if not is_skipped:
             self.optimizer.step()
         self.num_optimizer_steps += 1
@@ -172,6 +175,7 @@ class Policy:
     def load(self, folder: str) -> None:
         """Load shards that any number of ranks wrote; weights and optimizer are on the device. Collective."""
         self._require_here(WEIGHTS, OPTIMIZER)
+        self.transfers.join()
         self.num_optimizer_steps = self.shards.load(folder)
 
     def weight_plan(self) -> WeightPlan:
@@ -198,21 +202,30 @@ class Policy:
         return self.weights.send(self.outbox)
 
     def onload(self, what: Collection[str]) -> None:
-        """Bring weights or the optimizer's state, as named in `turns`, back to the device."""
+        """Bring weights or the optimizer's state, as named in `turns`, back to the device.
+
+        They are copied beside the computation, which waits for weights at once and for moments where AdamW steps.
+        """
         for name in what:
             if name in self._spills:
                 self._spills.pop(name).restore()
+        self.transfers.finish()
         self._move(what, self.device.torch_device())
+        if WEIGHTS in what:
+            self.transfers.join()
 
     def offload(self, what: Collection[str]) -> None:
         """Free gradients, and move weights or the optimizer's state off the device, as named in `turns`.
 
-        They go to host memory; where that is the device's own and ranks and engines share it, to a file.
+        They go to host memory; where that is the device's own and ranks and engines share it, to a file. Moments
+        of a rank with a device of its own are copied beside the computation, until the next `onload` or `save`.
         """
         if GRADIENTS in what:
             self.optimizer.zero_grad(set_to_none=True)
         if self.device.kind != "cpu" or not self.train.is_colocated:
             self._move(what, HOST)
+            if WEIGHTS in what or self.train.is_colocated:
+                self.transfers.give_back()
             return
         for model in self._models():
             reshard(model)
@@ -232,10 +245,10 @@ class Policy:
         if self.train.offload_shards:  # they are in host memory all the time
             return
         if OPTIMIZER in what:
-            move_optimizer(self.optimizer, device)
+            move_optimizer(self.optimizer, device, self.transfers)
         if WEIGHTS in what:
             for model in self._models():
-                move_model(model, device)
+                move_model(model, device, self.transfers)
 
     def _local_tensors(self, what: str) -> list[torch.Tensor]:
         """This rank's shards of all weights, or of the optimizer's state."""
@@ -252,7 +265,7 @@ class Policy:
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """What is in files is in memory inside the block."""
+        """What is in files, or on its way to the host, is in memory inside the block."""
         away = list(self._spills)
         self.onload(away)
         yield

@@ -211,6 +211,7 @@ def plan(
     is_smoke: SmokeOption = False,
     is_json: JsonOption = False,
     is_memory: Annotated[bool, typer.Option("--memory", help="The memory plan alone, from config.json.")] = False,
+    is_time: Annotated[bool, typer.Option("--time", help="The time of a training step alone, estimated.")] = False,
     gigabytes: Annotated[
         float | None,
         typer.Option("--device-gigabytes", min=0.001, help="GiB of a device, in place of train.device_model."),
@@ -228,6 +229,9 @@ def plan(
 
     --memory shows what each kind of device holds in each phase, and the smallest change of keys that fits. Exit
     status 2: it does not fit.
+
+    --time estimates a training step from its tokens and operations and the devices' rates, corrected by the newest
+    run of the same run.name. With --memory, one after the other.
     """
     from flows.config import load_config
     from flows.tables import print_findings, print_json, print_plan
@@ -237,10 +241,10 @@ def plan(
     from tasks.runs.plan import plan_chain
 
     settings = load_config(config, overrides or ())
-    if is_memory:
-        return plan_memory(settings, gigabytes, is_json)
+    if is_memory or is_time:
+        return plan_devices(settings, gigabytes, is_memory, is_time, is_json)
     if gigabytes is not None:
-        raise typer.BadParameter("belongs to --memory", param_hint="--device-gigabytes")
+        raise typer.BadParameter("belongs to --memory and --time", param_hint="--device-gigabytes")
     findings = examine(settings, is_smoke)
     if not OF_ANOTHER_MACHINE.issuperset(finding.check for finding in findings.failed):
         findings.require()
@@ -256,21 +260,31 @@ def plan(
     typer.echo(f"preflight: {len(findings)} checks, nothing in the way (dapo doctor {config} shows them)")
 
 
-def plan_memory(settings: Config, gigabytes: float | None, is_json: bool) -> None:
-    """Print the memory plan; status 2 if it does not fit and train.allow_oversubscription does not allow that."""
+def plan_devices(settings: Config, gigabytes: float | None, is_memory: bool, is_time: bool, is_json: bool) -> None:
+    """Print memory, time or both; status 2 for what does not fit unless train.allow_oversubscription is set."""
     from dataclasses import asdict
 
-    from flows.tables import print_json, print_memory
+    from flows.tables import print_json, print_memory, print_time
     from tasks.preflight.memory import change_that_fits, plan_of
     from tasks.retries import LASTING_EXIT_CODE
+    from tasks.runs.step_time import time_of
 
-    found = plan_of(settings, gigabytes=gigabytes)
-    change = change_that_fits(settings, found) if found.shortages else None
+    content: dict[str, Any] = {}
+    found, change, time = None, None, time_of(settings, gigabytes) if is_time else None
+    if is_memory:
+        found = plan_of(settings, gigabytes=gigabytes)
+        change = change_that_fits(settings, found) if found.shortages else None
+        content = {**asdict(found), "shortages": found.shortages, "change": change}
+    if time is not None:
+        content |= {"time": {**asdict(time), "step_seconds": time.step_seconds}}
     if is_json:
-        print_json({**asdict(found), "shortages": found.shortages, "change": change})
+        print_json(content)
     else:
-        print_memory(found, change)
-    if found.shortages and not settings.train.allow_oversubscription:
+        if found is not None:
+            print_memory(found, change)
+        if time is not None:
+            print_time(time)
+    if found is not None and found.shortages and not settings.train.allow_oversubscription:
         raise typer.Exit(LASTING_EXIT_CODE)
 
 

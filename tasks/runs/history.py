@@ -254,10 +254,11 @@ def run_before(run: RecordedRun) -> RecordedRun | None:
 
 def changed_keys(before: RecordedRun, after: RecordedRun) -> list[Difference]:
     """Configuration keys with another value in `after`. Raises StoreError when one cannot be read."""
-    return differences_of(_read_config(before), _read_config(after))
+    return differences_of(read_config(before), read_config(after))
 
 
-def _read_config(run: RecordedRun) -> dict[str, Any]:
+def read_config(run: RecordedRun) -> dict[str, Any]:
+    """The sections of the run's config.yaml. Raises StoreError when it cannot be read."""
     path = run.folder / CONFIG_FILE
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))

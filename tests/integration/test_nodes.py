@@ -109,50 +109,36 @@ def groups(nodes: Cluster) -> Iterator[list[PlacementGroup]]:
         remove_placement_group(group)
 
 
-@pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_ranks_are_packed_by_node_and_an_engine_is_on_one(recipe: Path, groups: list[PlacementGroup]) -> None:
-    config = load_config(recipe)
-    device = device_for(config.train.device)
-    places = place_roles(config, device, groups, max_seconds=30)
-    assert len(places.ranks) == config.train.num_ranks
-    assert len(places.engines) == config.rollout.num_workers
-    assert {len(parts) for parts in places.engines} == {config.rollout.tensor_parallel}
-    assert {len({part.node for part in parts}) for parts in places.engines} == {1}
-    per_node = [len(list(group)) for _, group in groupby(place.node for place in places.ranks)]
-    assert len(per_node) == len({place.node for place in places.ranks})  # a node's ranks have neighbouring numbers
-    if device.kind != "cpu":
-        full, rest = divmod(config.train.num_ranks, DEVICES[device.ray_resource])
-        assert len(per_node) == full + bool(rest)
-        assert not [count for count in per_node[:-1] if count % config.train.sequence_parallel]
-    assert len(places.nodes) <= NUM_NODES
+RECIPES = {path.stem: (path, ()) for path in sorted(CONFIGS.glob("*.yaml"))}
+SHARED = ("train.placement=colocated", "train.num_ranks=64", "rollout.num_workers=16", "rollout.tensor_parallel=4")
 
 
-@pytest.mark.parametrize(("kind", "num_workers"), [("npu", 2), ("cuda", 1)])
-def test_colocated_ranks_and_parts_of_engines_share_devices(
-    kind: str, num_workers: int, groups: list[PlacementGroup]
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [*RECIPES.values(), (CONFIGS / "dapo_qwen3_32b_math.yaml", SHARED)],
+    ids=[*RECIPES, "64 shared dies"],
+)
+def test_ranks_are_packed_by_node_and_an_engine_is_on_one(
+    recipe: Path, overrides: tuple[str, ...], groups: list[PlacementGroup]
 ) -> None:
-    class Process:
-        def device(self) -> tuple[str, str | None]:
-            node = ray.get_runtime_context().get_node_id()
-            return node, os.environ.get(variable)
-
-    device, size = device_for(kind), 2 * num_workers
-    variable = device.visible_variable
-    config = config_of(
-        train={"device": kind, "num_ranks": size, "placement": "colocated", "threads_per_rank": 3},
-        rollout={"engine": "vllm", "num_workers": num_workers, "tensor_parallel": 2},
-    )
+    config = load_config(recipe, overrides)
+    train, rollout, device = config.train, config.rollout, device_for(config.train.device)
     places = place_roles(config, device, groups, max_seconds=30)
     parts = [part for engine in places.engines for part in engine]
-    actors = [place.start(Process) for place in [*places.ranks, *parts]]
-    seen = ray.get([actor.device.remote() for actor in actors], timeout=60)
-    for actor in actors:
-        ray.kill(actor)
-    assert seen[:size] == seen[size:]  # rank i and part i
-    assert len(set(seen[:size])) == size  # each device once
-    assert {len((device or "").split(",")) for _, device in seen} == {1}
-    for rank in range(0, size, 2):
-        assert seen[rank][0] == seen[rank + 1][0]  # an engine's devices are on one node
+    assert len(places.ranks) == train.num_ranks
+    assert [len(engine) for engine in places.engines] == [rollout.num_devices // rollout.num_workers] * len(
+        places.engines
+    )
+    assert len(parts) == rollout.num_devices
+    assert {len({part.node for part in engine}) for engine in places.engines} == {1}
+    devices = {(place.group.id, place.bundle) for place in [*places.ranks, *parts]}
+    assert len(devices) == config.num_devices  # each is taken once, or by a rank and a part
+    per_node = [len(list(ranks)) for _, ranks in groupby(place.node for place in places.ranks)]
+    assert len(per_node) == len({place.node for place in places.ranks})  # a node's ranks have neighbouring numbers
+    if device.kind != "cpu":
+        full, rest = divmod(train.num_ranks, DEVICES[device.ray_resource])
+        assert len(per_node) == full + bool(rest)
+        assert not [count for count in per_node[:-1] if count % train.sequence_parallel]
 
 
 def test_devices_that_are_missing_are_waited_for(nodes: Cluster, groups: list[PlacementGroup]) -> None:

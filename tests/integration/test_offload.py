@@ -18,7 +18,9 @@ from dapo_core.device import Device, device_for
 from dapo_core.loss import LossTotals
 from dapo_core.policy.model import load_sharded, move_model, move_optimizer
 from dapo_core.policy.rank import Policy, Update
+from dapo_core.policy.transfers import Transfers
 from dapo_core.pretrained import load_model_config
+from dapo_core.turns import GRADIENTS, OPTIMIZER, WEIGHTS
 from flows.config import Config
 from tests.batches import random_batch
 from tests.configs import make_config
@@ -45,8 +47,9 @@ def _move_away(rank: int, path: Path, num_ranks: int) -> dict[str, bool]:
     shapes = {name: parameter.to_local().shape for name, parameter in parameters.items()}
     with torch.no_grad():
         model(IDS)  # leaves the root whole
-    move_model(model, META)
-    move_optimizer(optimizer, META)
+    transfers = Transfers(device_for("cpu"))
+    move_model(model, META, transfers)
+    move_optimizer(optimizer, META, transfers)
     moments = list(_moments(optimizer))
     return {
         "weights are away": all(parameter.to_local().is_meta for parameter in model.parameters()),
@@ -153,6 +156,88 @@ def test_shards_in_host_memory_learn_the_same(tmp_path: Path) -> None:
         assert others == updates
         assert [name for name in values if not torch.equal(values[name], other_values[name])] == []
         assert (plain, offloading) == ({"OffloadPolicy"}, {"CPUOffloadPolicy"})
+
+
+class _LateCopies(Transfers):
+    """Copies that hold nothing before they are waited for, and sources that hold nothing afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__(device_for("cpu"))
+        self.is_late = True
+        self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.num_joined = 0
+
+    def moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copy: Any = tensor.clone()
+        self._sources.append(tensor)
+        if self.is_late:
+            local = copy.to_local()
+            self.pending.append((local, local.clone()))
+            local.fill_(float("nan"))
+        return copy
+
+    def join(self) -> None:
+        self.num_joined += 1
+        for copy, values in self.pending:
+            copy.copy_(values)
+        self.pending.clear()
+
+    def finish(self) -> None:
+        self.join()
+        for source in self._sources:
+            source.detach().fill_(float("nan"))
+        super().finish()
+
+
+def _step_with_offloading(rank: int, config: Config, is_offloaded: bool) -> dict[str, Any]:
+    """Two updates with a checkpoint and log-probs between them."""
+    policy = Policy(config.model.path or "", config)
+    transfers = policy.transfers = _LateCopies()
+    batch = random_batch(num_groups=2, group_size=3)
+    shares, _ = split_batch(batch, config.train.num_ranks, 30)
+    totals = LossTotals.of(batch, config.train.num_ranks)
+    updates = [policy.update(shares[rank], totals)]
+    if is_offloaded:
+        policy.offload([GRADIENTS, OPTIMIZER])
+        assert transfers.pending  # moments travel while weights are published
+    folder = f"{config.store.path}_{is_offloaded}"
+    policy.save(folder, asynchronous=False)
+    if is_offloaded:
+        policy.offload([WEIGHTS])
+        transfers.is_late, joined = False, transfers.num_joined  # what follows on the stream is in order
+        policy.onload([WEIGHTS])
+        assert transfers.num_joined > joined
+        transfers.is_late = True
+    scored = policy.log_probs(shares[rank])
+    if is_offloaded:
+        policy.onload([OPTIMIZER])
+        assert transfers.pending  # until AdamW needs them
+    updates.append(policy.update(shares[rank], totals))
+    second = Policy(config.model.path or "", config)
+    second.load(folder)
+    found = {"log_probs": scored.log_probs, "entropy": scored.entropy}
+    for number, one in enumerate((policy, second)):
+        for name, parameter in one.model.named_parameters():
+            shards: dict[str, Any] = {"weight": parameter, **one.optimizer.state[parameter]}
+            found |= {
+                f"{number} {name} {kind}": getattr(shard, "_local_tensor", shard) for kind, shard in shards.items()
+            }
+    return {**found, "updates": updates}
+
+
+def test_copies_beside_the_computation_are_read_only_when_they_are_there(tmp_path: Path) -> None:
+    """With uneven shards, which FSDP2 pads: 5 experts on 2 ranks."""
+    build_tiny(tmp_path / "model", "qwen3_moe", seed=9)
+    config = make_config(
+        tmp_path / "model",
+        train={"num_ranks": 2, "train_prompts": 2, "mini_prompts": 2},
+        store={"path": str(tmp_path / "saved")},
+    )
+    plain, offloaded = (run_ranks(2, _step_with_offloading, config, is_on) for is_on in (False, True))
+    for one, other in zip(plain, offloaded, strict=True):
+        assert one.pop("updates") == other.pop("updates")
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+        assert not [name for name, value in one.items() if value.isnan().any()]
 
 
 def test_weights_and_moments_move_and_remain_the_same_parameters_and_shards(tmp_path: Path) -> None:

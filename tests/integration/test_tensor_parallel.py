@@ -9,6 +9,7 @@ import pytest
 import ray
 import torch
 
+import dapo_core.cluster.actors
 from dapo_core.batch import Batch
 from dapo_core.cluster.start import Cluster, start_cluster
 from dapo_core.data import Prompt
@@ -36,7 +37,10 @@ def _require_sync(cluster: Cluster, turns: Turns, batch: Batch, version: int) ->
     assert probe_difference(cluster, probe, log_probs, [torch.float32]) < 1e-5
 
 
-def test_two_parts_make_one_engine(ray_address: str, world: World, tmp_path: Path) -> None:
+def test_two_parts_make_one_engine(
+    ray_address: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dapo_core.cluster.actors, "PING_SECONDS", 0.5)  # only a ping sees that a follower is dead
     (tmp_path / "scorer.py").write_text(SCORER)
     config = config_of(
         train={"ray_address": ray_address, "placement": "colocated"},

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from ray.exceptions import RayActorError
 
-from dapo_core.cluster import actors, shrink
+from dapo_core.cluster import actors, shrink, start
 from dapo_core.cluster.placement import Demand, Places, demands
 from dapo_core.cluster.shared_files import differences, digests
 from dapo_core.cluster.shrink import has_room, shrunk
@@ -95,6 +96,15 @@ def test_both_roles_shrink_alike_within_the_rules(num_nodes: int, expected: tupl
     assert smaller == four_nodes(**changed)  # and nothing else changes
 
 
+def test_ranks_and_engines_on_the_same_devices_shrink_together() -> None:
+    config, device = four_nodes(train={"placement": "colocated"}), device_for("npu")
+    assert has_room([NPU_NODE] * 2, demands(config, device))
+    smaller = shrunk(config, device, [NPU_NODE], Path())
+    assert (smaller.train.num_ranks, smaller.rollout.num_workers) == (16, 4)
+    with pytest.raises(ConfigError, match="they have no room for one of each"):
+        shrunk(config, device, [{"CPU": 128.0, "NPU": 3.0}] * 4, Path())
+
+
 def test_what_cannot_shrink_is_refused_with_the_reason() -> None:
     config, device = four_nodes(train={"sequence_parallel": 1, "fsdp_size": 32}), device_for("npu")
     with pytest.raises(
@@ -112,6 +122,32 @@ def test_ranks_whose_shards_do_not_fit_are_refused(tmp_path: Path) -> None:
         shrunk(config, device, [NPU_NODE], tmp_path)  # 32 billion parameters, 12 and 4 bytes each, over 8 ranks
     allowed = four_nodes(train={"device_model": "Atlas 800T A3", "allow_oversubscription": True})
     assert shrunk(allowed, device, [NPU_NODE], tmp_path).train.num_ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("address", "is_restart", "on_lost_node", "expected"),
+    [
+        ("auto", False, "shrink", "300 s"),
+        ("auto", True, "wait", "3600 s"),
+        ("auto", True, "shrink", "what is left"),
+        (None, True, "shrink", "3600 s"),  # one machine has no node to lose
+    ],
+)
+def test_a_restart_obeys_the_key(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, is_restart: bool, on_lost_node: str, expected: str
+) -> None:
+    def place(*arguments: Any) -> None:
+        raise ConfigError(f"{arguments[-1]:.0f} s")
+
+    def place_left(*_: Any) -> None:
+        raise ConfigError("what is left")
+
+    monkeypatch.setattr(start, "connected_to_ray", lambda *_: nullcontext())
+    monkeypatch.setattr(start, "place_roles", place)
+    monkeypatch.setattr(start, "place_what_is_left", place_left)
+    config = config_of(train={"ray_address": address, "on_lost_node": on_lost_node})
+    with pytest.raises(ConfigError, match=f"^{expected}$"), start.start_cluster(config, "", Path(), is_restart):
+        pass
 
 
 def test_a_dead_node_that_counts_as_free_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

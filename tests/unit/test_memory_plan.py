@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dapo_core.engines import vllm_engine
 from dapo_core.errors import ConfigError, ModelError
 from dapo_core.memory.devices import DEVICES, GIB, Limit, find_device
-from dapo_core.memory.engine import engine_memory
+from dapo_core.memory.engine import STEP_TOKENS, engine_memory
 from dapo_core.memory.fitting import changed, smallest_change
-from dapo_core.memory.plan import PHASES, MemoryPlan, plan_memory
+from dapo_core.memory.plan import OTHERS, PHASES, MemoryPlan, plan_memory
 from dapo_core.memory.published import PUBLISHED, published_config, recipe_config
 from dapo_core.memory.rank import rank_memory
 from dapo_core.memory.shape import MODEL_TYPES, shape_of
@@ -146,6 +147,8 @@ def test_keys_and_values_of_an_engine_over_four_dies() -> None:
     assert abs(engine.weights - 2 * 32_762_123_264 / 4) < 0.002 * engine.weights  # norms are on each
     assert engine.cache == int(0.8 * 64 * GIB) - engine.fixed
     assert engine.num_sequences == engine.cache // engine.sequence_bytes == 24
+    assert engine.probe == 2_048 * 151_936 * 8  # of a prompt's part in a step, float32 twice
+    assert STEP_TOKENS == vllm_engine.PREFILL_TOKENS
     two_key_heads = shape_of({**PUBLISHED["Qwen2.5-0.5B"], "num_attention_heads": 16})
     assert two_key_heads.token_elements(4) == two_key_heads.token_elements(2)  # copied where heads are fewer
     fp8 = recipe("dapo_qwen3_32b_math", "rollout.engine_args={kv_cache_dtype: fp8}")
@@ -197,6 +200,20 @@ def test_on_shared_devices_what_one_side_gives_back_is_the_others() -> None:
     assert (load.num_devices, load.peak_bytes) == (64, sum(both))
     on_cuda = planned(recipe("dapo_qwen3_8b_one_gpu"), "Qwen3-8B", 79)
     assert not [one for one in on_cuda.uses if one.role == "engine" and one.host_bytes]
+
+
+def test_weights_travel_in_two_buckets_of_at_least_the_largest_tensor() -> None:
+    def sent(*overrides: str) -> set[int]:
+        plan = planned(recipe("dapo_qwen3_8b_math", *overrides), "Qwen3-8B")
+        return {
+            one.device_bytes for one in plan.uses if one.what in ("weights being sent", "weights being received")
+        }
+
+    assert sent() == {2 * 151_936 * 4_096 * 2}  # the embedding in bfloat16, 1.16 GiB, is more than 512 MiB
+    assert sent("train.weight_bucket_bytes=2147483648") == {2 * 2**31}
+    assert sent("train.weight_bucket_bytes=1099511627776") == {2 * 2 * 8_190_735_360}  # no more than there is
+    machine = planned(recipe("arith_cpu"), "Qwen3-0.6B")  # where ranks and engines read the same memory
+    assert [one.role for one in machine.uses if one.what.startswith("weights being")] == [OTHERS]
 
 
 def test_an_unknown_size_is_said_and_not_guessed() -> None:
@@ -271,7 +288,7 @@ def test_the_command_shows_the_plan_and_what_fits() -> None:
     shown = CliRunner().invoke(app, small)
     assert shown.exit_code == 2
     assert "does not fit: a rank's device" in shown.output
-    assert "what fits: --set train." in shown.output
+    assert "what fits: --set " in shown.output
     allowed = CliRunner().invoke(app, [*small, "--set", "train.allow_oversubscription=true", "--json"])
     assert allowed.exit_code == 0
     plan = json.loads(allowed.stdout)

@@ -166,8 +166,10 @@ def test_a_restart_begins_from_a_checkpoint_that_is_still_sound(
     model_path, folder = make_model_folder(tmp_path / "model"), tmp_path / "checkpoints"
     write(make_writer(folder, model_path), make_state(5), make_state(10))
     latest: list[str] = []
+    is_restart: list[object] = []
 
-    def start_cluster(*_: object) -> None:
+    def start_cluster(*arguments: object) -> None:
+        is_restart.append(arguments[-1])
         latest.append((folder / "latest").read_text().strip())
         if len(latest) == 2:
             raise ConfigError("Ray starts again")
@@ -181,3 +183,4 @@ def test_a_restart_begins_from_a_checkpoint_that_is_still_sound(
     with pytest.raises(ConfigError, match="Ray starts again"):
         training.train(config, tmp_path, model_path, tmp_path)
     assert latest == ["step_000010", "step_000005"]
+    assert is_restart == [False, True]

@@ -1,0 +1,175 @@
+"""Counts the bytes of a policy rank's phases at the true number of ranks, on fake tensors and in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PretrainedConfig
+
+from dapo_core.batch import Batch, RankShare
+from dapo_core.config.training import TrainingConfig
+from dapo_core.device import device_for
+from dapo_core.loss import LossTotals
+from dapo_core.policy import model as sharding
+from dapo_core.policy import rank as policy_rank
+from dapo_core.policy.packing import PackedRow
+from dapo_core.policy.sequence_parallel import sequence_group
+from dapo_core.pretrained import empty_causal_lm
+
+TOTAL = "Total"
+ROW_TENSORS = ("token_ids", "position_ids", "predictors", "targets")
+
+Parts = dict[str, int]  # bytes by the tracker's names of what they hold, and their sum as TOTAL
+
+
+def count(model_config: PretrainedConfig, config: TrainingConfig, folder: Path) -> dict[str, Parts]:
+    """What a rank holds at the peak of each phase, for two micro-batches of one longest sequence each.
+
+    Policy's own code runs: sharding, packing, TokenLogProbs, update; only the reading of weights, the writer of
+    checkpoints and the collectives are replaced. The second row meets the first one's gradients, the update Adam's
+    moments of an earlier one. The device is a CPU whose tensors have no memory, under train.dtype, so attention is
+    its kernel. `folder` gets a model folder without weights.
+    """
+    write_model_folder(model_config, folder)
+    with _fake_policy(folder, config) as policy:
+        longest = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+        warm, share = _share(2, 4 * config.train.sequence_parallel, 1), _share(*longest, 2)
+        # DTensor computes once how it shards, with tensors that the tracker would count.
+        policy.log_probs(warm)
+        policy.update(warm, LossTotals(1, 1), True)  # which leaves its gradients
+        scoring = _peaks(policy, lambda: policy.log_probs(share))[-1] if config.scores_before_updates else None
+        measures = scoring is None
+        update, optimizer = _peaks(policy, lambda: policy.update(share, LossTotals(1, 1), measures))
+    return {**({"old_log_probs": scoring} if scoring else {}), "update": update, "optimizer": optimizer}
+
+
+def write_model_folder(model_config: PretrainedConfig, folder: Path) -> None:
+    """Write a model folder whose weights are an empty file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model_config.save_pretrained(folder)
+    names = [name for name, _ in empty_causal_lm(folder, torch.bfloat16).named_parameters()]
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def rows(num_prompt_tokens: int, num_response_tokens: int, num_rows: int) -> RankShare:
+    """A rank's share of equal sequences, one to a micro-batch."""
+    length = num_prompt_tokens + num_response_tokens
+    values = torch.zeros(num_rows, num_response_tokens)
+    per_row = torch.zeros(num_rows)
+    batch = Batch(
+        token_ids=torch.arange(num_rows * length).view(num_rows, length) % 7,
+        prompt_lengths=torch.full((num_rows,), num_prompt_tokens),
+        response_lengths=torch.full((num_rows,), num_response_tokens),
+        response_mask=torch.ones_like(values, dtype=torch.bool),
+        group_ids=torch.zeros(num_rows, dtype=torch.int64),
+        rewards=per_row.double(),
+        is_scored=per_row.bool(),
+        rollout_log_probs=values,
+        is_stale=torch.zeros_like(values, dtype=torch.bool),
+        advantages=per_row,
+        old_log_probs=values,
+    )
+    return RankShare(batch, [np.array([number]) for number in range(num_rows)])
+
+
+class _RealShare(RankShare):
+    """A share whose rows stay real tensors: how long a packed row is, fake ones cannot say."""
+
+    def micro_batch(self, number: int) -> Batch:
+        with unset_fake_temporarily():
+            return super().micro_batch(number)
+
+
+def _share(num_prompt_tokens: int, num_response_tokens: int, num_rows: int) -> RankShare:
+    with unset_fake_temporarily():
+        share = rows(num_prompt_tokens, num_response_tokens, num_rows)
+    return _RealShare(share.batch, share.micro_batches)
+
+
+class _Numbers(TorchDispatchMode):
+    """1.0 where a program asks a fake tensor for its number."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _fake_policy(folder: Path, config: TrainingConfig) -> Iterator[policy_rank.Policy]:
+    """A rank's policy on fake tensors among train.num_ranks ranks whose collectives return at once."""
+    train = config.train
+    # A rank whose slice of a row is all response tokens; rank 0's begins with the prompt.
+    dist.init_process_group(
+        "fake", rank=train.sequence_parallel - 1, world_size=train.num_ranks, store=FakeStore()
+    )
+    try:
+        mesh, group = sharding._mesh(device_for("cpu"), train), sequence_group(train.sequence_parallel)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with ExitStack() as stack:
+            for module, name, replacement in (
+                (sharding, "_mesh", lambda *_: mesh),  # made of real tensors
+                (sharding, "_fill", lambda *_: None),
+                (policy_rank, "sequence_group", lambda *_: group),
+                (policy_rank, "Shards", lambda *_: None),  # starts a gloo group
+                (policy_rank, "pack", _with_fake_rows(policy_rank.pack, mode)),
+                (policy_rank, "probe_row", _with_fake_rows(policy_rank.probe_row, mode)),
+            ):
+                stack.enter_context(patch.object(module, name, replacement))
+            stack.enter_context(mode)
+            stack.enter_context(_Numbers())
+            yield policy_rank.Policy(folder, config)
+    finally:
+        dist.destroy_process_group()
+
+
+def _with_fake_rows(make: Callable[..., PackedRow], mode: FakeTensorMode) -> Callable[..., PackedRow]:
+    """`make` on real tensors, its row as fake ones."""
+
+    def make_fake(*arguments: Any) -> PackedRow:
+        with unset_fake_temporarily():
+            row = make(*arguments)
+        packing = row.packing
+        packing.places = mode.from_tensor(packing.places)
+        packing.blocks = [replace(block, tokens=mode.from_tensor(block.tokens)) for block in packing.blocks]
+        fakes: dict[str, Any] = {name: mode.from_tensor(getattr(row, name)) for name in ROW_TENSORS}
+        return replace(row, **fakes)
+
+    return make_fake
+
+
+def _peaks(policy: policy_rank.Policy, call: Callable[[], Any]) -> list[Parts]:
+    """What was held at the peak before an optimizer step, if `call` makes one, and at the peak of the rest."""
+    tracker, peaks = FSDPMemTracker(policy.model, policy.optimizer), []
+
+    def end_phase(*_: Any) -> None:
+        (parts,) = tracker.get_tracker_snapshot("peak").values()  # of one device
+        peaks.append({getattr(name, "value", name): num_bytes for name, num_bytes in parts.items()})
+        tracker._peak_mem.clear()
+
+    with tracker:
+        handles = [
+            policy.model.register_forward_pre_hook(lambda *_: tracker.reset_mod_stats(), prepend=True),
+            policy.optimizer.register_step_pre_hook(end_phase),
+        ]
+        call()
+        end_phase()
+    for handle in handles:
+        handle.remove()
+    return peaks

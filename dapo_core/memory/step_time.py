@@ -1,0 +1,264 @@
+"""How long a training step takes: its tokens, operations and bytes, against rates of the devices.
+
+An estimate before anything ran: which phase dominates, and whether a step takes minutes or hours. Metrics of a run
+correct it: lengths are then measured ones, and each phase gets the factor by which the run differed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, median
+from typing import TYPE_CHECKING
+
+from dapo_core.device import device_for
+from dapo_core.memory.engine import engine_memory
+from dapo_core.memory.plan import PHASES
+from dapo_core.memory.rates import DECODING_SHARE, NETWORK_SHARE, SYNC_BYTES, TRAINING_SHARE, Rates
+
+if TYPE_CHECKING:
+    from dapo_core.config.training import TrainingConfig
+    from dapo_core.memory.shape import ModelShape
+
+GENERATE, ANCHOR, UPDATE, PUBLISH = PHASES[:4]
+# Of the seed log of Qwen3-32B: mean response / limit, and the standard deviation of a log-normal with 3.9 % cut.
+MEAN_SHARE, LOG_SIGMA = 0.36, 0.69
+PROMPT_SHARE = 0.1  # of data.max_prompt_tokens
+KEPT_SHARE = 0.5  # of groups under dynamic sampling, those whose responses are neither all right nor all wrong
+NUM_QUANTILES = 512
+METRICS = {  # that a phase takes together
+    GENERATE: ("timing_s/gen",),
+    ANCHOR: ("timing_s/old_log_prob", "timing_s/ref"),
+    UPDATE: ("timing_s/update_actor",),
+    PUBLISH: ("timing_s/weight_sync",),
+}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long sequences are, in tokens, and how much of what engines generate is trained on."""
+
+    prompt: float  # mean
+    response: float  # mean
+    limit: int  # of a response
+    kept: float  # share of generated response tokens
+    source: str = "assumed"
+
+    def responses(self) -> list[float]:
+        """Lengths of typical responses: quantiles of a log-normal that the limit cuts, with this mean."""
+        normal = NormalDist()
+        shape = [
+            math.exp(LOG_SIGMA * normal.inv_cdf((number + 0.5) / NUM_QUANTILES)) for number in range(NUM_QUANTILES)
+        ]
+        low, high = 0.0, float(self.limit)
+        for _ in range(60):  # the cut mean grows with the median
+            middle = (low + high) / 2
+            is_short = fmean(min(middle * each, self.limit) for each in shape) < min(self.response, self.limit)
+            low, high = (middle, high) if is_short else (low, middle)
+        return [min(low * each, self.limit) for each in shape]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """An estimated step."""
+
+    seconds: Mapping[str, float]  # by phase
+    trained_tokens: float  # of prompts and responses
+    generated_tokens: float
+    forward_flops: float
+    update_flops: float  # with what checkpointing computes again
+    assumptions: tuple[str, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of ranks and engines; they differ on a CPU, by their threads."""
+
+    ranks: Rates
+    engines: Rates
+    device_bytes: int | None  # of an accelerator
+
+
+def assumed_lengths(config: TrainingConfig) -> Lengths:
+    """Lengths before anything is known."""
+    limit = config.rollout.max_response_tokens
+    kept = KEPT_SHARE if config.sampler.dynamic else 1.0
+    return Lengths(PROMPT_SHARE * config.data.max_prompt_tokens, MEAN_SHARE * limit, limit, kept)
+
+
+def step_time(
+    config: TrainingConfig,
+    shape: ModelShape,
+    machine: Machine,
+    lengths: Lengths,
+    factors: Mapping[str, float] | None = None,
+) -> StepTime:
+    """The estimate; `factors` multiply phases, as `calibrate` gives them."""
+    num_responses = config.train.train_prompts * config.rollout.group_size
+    responses = lengths.responses()
+    trained = num_responses * (lengths.prompt + lengths.response)
+    squares = num_responses * fmean((lengths.prompt + each) ** 2 for each in responses)
+    forward = forward_flops(shape, trained, squares, num_responses * lengths.response)
+    update = forward * (4 if config.train.gradient_checkpointing else 3)
+    num_passes = config.scores_before_updates + (config.algorithm.kl.place != "off")
+    anchor = num_passes * _pass_seconds(config, shape, machine.ranks, forward, trained, has_backward=False)
+    seconds = {
+        GENERATE: _generate_seconds(config, shape, machine, lengths),
+        ANCHOR: anchor,
+        UPDATE: _pass_seconds(config, shape, machine.ranks, update, trained, has_backward=True),
+        PUBLISH: shape.num_parameters * item_bytes(config.train.device, config.rollout.dtype) / SYNC_BYTES,
+    }
+    return StepTime(
+        {phase: value * (factors or {}).get(phase, 1.0) for phase, value in seconds.items()},
+        trained,
+        num_responses * lengths.response / lengths.kept,
+        forward,
+        update,
+        _assumptions(machine, lengths, factors),
+    )
+
+
+def calibrate(
+    config: TrainingConfig, shape: ModelShape, machine: Machine, steps: Sequence[Mapping[str, float]]
+) -> tuple[Lengths, dict[str, float]] | None:
+    """Lengths and factors of a run from lines of its metrics.jsonl, with the configuration that it ran with.
+
+    None if no step trained on anything. A phase's factor is the median over steps of measured / estimated seconds.
+    """
+    used = [step for step in steps if step.get("response_length/mean") and step.get("timing_s/update_actor")]
+    if not used:
+        return None
+    lengths = [_lengths_of(config, step) for step in used]
+    estimates = [step_time(config, shape, machine, each).seconds for each in lengths]
+    factors = {
+        phase: median(
+            sum(step.get(name, 0.0) for name in names) / estimate[phase]
+            for step, estimate in zip(used, estimates, strict=True)
+        )
+        for phase, names in METRICS.items()
+        if estimates[0][phase]
+    }
+    middle = {name: median(getattr(each, name) for each in lengths) for name in ("prompt", "response", "kept")}
+    return replace(lengths[0], **middle, source=f"medians of {len(used)} steps of the run"), factors
+
+
+def forward_flops(shape: ModelShape, tokens: float, squares: float, num_logits: float) -> float:
+    """Operations of a forward pass, as dapo_core.flops.training_flops counts them.
+
+    squares: the sum of squared sequence lengths; num_logits: positions whose logits are taken.
+    """
+    pairs = (squares + tokens) / 2 * len(shape.layers) * 2 * shape.heads * shape.head_dim
+    return 2 * (_visited(shape) * tokens + pairs + shape.vocabulary * shape.hidden * num_logits)
+
+
+def item_bytes(device: str, dtype: str) -> int:
+    """Bytes of a number in a configured precision."""
+    return 4 if (device_for(device).low_precision if dtype == "auto" else dtype) == "float32" else 2
+
+
+def _visited(shape: ModelShape) -> float:
+    """Weights of the layers that a token is multiplied with: of experts those that it is sent to."""
+    share = shape.experts_per_token / (shape.num_experts or 1)
+    matrices = [tensor for layer in shape.layers for tensor in layer if len(tensor) > 1]
+    return sum(math.prod(tensor) * (share if len(tensor) == 3 else 1) for tensor in matrices)
+
+
+def _pass_seconds(
+    config: TrainingConfig, shape: ModelShape, rates: Rates, flops: float, trained: float, has_backward: bool
+) -> float:
+    """Seconds of a pass over the step's tokens: its operations, or its messages where these take longer.
+
+    A forward pass gathers the weights once in each micro-batch; with a backward pass they are gathered twice, and
+    gradients are reduced in float32.
+    """
+    train = config.train
+    computing = flops / (train.num_ranks * rates.flops * TRAINING_SHARE)
+    num_shards = train.fsdp_size or train.num_ranks
+    if num_shards == 1:
+        return computing
+    row = train.micro_batch_tokens * train.sequence_parallel
+    num_micro = math.ceil(trained / train.num_data_ranks / row)
+    item = item_bytes(train.device, train.dtype)
+    sent = num_micro * shape.num_parameters * (2 * item + 4 if has_backward else item)
+    # What enters a node comes over the links of all its devices, then every device gets all of it inside.
+    speed = rates.inside if num_shards <= rates.node_devices else min(rates.inside, rates.node_network)
+    return max(computing, sent / (speed * NETWORK_SHARE))
+
+
+def _generate_seconds(config: TrainingConfig, shape: ModelShape, machine: Machine, lengths: Lengths) -> float:
+    """Seconds in which the engines decode a step's responses, those without signal included.
+
+    A decoding step reads the weights once and the keys and values of its sequences, and costs `layer_seconds` in
+    each layer. Prompts are read at the pace of training.
+    """
+    rollout, rates = config.rollout, machine.engines
+    engine = engine_memory(config, shape, machine.device_bytes)
+    drawn = config.train.train_prompts * rollout.group_size / lengths.kept / rollout.num_workers  # of an engine
+    responses = lengths.responses()
+    context = lengths.prompt + fmean(each**2 for each in responses) / (2 * lengths.response)  # of a decoded token
+    slots = float(rollout.max_num_seqs)
+    if engine.cache is not None:
+        slots = min(slots, max(engine.cache / (engine.token_bytes * context), 1.0))
+    num_steps = _decoding_steps(config, lengths, responses, drawn, slots)
+    reading = rates.memory * DECODING_SHARE
+    devices = rollout.num_devices / rollout.num_workers
+    weights = num_steps * engine.weights / reading
+    caches = drawn * lengths.response * context * engine.token_bytes / reading
+    tokens = drawn * (lengths.response + lengths.prompt / rollout.group_size)  # siblings share their prompt
+    computing = 2 * (_visited(shape) + shape.vocabulary * shape.hidden) * tokens
+    computing /= devices * rates.flops * TRAINING_SHARE
+    return max(weights + caches, computing) + num_steps * len(shape.layers) * rates.layer_seconds
+
+
+def _decoding_steps(
+    config: TrainingConfig, lengths: Lengths, responses: Sequence[float], drawn: float, slots: float
+) -> float:
+    """Decoding steps that a training step waits for, each of at most `slots` sequences.
+
+    Where groups go on into later steps, engines stay full, and a response to the limit spreads over
+    sampler.max_staleness steps. Otherwise the step lasts until the last response ends.
+    """
+    sampler, rollout = config.sampler, config.rollout
+    is_ahead = sampler.max_staleness > 0 and sampler.gen_prompts > config.train.train_prompts
+    if is_ahead and not config.run.deterministic:
+        slots = min(slots, sampler.gen_prompts * rollout.group_size / rollout.num_workers)
+        return max(drawn * lengths.response / slots, responses[-1] / sampler.max_staleness)
+    order = [responses[number * len(responses) // math.ceil(drawn)] for number in range(math.ceil(drawn))]
+    random.Random(0).shuffle(order)
+    ends = [0.0] * min(max(int(slots), 1), len(order))
+    for each in order:
+        heapq.heapreplace(ends, ends[0] + each)
+    return max(*ends, responses[-1])
+
+
+def _lengths_of(config: TrainingConfig, step: Mapping[str, float]) -> Lengths:
+    """What a line of metrics.jsonl says of lengths, and of what was generated for it."""
+    response, prompt = step["response_length/mean"], step.get("prompt_length/mean", 0.0)
+    trained = step["perf/total_num_tokens"] * response / (response + prompt)
+    kept = trained / max(step.get("perf/generated_tokens", trained), trained)
+    return Lengths(prompt, response, config.rollout.max_response_tokens, kept, "measured")
+
+
+def _assumptions(machine: Machine, lengths: Lengths, factors: Mapping[str, float] | None) -> tuple[str, ...]:
+    rates, engines = machine.ranks, machine.engines
+    lines = (
+        f"lengths ({lengths.source}): prompts {lengths.prompt:,.0f} tokens, responses {lengths.response:,.0f} "
+        f"of at most {lengths.limit:,}, {lengths.kept:.0%} of what is generated is trained on",
+        f"a device: {rates.flops / 1e12:,.3g} TFLOP/s, of which policy and prompts reach {TRAINING_SHARE:.0%}; "
+        f"{engines.memory / 1e12:.3g} TB/s of memory, of which decoding reaches {DECODING_SHARE:.0%}",
+        f"a layer of a decoding step costs {engines.layer_seconds * 1000:.2f} ms beside what it reads",
+        f"messages between ranks: {rates.inside / 1e9:.0f} GB/s a device within a node, {rates.network / 1e9:.0f} "
+        f"between nodes, of which {NETWORK_SHARE:.0%} are reached while it computes; weights into engines "
+        f"{SYNC_BYTES / 1e9:.0f} GB/s",
+    )
+    if not factors:
+        return lines
+    corrected = ", ".join(f"{phase} x {factor:.2f}" for phase, factor in factors.items())
+    return (*lines, f"calibrated by the run: {corrected}")

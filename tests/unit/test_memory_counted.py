@@ -1,0 +1,38 @@
+"""The memory plan of a rank against what its own code allocates, counted on fake tensors."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from dapo_core.config.training import TrainingConfig
+from dapo_core.memory.published import published_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module("memory_plan")
+
+
+@pytest.mark.parametrize(("model", "num_ranks", "sequence_parallel"), [("Qwen3-8B", 16, 2), ("Qwen2.5-7B", 4, 1)])
+def test_plan_is_what_the_code_allocates(
+    model: str, num_ranks: int, sequence_parallel: int, bench: ModuleType, tmp_path: Path
+) -> None:
+    published: dict[str, Any] = {**(published_config(model) or {}), "num_hidden_layers": 2}
+    train = {"num_ranks": num_ranks, "sequence_parallel": sequence_parallel, "dtype": "bfloat16"}
+    lengths = {"data": {"max_prompt_tokens": 512}, "rollout": {"max_response_tokens": 7680}}
+    config = TrainingConfig.model_validate(
+        {**lengths, "train": {**train, "micro_batch_tokens": 8192 // sequence_parallel}}
+    )
+    counts = bench.fake_policy.count(AutoConfig.for_model(**published), config, tmp_path)
+    counted = {phase: parts[bench.fake_policy.TOTAL] for phase, parts in counts.items()}
+    planned = bench.planned_bytes(config, published)
+    assert planned == pytest.approx(counted, rel=0.1)

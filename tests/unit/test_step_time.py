@@ -1,0 +1,152 @@
+"""The estimated seconds of a training step: the published log, operations, waves of sequences, calibration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dapo_core.config.training import TrainingConfig
+from dapo_core.flops import training_flops
+from dapo_core.memory.devices import DEVICES
+from dapo_core.memory.published import published_config
+from dapo_core.memory.rates import RATES, cpu_rates
+from dapo_core.memory.shape import ModelShape, shape_of
+from dapo_core.memory.step_time import (
+    ANCHOR,
+    GENERATE,
+    PUBLISH,
+    UPDATE,
+    Lengths,
+    Machine,
+    assumed_lengths,
+    calibrate,
+    forward_flops,
+    step_time,
+)
+
+A3 = Machine(RATES["Atlas 800T A3"], RATES["Atlas 800T A3"], DEVICES["Atlas 800T A3"].num_bytes)
+# The settings of the published log: Qwen3-32B on 64 dies, engines over four, all responses of a step at once.
+PUBLISHED: dict[str, Any] = {
+    "data": {"max_prompt_tokens": 2048},
+    "sampler": {"dynamic": False, "gen_prompts": 64, "max_staleness": 0},
+    "rollout": {
+        "num_workers": 16,
+        "tensor_parallel": 4,
+        "group_size": 16,
+        "max_response_tokens": 20480,
+        "memory_utilization": 0.7,
+    },
+    "train": {
+        "device": "npu",
+        "num_ranks": 64,
+        "sequence_parallel": 4,
+        "train_prompts": 64,
+        "mini_prompts": 32,
+        "micro_batch_tokens": 5632,
+    },
+}
+SECONDS = {GENERATE: 1315.25 - 8.66, ANCHOR: 116.21, UPDATE: 303.92}  # 8.66 of generation are weights
+STEP_SECONDS = 1738.03
+
+
+def shape(name: str) -> ModelShape:
+    published = published_config(name)
+    assert published is not None
+    return shape_of(published)
+
+
+def test_published_log_is_reproduced_from_its_settings() -> None:
+    config = TrainingConfig.model_validate(PUBLISHED)
+    for lengths in (assumed_lengths(config), Lengths(152.89, 7385.14, 20480, 1.0)):
+        found = step_time(config, shape("Qwen3-32B"), A3, lengths)
+        assert found.step_seconds == pytest.approx(STEP_SECONDS, rel=0.25)
+        for phase, seconds in SECONDS.items():
+            assert found.seconds[phase] == pytest.approx(seconds, rel=0.25), phase
+    assert found.trained_tokens == pytest.approx(7_718_944, rel=1e-5)
+    assert "364 TFLOP/s, of which policy and prompts reach 28%" in found.assumptions[1]
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B"])
+def test_forward_is_a_third_of_the_operations_of_training(name: str) -> None:
+    config = {"mlp_only_layers": [], **(published_config(name) or {})}
+    lengths = np.array([100.0, 2000.0])
+    tokens, squares = float(lengths.sum()), float((lengths**2).sum())
+    whole = training_flops(SimpleNamespace(**config), lengths, 1500)  # type: ignore[arg-type]
+    assert 3 * forward_flops(shape(name), tokens, squares, 1500) == pytest.approx(whole)
+
+
+def test_quantiles_of_responses_have_their_mean_and_the_published_cut() -> None:
+    responses = Lengths(153, 7385, 20480, 1.0).responses()
+    assert np.mean(responses) == pytest.approx(7385, rel=1e-3)
+    assert np.mean(np.array(responses) == 20480) == pytest.approx(0.039, abs=0.003)
+
+
+def test_few_slots_decode_in_waves_and_groups_that_go_on_fill_them() -> None:
+    settings = {**PUBLISHED, "rollout": {**PUBLISHED["rollout"], "max_num_seqs": 8}}
+    narrow = TrainingConfig.model_validate(settings)
+    wide = TrainingConfig.model_validate(PUBLISHED)
+    lengths = assumed_lengths(wide)
+    wave, whole = (step_time(each, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE] for each in (narrow, wide))
+    assert (
+        2.5 < wave / whole < 4
+    )  # 64 sequences, 0.36 of the longest in the mean, in 8 slots: 2.9 times the steps, and their ends
+    ahead = TrainingConfig.model_validate({**settings, "sampler": {"dynamic": False, "gen_prompts": 192}})
+    assert step_time(ahead, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE] < 0.95 * wave
+    wide_ahead = TrainingConfig.model_validate({**PUBLISHED, "sampler": {"dynamic": False, "gen_prompts": 192}})
+    half = step_time(wide_ahead, shape("Qwen3-32B"), A3, lengths).seconds[GENERATE]
+    assert 0.4 * whole < half < 0.6 * whole  # a response to the limit spreads over two steps
+
+
+def test_small_micro_batches_wait_for_messages() -> None:
+    train = {**PUBLISHED["train"], "sequence_parallel": 1, "micro_batch_tokens": 22528}
+    long = TrainingConfig.model_validate({**PUBLISHED, "train": train})
+    short = TrainingConfig.model_validate({**PUBLISHED, "train": {**train, "micro_batch_tokens": 282}})
+    lengths = assumed_lengths(long)
+    seconds = [step_time(each, shape("Qwen3-32B"), A3, lengths).seconds[UPDATE] for each in (long, short)]
+    assert seconds[0] == pytest.approx(361, rel=0.05)  # 2.35e18 operations on 64 x 364e12 x 0.28
+    # 7,759,462 tokens / 64 / 282: 430 micro-batches; each gathers 65.5 GB twice and reduces 131 at 0.7 x 196 GB/s
+    assert seconds[1] == pytest.approx(430 * 262.1e9 / (0.7 * 196e9), rel=0.01)
+
+
+def test_run_calibrates_lengths_and_phases() -> None:
+    config = TrainingConfig.model_validate(
+        {
+            "algorithm": {"kl": {"place": "loss"}},
+            "rollout": {"max_response_tokens": 64},
+            "train": {"mini_prompts": 32},
+        }
+    )
+    machine, small = Machine(cpu_rates(1), cpu_rates(2), None), replace(shape("Qwen3-0.6B"), is_tied=True)
+    truth = Lengths(30.0, 20.0, 64, 0.8)
+    one = step_time(config, small, machine, truth)
+    number = config.train.train_prompts * config.rollout.group_size
+    line = {
+        "response_length/mean": 20.0,
+        "prompt_length/mean": 30.0,
+        "perf/total_num_tokens": number * 50.0,
+        "perf/generated_tokens": number * 20 / 0.8,
+        "timing_s/gen": 2 * one.seconds[GENERATE],
+        "timing_s/old_log_prob": 2 * one.seconds[ANCHOR],
+        "timing_s/ref": one.seconds[ANCHOR],
+        "timing_s/update_actor": 0.5 * one.seconds[UPDATE],
+        "timing_s/weight_sync": one.seconds[PUBLISH],
+    }
+    skipped = {"training/global_step": 2.0}
+    found = calibrate(config, small, machine, [line, skipped, line])
+    assert found is not None
+    lengths, factors = found
+    assert (lengths.prompt, lengths.response, lengths.kept) == pytest.approx((30, 20, 0.8))
+    assert factors == pytest.approx({GENERATE: 2, ANCHOR: 3, UPDATE: 0.5, PUBLISH: 1})
+    again = step_time(config, small, machine, lengths, factors)
+    assert again.seconds[GENERATE] == pytest.approx(line["timing_s/gen"])
+    assert "medians of 2 steps" in again.assumptions[0]
+    assert "generate x 2.00" in again.assumptions[-1]
+    assert calibrate(config, small, machine, [skipped]) is None
+
+
+def test_every_device_of_the_table_has_rates() -> None:
+    assert set(RATES) == set(DEVICES)

@@ -1,0 +1,83 @@
+"""The order in which copies, computation and the process wait for each other, with a recorded accelerator."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dapo_core.device import device_for
+from dapo_core.policy.transfers import Transfers
+
+HOST = torch.device("cpu")
+
+
+class _Stream:
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.calls.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self) -> None:
+        self.calls.append(f"the process waits for {self.name}")
+
+
+class _Accelerator:
+    """Stands for torch.cuda or torch.npu, and for the Device that has it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.current = _Stream("computation", self.calls)
+
+    def module(self) -> _Accelerator:
+        return self
+
+    def Stream(self) -> _Stream:  # noqa: N802 - torch's name
+        return _Stream("copies", self.calls)
+
+    def current_stream(self) -> _Stream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def empty_cache(self) -> None:
+        self.calls.append("free memory is given back")
+
+
+def test_copies_run_beside_the_computation_and_are_waited_for() -> None:
+    accelerator: Any = _Accelerator()
+    transfers = Transfers(accelerator)
+    source = torch.ones(3)
+    with transfers.queued():
+        assert accelerator.current.name == "copies"
+        copy = transfers.moved(source, torch.device("meta"))
+    assert copy.is_meta
+    assert accelerator.current.name == "computation"
+    assert accelerator.calls == ["copies waits for computation"]
+    transfers.join()
+    assert accelerator.calls.pop() == "computation waits for copies"
+    alive = weakref.ref(source)
+    del source
+    assert alive() is not None  # a copy may still read it
+    transfers.finish()
+    assert alive() is None
+    assert accelerator.calls[1:] == ["the process waits for copies"]
+    transfers.give_back()
+    assert accelerator.calls[2:] == ["the process waits for copies", "free memory is given back"]
+
+
+def test_on_a_cpu_nothing_is_copied_or_kept() -> None:
+    transfers = Transfers(device_for("cpu"))
+    source = torch.ones(3)
+    with transfers.queued():
+        assert transfers.moved(source, HOST) is source
+    transfers.join()
+    transfers.finish()
