@@ -105,7 +105,7 @@ def start_cluster(
                 actors.get(starting)
                 policy.offload(OF_RANKS)
             for parts in engines:
-                place = _meeting_point(folder, parts[0], actors) if len(parts) > 1 else ""
+                place = _meeting_point(folder, parts[-1], actors) if len(parts) > 1 else ""
                 starting += _start_parts(parts, place, str(model_path), config)
             actors.get(starting)
             actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
@@ -287,7 +287,7 @@ def _load_engine(
 ) -> Engine:
     device = _own_device(config, config.rollout.threads_per_worker)
     settings = engine_settings(config, device)
-    if settings.tensor_parallel > 1:
+    if settings.num_parts > 1:
         from dapo_core.engines.tensor_parallel import TensorParallelEngine
 
         return TensorParallelEngine(model_path, settings, config.run.seed, part, tell)
@@ -310,6 +310,8 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         threads=config.rollout.threads_per_worker,
         trust_remote_code=config.model.trust_remote_code,
         tensor_parallel=config.rollout.tensor_parallel,
+        pipeline_parallel=config.rollout.pipeline_parallel,
+        expert_parallel=config.rollout.expert_parallel,
         engine_args=config.rollout.engine_args,
         sleep_level=device.sleep_level if config.train.is_colocated else None,
     )

@@ -173,8 +173,8 @@ def test_what_waits_in_host_memory_is_not_on_the_device() -> None:
         assert shards[phase, "weights"] == shards[phase, "gradients"] == (0, pinned)
     optimizer = parts("train.offload_optimizer=true", "train.offload_parameters=true")
     assert optimizer["update", "optimizer"] == plain["update", "optimizer"]
-    assert optimizer["anchor", "optimizer"] == (0, 2 * shard)
-    assert optimizer["generate", "weights"] == (0, shard)
+    assert optimizer["anchor", "optimizer"] == (0, 2 * pinned)
+    assert optimizer["generate", "weights"] == (0, pinned)
     assert optimizer["anchor", "weights"] == (shard, 0)
     inputs = parts("train.offload_activations=true")["update", "activations"]
     tokens = 10_240  # 36 inputs of 8,192 bytes a token leave, two stay
@@ -188,7 +188,7 @@ def test_on_shared_devices_what_one_side_gives_back_is_the_others() -> None:
     cells = {(one.phase, one.role, one.what): (one.device_bytes, one.host_bytes) for one in plan.uses}
     engine, rank = engine_memory(config, shape, plan.limit.num_bytes), rank_memory(config, shape)
     assert cells["generate", "engine", "weights"] == (engine.weights, 0)
-    assert cells["generate", "rank", "weights"] == (0, rank.weights)
+    assert cells["generate", "rank", "weights"] == (0, rank.pinned)
     assert ("generate", "rank", "gradients") not in cells  # dropped
     assert cells["update", "rank", "optimizer"] == (rank.optimizer, 0)
     assert cells["update", "engine", "weights"] == (0, engine.weights)
@@ -274,9 +274,10 @@ def test_a_model_that_is_not_known_is_named(tmp_path: Path) -> None:
         shape_of({"model_type": "mamba"})
     with pytest.raises(ModelError, match="has no 'hidden_size'"):
         shape_of({"model_type": "llama"})
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="is not JSON"):
-        plan_of(recipe("dapo_qwen3_32b_math", f"model.path={tmp_path}"))
+    for text, said in (("{", "is not JSON"), ("[]", "holds no names and values")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=said):
+            plan_of(recipe("dapo_qwen3_32b_math", f"model.path={tmp_path}"))
 
 
 def test_the_command_shows_the_plan_and_what_fits() -> None:
