@@ -118,7 +118,7 @@ def _start_cluster(config: TrainingConfig, model_path: Path, *_: object) -> Iter
             watched.add("rollout worker", [worker])
             hidden_size = load_model_config(model_path).get_text_config().hidden_size
             weights = WeightTransfer([policy], [[worker]], watched)
-            weights.connect([0], str)
+            weights.connect([True], str)
             yield Cluster(
                 PolicyGroup([policy], config, watched, hidden_size),
                 RolloutGroup([worker], config.sampler.max_seconds_without_kept, watched),

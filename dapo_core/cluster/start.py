@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from dapo_core.checkpoint.shards import seed_generators
 from dapo_core.cluster.actors import Actors
 from dapo_core.cluster.connection import connected_to_ray
-from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, Place, Places, place_roles
+from dapo_core.cluster.placement import LOST_NODE_SECONDS, PLACEMENT_SECONDS, Places, place_roles
 from dapo_core.cluster.policy_group import PolicyGroup
 from dapo_core.cluster.rollout_group import RolloutGroup
 from dapo_core.cluster.shared_files import require_shared
@@ -110,7 +110,8 @@ def start_cluster(
             actors.get(starting)
             actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
             weights = WeightTransfer(ranks, engines, actors)
-            weights.connect(_senders(places, device), partial(_meeting_point, folder, ranks[0], actors))
+            meeting_point = partial(_meeting_point, folder, ranks[0], actors)
+            weights.connect(_reads_memory(places, device), meeting_point, on_device=device.kind != "cpu")
             counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
             logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
             rollouts = RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors)
@@ -131,16 +132,13 @@ def _start_parts(parts: Sequence[Any], place: str, model_path: str, config: Trai
     ]
 
 
-def _senders(places: Places, device: Device) -> list[int | None]:
-    """Of each part of each engine, the rank whose memory it can read: on a CPU of its node, or on its device."""
-
-    def where(place: Place) -> Any:
-        return place.node if device.kind == "cpu" else (place.group.id, place.bundle)
-
-    ranks: dict[Any, int] = {}
-    for number, place in enumerate(places.ranks):
-        ranks.setdefault(where(place), number)
-    return [ranks.get(where(place)) for parts in places.engines for place in parts]
+def _reads_memory(places: Places, device: Device) -> list[bool]:
+    """Whether each part of each engine can read the memory of rank 0: on a CPU of its node, or on its device."""
+    home = places.ranks[0]
+    parts = [place for parts in places.engines for place in parts]
+    if device.kind == "cpu":
+        return [place.node == home.node for place in parts]
+    return [(place.group, place.bundle) == (home.group, home.bundle) for place in parts]
 
 
 def _watched(ranks: Sequence[Any], engines: Sequence[list[Any]]) -> Actors:

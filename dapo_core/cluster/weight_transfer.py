@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +11,10 @@ from dapo_core.weight_transfer.proof import Loaded, merge_checksums, require_arr
 
 
 class WeightTransfer:
-    """The ways of the weights from the policy's ranks to every process of every engine.
+    """The way of the weights from rank 0 of the policy to every process of every engine.
 
-    A process reads the memory of a rank on its node (CPU) or on its device (IPC handles); others get broadcasts
-    from rank 0.
+    On a CPU those on rank 0's node read its memory, on accelerators the one that shares rank 0's device does, by
+    handles: no group of NCCL or HCCL may have a device twice. The others get broadcasts.
     """
 
     def __init__(self, ranks: Sequence[Any], engines: Sequence[Sequence[Any]], actors: Actors) -> None:
@@ -31,22 +30,21 @@ class WeightTransfer:
         self.actors = actors
         self.plan = actors.get(ranks[0].weight_plan.remote())
 
-    def connect(self, senders: Sequence[int | None], meeting_point: Callable[[], str]) -> None:
-        """Open the ways. `senders`: of each process of the engines, the rank whose memory it reads, if any.
+    def connect(self, is_local: Sequence[bool], meeting_point: Callable[[], str], on_device: bool = False) -> None:
+        """Open the ways. `is_local`: of each process of the engines, whether it can read rank 0's memory.
 
+        `on_device`: that of a device, else the node's.
         `meeting_point` gives an address at which the others meet rank 0.
         """
-        counts = {0: 0} | Counter(sender for sender in senders if sender is not None)
-        addresses = self.actors.get([rank.open_outbox.remote(counts) for rank in self.ranks])
-        size = 1 + senders.count(None)
+        memory = self.actors.get(self.ranks[0].open_outbox.remote(sum(is_local), on_device))
+        size = 1 + is_local.count(False)
         address = meeting_point() if size > 1 else ""
-        links = []
-        for number, sender in enumerate(senders):
-            before = senders[:number].count(sender)
-            if sender is None:
-                links.append(Link(False, address, 1 + before, size))
-            else:
-                links.append(Link(True, addresses[sender], before, counts[sender]))
+        links = [
+            Link(True, memory, sum(is_local[:number]), sum(is_local), on_device)
+            if local
+            else Link(False, address, 1 + is_local[:number].count(False), size)
+            for number, local in enumerate(is_local)
+        ]
         calls = [part.connect.remote(link, self.plan) for part, link in zip(self.parts, links, strict=True)]
         if size > 1:
             calls.append(self.ranks[0].join_receivers.remote(address, size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
@@ -87,7 +87,7 @@ class Policy:
         self.weights = WeightSource(
             self._causal_lm(), pieces, dtype, self.train.weight_bucket_bytes, self.device.torch_device()
         )
-        self.outbox: Outbox | None = None  # of rank 0, and of others whose node or device has engines
+        self.outbox: Outbox | None = None  # of rank 0
         self.reference = None if self.algorithm.kl.place == "off" else self._load(model_path, is_trainable=False)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -182,17 +182,9 @@ class Policy:
         """Which tensors the engines get, and in which buckets; the same on all ranks."""
         return self.weights.plan
 
-    def open_outbox(self, num_readers: Mapping[int, int]) -> str:
-        """Let weights leave the ranks named, which as many processes on their nodes or devices read. Collective.
-
-        Returns where they read this rank's, if it is named; rank 0 must be.
-        """
-        rank, carriers = torch.distributed.get_rank(), sorted(num_readers)
-        self.weights.carriers = torch.distributed.new_group(carriers) if len(carriers) > 1 else None
-        self.outbox = None
-        if rank not in num_readers:
-            return ""
-        self.outbox = Outbox(self.weights.plan, self.device.torch_device(), num_readers[rank])
+    def open_outbox(self, num_local: int, on_device: bool) -> str:
+        """Let weights leave this rank; returns where `num_local` processes of its node or device can read them."""
+        self.outbox = Outbox(self.weights.plan, self.device, num_local, on_device)
         return self.outbox.address
 
     def join_receivers(self, address: str, size: int) -> None:
@@ -201,7 +193,7 @@ class Policy:
         self.outbox.join(address, size, self.device.backend)
 
     def send_weights(self) -> dict[str, dict[int, int]]:
-        """Send all weights; returns the checksums of this rank's rows. Collective.
+        """Send all weights through rank 0; returns the checksums of this rank's rows. Collective.
 
         Returns once every process of every engine has taken every bucket.
         """

@@ -32,8 +32,8 @@ class _Part:
 class WeightSource:
     """The model's parameters by their names in the files, in the engines' dtype.
 
-    Others copy their rows straight into rank 0's slot, so that a rank holds no more than its own part of a bucket
-    beside its shards. Ranks with an outbox of their own get the whole bucket from rank 0.
+    Rank 0 sends. Others copy their rows straight into its slot, so that a rank holds no more than its own part of
+    a bucket beside its shards.
     """
 
     def __init__(
@@ -46,24 +46,19 @@ class WeightSource:
     ) -> None:
         """`device`: of the slots, where the shards are, too, unless they wait in host memory."""
         self._device = device
-        self.carriers: torch.distributed.ProcessGroup | None = None  # ranks with an outbox, if there are several
         self._causal_lm = causal_lm
         self._pieces = {piece.file_name: (name, piece) for name, own in pieces.items() for piece in own}
         self.plan: WeightPlan = plan_buckets(self._tensors(dict(causal_lm.named_parameters())), dtype, max_bytes)
 
     def send(self, outbox: Outbox | None) -> dict[str, dict[int, int]]:
-        """Send all buckets through the outboxes; returns the checksums of this rank's rows. Collective."""
-        is_first = torch.distributed.get_rank() == 0
+        """Send all buckets through rank 0's outbox; returns the checksums of this rank's rows. Collective."""
         parameters: dict[str, Any] = dict(self._causal_lm.named_parameters())
         sent: dict[str, dict[int, int]] = {}
         for bucket in self.plan.buckets:
             slot = None if outbox is None else outbox.slot()
-            sent |= self._gather(bucket, parameters, slot if is_first else None)
-            if outbox is None or slot is None:
-                continue
-            if self.carriers is not None:
-                torch.distributed.broadcast(slot[: bucket_numel(bucket)], 0, self.carriers)
-            outbox.send(bucket_numel(bucket))
+            sent |= self._gather(bucket, parameters, slot)
+            if outbox is not None:
+                outbox.send(bucket_numel(bucket))
         if outbox is not None:
             outbox.finish()
         return sent

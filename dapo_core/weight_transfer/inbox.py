@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
-from dapo_core.weight_transfer.links import Link, SharedMemory, finish_device_work, join_group, wait_until
+from dapo_core.weight_transfer.links import (
+    HANDLE_BYTES,
+    Link,
+    SharedMemory,
+    join_group,
+    open_handle,
+    wait_until,
+)
 from dapo_core.weight_transfer.plan import NUM_SLOTS, WeightPlan, bucket_numel
 from dapo_core.weight_transfer.proof import Checksums, checksums
 
@@ -27,8 +33,10 @@ class Inbox(ABC):
 
 def open_inbox(link: Link, plan: WeightPlan, device: Device) -> Inbox:
     """The inbox at the end of the link; collective over all processes that meet at its address."""
+    if link.is_shared and link.on_device:
+        return _HandleInbox(link, device)
     if link.is_shared:
-        return _SharedInbox(link, plan, device.torch_device())
+        return _SharedInbox(link, plan)
     return _CollectiveInbox(link, device)
 
 
@@ -58,23 +66,35 @@ class Delivery:
 
 
 class _SharedInbox(Inbox):
-    """Reads the slots of a sender, in memory of the same node or, by IPC handles, of the same device."""
+    """Reads the slots of a sender on the same machine."""
 
-    def __init__(self, link: Link, plan: WeightPlan, device: torch.device) -> None:
+    def __init__(self, link: Link, plan: WeightPlan) -> None:
         self._number = 0  # buckets taken, over all syncs
         self._reader = link.number
-        self._device = device
-        slot_numel = plan.slot_numel if device.type == "cpu" else 0
-        self._memory = SharedMemory.open(link.address, link.size, slot_numel, plan.dtype, NUM_SLOTS)
+        self._memory = SharedMemory.open(link.address, link.size, plan.slot_numel, plan.dtype, NUM_SLOTS)
 
     def buckets(self, plan: WeightPlan) -> Iterator[torch.Tensor]:
-        slots = self._memory.slots
         for bucket in plan.buckets:
             wait_until(lambda: self._memory.num_sent() > self._number, "a bucket of weights from a policy rank")
-            if not slots:
-                slots = [rebuild(*arguments) for rebuild, arguments in pickle.loads(self._memory.read_note())]
-            yield slots[self._number % NUM_SLOTS][: bucket_numel(bucket)]
-            finish_device_work(self._device)
+            yield self._memory.slots[self._number % NUM_SLOTS][: bucket_numel(bucket)]
+            self._number += 1
+            self._memory.take(self._reader, self._number)
+
+
+class _HandleInbox(Inbox):
+    """Reads the slots of a sender on the same device."""
+
+    def __init__(self, link: Link, device: Device) -> None:
+        self._device = device
+        self._number = 0  # buckets taken, over all syncs
+        self._reader = link.number
+        self._memory = SharedMemory.open(link.address, link.size, HANDLE_BYTES, torch.uint8, NUM_SLOTS)
+
+    def buckets(self, plan: WeightPlan) -> Iterator[torch.Tensor]:
+        for bucket in plan.buckets:
+            wait_until(lambda: self._memory.num_sent() > self._number, "a bucket of weights from a policy rank")
+            yield open_handle(self._memory.slots[self._number % NUM_SLOTS])[: bucket_numel(bucket)]
+            self._device.synchronize()  # the loader has read it
             self._number += 1
             self._memory.take(self._reader, self._number)
 

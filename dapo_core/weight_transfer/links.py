@@ -8,26 +8,29 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+import torch.multiprocessing  # teaches ForkingPickler to send tensors
 
 from dapo_core.errors import RolloutError
 
 STALL_SECONDS = 1800.0  # as torch's collectives; a dead process is noticed earlier, by the trainer
 POLL_SECONDS = 0.0005
 COUNTER_BYTES = 8
-NOTE_BYTES = 16_384  # of the handles of two slots
+HANDLE_BYTES = 4096  # room for the handle of a tensor
 
 
 @dataclass(frozen=True)
 class Link:
     """Where a process of an engine receives weights."""
 
-    is_shared: bool  # in memory that a rank shares; else by broadcasts
+    is_shared: bool  # in shared memory; else by broadcasts
     address: str  # of the memory, or where the group meets
     number: int  # of this process: among the readers of the memory, or in the group, where the sender is 0
     size: int  # readers, or processes in the group
+    on_device: bool = False  # the shared memory has handles of tensors on a device that both processes are on
 
 
 class SharedMemory:
@@ -40,8 +43,7 @@ class SharedMemory:
     def __init__(self, file: int, num_readers: int, slot_numel: int, dtype: torch.dtype, num_slots: int) -> None:
         slot_bytes = slot_numel * dtype.itemsize
         page = mmap.ALLOCATIONGRANULARITY
-        counter_bytes = COUNTER_BYTES * (2 + num_readers)
-        self._header_bytes = -(-(counter_bytes + NOTE_BYTES) // page) * page
+        self._header_bytes = -(-COUNTER_BYTES * (1 + num_readers) // page) * page
         self._stride = -(-slot_bytes // page) * page
         size = self._header_bytes + num_slots * self._stride
         if os.fstat(file).st_size == 0:
@@ -49,7 +51,6 @@ class SharedMemory:
         self._file = file
         self._map = mmap.mmap(file, size)
         self._counters = torch.frombuffer(self._map, dtype=torch.int64, count=1 + num_readers)
-        self._note = slice(counter_bytes, counter_bytes + NOTE_BYTES)
         self.slots = [
             torch.frombuffer(
                 self._map, dtype=dtype, count=slot_numel, offset=self._header_bytes + number * self._stride
@@ -100,19 +101,22 @@ class SharedMemory:
         readers = self._counters[1:]
         return int(readers.min()) if len(readers) else self.num_sent()
 
-    def write_note(self, note: bytes) -> None:
-        """Leave bytes for the readers, before the first bucket of a sync."""
-        assert len(note) <= NOTE_BYTES
-        self._map[self._note] = note.ljust(NOTE_BYTES, b"\0")
-
-    def read_note(self) -> bytes:
-        """The bytes that the sender left, and zeros."""
-        return self._map[self._note]
-
     def free_slots(self) -> None:
         """Give the slots' pages back to the system; they are zero when used again."""
         if self.slots:
             self._map.madvise(mmap.MADV_REMOVE, self._header_bytes, len(self._map) - self._header_bytes)
+
+
+def write_handle(tensor: torch.Tensor, room: torch.Tensor) -> None:
+    """Write what another process of the machine needs to open the tensor, once: CUDA's or the NPU's IPC handle."""
+    handle = bytearray(ForkingPickler.dumps(tensor))
+    assert len(handle) < HANDLE_BYTES, f"a handle of {len(handle)} bytes has no room"
+    room[: len(handle)] = torch.frombuffer(handle, dtype=torch.uint8)
+
+
+def open_handle(room: torch.Tensor) -> torch.Tensor:
+    """The tensor of another process whose handle is in the room, on the same memory."""
+    return ForkingPickler.loads(bytes(room.tolist()))
 
 
 def wait_until(is_true: Callable[[], bool], what: str) -> None:
@@ -126,12 +130,6 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
             )
         time.sleep(POLL_SECONDS)
     time.sleep(0)
-
-
-def finish_device_work(device: torch.device) -> None:
-    """Wait for what the process has queued on its device, before another one reads or overwrites it."""
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
 
 
 def join_group(address: str, rank: int, size: int, backend: str) -> Any:

@@ -10,9 +10,6 @@ import pytest
 import torch
 
 from dapo_core.batch import build_batch
-from dapo_core.cluster.placement import Place, Places
-from dapo_core.cluster.start import _senders
-from dapo_core.device import device_for
 from dapo_core.errors import RolloutError
 from dapo_core.weight_sync import probe_difference, probe_log_probs
 from dapo_core.weight_transfer import links
@@ -114,10 +111,8 @@ def test_shared_memory_is_counted_and_given_back() -> None:
     memory = SharedMemory.create(2, 1000, torch.float32, 2)
     reader = SharedMemory.open(memory.address, 2, 1000, torch.float32, 2)
     memory.slots[1][:] = 3.0
-    memory.write_note(b"handles")
     memory.publish(1)
     assert reader.num_sent() == 1
-    assert reader.read_note().rstrip(b"\0") == b"handles"
     assert reader.slots[1].eq(3.0).all()
     reader.take(0, 1)
     assert memory.num_taken() == 0  # the second reader has not
@@ -130,19 +125,6 @@ def test_shared_memory_is_counted_and_given_back() -> None:
     assert reader.num_sent() == 1
     with pytest.raises(RolloutError, match="cannot open the shared memory of a policy rank on its node"):
         SharedMemory.open("/proc/self/fd/9999", 2, 1000, torch.float32, 2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "senders"),
-    [("cpu", [0, 0, 2, None]), ("npu", [0, 1, None, None])],  # the third part's device has no rank, its node has
-)
-def test_an_engine_reads_from_a_rank_on_its_node_or_device(kind: str, senders: list[int | None]) -> None:
-    def place(node: str, bundle: int) -> Any:
-        return Place(SimpleNamespace(id="group"), bundle, node, {})
-
-    ranks = [place("first", 0), place("first", 1), place("second", 2)]
-    engines = [[place("first", 0), place("first", 1)], [place("second", 3)], [place("third", 4)]]
-    assert _senders(Places(ranks, engines), device_for(kind)) == senders
 
 
 def test_a_wait_for_weights_ends(monkeypatch: pytest.MonkeyPatch) -> None:
