@@ -113,7 +113,7 @@ def _connected(megabytes: int, bucket_megabytes: int) -> Iterator[tuple[WeightSo
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
         source = _source(megabytes, bucket_megabytes * 2**20)
-        plan, device = source.plan, torch.device("cpu")
+        plan, device = source.plan, device_for("cpu")
         shared, broadcast = Outbox(plan, device, 1), Outbox(plan, device, 0)
         links = {"shared": Link(True, shared.address, 0, 1), "gloo": Link(False, f"file://{folder}/engine", 1, 2)}
         context = multiprocessing.get_context("spawn")
