@@ -202,6 +202,15 @@ def test_on_shared_devices_what_one_side_gives_back_is_the_others() -> None:
     assert not [one for one in on_cuda.uses if one.role == "engine" and one.host_bytes]
 
 
+def test_a_stage_of_a_pipeline_holds_its_layers_and_one_of_the_large_matrices() -> None:
+    shape = shape_of(PUBLISHED["Qwen3-32B"])
+    staged = recipe("dapo_qwen3_32b_math", "rollout.pipeline_parallel=2", "rollout.num_workers=8")
+    engine = engine_memory(staged, shape, 64 * GIB)
+    assert engine.token_bytes == 32_768  # of 32 of the 64 layers
+    layers, matrix = 32 * shape.largest_layer, 151_936 * 5_120
+    assert engine.weights == 2 * (layers // 4 + matrix // 4 + 5_120)
+
+
 def test_weights_travel_in_two_buckets_of_at_least_the_largest_tensor() -> None:
     def sent(*overrides: str) -> set[int]:
         plan = planned(recipe("dapo_qwen3_8b_math", *overrides), "Qwen3-8B")
