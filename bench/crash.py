@@ -53,7 +53,16 @@ TITLES = {"rank": "ray::_PolicyRank", "worker": "ray::_RolloutRank"}
 DEADLINE_SECONDS = 300.0
 POLL_SECONDS = 0.02
 # These depend on the machine.
-MEASURED = ("wall_time", "timing_", "perf/time_per_step", "perf/throughput", "perf/mfu", "perf/max_", "perf/cpu_")
+MEASURED = (
+    "wall_time",
+    "timing_",
+    "perf/time_per_step",
+    "perf/throughput",
+    "perf/mfu",
+    "perf/max_",
+    "perf/cpu_",
+    "perf/device_memory",
+)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def _connected(megabytes: int, bucket_megabytes: int) -> Iterator[tuple[WeightSo
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
         source = _source(megabytes, bucket_megabytes * 2**20)
-        plan, device = source.plan, torch.device("cpu")
+        plan, device = source.plan, device_for("cpu")
         shared, broadcast = Outbox(plan, device, 1), Outbox(plan, device, 0)
         links = {"shared": Link(True, shared.address, 0, 1), "gloo": Link(False, f"file://{folder}/engine", 1, 2)}
         context = multiprocessing.get_context("spawn")
@@ -148,11 +148,14 @@ def _engine(pipe: Connection, plan: WeightPlan, links: dict[str, Link]) -> None:
     own = {name: torch.zeros(planned.shape) for name, planned in plan.tensors.items()}
     pipe.send("ready")
     while (way := pipe.recv()) is not None:
-        delivery = Delivery(plan, inboxes[way], is_kept=False)
-        for name, tensor in delivery:
-            own[name].copy_(tensor)
-        pipe.send(Loaded(0, delivery.checksums))
+        pipe.send(_load(Delivery(plan, inboxes[way], is_kept=False), own))
     os._exit(0)  # gloo's threads do not outlive the interpreter
+
+
+def _load(delivery: Delivery, own: dict[str, torch.Tensor]) -> Loaded:
+    for name, tensor in delivery:
+        own[name].copy_(tensor)
+    return Loaded(0, delivery.checksums)
 
 
 def _sync(source: WeightSource, peer: Peer, way: str) -> None:

@@ -60,6 +60,11 @@ class Device:
 
         return None if self.kind == "cpu" else getattr(torch, self.kind)
 
+    def synchronize(self) -> None:
+        """Wait for what this process has queued on the device."""
+        if (module := self.module()) is not None:
+            module.synchronize()
+
     def saving_on_host(self) -> AbstractContextManager[object]:
         """A context in which autograd keeps what it saves in pinned host memory; on a CPU, where it is."""
         import torch

@@ -1,10 +1,11 @@
-"""Places the roles of a training on the nodes of a Ray cluster: ranks node by node, an engine on one node."""
+"""Places the roles of a training on the nodes of a Ray cluster: ranks node by node, an engine stage on one."""
 
 from __future__ import annotations
 
 import logging
 import time
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -67,18 +68,20 @@ class Places:
 
 
 def demands(config: TrainingConfig, device: Device) -> list[Demand]:
-    """What the training reserves, in this order: the ranks, then all engines of one device, or each larger one.
+    """What the training reserves, in this order: the ranks, then all pipeline stages of engines.
 
-    The parts of an engine are on one node. Colocated, ranks have the places of engines.
+    Each stage is on one node, its devices together; the stages of an engine may be on several nodes. Colocated,
+    ranks have the places of engines.
     """
     own: dict[str, float] = {} if device.kind == "cpu" else {device.ray_resource: 1}
     train, rollout = config.train, config.rollout
     threads = rollout.threads_per_worker
     of_part = {"CPU": max(threads, train.threads_per_rank) if train.is_colocated else threads} | own
+    num_stages = rollout.num_workers * rollout.pipeline_parallel
     if rollout.tensor_parallel == 1:
-        engines = [Demand(rollout.num_workers, of_part)]
+        engines = [Demand(num_stages, of_part)]
     else:
-        engines = [Demand(rollout.tensor_parallel, of_part, on_one_node=True)] * rollout.num_workers
+        engines = [Demand(rollout.tensor_parallel, of_part, on_one_node=True)] * num_stages
     if train.is_colocated:
         return engines
     return [Demand(train.num_ranks, {"CPU": train.threads_per_rank} | own), *engines]
@@ -94,9 +97,9 @@ def place_roles(
     """
     reserved = [reserve(demand, groups, max_seconds) for demand in demands(config, device)]
     ranks = [] if config.train.is_colocated else reserved.pop(0)
-    engines = reserved
-    if config.rollout.tensor_parallel == 1:
-        engines = [[worker] for worker in reserved[0]]
+    stages = [[place] for place in reserved[0]] if config.rollout.tensor_parallel == 1 else reserved
+    size = config.rollout.pipeline_parallel
+    engines = [list(chain(*stages[first : first + size])) for first in range(0, len(stages), size)]
     if config.train.is_colocated:
         nodes = list(dict.fromkeys(parts[0].node for parts in engines))
         engines.sort(key=lambda parts: nodes.index(parts[0].node))

@@ -105,12 +105,13 @@ def start_cluster(
                 actors.get(starting)
                 policy.offload(OF_RANKS)
             for parts in engines:
-                place = _meeting_point(folder, parts[0], actors) if len(parts) > 1 else ""
+                place = _meeting_point(folder, parts[-1], actors) if len(parts) > 1 else ""
                 starting += _start_parts(parts, place, str(model_path), config)
             actors.get(starting)
             actors.get([parts[0].unlink_shared_memory.remote() for parts in engines if len(parts) > 1])
             weights = WeightTransfer(ranks, engines, actors)
-            weights.connect(_reads_memory(places, device), partial(_meeting_point, folder, ranks[0], actors))
+            meeting_point = partial(_meeting_point, folder, ranks[0], actors)
+            weights.connect(_reads_memory(places, device), meeting_point, on_device=device.kind != "cpu")
             counts, seconds = (len(ranks), len(workers)), time.monotonic() - started
             logger.info("%d policy ranks and %d rollout workers are ready after %.0f s", *counts, seconds)
             rollouts = RolloutGroup(workers, config.sampler.max_seconds_without_kept, actors)
@@ -132,9 +133,12 @@ def _start_parts(parts: Sequence[Any], place: str, model_path: str, config: Trai
 
 
 def _reads_memory(places: Places, device: Device) -> list[bool]:
-    """Whether each part of each engine can read the memory of rank 0: on a CPU of the same node."""
-    home = places.ranks[0].node
-    return [device.kind == "cpu" and place.node == home for parts in places.engines for place in parts]
+    """Whether each part of each engine can read the memory of rank 0: on a CPU of its node, or on its device."""
+    home = places.ranks[0]
+    parts = [place for parts in places.engines for place in parts]
+    if device.kind == "cpu":
+        return [place.node == home.node for place in parts]
+    return [(place.group, place.bundle) == (home.group, home.bundle) for place in parts]
 
 
 def _watched(ranks: Sequence[Any], engines: Sequence[list[Any]]) -> Actors:
@@ -283,7 +287,7 @@ def _load_engine(
 ) -> Engine:
     device = _own_device(config, config.rollout.threads_per_worker)
     settings = engine_settings(config, device)
-    if settings.tensor_parallel > 1:
+    if settings.num_parts > 1:
         from dapo_core.engines.tensor_parallel import TensorParallelEngine
 
         return TensorParallelEngine(model_path, settings, config.run.seed, part, tell)
@@ -306,6 +310,8 @@ def engine_settings(config: TrainingConfig, device: Device) -> EngineSettings:
         threads=config.rollout.threads_per_worker,
         trust_remote_code=config.model.trust_remote_code,
         tensor_parallel=config.rollout.tensor_parallel,
+        pipeline_parallel=config.rollout.pipeline_parallel,
+        expert_parallel=config.rollout.expert_parallel,
         engine_args=config.rollout.engine_args,
         sleep_level=device.sleep_level if config.train.is_colocated else None,
     )

@@ -13,7 +13,8 @@ from dapo_core.weight_transfer.proof import Loaded, merge_checksums, require_arr
 class WeightTransfer:
     """The way of the weights from rank 0 of the policy to every process of every engine.
 
-    On a CPU those on rank 0's node read its memory; the others, and all on accelerators, get broadcasts.
+    On a CPU those on rank 0's node read its memory, on accelerators the one that shares rank 0's device does, by
+    handles: no group of NCCL or HCCL may have a device twice. The others get broadcasts.
     """
 
     def __init__(self, ranks: Sequence[Any], engines: Sequence[Sequence[Any]], actors: Actors) -> None:
@@ -29,16 +30,17 @@ class WeightTransfer:
         self.actors = actors
         self.plan = actors.get(ranks[0].weight_plan.remote())
 
-    def connect(self, is_local: Sequence[bool], meeting_point: Callable[[], str]) -> None:
+    def connect(self, is_local: Sequence[bool], meeting_point: Callable[[], str], on_device: bool = False) -> None:
         """Open the ways. `is_local`: of each process of the engines, whether it can read rank 0's memory.
 
+        `on_device`: that of a device, else the node's.
         `meeting_point` gives an address at which the others meet rank 0.
         """
-        memory = self.actors.get(self.ranks[0].open_outbox.remote(sum(is_local)))
+        memory = self.actors.get(self.ranks[0].open_outbox.remote(sum(is_local), on_device))
         size = 1 + is_local.count(False)
         address = meeting_point() if size > 1 else ""
         links = [
-            Link(True, memory, sum(is_local[:number]), sum(is_local))
+            Link(True, memory, sum(is_local[:number]), sum(is_local), on_device)
             if local
             else Link(False, address, 1 + is_local[:number].count(False), size)
             for number, local in enumerate(is_local)

@@ -12,7 +12,7 @@ from dapo_core.config.training import TrainingConfig
 # operand is a key, its last part where that is unambiguous, or the label of a line above.
 _QUANTITIES = """
 policy | devices | train.num_ranks
-rollouts | devices | rollout.num_workers x rollout.tensor_parallel
+rollouts | devices | rollout.num_workers x rollout.tensor_parallel x rollout.pipeline_parallel
 policy and rollouts | devices | train.num_ranks + rollouts
 data-parallel ranks | ranks | train.num_ranks / train.sequence_parallel
 copies of the trained weights | copies | train.num_ranks / train.fsdp_size

@@ -19,7 +19,13 @@ class RolloutConfig(Section):
 
     engine: Literal["vllm", "hf"] = key("vllm", "Inference engine of the rollout workers.")
     num_workers: int = volatile(1, "Rollout workers, one engine each.", ge=1, le=4096)
-    tensor_parallel: int = volatile(1, "Devices of one node that share the weights of an engine.", ge=1, le=64)
+    tensor_parallel: int = volatile(1, "Devices of one node that share each layer of an engine.", ge=1, le=64)
+    pipeline_parallel: int = volatile(
+        1, "Stages of an engine, each with some of its layers on its own devices; also over nodes.", ge=1, le=64
+    )
+    expert_parallel: bool = volatile(
+        False, "An engine's devices share out the experts of a mixture, not the rows of each."
+    )
     threads_per_worker: int = volatile(2, "CPU threads of an engine, on each of its devices.", ge=1, le=1024)
     group_size: int = key(16, "Responses per prompt (G).", ge=2, le=1024)
     chat_template_kwargs: JsonObject = key(
@@ -39,12 +45,12 @@ class RolloutConfig(Section):
     memory_utilization: float = volatile(0.8, "Share of the device's memory that an engine takes.", gt=0, le=1)
     memory_gigabytes: float = volatile(1.0, "KV cache of an engine on a CPU.", gt=0)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "Precision of the engine's weights.")
-    engine_args: JsonObject = key({}, "Further arguments of vLLM's EngineArgs, such as enable_expert_parallel.")
+    engine_args: JsonObject = key({}, "Further arguments of vLLM's EngineArgs, such as enforce_eager.")
 
     @property
     def num_devices(self) -> int:
         """Devices of all engines."""
-        return self.num_workers * self.tensor_parallel
+        return self.num_workers * self.tensor_parallel * self.pipeline_parallel
 
     @property
     def samples_among_all(self) -> bool:
@@ -54,10 +60,17 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _engine_takes_them(self) -> RolloutConfig:
         require_no_own_key(self.engine_args)
-        if self.engine == "hf" and (self.tensor_parallel > 1 or self.engine_args):
+        num_parts = self.tensor_parallel * self.pipeline_parallel
+        if self.engine == "hf" and (num_parts > 1 or self.engine_args):
             raise ValueError(
-                f"rollout.tensor_parallel={self.tensor_parallel} and rollout.engine_args={[*self.engine_args]} "
-                "are for rollout.engine=vllm; the Hugging Face engine takes one device and no arguments"
+                f"rollout.tensor_parallel={self.tensor_parallel}, rollout.pipeline_parallel="
+                f"{self.pipeline_parallel} and rollout.engine_args={[*self.engine_args]} are for "
+                "rollout.engine=vllm; the Hugging Face engine takes one device and no arguments"
+            )
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "rollout.expert_parallel=true with rollout.tensor_parallel=1 leaves all experts of a layer on one "
+                "device; set rollout.tensor_parallel to the devices that share them out, or expert_parallel=false"
             )
         return self
 

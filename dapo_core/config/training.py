@@ -338,6 +338,16 @@ class TrainingConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _experts_run_whole_on_accelerators(self) -> TrainingConfig:
+        if self.rollout.expert_parallel and self.train.device == "cpu":
+            raise ValueError(
+                "rollout.expert_parallel=true with train.device=cpu: vLLM's CPU kernel takes every expert to be "
+                "in its process, and crashes where only some are; set expert_parallel=false, which shares out the "
+                "rows of each expert"
+            )
+        return self
+
     @property
     def anchors_before_updates(self) -> bool:
         """Whether something but the loss reads the policy's old log-probs, so that they must be known first."""

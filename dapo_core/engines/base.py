@@ -83,9 +83,16 @@ class EngineSettings:
     memory_utilization: float  # share of the device's memory on an accelerator
     threads: int  # CPU threads
     trust_remote_code: bool = False  # run Python files of the model folder
-    tensor_parallel: int = 1  # processes, with a device each, that share the weights
+    tensor_parallel: int = 1  # processes, with a device each, that share each layer
+    pipeline_parallel: int = 1  # times as many processes, each such group with some of the layers
+    expert_parallel: bool = False  # processes hold whole experts, not rows of each
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # further arguments of vLLM's EngineArgs
     sleep_level: int | None = None  # of vLLM's sleep mode; None: `sleep` frees nothing
+
+    @property
+    def num_parts(self) -> int:
+        """Processes of an engine."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def sampling(self) -> Sampling:
@@ -94,9 +101,9 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class EnginePart:
-    """The place of a process in an engine; all parts meet at the address."""
+    """The place of a process in an engine; all parts meet at the address, which is on the last one's node."""
 
-    rank: int
+    rank: int  # 0 is the owner's
     address: str  # file:///PATH or tcp://HOST:PORT; on a CPU the shared memory has the end of it as its name
 
 
@@ -144,7 +151,7 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self) -> list[Response]:
-        """Decode one token of each running sequence, or prefill; returns the responses that finished."""
+        """Decode one token of each running sequence, prefill, or queue either; returns what responses finished."""
 
     def num_unfinished(self) -> int:
         """Requests that are neither returned nor aborted."""

@@ -53,6 +53,8 @@ class VllmEngine(Engine):
         self._max_tokens = settings.max_model_tokens
         if self._max_tokens != config.get("text_config", config).get("max_position_embeddings"):
             self._max_tokens += 1  # vLLM samples one token even where only prompt log-probs are needed
+        # vLLM has the log-probs of prompts in the last stage alone, which is the one of the first parts.
+        self._is_last_stage = part is None or part.rank < settings.tensor_parallel
         self._engine = _start(model_path, settings, seed, self._max_tokens, part)
 
     def _queue(self, row: Row) -> None:
@@ -106,12 +108,19 @@ class VllmEngine(Engine):
                     f"sequence {number} has {num_tokens} tokens; with this configuration vLLM gives log-probs of "
                     f"at most {self._max_tokens - 1}; lower rollout.max_response_tokens or data.max_prompt_tokens"
                 )
-            self._add(str(number), [*prompt_ids, *response_ids], temperature=1.0, max_tokens=1, prompt_logprobs=0)
+            self._add(
+                str(number),
+                [*prompt_ids, *response_ids],
+                temperature=1.0,
+                max_tokens=1,
+                prompt_logprobs=0 if self._is_last_stage else None,
+                skip_reading_prefix_cache=True,  # as with prompt_logprobs, so that all parts schedule alike
+            )
         positions: dict[int, Any] = {}
         while len(positions) < len(sequences):
             positions |= {int(output.request_id): output.prompt_logprobs for output in self._engine.step()}
         return [
-            _chosen(positions[number][len(prompt_ids) :], response_ids)
+            _chosen(positions[number][len(prompt_ids) :], response_ids) if self._is_last_stage else []
             for number, (prompt_ids, response_ids) in enumerate(sequences)
         ]
 
@@ -183,6 +192,8 @@ def _start(
                 disable_log_stats=True,
                 trust_remote_code=settings.trust_remote_code,
                 tensor_parallel_size=settings.tensor_parallel,
+                pipeline_parallel_size=settings.pipeline_parallel,
+                enable_expert_parallel=settings.expert_parallel,
                 enable_sleep_mode=settings.sleep_level is not None,
                 **vllm_transfer.settings(),
                 **parts,
@@ -206,7 +217,8 @@ def device_arguments(device: str, settings: EngineSettings, max_tokens: int) -> 
         arguments: dict[str, Any] = {
             "kv_cache_memory_bytes": settings.memory_bytes,
             "block_size": CPU_BLOCK_TOKENS,
-            "enforce_eager": True,  # compiling takes 25 s and gains nothing on a small model
+            # Compiling takes 25 s and gains nothing on a small model. Stages need the buffers of vLLM's warm-up.
+            "enforce_eager": settings.pipeline_parallel == 1,
             # vLLM 0.32 fails on a split prompt with a seed: "CPU Generator does not use offset"
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_tokens, CPU_PREFILL_TOKENS, settings.max_num_seqs),
@@ -228,10 +240,11 @@ def _build(arguments: Any, part: EnginePart | None) -> Any:
 
     if part is None:
         return LLMEngine.from_engine_args(arguments)
-    return LLMEngine(arguments.create_engine_config(), _executor(part), log_stats=False)
+    rank = arguments.tensor_parallel_size * arguments.pipeline_parallel_size - 1 - part.rank
+    return LLMEngine(arguments.create_engine_config(), _executor(part.address, rank), log_stats=False)
 
 
-def _executor(part: EnginePart) -> Any:
+def _executor(address: str, rank: int) -> Any:
     """vLLM's external launcher; its own meets at env://, a name that all engines of a machine share."""
     from vllm.platforms import current_platform
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -239,7 +252,7 @@ def _executor(part: EnginePart) -> Any:
     class Part(ExecutorWithExternalLauncher):
         def _distributed_args(self) -> tuple[str, int, int]:
             # Ray shows a worker only its own accelerator, so it is number 0.
-            return part.address, part.rank, part.rank if current_platform.is_cpu() else 0
+            return address, rank, rank if current_platform.is_cpu() else 0
 
     return Part
 

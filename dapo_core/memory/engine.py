@@ -52,7 +52,8 @@ def engine_memory(config: TrainingConfig, shape: ModelShape, device_bytes: int |
     is_cpu, is_vllm = device.kind == "cpu", rollout.engine == "vllm"
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     cache_item = 1 if str(rollout.engine_args.get("kv_cache_dtype", "")).startswith("fp8") else item
-    token_bytes = shape.token_elements(parts) * cache_item
+    stages = rollout.pipeline_parallel
+    token_bytes = shape.token_elements(parts, stages) * cache_item
     least = max(longest, CPU_STEP_TOKENS) if is_cpu else max(STEP_TOKENS, 2 * rollout.max_num_seqs)
     step_tokens = (
         int(str(rollout.engine_args.get("max_num_batched_tokens", least))) if is_vllm else CPU_STEP_TOKENS
@@ -61,7 +62,7 @@ def engine_memory(config: TrainingConfig, shape: ModelShape, device_bytes: int |
     activations = step_tokens * item * (4 * shape.hidden + 3 * width // parts)
     activations += rollout.max_num_seqs * shape.vocabulary * LOGIT_BYTES
     has_graphs = is_vllm and not is_cpu and not rollout.engine_args.get("enforce_eager")
-    weights = shape.engine_parameters(parts) * item
+    weights = shape.engine_parameters(parts, stages) * item
     graphs = GRAPH_BYTES if has_graphs else 0
     probe = min(step_tokens, longest) * shape.vocabulary * PROBE_BYTES if is_vllm else 0
     if not is_vllm:

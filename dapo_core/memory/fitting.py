@@ -115,7 +115,13 @@ def _utilization(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
     if config.train.device == "cpu":
         # Of vLLM's cache alone; the Hugging Face engine's grows with its sequences.
         item = 2 if rollout.dtype in ("bfloat16", "float16") else 4
-        one = shape.token_elements(rollout.tensor_parallel) * item * _longest(config) * ROOM / 1024**3
+        one = (
+            shape.token_elements(rollout.tensor_parallel, rollout.pipeline_parallel)
+            * item
+            * _longest(config)
+            * ROOM
+            / 1024**3
+        )
         yield {"rollout.memory_gigabytes": round(one + 0.005, 2)}
         return
     nearest = sorted(UTILIZATIONS, key=lambda share: abs(share - rollout.memory_utilization))

@@ -188,10 +188,10 @@ def _states(train: TrainConfig, rank: RankMemory, phase: str) -> Iterator[tuple[
             continue
         if is_cpu or (name in held and not train.offload_shards):
             yield what, size, 0
-        elif train.offload_shards and what in ("weights", "gradients"):
-            yield what, 0, rank.pinned
+        elif what == "optimizer":  # which stays where it was made under offload_shards, in pageable memory
+            yield what, 0, size if train.offload_shards else 2 * rank.pinned
         else:
-            yield what, 0, size
+            yield what, 0, size if what == "reference model" else rank.pinned
 
 
 def _holding(train: TrainConfig, phase: str) -> Holding:

@@ -182,9 +182,9 @@ class Policy:
         """Which tensors the engines get, and in which buckets; the same on all ranks."""
         return self.weights.plan
 
-    def open_outbox(self, num_local: int) -> str:
-        """Let weights leave this rank; returns where `num_local` processes of its node can read them."""
-        self.outbox = Outbox(self.weights.plan, self.device.torch_device(), num_local)
+    def open_outbox(self, num_local: int, on_device: bool) -> str:
+        """Let weights leave this rank; returns where `num_local` processes of its node or device can read them."""
+        self.outbox = Outbox(self.weights.plan, self.device, num_local, on_device)
         return self.outbox.address
 
     def join_receivers(self, address: str, size: int) -> None:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dapo_core.weight_transfer.links import Link, SharedMemory, join_group, wait_until
+from dapo_core.weight_transfer.links import (
+    HANDLE_BYTES,
+    Link,
+    SharedMemory,
+    join_group,
+    open_handle,
+    wait_until,
+)
 from dapo_core.weight_transfer.plan import NUM_SLOTS, WeightPlan, bucket_numel
 from dapo_core.weight_transfer.proof import Checksums, checksums
 
@@ -26,6 +33,8 @@ class Inbox(ABC):
 
 def open_inbox(link: Link, plan: WeightPlan, device: Device) -> Inbox:
     """The inbox at the end of the link; collective over all processes that meet at its address."""
+    if link.is_shared and link.on_device:
+        return _HandleInbox(link, device)
     if link.is_shared:
         return _SharedInbox(link, plan)
     return _CollectiveInbox(link, device)
@@ -68,6 +77,24 @@ class _SharedInbox(Inbox):
         for bucket in plan.buckets:
             wait_until(lambda: self._memory.num_sent() > self._number, "a bucket of weights from a policy rank")
             yield self._memory.slots[self._number % NUM_SLOTS][: bucket_numel(bucket)]
+            self._number += 1
+            self._memory.take(self._reader, self._number)
+
+
+class _HandleInbox(Inbox):
+    """Reads the slots of a sender on the same device."""
+
+    def __init__(self, link: Link, device: Device) -> None:
+        self._device = device
+        self._number = 0  # buckets taken, over all syncs
+        self._reader = link.number
+        self._memory = SharedMemory.open(link.address, link.size, HANDLE_BYTES, torch.uint8, NUM_SLOTS)
+
+    def buckets(self, plan: WeightPlan) -> Iterator[torch.Tensor]:
+        for bucket in plan.buckets:
+            wait_until(lambda: self._memory.num_sent() > self._number, "a bucket of weights from a policy rank")
+            yield open_handle(self._memory.slots[self._number % NUM_SLOTS])[: bucket_numel(bucket)]
+            self._device.synchronize()  # the loader has read it
             self._number += 1
             self._memory.take(self._reader, self._number)
 

@@ -8,15 +8,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+import torch.multiprocessing  # teaches ForkingPickler to send tensors
 
 from dapo_core.errors import RolloutError
 
 STALL_SECONDS = 1800.0  # as torch's collectives; a dead process is noticed earlier, by the trainer
 POLL_SECONDS = 0.0005
 COUNTER_BYTES = 8
+HANDLE_BYTES = 4096  # room for the handle of a tensor
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Link:
     address: str  # of the memory, or where the group meets
     number: int  # of this process: among the readers of the memory, or in the group, where the sender is 0
     size: int  # readers, or processes in the group
+    on_device: bool = False  # the shared memory has handles of tensors on a device that both processes are on
 
 
 class SharedMemory:
@@ -101,6 +105,18 @@ class SharedMemory:
         """Give the slots' pages back to the system; they are zero when used again."""
         if self.slots:
             self._map.madvise(mmap.MADV_REMOVE, self._header_bytes, len(self._map) - self._header_bytes)
+
+
+def write_handle(tensor: torch.Tensor, room: torch.Tensor) -> None:
+    """Write what another process of the machine needs to open the tensor, once: CUDA's or the NPU's IPC handle."""
+    handle = bytearray(ForkingPickler.dumps(tensor))
+    assert len(handle) < HANDLE_BYTES, f"a handle of {len(handle)} bytes has no room"
+    room[: len(handle)] = torch.frombuffer(handle, dtype=torch.uint8)
+
+
+def open_handle(room: torch.Tensor) -> torch.Tensor:
+    """The tensor of another process whose handle is in the room, on the same memory."""
+    return ForkingPickler.loads(bytes(room.tolist()))
 
 
 def wait_until(is_true: Callable[[], bool], what: str) -> None:

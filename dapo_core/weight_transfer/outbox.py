@@ -6,20 +6,24 @@ from typing import Any
 
 import torch
 
-from dapo_core.weight_transfer.links import SharedMemory, join_group, wait_until
+from dapo_core.device import Device
+from dapo_core.weight_transfer.links import HANDLE_BYTES, SharedMemory, join_group, wait_until, write_handle
 from dapo_core.weight_transfer.plan import NUM_SLOTS, WeightPlan
 
 
 class Outbox:
     """Buckets of a plan leave through it in order; a slot is used again once every engine process has taken it."""
 
-    def __init__(self, plan: WeightPlan, device: torch.device, num_local: int) -> None:
-        """`num_local` processes will read the slots in shared memory; `join` adds the others."""
+    def __init__(self, plan: WeightPlan, device: Device, num_local: int, on_device: bool = False) -> None:
+        """`num_local` processes will read the slots, in shared memory or `on_device`; `join` adds the others."""
         self._plan = plan
         self._device = device
-        self._memory = SharedMemory.create(
-            num_local, plan.slot_numel if device.type == "cpu" else 0, plan.dtype, NUM_SLOTS
-        )
+        self._on_device = on_device
+        self._has_readers = num_local > 0
+        if on_device:
+            self._memory = SharedMemory.create(num_local, HANDLE_BYTES, torch.uint8, NUM_SLOTS)
+        else:
+            self._memory = SharedMemory.create(num_local, plan.slot_numel, plan.dtype, NUM_SLOTS)
         self._slots: list[torch.Tensor] = []
         self._group: Any = None
         self._works: list[Any] = []  # broadcasts that are not known to be done, the oldest first
@@ -37,19 +41,19 @@ class Outbox:
     def slot(self) -> torch.Tensor:
         """Room for the next bucket: [plan.slot_numel] in the plan's dtype, with an older bucket in it."""
         if not self._slots:
-            self._slots = self._memory.slots or [
-                torch.empty(self._plan.slot_numel, dtype=self._plan.dtype, device=self._device)
-                for _ in range(min(NUM_SLOTS, len(self._plan.buckets)))
-            ]
+            self._slots = self._new_slots() if self._on_device else self._memory.slots
         while len(self._works) >= NUM_SLOTS:
             self._works.pop(0).wait()
         self._wait_taken(self._number + 1 - NUM_SLOTS)
-        return self._slots[self._number % NUM_SLOTS]
+        return self._current()
 
     def send(self, numel: int) -> None:
         """Send the slot's first elements; returns before they have arrived."""
+        if self._on_device and self._has_readers:
+            self._device.synchronize()
+            write_handle(self._current(), self._memory.slots[self._number % NUM_SLOTS])
         if self._group is not None:
-            bucket = self._slots[self._number % NUM_SLOTS][:numel]
+            bucket = self._current()[:numel]
             self._works.append(self._group.broadcast([bucket], torch.distributed.BroadcastOptions()))
         self._number += 1
         self._memory.publish(self._number)
@@ -64,6 +68,14 @@ class Outbox:
         self._wait_taken(self._number)
         self._slots = []
         self._memory.free_slots()
+
+    def _new_slots(self) -> list[torch.Tensor]:
+        count = min(NUM_SLOTS, len(self._plan.buckets))
+        device = self._device.torch_device()
+        return [torch.empty(self._plan.slot_numel, dtype=self._plan.dtype, device=device) for _ in range(count)]
+
+    def _current(self) -> torch.Tensor:
+        return self._slots[self._number % len(self._slots)]
 
     def _wait_taken(self, number: int) -> None:
         wait_until(lambda: self._memory.num_taken() >= number, "an engine to take a bucket of weights")

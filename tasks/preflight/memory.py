@@ -99,6 +99,8 @@ def model_config(model: ModelConfig, folder: Path | None = None) -> Mapping[str,
             found: Mapping[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
         except ValueError as error:
             raise ModelError(f"{path / 'config.json'} is not JSON: {error}; fetch the model again") from None
+        if not isinstance(found, dict):
+            raise ModelError(f"{path / 'config.json'} holds no names and values; fetch the model again")
         return found
     known = _known_config(model)
     if known is None:

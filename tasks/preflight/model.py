@@ -45,6 +45,7 @@ def check_model(folder: Path, config: ChainConfig, findings: Findings) -> ModelF
         model_config = load_model_config(folder, config.model.trust_remote_code)
         require_trainable(model_config, config.train.sequence_parallel)
         _require_even_heads(model_config.get_text_config(), config)
+        _require_parts(model_config.get_text_config(), config)
     with findings.catching("tokenizer"):
         template = config.model.chat_template  # which a fetched folder has as its own
         is_own = template is not None and folder == Path(str(config.model.path))
@@ -79,6 +80,18 @@ def _require_even_heads(text: Any, config: ChainConfig) -> None:
                 f"{section}.tensor_parallel={size} devices cannot share {heads} attention heads; set it to a "
                 f"divisor of {heads}"
             )
+
+
+def _require_parts(text: Any, config: ChainConfig) -> None:
+    """Raise ConfigError for stages without a layer, and for experts of a model that has none."""
+    layers, stages = getattr(text, "num_hidden_layers", 0), config.rollout.pipeline_parallel
+    if layers and stages > layers:
+        raise ConfigError(
+            f"rollout.pipeline_parallel={stages} stages cannot share {layers} layers; set it to {layers} or less"
+        )
+    experts = ("num_experts", "num_local_experts", "n_routed_experts")
+    if config.rollout.expert_parallel and not any(getattr(text, name, None) for name in experts):
+        raise ConfigError(f"rollout.expert_parallel=true, and {text.model_type} has no experts; set it to false")
 
 
 def _token_bytes(text: Any) -> int | None:

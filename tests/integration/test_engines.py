@@ -41,6 +41,7 @@ SETTINGS = EngineSettings(
 )
 END = 1  # `<|end|>` of the tiny tokenizer
 NUM_REQUESTS = 40
+PARTS = {"vllm of two processes": {"tensor_parallel": 2}, "vllm of two stages": {"pipeline_parallel": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +49,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm", "vllm of two processes"])
+@pytest.fixture(scope="module", params=["hf", "vllm", *PARTS])
 def shared_engine(
     request: pytest.FixtureRequest, model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    if request.param == "vllm of two processes":
-        settings = replace(SETTINGS, tensor_parallel=2)
+    if request.param in PARTS:
+        settings = replace(SETTINGS, **PARTS[request.param])
         with engine_of_two_processes(model_path, settings, tmp_path_factory.mktemp("parts")) as first:
             yield first
         return
@@ -69,13 +70,20 @@ def engine(shared_engine: Engine, model_path: Path) -> Iterator[Engine]:
     unfinished = [f"{number}" for number in range(NUM_REQUESTS)]
     shared_engine.abort(unfinished)
     assert shared_engine.num_unfinished() == 0
-    size = shared_engine.settings.tensor_parallel
-    shared_engine.settings = replace(SETTINGS, tensor_parallel=size)
+    parts = {name: getattr(shared_engine.settings, name) for name in ("tensor_parallel", "pipeline_parallel")}
+    shared_engine.settings = replace(SETTINGS, **parts)
     shared_engine.load_weights(load_model(model_path).named_parameters(), policy_version=0)
 
 
 def load_model(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def decode(engine: Engine, num_tokens: int) -> None:
+    """Step until the unfinished responses have so many tokens; none may end."""
+    while engine.num_unfinished_tokens() < num_tokens:
+        assert engine.step() == []
+    assert engine.num_unfinished_tokens() == num_tokens
 
 
 def make_requests(num_requests: int = NUM_REQUESTS) -> list[GenerationRequest]:
@@ -278,9 +286,7 @@ def test_abort_returns_partial_responses_and_does_not_disturb_the_others(engine)
     requests = make_requests(4)
     undisturbed = run(engine, requests)
     engine.submit(requests)
-    for _ in range(3):
-        assert engine.step() == []
-    assert engine.num_unfinished_tokens() == 4 * 3  # four rows of three steps
+    decode(engine, 4 * 3)  # four rows of three tokens
     partial = {response.request_id: response for response in engine.abort(["0", "1", "not there"])}
     assert set(partial) == {"0", "1"}
     for name, response in partial.items():
@@ -302,8 +308,7 @@ def test_an_aborted_response_continues_under_new_weights(engine, model_path):
     old_model, new_model = load_model(model_path), end_bias(load_model(model_path))
     requests = make_requests(8)
     engine.submit(requests)
-    for _ in range(5):
-        engine.step()
+    decode(engine, 8 * 5)
     partial = {response.request_id: response for response in engine.abort([str(number) for number in range(8)])}
     engine.load_weights(new_model.named_parameters(), policy_version=1)
     continued = [

@@ -163,3 +163,15 @@ def test_a_node_without_the_files_is_named(nodes: Cluster, shared: Path, world: 
     with pytest.raises(ConfigError, match=message):
         require_shared([ids["node0"], ids["node1"]], config, HERE / "model", HERE / "output")
     assert not list((shared / "output").iterdir())
+
+
+def test_a_stage_is_on_one_node_and_an_engine_may_be_on_several(groups: list[PlacementGroup]) -> None:
+    rollout = {"engine": "vllm", "num_workers": 2, "tensor_parallel": DEVICES["NPU"] // 2, "pipeline_parallel": 3}
+    config = config_of(train={"device": "npu", "num_ranks": 8, "mini_prompts": 4}, rollout=rollout)
+    places = place_roles(config, device_for("npu"), groups, max_seconds=30)
+    assert len(places.engines) == 2
+    size = config.rollout.tensor_parallel
+    for parts in places.engines:
+        stages = [parts[first : first + size] for first in range(0, len(parts), size)]
+        assert [len({part.node for part in stage}) for stage in stages] == [1, 1, 1]
+        assert len({part.node for part in parts}) > 1  # three stages of half a node each

@@ -40,10 +40,10 @@ class InProcess:
         self.worker = worker
         self.connect()
 
-    def connect(self) -> None:
+    def connect(self, on_device: bool = False) -> None:
         """Link the worker to the rank, by the rank's plan."""
         plan = self.rank.weight_plan()
-        link = Link(True, self.rank.open_outbox(1), 0, 1)
+        link = Link(True, self.rank.open_outbox(1, on_device), 0, 1, on_device)
         self.worker.connect(link, plan)
 
     def send(self, policy_version: int) -> None:
@@ -198,6 +198,23 @@ def test_every_weight_arrives_in_vllm_in_several_buckets(small_buckets: Any) -> 
     is_tied = "lm_head.weight" not in small_buckets.policy.rank.weight_plan().tensors
     _require_every_weight_arrives(small_buckets, is_tied)
     assert small_buckets.rollouts.worker.engine.policy_version == 3
+
+
+@pytest.fixture
+def file_system() -> Iterator[None]:
+    """Handles of CPU tensors name files: the default ones are for child processes."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+def test_every_weight_arrives_by_handles_of_tensors(small_buckets: Any, file_system: None) -> None:
+    """As on a device that rank and engine share."""
+    small_buckets.weights.connect(on_device=True)
+    is_tied = "lm_head.weight" not in small_buckets.policy.rank.weight_plan().tensors
+    for _ in range(2):  # slots are other tensors in each sync
+        _require_every_weight_arrives(small_buckets, is_tied)
 
 
 def _no_copy(outbox: Any, number: int) -> Any:

@@ -22,7 +22,18 @@ from tests.trainings import settings
     [
         ({"engine_args": {"seed": 3}}, r"rollout\.engine_args\.seed has a place of its own; use run\.seed"),
         ({"engine_args": {"tensor-parallel-size": 2}}, r"use rollout\.tensor_parallel"),
-        ({"engine": "hf", "tensor_parallel": 2}, r"rollout\.tensor_parallel=2 .* are for rollout\.engine=vllm"),
+        ({"engine": "hf", "tensor_parallel": 2}, r"rollout\.tensor_parallel=2, .* are for rollout\.engine=vllm"),
+        ({"engine_args": {"pipeline_parallel_size": 2}}, r"use rollout\.pipeline_parallel"),
+        ({"engine_args": {"enable_expert_parallel": True}}, r"use rollout\.expert_parallel"),
+        (
+            {"engine": "hf", "pipeline_parallel": 2},
+            r"rollout\.pipeline_parallel=2 .* are for rollout\.engine=vllm",
+        ),
+        ({"expert_parallel": True}, r"expert_parallel=true with rollout\.tensor_parallel=1 leaves all experts"),
+        (
+            {"expert_parallel": True, "tensor_parallel": 2},
+            r"expert_parallel=true with train\.device=cpu: .* crashes",
+        ),
         (
             {"engine": "hf", "engine_args": {"enforce_eager": True}},
             r"\['enforce_eager'\] are for rollout\.engine=",
@@ -34,8 +45,27 @@ def test_what_a_key_decides_or_an_engine_lacks_is_refused(keys: dict[str, object
         resolve_config(settings(rollout={"engine": "vllm", **keys}))
 
 
+def test_parts_that_a_model_cannot_give_are_found_beforehand(tmp_path: Path) -> None:
+    build_tiny(tmp_path / "model", "qwen3")  # two layers, no experts
+    model = {"source": "path", "path": str(tmp_path / "model"), "recipe": {}}
+    for keys, said in (
+        ({"pipeline_parallel": 3}, "rollout.pipeline_parallel=3 stages cannot share 2 layers"),
+        (
+            {"tensor_parallel": 2, "expert_parallel": True},
+            "rollout.expert_parallel=true, and qwen3 has no experts",
+        ),
+    ):
+        config = resolve_config(
+            settings(model=model, rollout={"engine": "vllm", **keys}, train={"device": "cuda"})
+        )
+        findings = Findings()
+        check_model(tmp_path / "model", config, findings)
+        [failed] = findings.failed
+        assert said in f"{failed}"
+
+
 def test_arguments_are_those_of_the_installed_engine() -> None:
-    require_known(["enforce_eager", "enable_expert_parallel", "max_num_batched_tokens"])
+    require_known(["enforce_eager", "kv_cache_dtype", "max_num_batched_tokens"])
     with pytest.raises(
         ConfigError, match=r"engine_args\.enforce_eagr is no argument .* did you mean enforce_eager\?"
     ):

@@ -173,8 +173,8 @@ def test_what_waits_in_host_memory_is_not_on_the_device() -> None:
         assert shards[phase, "weights"] == shards[phase, "gradients"] == (0, pinned)
     optimizer = parts("train.offload_optimizer=true", "train.offload_parameters=true")
     assert optimizer["update", "optimizer"] == plain["update", "optimizer"]
-    assert optimizer["anchor", "optimizer"] == (0, 2 * shard)
-    assert optimizer["generate", "weights"] == (0, shard)
+    assert optimizer["anchor", "optimizer"] == (0, 2 * pinned)
+    assert optimizer["generate", "weights"] == (0, pinned)
     assert optimizer["anchor", "weights"] == (shard, 0)
     inputs = parts("train.offload_activations=true")["update", "activations"]
     tokens = 10_240  # 36 inputs of 8,192 bytes a token leave, two stay
@@ -188,7 +188,7 @@ def test_on_shared_devices_what_one_side_gives_back_is_the_others() -> None:
     cells = {(one.phase, one.role, one.what): (one.device_bytes, one.host_bytes) for one in plan.uses}
     engine, rank = engine_memory(config, shape, plan.limit.num_bytes), rank_memory(config, shape)
     assert cells["generate", "engine", "weights"] == (engine.weights, 0)
-    assert cells["generate", "rank", "weights"] == (0, rank.weights)
+    assert cells["generate", "rank", "weights"] == (0, rank.pinned)
     assert ("generate", "rank", "gradients") not in cells  # dropped
     assert cells["update", "rank", "optimizer"] == (rank.optimizer, 0)
     assert cells["update", "engine", "weights"] == (0, engine.weights)
@@ -200,6 +200,15 @@ def test_on_shared_devices_what_one_side_gives_back_is_the_others() -> None:
     assert (load.num_devices, load.peak_bytes) == (64, sum(both))
     on_cuda = planned(recipe("dapo_qwen3_8b_one_gpu"), "Qwen3-8B", 79)
     assert not [one for one in on_cuda.uses if one.role == "engine" and one.host_bytes]
+
+
+def test_a_stage_of_a_pipeline_holds_its_layers_and_one_of_the_large_matrices() -> None:
+    shape = shape_of(PUBLISHED["Qwen3-32B"])
+    staged = recipe("dapo_qwen3_32b_math", "rollout.pipeline_parallel=2", "rollout.num_workers=8")
+    engine = engine_memory(staged, shape, 64 * GIB)
+    assert engine.token_bytes == 32_768  # of 32 of the 64 layers
+    layers, matrix = 32 * shape.largest_layer, 151_936 * 5_120
+    assert engine.weights == 2 * (layers // 4 + matrix // 4 + 5_120)
 
 
 def test_weights_travel_in_two_buckets_of_at_least_the_largest_tensor() -> None:
@@ -274,9 +283,10 @@ def test_a_model_that_is_not_known_is_named(tmp_path: Path) -> None:
         shape_of({"model_type": "mamba"})
     with pytest.raises(ModelError, match="has no 'hidden_size'"):
         shape_of({"model_type": "llama"})
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="is not JSON"):
-        plan_of(recipe("dapo_qwen3_32b_math", f"model.path={tmp_path}"))
+    for text, said in (("{", "is not JSON"), ("[]", "holds no names and values")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=said):
+            plan_of(recipe("dapo_qwen3_32b_math", f"model.path={tmp_path}"))
 
 
 def test_the_command_shows_the_plan_and_what_fits() -> None:

@@ -260,7 +260,7 @@ def test_a_ray_cluster_that_does_not_answer_is_said_before_a_training_waits_for_
     (finding,) = found(recipe(tmp_path, model, train={"ray_address": "127.0.0.1:1"}), FAIL)
     assert (
         finding.found
-        == "the Ray cluster at train.ray_address=127.0.0.1:1 does not answer: nothing came within 0 s"
+        == "the Ray cluster at train.ray_address=127.0.0.1:1 does not answer: nothing came within 0.01 s"
     )
 
 
