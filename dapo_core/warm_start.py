@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from dapo_core.arithmetic import Row, is_generated, quick_solution, worked_solution
 from dapo_core.config.warm_start import WarmStartConfig
 from dapo_core.errors import ModelError
-from dapo_core.memory.published import VOCAB_SIZE, recipe_config
+from dapo_core.recipe_model import VOCAB_SIZE, recipe_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM

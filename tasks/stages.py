@@ -36,6 +36,7 @@ NOT_COUNTED = (
     "redaction.py",
     "dapo_core/tracker_clients.py",
     "dapo_core/trackers.py",
+    "dapo_core/memory",
     "dapo_core/merge",  # comes after training; its own stage names it
     "eval/__init__.py",
     "eval/breakdown.py",
@@ -122,7 +123,7 @@ PREPARE_DATA = Stage(
 BUILD_MODEL = Stage(
     name="fetch_model",
     sections=("run.seed", "model.source", "model.recipe"),
-    code=("dapo_core/arithmetic.py", "dapo_core/warm_start.py"),
+    code=("dapo_core/arithmetic.py", "dapo_core/recipe_model.py", "dapo_core/warm_start.py"),
     packages=("torch", "transformers", "tokenizers"),
 )
 # Of a model that is not built here, bytes of a commit: the same whatever code and packages fetch them.

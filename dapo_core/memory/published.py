@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from dapo_core.config.warm_start import WarmStartConfig
-
-VOCAB_SIZE, HEAD_DIM = 512, 32  # of the model that `model.source: recipe` builds
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
 _QWEN25 = {"model_type": "qwen2"}
 _FIELDS = (
@@ -63,17 +59,3 @@ def published_config(name: str) -> Mapping[str, Any] | None:
     for ending in ("-instruct", "-base", "-instruct-2507", "-thinking-2507"):
         last = last.removesuffix(ending)
     return next((config for known, config in PUBLISHED.items() if known.lower() == last), None)
-
-
-def recipe_config(recipe: WarmStartConfig) -> dict[str, Any]:
-    """The sizes of the Qwen3 that `model.source: recipe` builds."""
-    return {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": recipe.hidden_size,
-        "intermediate_size": 3 * recipe.hidden_size,
-        "num_hidden_layers": recipe.num_layers,
-        "num_attention_heads": recipe.num_heads,
-        "num_key_value_heads": recipe.num_heads // (1 if recipe.num_heads % 2 else 2),
-        "head_dim": HEAD_DIM,
-        "tie_word_embeddings": True,
-    }

@@ -13,8 +13,9 @@ from dapo_core.errors import ConfigError, ModelError
 from dapo_core.memory.devices import Limit, find_device
 from dapo_core.memory.fitting import describe, smallest_change
 from dapo_core.memory.plan import GIB, MemoryPlan, plan_memory
-from dapo_core.memory.published import PUBLISHED, published_config, recipe_config
+from dapo_core.memory.published import PUBLISHED, published_config
 from dapo_core.memory.shape import shape_of
+from dapo_core.recipe_model import recipe_config
 from tasks.config import ChainConfig, ModelConfig
 from tasks.fetched_model import model_name
 from tasks.preflight.finding import FAIL, OK, WARN, Findings

@@ -131,8 +131,9 @@ def test_waiting_for_a_hanging_worker_ends(actors: list[Any]) -> None:
 
     worker = ray.remote(Hanging).options(num_cpus=1).remote()
     ray.get(worker.submit.remote([]))  # its process takes a while
-    group = RolloutGroup([worker], 2.0, Actors())
+    group = RolloutGroup([worker], FAR, Actors())
     group.submit(REQUESTS[:1])
+    group.max_seconds = 2.0
     assert group.finished() == []  # the poll begins, and says nothing for a second
     questions: list[Callable[[], Any]] = [lambda: group.submit(REQUESTS[1:]), group.suspend]
     try:

@@ -76,7 +76,7 @@ def test_slices_give_the_log_probs_and_gradients_of_the_whole_row(
     family: str, num_heads: int, num_key_heads: int, sequence_parallel: int
 ) -> None:
     batch = random_batch(num_groups=3, group_size=3, seed=5)
-    weights = torch.linspace(-1, 2, batch.old_log_probs.numel()).view_as(batch.old_log_probs)
+    weights = torch.linspace(-1, 2, batch.response_mask.numel()).view_as(batch.rollout_log_probs)
     batch = replace(batch, old_log_probs=weights)
     assert batch.lengths.sum() % sequence_parallel  # so the row is padded
     (whole, *_), ranks = zip(

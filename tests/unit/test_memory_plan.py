@@ -17,9 +17,10 @@ from dapo_core.memory.devices import DEVICES, GIB, Limit, find_device
 from dapo_core.memory.engine import STEP_TOKENS, engine_memory
 from dapo_core.memory.fitting import changed, smallest_change
 from dapo_core.memory.plan import OTHERS, PHASES, MemoryPlan, plan_memory
-from dapo_core.memory.published import PUBLISHED, published_config, recipe_config
+from dapo_core.memory.published import PUBLISHED, published_config
 from dapo_core.memory.rank import rank_memory
 from dapo_core.memory.shape import MODEL_TYPES, shape_of
+from dapo_core.recipe_model import recipe_config
 from flows.cli import app
 from flows.config import Config, load_config, resolve_config
 from tasks.artifacts.stage_key import PROJECT_ROOT

@@ -1,0 +1,24 @@
+"""The sizes of the model that `model.source: recipe` builds, for its builder and for the memory plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dapo_core.config.warm_start import WarmStartConfig
+
+VOCAB_SIZE, HEAD_DIM = 512, 32
+
+
+def recipe_config(recipe: WarmStartConfig) -> dict[str, Any]:
+    """The sizes of a Qwen3 by their names in config.json."""
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": 3 * recipe.hidden_size,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.num_heads,
+        "num_key_value_heads": recipe.num_heads // (1 if recipe.num_heads % 2 else 2),
+        "head_dim": HEAD_DIM,
+        "tie_word_embeddings": True,
+    }
