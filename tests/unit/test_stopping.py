@@ -6,6 +6,7 @@ import inspect
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -26,9 +27,10 @@ def _handlers() -> Iterator[None]:
 
 
 def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join(10)
+    """What the thread of a request has logged; it may take a moment."""
+    deadline = time.monotonic() + 10
+    while not caplog.messages and time.monotonic() < deadline:
+        time.sleep(0.01)
     return caplog.messages
 
 
