@@ -42,6 +42,10 @@ class Device:
 
         return getattr(torch, self.low_precision if name == "auto" else name)
 
+    def item_bytes(self, name: str) -> int:
+        """Bytes of a number in a configured precision."""
+        return 4 if (self.low_precision if name == "auto" else name) == "float32" else 2
+
     def require(self) -> None:
         """Raise ConfigError when this machine has no such device."""
         import torch

@@ -16,6 +16,7 @@ from dapo_core.cluster.placement import Demand, Places, demands, place_roles
 from dapo_core.config.loading import resolve
 from dapo_core.errors import ConfigError, ModelError
 from dapo_core.memory.devices import Limit, find_device
+from dapo_core.memory.fitting import changed
 from dapo_core.memory.plan import plan_memory
 from dapo_core.memory.shape import shape_of
 
@@ -73,15 +74,11 @@ def shrunk(
     """
     refused = ""  # why not the largest for which there is room
     for num_ranks, num_workers in _smaller(config):
-        sections = {
-            "train": config.train.model_copy(update={"num_ranks": num_ranks}),
-            "rollout": config.rollout.model_copy(update={"num_workers": num_workers}),
-        }
-        if not has_room(free, demands(config.model_copy(update=sections), device)):
+        fewer = changed(config, {"train.num_ranks": num_ranks, "rollout.num_workers": num_workers})
+        if not has_room(free, demands(fewer, device)):
             continue
         try:
-            own = {name: section.model_dump() for name, section in sections.items()}
-            smaller = resolve(type(config), {**config.model_dump(), **own})
+            smaller = resolve(type(config), fewer.model_dump())
             _require_memory(smaller, model_path)
         except ConfigError as error:
             refused = refused or str(error)

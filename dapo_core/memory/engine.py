@@ -47,8 +47,7 @@ class EngineMemory:
 def engine_memory(config: TrainingConfig, shape: ModelShape, device_bytes: int | None) -> EngineMemory:
     """The memory of one engine; `device_bytes` is the size of an accelerator, None if it is unknown."""
     rollout, device = config.rollout, device_for(config.train.device)
-    dtype = device.low_precision if rollout.dtype == "auto" else rollout.dtype
-    item, parts = 4 if dtype == "float32" else 2, rollout.tensor_parallel
+    item, parts = device.item_bytes(rollout.dtype), rollout.tensor_parallel
     is_cpu, is_vllm = device.kind == "cpu", rollout.engine == "vllm"
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     cache_item = 1 if str(rollout.engine_args.get("kv_cache_dtype", "")).startswith("fp8") else item

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from dapo_core.memory.engine import GIB, engine_memory
+
 if TYPE_CHECKING:
     from dapo_core.config.training import TrainingConfig
     from dapo_core.memory.plan import MemoryPlan
@@ -114,15 +116,8 @@ def _utilization(config: TrainingConfig, shape: ModelShape) -> Iterator[Change]:
     rollout = config.rollout
     if config.train.device == "cpu":
         # Of vLLM's cache alone; the Hugging Face engine's grows with its sequences.
-        item = 2 if rollout.dtype in ("bfloat16", "float16") else 4
-        one = (
-            shape.token_elements(rollout.tensor_parallel, rollout.pipeline_parallel)
-            * item
-            * _longest(config)
-            * ROOM
-            / 1024**3
-        )
-        yield {"rollout.memory_gigabytes": round(one + 0.005, 2)}
+        one = engine_memory(config, shape, None).sequence_bytes
+        yield {"rollout.memory_gigabytes": round(one * ROOM / GIB + 0.005, 2)}
         return
     nearest = sorted(UTILIZATIONS, key=lambda share: abs(share - rollout.memory_utilization))
     for share in nearest:

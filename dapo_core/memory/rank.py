@@ -61,8 +61,7 @@ class _Rank:
     def __init__(self, config: TrainingConfig, shape: ModelShape) -> None:
         train, self.shape = config.train, shape
         device = device_for(train.device)
-        dtype = device.low_precision if train.dtype == "auto" else train.dtype
-        self.train, self.item = train, 4 if dtype == "float32" else 2
+        self.train, self.item = train, device.item_bytes(train.dtype)
         self.has_host_inputs = train.offload_activations and device.kind != "cpu"
         self.has_host_shards = train.offload_shards and device.kind != "cpu"
         self.has_grouped_attention = device.kind == "cuda" and self.item == 2

@@ -113,7 +113,9 @@ def step_time(
         GENERATE: _generate_seconds(config, shape, machine, lengths),
         ANCHOR: anchor,
         UPDATE: _pass_seconds(config, shape, machine.ranks, update, trained, has_backward=True),
-        PUBLISH: shape.num_parameters * item_bytes(config.train.device, config.rollout.dtype) / SYNC_BYTES,
+        PUBLISH: shape.num_parameters
+        * device_for(config.train.device).item_bytes(config.rollout.dtype)
+        / SYNC_BYTES,
     }
     return StepTime(
         {phase: value * (factors or {}).get(phase, 1.0) for phase, value in seconds.items()},
@@ -158,11 +160,6 @@ def forward_flops(shape: ModelShape, tokens: float, squares: float, num_logits: 
     return 2 * (_visited(shape) * tokens + pairs + shape.vocabulary * shape.hidden * num_logits)
 
 
-def item_bytes(device: str, dtype: str) -> int:
-    """Bytes of a number in a configured precision."""
-    return 4 if (device_for(device).low_precision if dtype == "auto" else dtype) == "float32" else 2
-
-
 def _visited(shape: ModelShape) -> float:
     """Weights of the layers that a token is multiplied with: of experts those that it is sent to."""
     share = shape.experts_per_token / (shape.num_experts or 1)
@@ -185,7 +182,7 @@ def _pass_seconds(
         return computing
     row = train.micro_batch_tokens * train.sequence_parallel
     num_micro = math.ceil(trained / train.num_data_ranks / row)
-    item = item_bytes(train.device, train.dtype)
+    item = device_for(train.device).item_bytes(train.dtype)
     sent = num_micro * shape.num_parameters * (2 * item + 4 if has_backward else item)
     # What enters a node comes over the links of all its devices, then every device gets all of it inside.
     speed = rates.inside if num_shards <= rates.node_devices else min(rates.inside, rates.node_network)

@@ -33,10 +33,8 @@ class Inbox(ABC):
 
 def open_inbox(link: Link, plan: WeightPlan, device: Device) -> Inbox:
     """The inbox at the end of the link; collective over all processes that meet at its address."""
-    if link.is_shared and link.on_device:
-        return _HandleInbox(link, device)
     if link.is_shared:
-        return _SharedInbox(link, plan)
+        return _SharedInbox(link, plan, device)
     return _CollectiveInbox(link, device)
 
 
@@ -66,34 +64,21 @@ class Delivery:
 
 
 class _SharedInbox(Inbox):
-    """Reads the slots of a sender on the same machine."""
+    """Reads the slots of a sender on the same machine, or, by their handles, on the same device."""
 
-    def __init__(self, link: Link, plan: WeightPlan) -> None:
-        self._number = 0  # buckets taken, over all syncs
-        self._reader = link.number
-        self._memory = SharedMemory.open(link.address, link.size, plan.slot_numel, plan.dtype, NUM_SLOTS)
-
-    def buckets(self, plan: WeightPlan) -> Iterator[torch.Tensor]:
-        for bucket in plan.buckets:
-            wait_until(lambda: self._memory.num_sent() > self._number, "a bucket of weights from a policy rank")
-            yield self._memory.slots[self._number % NUM_SLOTS][: bucket_numel(bucket)]
-            self._number += 1
-            self._memory.take(self._reader, self._number)
-
-
-class _HandleInbox(Inbox):
-    """Reads the slots of a sender on the same device."""
-
-    def __init__(self, link: Link, device: Device) -> None:
+    def __init__(self, link: Link, plan: WeightPlan, device: Device) -> None:
         self._device = device
+        self._on_device = link.on_device
         self._number = 0  # buckets taken, over all syncs
         self._reader = link.number
-        self._memory = SharedMemory.open(link.address, link.size, HANDLE_BYTES, torch.uint8, NUM_SLOTS)
+        room = (HANDLE_BYTES, torch.uint8) if link.on_device else (plan.slot_numel, plan.dtype)
+        self._memory = SharedMemory.open(link.address, link.size, *room, NUM_SLOTS)
 
     def buckets(self, plan: WeightPlan) -> Iterator[torch.Tensor]:
         for bucket in plan.buckets:
             wait_until(lambda: self._memory.num_sent() > self._number, "a bucket of weights from a policy rank")
-            yield open_handle(self._memory.slots[self._number % NUM_SLOTS])[: bucket_numel(bucket)]
+            slot = self._memory.slots[self._number % NUM_SLOTS]
+            yield (open_handle(slot) if self._on_device else slot)[: bucket_numel(bucket)]
             self._device.synchronize()  # the loader has read it
             self._number += 1
             self._memory.take(self._reader, self._number)

@@ -80,7 +80,7 @@ def load_model(path: Path) -> Any:
 
 
 def decode(engine: Engine, num_tokens: int) -> None:
-    """Step until the unfinished responses have so many tokens; none may end."""
+    """Step until the unfinished responses hold `num_tokens` tokens in all; fails if one of them ends."""
     while engine.num_unfinished_tokens() < num_tokens:
         assert engine.step() == []
     assert engine.num_unfinished_tokens() == num_tokens
